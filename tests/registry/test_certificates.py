@@ -48,39 +48,24 @@ def swap_key(files: Files) -> None:
     files.put(key=Authority().issue("node.example")[1])
 
 
-NOT_THERE = "No such file or directory"
+ABSENT, NO_PEM = "which cannot be read: No such file or directory", "which holds no PEM certificate"
+NO_KEY = "which holds no PEM private key without a passphrase"
+NOT_ACCEPTED = "which is not accepted with tls.ca_file {ca}: unable to get local issuer certificate"
+OPEN_KEY = "which everybody on this machine may read or write (mode 644); chmod o-rw it"
 WRONG: dict[str, tuple[Callable[[Files], object], str]] = {
-    "no certificate": (
-        lambda files: files.cert.unlink(),
-        "tls.cert_file is {cert}, which cannot be read: No such file or directory",
-    ),
-    "no key": (lambda files: files.key.unlink(), "tls.key_file is {key}, which cannot be read: No such file or directory"),
-    "no authority": (lambda files: files.ca.unlink(), "tls.ca_file is {ca}, which cannot be read: No such file or directory"),
-    "a folder": (
-        lambda files: (files.ca.unlink(), files.ca.mkdir()),
-        "tls.ca_file is {ca}, which cannot be read: Is a directory",
-    ),
-    "empty certificate": (lambda files: files.put(cert=b""), "tls.cert_file is {cert}, which holds no PEM certificate"),
-    "half a certificate": (
-        lambda files: files.put(cert=files.cert.read_bytes()[:200]),
-        "tls.cert_file is {cert}, which holds no PEM certificate",
-    ),
-    "bytes": (lambda files: files.put(cert=bytes(range(256))), "tls.cert_file is {cert}, which holds no PEM certificate"),
-    "half a key": (
-        lambda files: files.put(key=files.key.read_bytes()[:100]),
-        "tls.key_file is {key}, which holds no PEM private key without a passphrase",
-    ),
-    "a passphrase": (encrypt, "tls.key_file is {key}, which holds no PEM private key without a passphrase"),
-    "empty authority": (lambda files: files.put(ca=b""), "tls.ca_file is {ca}, which holds no PEM certificate"),
-    "another key": (swap_key, "tls.key_file is {key}, which is not the key of the certificate in tls.cert_file, {cert}"),
-    "another authority": (
-        lambda files: files.put(ca=Authority().pem),
-        "tls.cert_file is {cert}, which is not accepted with tls.ca_file {ca}: unable to get local issuer certificate",
-    ),
-    "everybody's key": (
-        lambda files: files.key.chmod(0o644),
-        "tls.key_file is {key}, which everybody on this machine may read or write (mode 644); chmod o-rw it",
-    ),
+    "no certificate": (lambda files: files.cert.unlink(), f"cert_file is {{cert}}, {ABSENT}"),
+    "no key": (lambda files: files.key.unlink(), f"key_file is {{key}}, {ABSENT}"),
+    "no authority": (lambda files: files.ca.unlink(), f"ca_file is {{ca}}, {ABSENT}"),
+    "a folder": (lambda files: (files.ca.unlink(), files.ca.mkdir()), "ca_file is {ca}, which cannot be read: Is a directory"),
+    "empty certificate": (lambda files: files.put(cert=b""), f"cert_file is {{cert}}, {NO_PEM}"),
+    "half a certificate": (lambda files: files.put(cert=files.cert.read_bytes()[:200]), f"cert_file is {{cert}}, {NO_PEM}"),
+    "bytes": (lambda files: files.put(cert=bytes(range(256))), f"cert_file is {{cert}}, {NO_PEM}"),
+    "half a key": (lambda files: files.put(key=files.key.read_bytes()[:100]), f"key_file is {{key}}, {NO_KEY}"),
+    "a passphrase": (encrypt, f"key_file is {{key}}, {NO_KEY}"),
+    "empty authority": (lambda files: files.put(ca=b""), f"ca_file is {{ca}}, {NO_PEM}"),
+    "another key": (swap_key, "key_file is {key}, which is not the key of the certificate in tls.cert_file, {cert}"),
+    "another authority": (lambda files: files.put(ca=Authority().pem), f"cert_file is {{cert}}, {NOT_ACCEPTED}"),
+    "everybody's key": (lambda files: files.key.chmod(0o644), f"key_file is {{key}}, {OPEN_KEY}"),
 }
 
 
@@ -90,7 +75,7 @@ def test_what_is_wrong_at_the_start_is_one_line(files: Files, case: str) -> None
     damage(files)
     with pytest.raises(ConfigError) as refusal:
         opened(files)
-    assert str(refusal.value) == line.format(cert=files.cert, key=files.key, ca=files.ca)
+    assert str(refusal.value) == "tls." + line.format(cert=files.cert, key=files.key, ca=files.ca)
 
 
 @pytest.mark.parametrize("case", [case for case in WRONG if case != "a passphrase"])
@@ -102,32 +87,24 @@ def test_what_is_wrong_later_leaves_what_was_right_in_use(files: Files, case: st
     damage(files)
     with capture_logs() as lines:
         assert [one.current() for _ in range(5)] == [before] * 5
-    problem = line.format(cert=files.cert, key=files.key, ca=files.ca)
+    problem = "tls." + line.format(cert=files.cert, key=files.key, ca=files.ca)
     assert lines == [{"event": "certificate_not_reloaded", "log_level": "error", "reason": problem}], "said once"
     assert one.problem == problem
+
+
+EXPIRED = "which is not accepted with tls.ca_file {ca}: certificate has expired"
+BOTH_USES = "whose extended key usage does not allow server and client authentication"
 
 
 @pytest.mark.parametrize(
     ("how", "is_server", "end"),
     [
-        ({"days": -0.5}, True, "which is not accepted with tls.ca_file {ca}: certificate has expired"),
-        ({"days": -0.5}, False, "which is not accepted with tls.ca_file {ca}: certificate has expired"),
+        ({"days": -0.5}, True, EXPIRED),
+        ({"days": -0.5}, False, EXPIRED),
         ({"from_days": 0.5}, True, "which is not accepted with tls.ca_file {ca}: certificate is not yet valid"),
-        (
-            {"purposes": (ExtendedKeyUsageOID.CLIENT_AUTH,)},
-            True,
-            "whose extended key usage does not allow server and client authentication",
-        ),
-        (
-            {"purposes": (ExtendedKeyUsageOID.SERVER_AUTH,)},
-            True,
-            "whose extended key usage does not allow server and client authentication",
-        ),
-        (
-            {"purposes": (ExtendedKeyUsageOID.SERVER_AUTH,)},
-            False,
-            "whose extended key usage does not allow client authentication",
-        ),
+        ({"purposes": (ExtendedKeyUsageOID.CLIENT_AUTH,)}, True, BOTH_USES),
+        ({"purposes": (ExtendedKeyUsageOID.SERVER_AUTH,)}, True, BOTH_USES),
+        ({"purposes": (ExtendedKeyUsageOID.SERVER_AUTH,)}, False, BOTH_USES.replace("server and ", "")),
     ],
 )
 def test_a_certificate_that_nobody_would_accept(

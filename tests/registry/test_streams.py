@@ -18,7 +18,7 @@ from transfer.registry.server import serve
 from transfer.registry.status import end_with, error_of
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16384), ("grpc.http2.bdp_probe", 0))
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Talks(pb_grpc.DecodeControlServicer):
