@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import kvferry.demo as demo_module
 from kvferry.demo import DemoOptions, run_demo
-from kvferry.demo_print import print_report
 from kvferry.demo_prompts import BUILT_IN, check_prompts_fit
-from kvferry.demo_report import DemoReport, RequestOutcome, make_report
-from kvferry.reference_generate import ReferenceResult
 from transfer.errors import ConfigError
-from transfer.pb import kvferry_pb2 as pb
 
 CONTEXT = 4096  # tokens, of the demo model
 
@@ -53,42 +46,3 @@ async def test_a_model_that_does_not_tell_its_context_is_left_to_the_nodes(tmp_p
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     await check_prompts_fit(tmp_path, BUILT_IN, 10**9)
-
-
-def report_of(outcomes: list[RequestOutcome], reference: list[ReferenceResult | None]) -> DemoReport:
-    return make_report(
-        outcomes, reference, decode=pb.NodeStatus(), leaked=(), seconds=2.0, generate_seconds=1.0, dtype="float32", environment={}
-    )
-
-
-def printed(report: DemoReport) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
-    print_report(console, report)
-    return console.export_text()
-
-
-def done(*token_ids: int) -> RequestOutcome:
-    return RequestOutcome(prompt_tokens=5, token_ids=token_ids, done=pb.GenerateDone())
-
-
-REFUSED = RequestOutcome(error="max_new_tokens is 4090; must be in [1, 4085]")
-DIED = RequestOutcome(prompt_tokens=5, token_ids=(1,), error="rank 1 died")
-
-
-def test_a_refusal_is_called_one() -> None:
-    report = report_of([REFUSED, DIED, done(1, 2)], [None, None, None])
-    assert report.refusals == (f"request 1: {REFUSED.error}",) and report.failures == ("request 2: rank 1 died",)
-    assert (report.failed, report.compared, report.tokens_match, report.is_success) == (2, 0, False, False)
-    text = printed(report)
-    assert "refused: request 1: max_new_tokens is 4090" in text and "failed: request 2: rank 1 died" in text
-    assert "not compared" in text and "differ" not in text
-    assert "Failed: 1 of 3 requests were refused, 1 of 3 requests failed." in text
-    assert json.loads(json.dumps(report.to_json()))["refusals"] == list(report.refusals)
-
-
-def test_what_was_compared_is_still_told() -> None:
-    wanted = ReferenceResult(prompt_tokens=5, token_ids=(1, 2))
-    fine = printed(report_of([done(1, 2), REFUSED], [wanted, None]))
-    assert "1 compared, none differs" in fine and "tokens differ" not in fine
-    other = printed(report_of([done(1, 3), REFUSED], [wanted, None]))
-    assert "NO" in other and "tokens differ: request 1: generated token 2 is 3" in other and "refused: request 2" in other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -44,7 +45,7 @@ DECODE = pb.NodeStatus(
 
 def report_of(
     outcomes: list[RequestOutcome],
-    reference: list[ReferenceResult],
+    reference: Sequence[ReferenceResult | None],
     *,
     leaked: tuple[str, ...] = (),
     decode: pb.NodeStatus = DECODE,
@@ -180,3 +181,32 @@ def test_an_outcome_is_either_done_or_failed() -> None:
 def test_cost_line_names_both_numbers_and_their_ratio() -> None:
     line = cost_line(report_of(*GOOD))
     assert "80 writes of 2 bytes" in line and "3 writes of 53 B" in line and "27 times fewer" in line
+
+
+REFUSED = RequestOutcome(error="max_new_tokens is 4090; must be in [1, 4085]")
+DIED = RequestOutcome(prompt_tokens=5, token_ids=(1,), error="rank 1 died")
+
+
+def printed(outcomes: list[RequestOutcome], reference: list[ReferenceResult | None]) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_report(console, report_of(outcomes, reference))
+    return console.export_text()
+
+
+def test_a_refusal_is_called_one() -> None:
+    outcomes = [REFUSED, DIED, outcome(1, 2)]
+    report = report_of(outcomes, [None] * 3)
+    assert report.refusals == (f"request 1: {REFUSED.error}",) and report.failures == ("request 2: rank 1 died",)
+    assert (report.failed, report.compared, report.tokens_match, report.is_success) == (2, 0, False, False)
+    text = printed(outcomes, [None] * 3)
+    assert "refused: request 1: max_new_tokens is 4090" in text and "failed: request 2: rank 1 died" in text
+    assert "not compared" in text and "differ" not in text
+    assert "Failed: 1 of 3 requests were refused, 1 of 3 requests failed." in text
+    assert json.loads(json.dumps(report.to_json()))["refusals"] == list(report.refusals)
+
+
+def test_what_was_compared_is_still_told() -> None:
+    fine = printed([outcome(1, 2), REFUSED], [wanted(1, 2), None])
+    assert "1 compared, none differs" in fine and "tokens differ" not in fine
+    other = printed([outcome(1, 3), REFUSED], [wanted(1, 2), None])
+    assert "NO" in other and "tokens differ: request 1: generated token 2 is 3" in other and "refused: request 2" in other

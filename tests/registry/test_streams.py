@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.runtime.instances import until
 from transfer.errors import EngineError, OutOfMemory
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -82,8 +83,9 @@ async def test_a_caller_that_reads_nothing_and_leaves_is_no_error(kind: type[Tal
     async with grpc.aio.insecure_channel(server.address, options=SMALL_WINDOW) as channel:
         stub: Any = pb_grpc.DecodeControlStub(channel)
         call = stub.Generate(pb.GenerateRequest())
-        await asyncio.sleep(0.4)
-        assert 0 < servicer.num_said < 20, "it is stuck behind what the caller does not read"
+        await until(lambda: servicer.num_said > 0)
+        await asyncio.sleep(0.2)
+        assert servicer.num_said < 20, "it is stuck behind what the caller does not read"
         call.cancel()
         await asyncio.wait_for(servicer.is_over.wait(), DEADLINE_S)
         await asyncio.sleep(0.05)

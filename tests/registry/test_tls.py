@@ -296,19 +296,6 @@ async def test_rotation_under_an_open_stream(node: Node, authority: Authority, t
         stream.cancel()
 
 
-async def test_half_of_a_rotation_changes_nothing(node: Node, authority: Authority, tmp_path: Path) -> None:
-    caller = authority.files(tmp_path / "caller", CLIENT)
-    before = node.files.cert.read_bytes()
-    cert, key = authority.issue(NODE)
-    for half in ({"key": key}, {"cert": cert[:100]}):
-        node.files.put(**half)
-        assert await served_certificate(node, caller) == before
-        async with calling(node, caller) as peer:
-            assert (await call(await peer.ready(), STATUS))[0] is OK
-    node.files.put(cert=cert, key=key)
-    assert await served_certificate(node, caller) == cert
-
-
 async def test_a_caller_connects_again_with_its_new_certificate(node: Node, authority: Authority, tmp_path: Path) -> None:
     caller = authority.files(tmp_path / "caller", "before.example")
     async with calling(node, caller) as peer:
