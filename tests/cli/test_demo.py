@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvferry.demo_cache import cached_demo_model
 from kvferry.demo_kinds import ModelKind
+from kvferry.demo_model import make_demo_model
 from kvferry.demo_view import LiveView, RequestProgress
 from tests.cli.demo_runs import demo
 from transfer.pb import kvferry_pb2 as pb
@@ -60,8 +63,13 @@ def test_output_that_is_no_terminal_is_plain_text(four_to_two: Run) -> None:
     assert stdout.count("done:") == 12
 
 
-def test_a_hybrid_model_moves_its_recurrent_state(tmp_path: Path) -> None:
-    arguments = ("--prefill-tp", "2", "--decode-tp", "1", "--requests", "4", "--max-new-tokens", "8")
+def test_a_hybrid_model_moves_its_recurrent_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def make(command: list[str]) -> None:
+        make_demo_model(Path(command[-1]), kind=ModelKind.HYBRID)
+
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(cached_demo_model(ModelKind.HYBRID, run=make))  # in this process, which has torch already
+    arguments = ("--prefill-tp", "2", "--decode-tp", "1", "--requests", "3", "--max-new-tokens", "4")
     run = reported(tmp_path, "--model-kind", ModelKind.HYBRID, *arguments)
     report = run.report
     assert report["tokens_match"] is True and report["leaks"] == 0 and report["model_kind"] == "hybrid"
