@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from tests.authority import Authority
+from tests.registry.secure_node import tls_of
 from tests.runtime.instances import until
-from transfer.config import TlsConfig
-from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.certificates import CertificateFiles
 from transfer.registry.discovery import Discovery, Looks, Source
 from transfer.registry.discovery import found as found_module
 from transfer.registry.discovery.dns import DnsNodes
@@ -28,7 +26,7 @@ from transfer.registry.discovery.found import NOT_ANSWERED
 from transfer.registry.discovery.given import GivenNodes
 from transfer.registry.discovery.health_gate import HealthGate
 from transfer.registry.discovery.node_file import MAX_FILE_BYTES, NodeFile
-from transfer.registry.security import MutualTls, PlainText
+from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, serve
 
 LOOK_S = 0.02
@@ -390,21 +388,14 @@ async def test_a_node_is_used_once_its_health_says_that_it_serves() -> None:
 
 async def test_with_tls_a_node_shows_who_it_is_before_it_is_believed(tmp_path: Path) -> None:
     ours = Authority()
-
-    def security(folder: str, authority: Authority, name: str, peers: Sequence[str]) -> MutualTls:
-        files = authority.files(tmp_path / folder, name)
-        tls: TlsConfig = files.tls()
-        return MutualTls(files=CertificateFiles(tls, is_server=True), peer_names=tuple(peers))
-
-    gate = HealthGate(security("decode", ours, "decode.example", ["prefill.example"]))
-    async with node(security=security("prefill", ours, "prefill.example", ["decode.example"])) as server:
-        await server.set_serving(True)
-        assert await gate.why_not(server.address) == ""
-    async with node(security=security("other", ours, "other.example", ["decode.example"])) as server:
-        await server.set_serving(True)
-        assert "other.example" in await gate.why_not(server.address)
-    async with node(security=security("stranger", Authority(), "prefill.example", ["decode.example"])) as server:
-        await server.set_serving(True)
-        assert await gate.why_not(server.address)
-    with pytest.raises(ConfigError):
-        PlainText().check("prefill node", "10.0.0.1:7100")
+    gate = HealthGate(tls_of(ours.files(tmp_path / "decode", "decode.example"), peers=("prefill.example",)))
+    for authority, name, said in (
+        (ours, "prefill.example", ""),
+        (ours, "other.example", "other.example"),
+        (Authority(), "prefill.example", "certificate"),
+    ):
+        files = authority.files(tmp_path / f"node-{name}-{said}", name)
+        async with node(security=tls_of(files, peers=("decode.example",))) as server:
+            await server.set_serving(True)
+            why_not = await gate.why_not(server.address)
+        assert said in why_not and bool(said) is bool(why_not)

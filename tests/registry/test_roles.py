@@ -36,7 +36,3 @@ def test_what_operators_do_is_not_for_peers() -> None:
         assert METHOD_ROLES[f"/{operators.full_name}/{one.name}"] == ({PEER, CLIENT} if one.name == "Status" else {CLIENT})
     assert METHOD_ROLES["/kvferry.v1.DecodeControl/Generate"] == {CLIENT}
     assert METHOD_ROLES["/kvferry.v1.DecodeControl/Abort"] == {CLIENT}
-
-
-def test_each_role_names_the_setting_that_gives_it() -> None:
-    assert [role.setting for role in CallerRole] == ["tls.peer_names", "tls.client_names"]

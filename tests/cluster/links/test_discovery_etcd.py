@@ -329,7 +329,6 @@ def etcdctl(server: EtcdServer, ca: Path, *arguments: str) -> None:
     )
 
 
-@pytest.mark.slow
 async def test_an_etcd_that_is_frozen_is_noticed(tmp_path: Path, prefix: str) -> None:
     with etcd_server(tmp_path) as server:
         await server.start()
