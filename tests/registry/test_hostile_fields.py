@@ -211,10 +211,10 @@ class Nodes:
         service, _, name = rpc.method.partition(".")
         found = pb.DESCRIPTOR.services_by_name[service].methods_by_name[name]
         path, channel = f"/{found.containing_service.full_name}/{name}", self.channels[service]
+        is_answered = asyncio.Event()
         try:
             async with asyncio.timeout(CALL_S):
                 if found.client_streaming:
-                    is_answered = asyncio.Event()
                     call = channel.stream_stream(path)(held(payload, is_answered))
                     while await call.read() is not grpc.aio.EOF:
                         is_answered.set()
@@ -228,6 +228,8 @@ class Nodes:
             details = error.details() or ""
             is_served = found.client_streaming and details.endswith("the writer's stream ended")
             return (Code.OK, "") if is_served else (error.code(), details)
+        finally:
+            is_answered.set()  # a stream that is refused has its writer end, too
         if call.done():
             return await call.code(), await call.details() or ""
         call.cancel()
