@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,14 +36,10 @@ def test_only_our_packages_are_taken() -> None:
     assert {"transfer", "transfer.transport"} <= set(found)
 
 
-@pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_every_folder_with_code_is_a_package(package: str) -> None:
+def test_every_folder_with_code_is_a_package_and_no_folder_of_tests_is() -> None:
     """Without an `__init__.py` a folder works from the checkout and is missing from the wheel."""
-    folders = {file.parent for file in (ROOT / package).rglob("*.py")}
-    assert [folder.relative_to(ROOT).as_posix() for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
-
-
-def test_tests_are_not_packages() -> None:
+    folders = {file.parent for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
@@ -66,15 +61,12 @@ def test_pins_that_must_move_together() -> None:
     assert (_pins()["torch"], _pins()["triton"]) == ("2.13.0", "3.7.1")
 
 
-def test_the_oldest_ucxx_is_the_one_that_the_transport_takes() -> None:
+def test_the_oldest_versions_of_transports_are_the_same_for_both_cuda_majors() -> None:
+    """The package `nixl`, which would install both, is not required. The version of ucxx is the one that the code checks."""
     source = (ROOT / "transfer" / "transport" / "ucx_library.py").read_text(encoding="utf-8")
     (oldest,) = re.findall(r"needs ucxx ([\d.]+) or newer", source)
-    assert [one for one in _requirements() if one.startswith("ucxx")] == [f"ucxx-cu12>={oldest}", f"ucxx-cu13>={oldest}"]
-
-
-def test_the_oldest_nixl_is_the_same_for_both_cuda_majors() -> None:
-    """And the package `nixl`, which would install both of them, is not asked for."""
-    assert [one for one in _requirements() if one.startswith("nixl")] == ["nixl-cu13>=1.5.1", "nixl-cu12>=1.5.1"]
+    assert {one for one in _requirements() if one.startswith("ucxx")} == {f"ucxx-cu{major}>={oldest}" for major in (12, 13)}
+    assert {one for one in _requirements() if one.startswith("nixl")} == {f"nixl-cu{major}>=1.5.1" for major in (12, 13)}
 
 
 def test_type_checks_see_all_our_code() -> None:

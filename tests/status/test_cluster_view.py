@@ -54,11 +54,6 @@ def test_an_answer_that_is_shown_again_makes_no_link_slow() -> None:
     assert found == [[], [], [], [], [], ["slow p:1 #0 -> d:1 #0"]]
 
 
-def test_a_link_that_both_ends_name_is_one_link() -> None:
-    (link,) = view_of([prefill(), decode()]).links
-    assert (link.prefill, link.decode, link.now_bytes_per_s, link.share) == ("p:1", "d:1", None, None)
-
-
 def test_what_a_link_moves_now_is_bytes_by_the_seconds_in_which_it_was_busy() -> None:
     before = {"p:1": prefill(written=10**9, busy_s=1.0, probe_s=0.25)}
     (link,) = view_of([prefill(written=2 * 10**9, busy_s=1.5, probe_s=0.5), decode()], before).links

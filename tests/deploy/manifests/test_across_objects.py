@@ -70,41 +70,14 @@ def test_selectors_of_workloads_take_their_own_pods(variant: str) -> None:
 def test_services_lead_to_ports_that_are_there(variant: str) -> None:
     services = of_kind(variant, "Service")
     assert {one["metadata"]["name"] for one in services} >= {"kvferry", "kvferry-decode"}
+    roles = {}
     for one in services:
         taken = [pod for pod in pods(variant) if matches({"matchLabels": one["spec"]["selector"]}, pod.labels)]
-        assert taken, name_of(one)
         for port in one["spec"]["ports"]:
             assert {pod.container_ports()[port["targetPort"]] for pod in taken} == {7100} == {port["port"]}
-    roles = {
-        one["metadata"]["name"]: {
-            pod.labels["app.kubernetes.io/component"]
-            for pod in pods(variant)
-            if matches({"matchLabels": one["spec"]["selector"]}, pod.labels)
-        }
-        for one in services
-    }
+        roles[one["metadata"]["name"]] = {pod.labels["app.kubernetes.io/component"] for pod in taken}
     assert roles.pop("kvferry-prefill", {"prefill"}) == {"prefill"}
     assert set(map(frozenset, roles.values())) == {frozenset({"decode"})}  # clients are never led to the prefill tier
-
-
-@pods_and_variants()
-def test_clients_find_in_the_certificate_the_name_that_they_call(variant: str) -> None:
-    """gRPC checks a server by the host of its target, and knows of no other name."""
-    certificates = {
-        one["metadata"]["name"]: one["spec"]["dnsNames"] for one in of_kind(variant, "Certificate") if "dnsNames" in one["spec"]
-    }
-    called = {
-        one["metadata"]["name"]
-        for one in of_kind(variant, "Service")
-        if one["spec"]["selector"]["app.kubernetes.io/component"] == "decode"
-    }
-    assert called == {"kvferry", "kvferry-decode"}
-    if variant == "dev-tcp":
-        assert not certificates
-        return
-    assert set(certificates["kvferry-decode"]) == {"decode.kvferry.internal"} | called
-    assert certificates["kvferry-prefill"] == ["prefill.kvferry.internal"]
-    assert certificates["kvferry-client"] == ["client.kvferry.internal"]
 
 
 @pods_and_variants()

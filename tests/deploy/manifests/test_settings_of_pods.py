@@ -134,6 +134,7 @@ def names_in_certificates(variant: str) -> dict[str, SubjectNames]:
 def test_each_tier_is_let_in_by_the_other_and_clients_by_both(variant: str) -> None:
     """And nobody by any other of their names, such as those of Services."""
     names = names_in_certificates(variant)
+    assert set(names) == (set() if variant == "dev-tcp" else {"prefill", "decode", "client"})
     for pod in pods(variant):
         for container in pod.nodes:
             config, role = configured(variant, pod, container), role_of(container)
