@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,6 @@ from bench.gpu_table import outcomes_of
 from bench.link import FUSED, FUSED_WITH_DIGEST, PEER_MEMCPY
 from bench.peers import sglang
 from bench.pool_to_pool import NIXL_BULK, SGLANG
-
-STAGING = "sglang/srt/disaggregation/common/staging_buffer.py"
-POINTERS = "sglang/kernels/ops/memory/ptr_table.py"
 
 
 def test_no_part_is_begun_when_the_budget_is_spent(tmp_path: Path) -> None:
@@ -107,36 +102,6 @@ def test_what_pool_to_pool_is_judged_by() -> None:
         ("against NIXL descriptors", 200.0, 100.0, True),
         (f"against {NIXL_BULK}", 0.98, 0.95, True),
     ]
-
-
-@pytest.mark.parametrize("is_wheel", [True, False])
-def test_sglang_is_loaded_from_what_its_wheel_has(tmp_path: Path, is_wheel: bool) -> None:
-    """Files of its names stand in for its own, which are not ours to carry; they import what its own import."""
-    files = {
-        STAGING: "from sglang.kernels.ops.memory.ptr_table import make_ptr_table\n"
-        "from sglang.srt.environ import envs\n"
-        "from sglang.srt.utils import create_device_stream, device_stream_context\n"
-        "uses_torch = envs.SGLANG_STAGING_USE_TORCH.get()\n"
-        "def scatter_staging_to_kv(*arguments): seen.append(arguments)\n"
-        "seen = []\n",
-        POINTERS: "def make_ptr_table(rows, device): ...\n",
-    }
-    source = tmp_path / ("sglang.whl" if is_wheel else "unpacked")
-    if is_wheel:
-        with zipfile.ZipFile(source, "w") as archive:
-            for name, text in files.items():
-                archive.writestr(name, text)
-    else:
-        for name, text in files.items():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_text(text)
-    before = set(sys.modules)
-    theirs = sglang.load(source)
-    assert theirs.module.uses_torch is False
-    theirs.scatter("wire", ["k"], ["v"], "pages", num_heads=2, page_size=16)  # type: ignore[arg-type,list-item]
-    assert theirs.module.seen == [("wire", ["k"], ["v"], "pages", 16, 1, 1, 0, 2)]
-    named = {file.removesuffix(".py").replace("/", ".") for file in (STAGING, POINTERS)}
-    assert {name for name in set(sys.modules) - before if name.startswith("sglang")} <= named
 
 
 def test_a_wheel_without_the_files_is_named(tmp_path: Path) -> None:

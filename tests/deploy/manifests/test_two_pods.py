@@ -144,16 +144,6 @@ def generate(hosts: Hosts, variant: str, authority: Authority, folder: Path) -> 
         chain, key = authority.issue(names["kvferry-client"])
         files.put(cert=chain, key=key, ca=authority.pem)
         security = ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)]
-    command = [
-        sys.executable,
-        "-m",
-        "kvferry",
-        "generate",
-        *security,
-        "--target",
-        "kvferry:7100",
-        "--max-new-tokens",
-        "8",
-        "The tide",
-    ]
+    options = ["--target", "kvferry:7100", "--max-new-tokens", "8", "The tide"]
+    command = [sys.executable, "-m", "kvferry", "generate", *security, *options]
     return subprocess.run([*hosts.prefix("decode"), *command], capture_output=True, text=True, timeout=120, cwd=ROOT)

@@ -162,17 +162,8 @@ def tab(folder: Path) -> Iterator[Tab]:
     given = [fcntl.fcntl(one, fcntl.F_DUPFD, 16) for one in (theirs_in, theirs_out)]
     os.close(theirs_in)
     os.close(theirs_out)
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        _WITH_PIPES,
-        *map(str, given),
-        chromium(),
-        *_OPTIONS,
-        f"--user-data-dir={folder}",
-    ]
+    start = [sys.executable, "-I", "-S", "-c", _WITH_PIPES, *map(str, given), chromium()]
+    command = [*start, *_OPTIONS, f"--user-data-dir={folder}"]
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=given)
         for one in given:
