@@ -317,6 +317,7 @@ class DecodeEnd:
             ring_capacity_bytes=setting.ring_bytes,
             on_attach=self._on_attach,
             on_session_lost=self._receiver.close_session,
+            heartbeat_s=5.0,  # a busy machine can stop a process for seconds, and no benchmark measures lost peers
         )
         self._probe: asyncio.Task[None] | None = None
         self._session = 0

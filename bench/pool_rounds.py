@@ -243,7 +243,7 @@ class _Decode:
         rounds.acks += end.num_acks - num_acks
         if self._setting.pretended_bytes_per_s:
             return  # nothing was moved
-        # Beside the loop, here and there: a process that does not beat for 1.5 s is given up.
+        # Beside the loop, here and there: a process whose heartbeats stop is given up.
         self._pipe.send(("digest", request_ids, case))
         there = [await asyncio.to_thread(end.digest, request_id, case) for request_id in request_ids]
         if there != (here := await self._answer()):
