@@ -1,11 +1,21 @@
-"""Stores for tests: one in memory that keeps to the contract, and what can be done to it to see how it is lived with."""
+"""Keys, pages, and a store in memory that a test can block, break or observe."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 
 from transfer.storage.base import Outcome
+
+
+def key_of(number: int) -> str:
+    return f"{'0a' * 16}/{hashlib.sha256(str(number).encode()).hexdigest()}-full-0of1"
+
+
+def page_of(number: int, num_bytes: int) -> bytes:
+    """Return bytes that no other page has."""
+    return hashlib.shake_128(str(number).encode()).digest(64).ljust(num_bytes, bytes([number % 251 + 1]))[:num_bytes]
 
 
 class MemoryStore:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.stores import MemoryStore, Seen
-from tests.storage.writer import key_of, page_of
+from tests.storage.stores import MemoryStore, Seen, key_of, page_of
 from transfer.breaker import BreakerSettings, BreakerState
 from transfer.errors import ConfigError
 from transfer.storage.base import USED_STEP_NS, Outcome, Store

@@ -5,12 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +14,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tests.storage import writer
-from tests.storage.writer import key_of, page_of
+from tests.storage.stores import key_of, page_of
 from transfer.errors import ConfigError
 from transfer.storage import directory_room, envelope
 from transfer.storage.base import USED_STEP_NS, Outcome
@@ -184,37 +179,6 @@ def test_something_else_in_the_place_of_a_page_fails_that_page_alone(store: Dire
 # Killed writers
 
 
-def start_writer(directory: Path, *, seed: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, writer.__file__, str(directory), str(seed)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-
-
-def test_a_writer_that_is_killed_leaves_whole_pages_or_none(tmp_path: Path) -> None:
-    """Real processes, killed at any moment of their puts; then every key is whole or a miss, and nothing else is left."""
-    chance = random.Random(7)
-    found = {OK: 0, MISSING: 0}
-    leftovers = 0
-    for life in range(12):
-        process = start_writer(tmp_path, seed=life)
-        assert process.stdout is not None
-        process.stdout.readline()  # it has begun
-        time.sleep(chance.uniform(0, 0.03))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
-        process.stdout.close()
-        leftovers += sum(path.name.startswith(WRITING) for path in tmp_path.rglob("*"))
-        store = DirectoryStore(tmp_path, leftover_age_s=0.0, max_bytes=1 << 40)
-        put(store, -1, -2 - life)  # all is looked at before the first
-        store.delete([key_of(-1), key_of(-2 - life)])
-        assert not [path for path in files(store) if path.name.startswith(WRITING)]
-        for number in range(writer.NUM_PAGES):
-            found[get(store, life * writer.NUM_PAGES + number, writer.PAGE_BYTES)] += 1
-        assert all(path.stat().st_size == writer.PAGE_BYTES + HEADER_BYTES for path in files(store))
-    assert found[OK] and found[MISSING], "killed neither before the first nor behind the last"
-    assert leftovers, "at least one was killed while it wrote"
-
-
 @pytest.mark.parametrize("max_bytes", [None, 1 << 30])
 def test_a_file_that_is_being_written_is_left_alone(store: DirectoryStore, max_bytes: int | None) -> None:
     def put_again() -> None:
@@ -339,40 +303,6 @@ def test_a_wrong_count_is_put_right(tmp_path: Path) -> None:
     assert counted(store) == num_bytes(store) == 3 * FILE_BYTES
 
 
-def test_two_processes_stay_below_the_limit_together(tmp_path: Path) -> None:
-    limit = 40 * (writer.PAGE_BYTES + HEADER_BYTES)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    commands = [[sys.executable, writer.__file__, str(tmp_path), str(seed), str(limit)] for seed in (1, 2)]
-    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for command in commands]
-    try:
-        most = 0
-        while any(process.poll() is None for process in processes):
-            most = max(most, used_bytes(tmp_path))
-        assert [process.wait(timeout=10) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(timeout=10)
-            assert process.stdout is not None
-            process.stdout.close()
-    assert 0 < most <= limit
-    store = DirectoryStore(tmp_path, max_bytes=limit)
-    numbers = [seed * writer.NUM_PAGES + number for seed in (1, 2) for number in range(writer.NUM_PAGES)]
-    left = [number for number in numbers if get(store, number, writer.PAGE_BYTES) is OK]
-    assert 20 <= len(left) <= 40
-
-
-def used_bytes(directory: Path) -> int:
-    """Of finished pages; while they are counted nobody may evict, so no page is counted that had gone before another came."""
-    total = 0
-    with (directory / ".evicting").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for folder, _, names in os.walk(directory):
-            pages = [name for name in names if not name.startswith(".")]
-            total += sum(os.stat(os.path.join(folder, name)).st_size for name in pages)
-    return total
-
-
 # Opening, and locks
 
 
@@ -433,74 +363,6 @@ def test_a_page_that_the_kernel_does_not_take_fails_and_leaves_nothing(tmp_path:
     assert get(store, 2, 16) is OK
     assert len(files(store)) == 1
     assert counted(store) == num_bytes(store)
-
-
-def printed_in_file_system(options: str, code: str, folder: Path) -> str:
-    """What a program prints whose argument is a path in a file system of its own, mounted on `folder` for nobody else.
-
-    No rights are needed where users may have a mount namespace; skips where they may not.
-
-    Args:
-        options: Of tmpfs.
-    """
-    alone = ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*alone, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=20, check=False).returncode:
-        pytest.skip("this kernel lets nobody make a file system; the limit of files above is what shows the rest")
-    script = f"mount -t tmpfs -o {options} none {folder} && {sys.executable} -c '{code}' {folder}/kv"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*alone, "sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-FULL_DISK = """
-import sys
-from pathlib import Path
-from tests.storage.writer import key_of, page_of
-from transfer.storage.directory import DirectoryStore
-store = DirectoryStore(Path(sys.argv[1]))
-outcomes = store.put([(key_of(number), memoryview(page_of(number, 1 << 16))) for number in range(40)])
-stored = [number for number, outcome in enumerate(outcomes) if outcome == "ok"]
-assert set(outcomes) == {"ok", "failed"} and 10 <= len(stored) < 32, outcomes
-for number in stored:
-    view = memoryview(bytearray(1 << 16))
-    assert store.get([(key_of(number), view)]) == ["ok"] and bytes(view) == page_of(number, 1 << 16)
-assert not list(Path(sys.argv[1]).rglob(".writing-*"))
-store.delete([key_of(number) for number in stored])
-assert store.put([(key_of(99), memoryview(page_of(99, 1 << 16)))]) == ["ok"], "there is room again"
-print("as expected")
-"""
-
-
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    assert "No space left on device" in printed_in_file_system("size=2m", FULL_DISK, tmp_path)
-
-
-NO_MORE_FILES = """
-import sys
-from pathlib import Path
-from tests.storage.writer import key_of, page_of
-from transfer.storage.directory import DirectoryStore
-root = Path(sys.argv[1])
-assert DirectoryStore(root).put([(key_of(1), memoryview(page_of(1, 64)))]) == ["ok"]
-try:
-    for number in range(99):
-        (root.parent / str(number)).touch()
-except OSError as error:
-    assert error.errno == 28
-else:
-    raise AssertionError("there is room")
-for limit in (None, 1 << 20):
-    store, view = DirectoryStore(root, max_bytes=limit), memoryview(bytearray(64))
-    assert store.get([(key_of(1), view)]) == ["ok"] and bytes(view) == page_of(1, 64)
-    assert store.put([(key_of(2), memoryview(page_of(2, 64)))]) == ["failed"]
-print("as expected")
-"""
-
-
-def test_a_store_on_a_disk_that_is_full_is_opened(tmp_path: Path) -> None:
-    """A rank that is started again reads what is there; a file system of 32 files."""
-    printed_in_file_system("nr_inodes=32", NO_MORE_FILES, tmp_path)
 
 
 def test_a_directory_that_cannot_be_made_is_refused_when_it_is_checked(tmp_path: Path) -> None:

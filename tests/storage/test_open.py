@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.storage.stores import Seen
-from tests.storage.writer import key_of, page_of
+from tests.storage.stores import Seen, key_of, page_of
 from transfer.config import StorageConfig
 from transfer.errors import ConfigError
 from transfer.storage.directory import DirectoryStore

@@ -1,25 +1,16 @@
-"""A process that stores pages until it is killed: ``python writer.py DIRECTORY SEED [MAX_BYTES]``."""
+"""A process that stores pages until it is killed: ``python store_writer.py DIRECTORY SEED [MAX_BYTES]``."""
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
 
+from tests.storage.stores import key_of, page_of
 from transfer.storage.base import Outcome
 from transfer.storage.directory import DirectoryStore
 
 NUM_PAGES = 200
 PAGE_BYTES = 1 << 18
-
-
-def key_of(number: int) -> str:
-    return f"{'0a' * 16}/{hashlib.sha256(str(number).encode()).hexdigest()}-full-0of1"
-
-
-def page_of(number: int, num_bytes: int) -> bytes:
-    """Bytes that no other page has."""
-    return hashlib.shake_128(str(number).encode()).digest(64).ljust(num_bytes, bytes([number % 251 + 1]))[:num_bytes]
 
 
 def main(directory: str, seed: str, max_bytes: str = "") -> None:
