@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from transfer.storage.base import Outcome
 
@@ -16,6 +17,12 @@ def key_of(number: int) -> str:
 def page_of(number: int, num_bytes: int) -> bytes:
     """Return bytes that no other page has."""
     return hashlib.shake_128(str(number).encode()).digest(64).ljust(num_bytes, bytes([number % 251 + 1]))[:num_bytes]
+
+
+def file_of(directory: Path | str, key: str) -> Path:
+    """Return the file of a page in a directory store. Nodes of all versions share the store, so this never changes."""
+    fingerprint, _, name = key.partition("/")
+    return Path(directory) / fingerprint / name[:2] / name
 
 
 class MemoryStore:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tests.storage.stores import Seen, key_of, page_of
 from transfer.config import StorageConfig
 from transfer.errors import ConfigError
+from transfer.storage.base import Outcome
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.object_store import ObjectStore
 from transfer.storage.open import check_store, open_store, open_store_client
@@ -24,11 +25,12 @@ def test_nothing_is_opened_where_nothing_is_set() -> None:
 
 
 def test_a_directory_or_a_url(tmp_path: Path) -> None:
-    directory, url = StorageConfig(directory=tmp_path / "kv", max_bytes="1MiB"), StorageConfig(url="memory:///")
+    directory, url = StorageConfig(directory=tmp_path / "kv", max_bytes="2KiB"), StorageConfig(url="memory:///")
     assert directory.is_set and url.is_set
     opened = open_store(directory)
-    assert isinstance(opened, DirectoryStore) and opened._room._max_bytes == 1 << 20
-    assert isinstance(open_store(url), ObjectStore)
+    assert isinstance(opened, DirectoryStore) and isinstance(open_store(url), ObjectStore)
+    pages = [(key_of(number), memoryview(page_of(number, num_bytes))) for number, num_bytes in ((1, 4096), (2, 64))]
+    assert opened.put(pages) == [Outcome.FAILED, Outcome.OK], "the first is larger than the limit"
 
 
 @pytest.mark.parametrize(
