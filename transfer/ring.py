@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, RemoteProtocolError
@@ -88,6 +88,78 @@ def _blocker_of(grant: Grant, *, position: int, capacity_bytes: int, unreleased_
             return edge - 1
         window = edge - 1 - (edge - 1 - grant.begin) % capacity_bytes
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingAccounts:
+    """Everything that a `StagingAllocator` records about its ring, at one moment.
+
+    Args:
+        capacity_bytes: Size of the ring.
+        head: Position at which the next grant would begin.
+        position: Position of the watermark.
+        live: End of each unreleased grant, by its begin.
+        live_bytes: Their size, counted with each grant and release.
+        quarantined: Live grants whose writer may still write.
+        quarantined_bytes: Their size, counted as `live_bytes` is.
+        suspect_runs: Offsets that new grants step around, as `CoveredOffsets.runs` returns them.
+        range_begins: Begins of the released ranges above the watermark, ascending.
+        end_of: End of each of these ranges, by its begin.
+        begin_of: Begin of each of these ranges, by its end.
+    """
+
+    capacity_bytes: int
+    head: int
+    position: int
+    live: Mapping[int, int]
+    live_bytes: int
+    quarantined: Sequence[Grant]
+    quarantined_bytes: int
+    suspect_runs: Sequence[tuple[int, int]]
+    range_begins: Sequence[int]
+    end_of: Mapping[int, int]
+    begin_of: Mapping[int, int]
+
+    def check(self) -> None:
+        """Prove the rules.
+
+        Raises:
+            LocalProtocolError: A rule is broken; the message names it.
+        """
+        _require(bool(self.live) or self.position == self.head, f"R5: no live grant, watermark {self.position}, head {self.head}")
+        edge = self.position
+        ranges = [(begin, self.end_of.get(begin, begin)) for begin in self.range_begins]
+        for begin, end in ranges:
+            _require(edge < begin < end <= self.head, f"released ranges are ascending and apart: [{begin}, {end}) after {edge}")
+            edge = end
+        _require(
+            dict(ranges) == self.end_of and {end: begin for begin, end in ranges} == self.begin_of,
+            "released ranges are found by either end",
+        )
+        unreleased = self.head - self.position - sum(end - begin for begin, end in ranges)
+        _require(unreleased == self.live_bytes, f"R4: {unreleased} bytes are unreleased, live grants hold {self.live_bytes}")
+        _require(self.live_bytes == sum(end - begin for begin, end in self.live.items()), "live bytes are counted right")
+        _require(all(self.live.get(grant.begin) == grant.end for grant in self.quarantined), "a quarantined grant is live")
+        _require(
+            self.quarantined_bytes == sum(grant.end - grant.begin for grant in self.quarantined),
+            "quarantined bytes are counted right",
+        )
+        suspect = CoveredOffsets(self.capacity_bytes)
+        for grant in self.quarantined:
+            suspect.add(grant.begin % self.capacity_bytes, _end_offset(grant, self.capacity_bytes))
+        _require(suspect.runs() == list(self.suspect_runs), "new grants step around the quarantined bytes")
+        live = (Grant(begin, end) for begin, end in self.live.items())
+        writable = sorted((grant.begin % self.capacity_bytes, grant.begin, grant) for grant in live if self._is_writable(grant))
+        for (_, _, first), (offset, _, second) in itertools.pairwise(writable):
+            _require(_end_offset(first, self.capacity_bytes) <= offset, f"R1: writable grants {first} and {second} share a byte")
+
+    def _is_writable(self, grant: Grant) -> bool:
+        edge_of = self._unreleased_edge
+        return _blocker_of(grant, position=self.position, capacity_bytes=self.capacity_bytes, unreleased_edge=edge_of) is None
+
+    def _unreleased_edge(self, position: int) -> int:
+        at = bisect_left(self.range_begins, position) - 1
+        return position if at < 0 or self.end_of[self.range_begins[at]] < position else self.range_begins[at]
 
 
 class StagingAllocator:
@@ -260,40 +332,25 @@ class StagingAllocator:
         self._next_range = named[-1] + 1
         return named
 
-    def check_invariants(self) -> None:
-        """Prove the rules on the present state; for tests, and for a node that has gone idle.
+    def accounts(self) -> RingAccounts:
+        """Return a copy of the present state; O(live grants and released ranges)."""
+        return RingAccounts(
+            capacity_bytes=self.capacity_bytes,
+            head=self._head,
+            position=self._position,
+            live=dict(self._live),
+            live_bytes=self._live_bytes,
+            quarantined=tuple(self._quarantined.values()),
+            quarantined_bytes=self._quarantined_bytes,
+            suspect_runs=tuple(self._suspect.runs()),
+            range_begins=tuple(self._range_begins),
+            end_of=dict(self._end_of),
+            begin_of=dict(self._begin_of),
+        )
 
-        Raises:
-            LocalProtocolError: A rule is broken; the message names it.
-        """
-        _require(
-            bool(self._live) or self._position == self._head, f"R5: no live grant, watermark {self._position}, head {self._head}"
-        )
-        edge = self._position
-        ranges = [(begin, self._end_of.get(begin, begin)) for begin in self._range_begins]
-        for begin, end in ranges:
-            _require(edge < begin < end <= self._head, f"released ranges are ascending and apart: [{begin}, {end}) after {edge}")
-            edge = end
-        _require(
-            dict(ranges) == self._end_of and {end: begin for begin, end in ranges} == self._begin_of,
-            "released ranges are found by either end",
-        )
-        unreleased = self._head - self._position - sum(end - begin for begin, end in ranges)
-        _require(unreleased == self._live_bytes, f"R4: {unreleased} bytes are unreleased, live grants hold {self._live_bytes}")
-        _require(self._live_bytes == sum(end - begin for begin, end in self._live.items()), "live bytes are counted right")
-        _require(self._quarantined.keys() <= self._live.keys(), "a quarantined grant is live")
-        _require(
-            self._quarantined_bytes == sum(g.end - g.begin for g in self._quarantined.values()),
-            "quarantined bytes are counted right",
-        )
-        suspect = CoveredOffsets(self.capacity_bytes)
-        for grant in self._quarantined.values():
-            suspect.add(grant.begin % self.capacity_bytes, _end_offset(grant, self.capacity_bytes))
-        _require(suspect.runs() == self._suspect.runs(), "new grants step around the quarantined bytes")
-        live = (Grant(begin, end) for begin, end in self._live.items())
-        writable = sorted((g.begin % self.capacity_bytes, g.begin, g) for g in live if self.is_writable(g))
-        for (_, _, first), (offset, _, second) in itertools.pairwise(writable):
-            _require(_end_offset(first, self.capacity_bytes) <= offset, f"R1: writable grants {first} and {second} share a byte")
+    def check_invariants(self) -> None:
+        """Prove the rules on the present state; for tests, and for a node that has gone idle. See `RingAccounts.check`."""
+        self.accounts().check()
 
     def _add_released(self, begin: int, end: int) -> None:
         above = self._end_of.pop(end, None)  # the range that begins where this one ends

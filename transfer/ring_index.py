@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
 from typing import Final, Generic, Protocol, TypeVar
 
-_BLOCK: Final = 512
+BLOCK_POSITIONS: Final = 512
 """Positions of a block before it is split: few enough that moving them costs less than finding one."""
 
 _T = TypeVar("_T")
@@ -25,17 +25,26 @@ class SortedPositions:
     """A set of positions in ascending order, in blocks: adding or removing one moves at most a block, and not all above it.
 
     Source: the list of lists of the Python package sortedcontainers.
+
+    Args:
+        block_positions: See `BLOCK_POSITIONS`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_positions: int = BLOCK_POSITIONS) -> None:
+        self._most = block_positions
         self._blocks: list[list[int]] = []  # none of them empty
         self._firsts: list[int] = []  # the first position of each block
 
     def __len__(self) -> int:
-        return sum(map(len, self._blocks))
+        return sum(self.block_sizes)
 
     def __iter__(self) -> Iterator[int]:
         return itertools.chain.from_iterable(self._blocks)
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Number of positions in each block: what one step can move."""
+        return list(map(len, self._blocks))
 
     def add(self, position: int) -> None:
         """Add a position that is not there."""
@@ -48,10 +57,11 @@ class SortedPositions:
             at, self._firsts[0] = 0, position
         block = self._blocks[at]
         insort(block, position)
-        if len(block) > _BLOCK:
-            self._blocks.insert(at + 1, block[_BLOCK // 2 :])
-            self._firsts.insert(at + 1, block[_BLOCK // 2])
-            del block[_BLOCK // 2 :]
+        if len(block) > self._most:
+            half = self._most // 2
+            self._blocks.insert(at + 1, block[half:])
+            self._firsts.insert(at + 1, block[half])
+            del block[half:]
 
     def remove(self, position: int) -> None:
         """Remove a position that is there."""
@@ -105,6 +115,11 @@ class PositionIndex(Generic[_T]):
 
     def __len__(self) -> int:
         return sum(map(len, self._things.values()))
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that take memory: those that have things."""
+        return len(self._things)
 
     def add(self, position: int, thing: _T) -> None:
         things = self._things.setdefault(position, [])

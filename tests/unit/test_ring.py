@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -126,20 +128,6 @@ def test_released_ranges_join_on_both_sides() -> None:
     assert (ring.watermark().released, ring.position) == ((), 5 * CELL)
 
 
-def test_a_range_grows_downwards() -> None:
-    ring = ring_of(8)
-    grants = [ring.assign(CELL) for _ in range(4)]
-    ring.release(grants[3])
-    ring.release(grants[2])
-    assert ring.watermark().released == (cells(2, 4),)
-
-
-def test_a_whole_ring_is_one_grant() -> None:
-    ring = ring_of(4)
-    assert ring.assign(4 * CELL) == cells(0, 4)
-    assert ring.assign(4 * CELL) == cells(4, 8)
-
-
 def test_a_chunk_larger_than_the_ring_names_both_sizes() -> None:
     ring = ring_of(4)
     with pytest.raises(ChunkTooLarge, match=r"1025 bytes .* ring of 1024 bytes"):
@@ -196,18 +184,6 @@ def test_new_grants_step_around_quarantined_bytes() -> None:
     ring.check_invariants()
 
 
-def test_stepping_around_two_quarantined_grants_and_the_end_of_the_ring() -> None:
-    ring = ring_of(6)
-    first, gap, second = ring.assign(CELL), ring.assign(CELL), ring.assign(CELL)
-    ring.release(gap)
-    ring.quarantine(first)
-    ring.quarantine(second)
-    assert ring.assign(3 * CELL) == cells(3, 6)
-    assert ring.assign(2 * CELL) == cells(9, 11)  # cells 0 and 2 are suspect, and cell 1 alone is too small
-    assert ring.assign(2 * CELL) == cells(15, 17)  # cell 5 is too small, and then the next round
-    ring.check_invariants()
-
-
 def test_with_no_way_around_the_grant_waits() -> None:
     ring = ring_of(4)
     suspect = ring.assign(3 * CELL)
@@ -234,7 +210,7 @@ def test_thousands_of_quarantined_grants_do_not_slow_new_ones_down(stride: int) 
     for grant in grants[: 100 * stride : stride]:
         ring.release(grant)
         assert ring.assign(2 * CELL).begin >= num_grants * CELL
-    assert time.process_time() - began_s < 0.1  # it takes a hundredth of that; before, more than a minute
+    assert time.process_time() - began_s < 2  # of CPU time: it takes a thousandth of that; before, more than a minute
 
 
 def test_only_a_live_grant_can_be_quarantined() -> None:
@@ -282,7 +258,7 @@ def test_a_view_keeps_the_lowest_ranges_only() -> None:
     assert not view.is_writable(cells(2 * len(spans), 2 * len(spans) + 1))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_view_that_forgets_delays_and_never_misleads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.ring.MAX_KEPT_RANGES", 3)
     monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 2)
@@ -311,23 +287,6 @@ def test_a_view_that_forgets_delays_and_never_misleads(seed: int, monkeypatch: p
     assert all(view.is_released(grant) for grant in live)
 
 
-def test_truncated_ranges_only_delay() -> None:
-    num_grants = 2 * MAX_PUBLISHED_RANGES + 4
-    ring, view = ring_of(num_grants), view_of(num_grants)
-    grants = [ring.assign(CELL) for _ in range(num_grants)]
-    for grant in grants[1::2]:
-        ring.release(grant)
-    last = grants[-1]
-    second_round = [ring.assign(CELL) for _ in range(num_grants)][-1]
-    view.update(ring.watermark())
-    assert ring.is_writable(second_round)
-    assert not view.is_writable(second_round)
-    assert not view.is_released(last)
-    view.update(ring.watermark())  # nothing has changed, but that it is the turn of the others
-    assert view.is_released(last)
-    assert view.is_writable(second_round)
-
-
 @pytest.mark.parametrize("num_ranges", [MAX_PUBLISHED_RANGES + 1, 2 * MAX_PUBLISHED_RANGES, 5 * MAX_PUBLISHED_RANGES + 7])
 def test_watermarks_name_every_range_by_turns(num_ranges: int) -> None:
     """Otherwise one writer that stands still takes the ring from all: the gaps that it leaves are never closed."""
@@ -343,8 +302,8 @@ def test_watermarks_name_every_range_by_turns(num_ranges: int) -> None:
         assert not any(late.is_released(grant) for grant in grants[0::2])
 
 
-@pytest.mark.parametrize("num_ranges", [MAX_PUBLISHED_RANGES + 1, 2 * MAX_PUBLISHED_RANGES, 5 * MAX_PUBLISHED_RANGES])
-@pytest.mark.parametrize("stride", [2, 3, 5, 10])
+@pytest.mark.parametrize("num_ranges", [MAX_PUBLISHED_RANGES + 1, 5 * MAX_PUBLISHED_RANGES])
+@pytest.mark.parametrize("stride", [2, 5])
 def test_a_stream_that_skips_watermarks_hears_of_every_range(num_ranges: int, stride: int) -> None:
     """A slow stream delivers the newest state only, for example every second one when each ack takes as long as two ticks."""
     ring, slow = ring_of(2 * num_ranges), view_of(2 * num_ranges)
@@ -358,7 +317,7 @@ def test_a_stream_that_skips_watermarks_hears_of_every_range(num_ranges: int, st
     assert all(slow.is_released(grant) for grant in grants[1::2])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_lap_of_watermarks_names_every_range_that_is_there_throughout(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while ranges come, join and go: the oldest grant stands still, and all others are released in any order."""
     monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 3)
@@ -451,58 +410,41 @@ def test_no_two_writes_of_a_rings_life_share_a_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
-# The executed invariants say no when they should
+# The executed invariants
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("changes", "message"),
     [
-        (lambda ring: ring._range_begins.add(0), "ascending and apart"),
-        (lambda ring: ring._begin_of.clear(), "found by either end"),
-        (lambda ring: ring._live.pop(0), "live bytes"),
-        (lambda ring: setattr(ring, "_live_bytes", 0), "R4"),
-        (lambda ring: ring._quarantined.update({99: Grant(99, 100)}), "a quarantined grant is live"),
-        (lambda ring: setattr(ring, "_quarantined_bytes", 3), "quarantined bytes"),
-        (lambda ring: ring._suspect.add(0, CELL), "step around"),
-        (lambda ring: setattr(ring, "_head", ring._head - 2 * CELL), "ascending and apart"),
+        ({"live": {}}, f"R5: no live grant, watermark 0, head {4 * CELL}"),
+        ({"range_begins": (0, CELL)}, "ascending and apart"),
+        ({"head": 2 * CELL}, "ascending and apart"),
+        (
+            {"range_begins": (CELL, 2 * CELL), "end_of": {CELL: 3 * CELL, 2 * CELL: 4 * CELL}},
+            rf"ascending and apart: \[{2 * CELL}, ",
+        ),
+        ({"begin_of": {}}, "found by either end"),
+        ({"end_of": {CELL: 3 * CELL, 7: 8}}, "found by either end"),
+        ({"live_bytes": 0}, "R4"),
+        ({"live": {3 * CELL: 4 * CELL}}, "live bytes are counted"),
+        ({"quarantined": (Grant(99, 100),)}, "a quarantined grant is live"),
+        ({"quarantined_bytes": 3}, "quarantined bytes"),
+        ({"suspect_runs": ((0, 1), (CELL, 0))}, "step around"),
+        (
+            {"range_begins": (), "end_of": {}, "begin_of": {}, "live": {0: 2 * CELL, CELL: 3 * CELL}, "live_bytes": 4 * CELL},
+            "R1: writable grants",
+        ),
     ],
 )
-def test_a_spoilt_ring_is_noticed(spoil: object, message: str) -> None:
-    ring = ring_of(8)
-    grants = [ring.assign(CELL) for _ in range(3)]
-    ring.release(grants[1])
-    ring.check_invariants()
-    assert callable(spoil)
-    spoil(ring)
-    with pytest.raises(LocalProtocolError, match=message):
-        ring.check_invariants()
-
-
-def test_writable_grants_that_overlap_are_noticed() -> None:
-    ring = ring_of(4)
-    ring._live = {0: 2 * CELL, CELL: 3 * CELL}
-    ring._live_bytes, ring._head = 4 * CELL, 4 * CELL
-    with pytest.raises(LocalProtocolError, match="R1"):
-        ring.check_invariants()
-
-
-def test_released_ranges_that_lie_in_each_other_are_noticed() -> None:
+def test_wrong_accounts_are_noticed(changes: dict[str, Any], message: str) -> None:
     ring = ring_of(8)
     grants = [ring.assign(CELL) for _ in range(4)]
     for grant in grants[1:3]:
         ring.release(grant)
-    inner = CELL + CELL // 2
-    ring._range_begins.add(inner)
-    ring._end_of[inner], ring._begin_of[3 * CELL + CELL // 2] = 3 * CELL + CELL // 2, inner
-    with pytest.raises(LocalProtocolError, match=rf"ascending and apart: \[{inner}, "):
-        ring.check_invariants()
-
-
-def test_an_empty_ring_with_a_watermark_behind_is_noticed() -> None:
-    ring = ring_of(4)
-    ring._head = 2 * CELL
-    with pytest.raises(LocalProtocolError, match=r"R5: no live grant, watermark 0, head 512"):
-        ring.check_invariants()
+    accounts = ring.accounts()
+    accounts.check()
+    with pytest.raises(LocalProtocolError, match=message):
+        replace(accounts, **changes).check()
 
 
 # Against an oracle
@@ -551,18 +493,10 @@ def test_rounds_that_are_released_are_skipped() -> None:
     ring.assign(CELL)
     for _ in range(3 * 5000):
         ring.release(ring.assign(CELL)) if ring.head // CELL % 4 else ring.release(ring.assign(2 * CELL))
-    steps = 0
-    edge_of = ring._unreleased_edge
-
-    def counted(position: int) -> int:
-        nonlocal steps
-        steps += 1
-        return edge_of(position)
-
-    ring._unreleased_edge = counted  # type: ignore[method-assign]
+    before = ring.num_steps
     grants = [ring.assign(CELL) for _ in range(4)]
-    assert [ring.blocker_of(grant) for grant in grants].count(0 * CELL + CELL - 1) == 1
-    assert steps <= 2 * len(grants)
+    assert [ring.blocker_of(grant) for grant in grants].count(CELL - 1) == 1
+    assert ring.num_steps - before <= 2 * len(grants)
 
 
 def test_a_grant_that_is_never_released_delays_only_what_needs_its_bytes_however_far_the_ring_has_gone() -> None:
@@ -697,7 +631,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestRingMachine.settings = settings(stateful_step_count=50)
 
 
 @settings(max_examples=20)

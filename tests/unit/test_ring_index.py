@@ -12,11 +12,10 @@ from transfer.ring_index import CoveredOffsets, PositionIndex, SortedPositions, 
 CELL = ALIGNMENT_BYTES
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_sorted_positions_agree_with_a_set(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.ring_index._BLOCK", 6)
+@pytest.mark.parametrize("seed", range(2))
+def test_sorted_positions_agree_with_a_set(seed: int) -> None:
     chance = random.Random(seed)
-    positions, plain = SortedPositions(), set[int]()
+    positions, plain = SortedPositions(block_positions=6), set[int]()
     for _ in range(3000):
         position = chance.randrange(400)
         step = chance.random()
@@ -36,7 +35,7 @@ def test_sorted_positions_agree_with_a_set(seed: int, monkeypatch: pytest.Monkey
         assert positions.cycle_from(position, 7) == [*upper, *lower][:7]
         assert positions.cycle_from(position, 1000) == [*upper, *lower]
         assert len(positions) == len(plain)
-        assert all(0 < len(block) <= 6 for block in positions._blocks)  # what one step costs at most
+        assert all(0 < size <= 6 for size in positions.block_sizes)  # what one step costs at most
     assert positions.take(0, 400) == sorted(plain)
     assert (list(positions), positions.below(400), positions.take(0, 400)) == ([], None, [])
 
@@ -49,18 +48,9 @@ def test_things_are_found_by_ranges_of_positions() -> None:
     index.remove(7, "b")
     assert len(index) == 3
     index.remove(9, "d")
-    assert index.take(3, 9) == ["a", "c"]
-    assert len(index) == 0
-
-
-def test_a_position_that_is_empty_again_leaves_nothing_behind() -> None:
-    """Positions are never used again: what stayed of each would grow with the ring's life."""
-    index: PositionIndex[str] = PositionIndex()
-    for position in range(10):
-        index.add(position, "a")
-        index.remove(position, "a")
-    assert not index._things and not index._positions
-    assert index.take(0, 10) == []
+    assert index.num_positions == 2, "what an empty position kept would grow with the ring's life"
+    assert index.take(3, 9) == ["a", "c"] and index.take(0, 100) == []
+    assert len(index) == index.num_positions == 0
 
 
 def ring_of(num_cells: int) -> StagingAllocator:
@@ -83,7 +73,7 @@ def test_nothing_may_go_before_its_bytes_are_free_and_the_oldest_goes_first() ->
     assert len(waiting) == 1
 
 
-def test_what_is_discarded_is_gone_whether_it_may_go_or_waits() -> None:
+def test_what_is_discarded_is_gone_whether_it_may_go_waits_or_waited() -> None:
     ring = ring_of(2)
     waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
     grants = [ring.assign(CELL) for _ in range(4)]
@@ -95,7 +85,8 @@ def test_what_is_discarded_is_gone_whether_it_may_go_or_waits() -> None:
     for grant in grants[:2]:
         ring.release(grant)
         waiting.wake(grant.begin, grant.end)
-    assert waiting.pop() == "d"
+    assert waiting.has_free
+    waiting.discard(grants[3])  # it waited, and may go
     assert (len(waiting), waiting.has_free) == (0, False)
 
 
@@ -114,19 +105,7 @@ def test_a_grant_that_waits_where_one_was_discarded_that_could_go_has_to_wait() 
     assert waiting.pop() == "waits" and not waiting.has_free and len(waiting) == 0
 
 
-def test_what_waited_and_is_free_now_can_be_discarded() -> None:
-    ring = ring_of(1)
-    waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
-    first, second = ring.assign(CELL), ring.assign(CELL)
-    waiting.add(second, "b")
-    ring.release(first)
-    waiting.wake(first.begin, first.end)
-    assert waiting.has_free
-    waiting.discard(second)
-    assert (len(waiting), waiting.has_free) == (0, False)
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_released_first_each_goes_as_soon_as_it_may(seed: int) -> None:
     """Random sizes, releases and losses, over many rounds; of those that wait none is free, and all that are free go."""
     chance = random.Random(seed)
@@ -183,7 +162,7 @@ def test_each_of_thousands_that_wait_is_looked_at_no_more_than_twice() -> None:
     assert ring.position == ring.head
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_gaps_between_intervals_agree_with_counts_of_every_byte(seed: int) -> None:
     chance = random.Random(seed)
     capacity = chance.randrange(1, 40)
