@@ -108,6 +108,41 @@ class _Holding:
         return self.entries[self.num_passed :]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageAccounts:
+    """Everything that a `PageAllocator` records about its pages, at one moment.
+
+    Args:
+        num_pages: Pages of the pool.
+        unbound: Pages that no owner has.
+        bound: Pages of all owners.
+        reserved: Pages that each owner may still bind.
+        num_reserved: Their sum, counted with each call.
+    """
+
+    num_pages: int
+    unbound: Sequence[int]
+    bound: Sequence[int]
+    reserved: Sequence[int]
+    num_reserved: int
+
+    def check(self) -> None:
+        """Prove the invariants.
+
+        Raises:
+            LocalProtocolError: A page is lost, held twice or out of range, or a counter is wrong.
+        """
+        if sorted([*self.bound, *self.unbound]) != list(range(self.num_pages)):
+            raise LocalProtocolError(
+                f"pages are lost or held twice: {len(self.bound)} bound, {len(self.unbound)} not, of {self.num_pages}"
+            )
+        reserved = sum(self.reserved)
+        if reserved != self.num_reserved or any(count < 0 for count in self.reserved):
+            raise LocalProtocolError(f"reserved count is {self.num_reserved}; the owners' reservations add up to {reserved}")
+        if self.num_reserved > len(self.unbound):
+            raise LocalProtocolError(f"{self.num_reserved} pages are reserved; only {len(self.unbound)} are not bound")
+
+
 class PageAllocator:
     """Which page of a pool belongs to whom.
 
@@ -276,22 +311,19 @@ class PageAllocator:
         self._num_reserved -= holding.reserved
         return len(bound) + holding.reserved
 
-    def check_invariants(self) -> None:
-        """Execute what the module's docstring promises; O(num_pages).
+    def accounts(self) -> PageAccounts:
+        """Return a copy of the present state; O(num_pages)."""
+        return PageAccounts(
+            num_pages=self.num_pages,
+            unbound=tuple(self._unbound),
+            bound=tuple(page for holding in self._holdings.values() for page in holding.bound),
+            reserved=tuple(holding.reserved for holding in self._holdings.values()),
+            num_reserved=self._num_reserved,
+        )
 
-        Raises:
-            LocalProtocolError: A page is lost, held twice or out of range, or a counter is wrong.
-        """
-        bound = [page for holding in self._holdings.values() for page in holding.bound]
-        if sorted([*bound, *self._unbound]) != list(range(self.num_pages)):
-            raise LocalProtocolError(
-                f"pages are lost or held twice: {len(bound)} bound, {len(self._unbound)} not, of {self.num_pages}"
-            )
-        reserved = sum(holding.reserved for holding in self._holdings.values())
-        if reserved != self._num_reserved or any(holding.reserved < 0 for holding in self._holdings.values()):
-            raise LocalProtocolError(f"reserved count is {self._num_reserved}; the owners' reservations add up to {reserved}")
-        if self.num_free < 0:
-            raise LocalProtocolError(f"{self._num_reserved} pages are reserved; only {len(self._unbound)} are not bound")
+    def check_invariants(self) -> None:
+        """Execute what the module's docstring promises; O(num_pages). See `PageAccounts.check`."""
+        self.accounts().check()
 
     def _holding(self, owner: str) -> _Holding:
         holding = self._holdings.get(owner)
