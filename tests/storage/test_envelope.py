@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from transfer.errors import ConfigError
 from transfer.storage.base import Outcome
-from transfer.storage.envelope import HEADER_BYTES, MAGIC, VERSION, check, header_of
+from transfer.storage.envelope import HEADER_BYTES, MAGIC, check, header_of
 from transfer.storage.keys import MAX_KEY_CHARS
 
 KEY = f"{'0a' * 16}/{'1b' * 32}-full-0of2"
@@ -75,10 +75,6 @@ def test_any_bytes_are_a_miss(anything: bytes) -> None:
 )
 def test_a_page_of_another_model_prefix_or_rank_is_foreign(key: str) -> None:
     assert read(stored(key)) is Outcome.FOREIGN
-
-
-def test_a_page_of_another_version_is_foreign() -> None:
-    assert read(MAGIC + struct.pack("<I", VERSION + 1) + stored()[12:]) is Outcome.FOREIGN
 
 
 def test_a_whole_header_of_another_kind_is_foreign() -> None:

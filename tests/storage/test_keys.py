@@ -128,17 +128,9 @@ def test_kv_that_was_rounded_by_other_scales_has_another_chain() -> None:
     assert len({chain_seed("f", "", "", one) for one in ("", *found)}) == 4
 
 
-def test_what_rounded_is_no_salt() -> None:
-    assert chain_seed("f", "a", "b", "c") not in (
-        chain_seed("f", "a", "bc"),
-        chain_seed("f", "a", "c"),
-        chain_seed("f", "a", "b"),
-    )
-
-
 def test_texts_do_not_run_into_each_other() -> None:
-    assert chain_seed("f", "ab", "c") != chain_seed("f", "a", "bc")
-    assert chain_seed("f", "ab", "") != chain_seed("f", "", "ab")
+    texts = (("a", "b", "c"), ("a", "bc"), ("ab", "c"), ("a", "c"), ("a", "b"), ("ab", ""), ("", "ab"))
+    assert len({chain_seed("f", *one) for one in texts}) == len(texts)
 
 
 def test_the_chain_is_what_it_says() -> None:
@@ -186,12 +178,6 @@ def keys_of_ranks(layout: KVLayout, group: LayerGroup, tp_size: int) -> list[str
 
 def test_a_key_names_its_part() -> None:
     assert keys_of_ranks(LAYOUT, full_group(LAYOUT), 2) == [f"{'a' * 32}/{'00' * 32}-full-{rank}of2" for rank in range(2)]
-
-
-def test_ranks_that_hold_the_same_head_share_a_key() -> None:
-    keys = keys_of_ranks(LAYOUT, full_group(LAYOUT), 8)
-    assert keys[0] == keys[1] != keys[2] == keys[3]
-    assert len(set(keys)) == 4
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))

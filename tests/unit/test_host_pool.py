@@ -65,18 +65,6 @@ def test_what_is_written_to_a_page_is_read_in_its_part() -> None:
     assert bytes(page) == bytes(range(1, 5)), "the memory stays for as long as somebody looks at it"
 
 
-def test_tokens_are_written_and_read_as_in_any_pool() -> None:
-    _, host = make_pools(Shard(page_size=4))
-    part = host.part(FULL)
-    layer = part.layers[0]
-    heads, dims = part.num_heads(layer), [part.head_dim(layer, is_v=is_v) for is_v in (False, True)]
-    slots = torch.tensor([11, 0, 5])
-    k, v = (torch.randn(3, heads, dim).to(part.dtype) for dim in dims)
-    part.write(layer, slots, k, v)
-    found_k, found_v = part.read(layer, slots)
-    assert torch.equal(found_k, k) and torch.equal(found_v, v)
-
-
 def test_a_mixed_pool_has_full_attention_in_host_pages_and_the_rest_on_the_device() -> None:
     pool, host = make_pools(Shard(page_size=2), host_pages=9)
     mixed = mixed_pool(pool, host, FULL)

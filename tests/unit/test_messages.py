@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -89,28 +88,8 @@ hostile_values = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-(2**63), UINT64_MAX),
-    st.sampled_from(
-        [
-            -1,
-            0,
-            2**63,
-            UINT64_MAX,
-            1.0,
-            float("nan"),
-            "",
-            "x" * 129,
-            "x" * 513,
-            "7",
-            b"",
-            b"7",
-            b"\xff",
-            [],
-            [[]],
-            [1],
-            {},
-            {"a": 1},
-        ]
-    ),
+    st.sampled_from([-1, 0, 2**63, UINT64_MAX, 1.0, float("nan"), "", "7", "x" * 129, "x" * 513, b"", b"7", b"\xff"]),
+    st.sampled_from([[], [[]], [1], {}, {"a": 1}]),
     st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=8)),
     st.just(msgpack.Timestamp(1)),
     st.lists(st.lists(st.integers(-1, 5), max_size=4), max_size=3),
@@ -120,6 +99,8 @@ hostile_values = st.one_of(
 def test_every_message_type_has_golden_bytes() -> None:
     assert set(GOLDEN) == set(MESSAGE_TYPES)
     assert [message_type.tag for message_type in MESSAGE_TYPES] == list(range(1, len(MESSAGE_TYPES) + 1))
+    assert PROTOCOL_VERSIONS == (1,), "`encode()` does not use the session's version; with a second one it must"
+    assert {msgpack.unpackb(encode(message))[0] for message, _ in GOLDEN.values()} == {1}
 
 
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES)
@@ -150,7 +131,6 @@ def _replaced(value: Any, path: tuple[int, ...], edit: Any) -> Any:
     return [*value[: path[0]], _replaced(value[path[0]], path[1:], edit), *value[path[0] + 1 :]]
 
 
-@settings(max_examples=400)
 @given(data=st.data())
 def test_a_mutated_message_decodes_to_its_own_type_or_is_refused(data: st.DataObject) -> None:
     message = data.draw(messages)
@@ -178,7 +158,6 @@ def test_a_mutated_message_decodes_to_its_own_type_or_is_refused(data: st.DataOb
     assert msgpack.unpackb(encode(decoded)) == msgpack.unpackb(mutated)
 
 
-@settings(max_examples=300)
 @given(
     payload=st.one_of(st.binary(max_size=64), messages.map(encode).flatmap(lambda b: st.integers(0, len(b)).map(lambda n: b[:n])))
 )
@@ -310,20 +289,3 @@ def test_clip_reason_keeps_short_text_and_cuts_long() -> None:
     assert clip_reason("a" * 513) == "a" * 511 + "…"
     assert clip_reason("a" * 512) == "a" * 512
     assert clip_reason("bad \ud800 id") == "bad ? id"
-
-
-def test_a_message_takes_microseconds() -> None:
-    message = GOLDEN[ChunkReady][0]
-    best_s = 1.0
-    for _ in range(5):
-        begin = time.perf_counter()
-        for _ in range(500):
-            decode(encode(message))
-        best_s = min(best_s, (time.perf_counter() - begin) / 500)
-    assert best_s < 60e-6, f"encode + decode took {best_s * 1e6:.1f} us; about 6 us is normal"
-
-
-def test_there_is_one_version_and_every_message_is_of_it() -> None:
-    """`encode()` does not ask for the session's version: with a second one it must, on every side that sends."""
-    assert PROTOCOL_VERSIONS == (1,)
-    assert {msgpack.unpackb(encode(message))[0] for message, _ in GOLDEN.values()} == {1}

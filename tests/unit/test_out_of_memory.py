@@ -79,6 +79,7 @@ def test_what_the_system_refuses_is_named_in_one_line(name: str) -> None:
     assert said.startswith("out of memory while taking a lot: 1,073,741,824.0 GiB asked for, the host has ")
     assert said.endswith(" free; lower a.b") and "\n" not in said
     assert caught.value.spares_kv and not caught.value.is_fatal
+    assert isinstance(caught.value, MemoryPlanError) and isinstance(caught.value, EngineError)
 
 
 def test_bytes_that_the_site_does_not_know_are_those_of_torch() -> None:
@@ -180,10 +181,6 @@ def test_an_allocator_that_gives_nothing_back_hides_nothing(gpu: Gpu) -> None:
     gpu.refuses = True
     with pytest.raises(OutOfMemory), allocating("x", device="cuda", advice="y"):
         failing(ON_A_GPU[0])
-
-
-def test_it_is_a_plan_that_did_not_hold_and_an_engine_that_failed() -> None:
-    assert issubclass(OutOfMemory, MemoryPlanError) and issubclass(OutOfMemory, EngineError)
 
 
 def test_the_count_of_torch(gpu: Gpu) -> None:

@@ -14,7 +14,6 @@ from transfer.piece_size import (
     EFFICIENCY,
     MAX_PIECE_BYTES,
     MIN_PIECE_BYTES,
-    PIECES_PER_RING,
     largest_piece_bytes,
     piece_bytes_for,
     plan_with_pieces,
@@ -60,11 +59,6 @@ def test_a_piece_within_the_bounds_moves_payload_for_the_wanted_part_of_the_time
 )
 def test_sizes(links: list[Link], device_type: str, ring_bytes: int, wanted: int) -> None:
     assert piece_bytes_for(links, device_type=device_type, ring_bytes=ring_bytes) == pytest.approx(wanted, abs=1)
-
-
-def test_a_ring_holds_several_pieces() -> None:
-    size = piece_bytes_for([link(50e-6, 1e9)], device_type="cpu", ring_bytes=2 << 20)
-    assert PIECES_PER_RING * size == 2 << 20
 
 
 LLAMA_70B = KVLayout.uniform(num_layers=80, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
