@@ -49,11 +49,6 @@ def test_every_state_has_its_series() -> None:
     assert tuple(state.value for state in BreakerState) == BREAKER_STATES
 
 
-def test_a_new_peer_is_trusted(breaker: Breaker) -> None:
-    assert breaker.state is CLOSED and not breaker.wants_trial and breaker.pause_left_s == 0
-    assert not breaker.begin().is_trial
-
-
 def test_it_opens_at_once_when_the_peer_is_lost_and_lets_one_request_try_after_the_pause(breaker: Breaker, clock: Clock) -> None:
     breaker.lose()
     assert (breaker.state, breaker.pause_left_s, breaker.num_openings) == (OPEN, 1.0, 1)
@@ -75,12 +70,6 @@ def test_failures_within_a_time_open_it_and_old_ones_do_not_count(breaker: Break
     for verdict in (FAILURE, SUCCESS, NOTHING, FAILURE, NOTHING):
         go_through(breaker, verdict)
     assert breaker.state is OPEN, "a success between them makes none undone, and the oldest is 5.1 s old"
-
-
-def test_a_trial_of_which_nothing_came_leaves_room_for_the_next(breaker: Breaker, clock: Clock) -> None:
-    half_open(breaker, clock)
-    go_through(breaker, NOTHING)
-    assert breaker.state is HALF_OPEN and breaker.wants_trial
 
 
 def test_the_pause_doubles_with_each_failed_trial_up_to_its_bound(breaker: Breaker, clock: Clock) -> None:
@@ -135,14 +124,6 @@ def test_what_began_before_it_opened_says_nothing_new(breaker: Breaker, clock: C
     assert breaker.state is HALF_OPEN and not breaker.wants_trial, "the trial that counts goes on"
     breaker.end(trial, SUCCESS)
     breaker.end(before[1], FAILURE)
-    assert breaker.state is CLOSED
-
-
-def test_any_success_closes_it_for_where_nobody_else_is_left_requests_go_on(breaker: Breaker) -> None:
-    breaker.lose()
-    permit = breaker.begin()
-    assert not permit.is_trial and breaker.state is OPEN
-    breaker.end(permit, SUCCESS)
     assert breaker.state is CLOSED
 
 

@@ -103,54 +103,38 @@ LAYOUT = KVLayout(
     layers_per_group=st.integers(0, 6),
     prefill_tp=st.integers(1, 6),
     dtype=st.sampled_from((DType.FLOAT32, DType.FLOAT16, DType.FLOAT8_E4M3)),
-    data=st.data(),
+    num_tokens=st.integers(1, 60),
+    start=st.integers(0, 59),
 )
-def test_no_piece_of_any_request_is_larger_than_the_largest(
-    chunk_tokens: int, layers_per_group: int, prefill_tp: int, dtype: DType, data: st.DataObject
+def test_the_pieces_of_a_route_are_its_chunks_with_a_payload_and_none_is_larger_than_the_largest(
+    chunk_tokens: int, layers_per_group: int, prefill_tp: int, dtype: DType, num_tokens: int, start: int
 ) -> None:
     plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group)
     found = routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=2, pp_size=2))
+
+    def check(num_tokens: int, start: int) -> int:
+        """Return the size of the largest piece of a request."""
+        chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=6, start_token=start)
+        largest = 0
+        for route in found:
+            sizes = {}
+            for chunk in chunks:
+                parts = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
+                buffers = wire_buffers(LAYOUT, route, **parts)
+                sizes[chunk.index] = buffers[-1].offset_bytes + buffers[-1].num_bytes if buffers else 0
+                assert sizes[chunk.index] == wire_bytes(LAYOUT, route, **parts)
+            pieces = Pieces(chunks, LAYOUT, route, num_tokens=num_tokens, dtype=dtype)
+            assert [(chunk.index, size) for chunk, size in pieces] == [(index, size) for index, size in sizes.items() if size]
+            assert len(pieces) == sum(1 for size in sizes.values() if size)
+            assert all(pieces.size_of(index) == size for index, size in sizes.items())
+            assert pieces.size_of(len(chunks)) == pieces.size_of(-1) == 0
+            largest = max(largest, *sizes.values())
+        return largest
+
     largest = largest_wire_bytes(plan, LAYOUT, found, dtype)
+    assert check(num_tokens, min(start, num_tokens - 1)) <= largest
+    assert check(chunk_tokens, 0) == largest
     assert largest_wire_bytes(plan, LAYOUT, (), dtype) == 0
-
-    def pieces(num_tokens: int, start: int) -> list[int]:
-        return [
-            wire_bytes(LAYOUT, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=num_tokens, dtype=dtype)
-            for chunk in split_into_chunks(plan, num_tokens=num_tokens, num_layers=6, start_token=start)
-            for route in found
-        ]
-
-    num_tokens = data.draw(st.integers(1, 60))
-    start = data.draw(st.integers(0, num_tokens - 1))
-    assert max(pieces(num_tokens, start)) <= largest
-    assert max(pieces(chunk_tokens, 0)) == largest
-
-
-@given(
-    chunk_tokens=st.integers(1, 20),
-    layers_per_group=st.integers(0, 6),
-    prefill_tp=st.integers(1, 6),
-    dtype=st.sampled_from((DType.FLOAT32, DType.FLOAT16, DType.FLOAT8_E4M3)),
-    data=st.data(),
-)
-def test_the_pieces_of_a_route_are_its_chunks_with_a_payload(
-    chunk_tokens: int, layers_per_group: int, prefill_tp: int, dtype: DType, data: st.DataObject
-) -> None:
-    plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group)
-    num_tokens = data.draw(st.integers(1, 60))
-    start = data.draw(st.integers(0, num_tokens - 1))
-    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=6, start_token=start)
-    for route in routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=2, pp_size=2)):
-        sizes = {}
-        for chunk in chunks:
-            parts = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
-            buffers = wire_buffers(LAYOUT, route, **parts)
-            sizes[chunk.index] = buffers[-1].offset_bytes + buffers[-1].num_bytes if buffers else 0
-        pieces = Pieces(chunks, LAYOUT, route, num_tokens=num_tokens, dtype=dtype)
-        assert [(chunk.index, size) for chunk, size in pieces] == [(index, size) for index, size in sizes.items() if size]
-        assert len(pieces) == sum(1 for size in sizes.values() if size)
-        assert all(pieces.size_of(index) == size for index, size in sizes.items())
-        assert pieces.size_of(len(chunks)) == pieces.size_of(-1) == 0
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(8, 1), (1, 8)])

@@ -147,18 +147,10 @@ def test_given_tensors_are_checked() -> None:
         adopt(LayerBuffers(k=good, v=good), LayerBuffers(k=good, v=good))
     with pytest.raises(LayoutError, match="v is absent"):
         adopt(LayerBuffers(k=good, v=None))
-    with pytest.raises(
-        LayoutError, match=r"k of layer 0 is torch.bfloat16 \(5, 2, 3, 6\); must be torch.bfloat16 \(5, 3, 2, 6\)"
-    ):
-        adopt(LayerBuffers(k=good.view(5, 2, 3, 6), v=good))
-    with pytest.raises(LayoutError, match=r"v of layer 0 is torch\.float32"):
-        adopt(LayerBuffers(k=good, v=good.float()))
     apart = torch.zeros(5, 3, 6, 2, dtype=torch.bfloat16).transpose(2, 3)
     assert not adopt(LayerBuffers(k=good, v=apart)).has_adjacent_elements
     with pytest.raises(LayoutError, match=r"v of layer 0 has stride \(36, 12, 1, 2\) on meta: the elements of a head must"):
         adopt(LayerBuffers(k=good.to("meta"), v=apart.to("meta")))
-    with pytest.raises(LayoutError, match="v of layer 0 lies on meta; must lie on cpu"):
-        adopt(LayerBuffers(k=good, v=good.to("meta")))
 
 
 @pytest.mark.parametrize("order", TokenOrder)

@@ -158,16 +158,6 @@ def test_a_mutated_message_decodes_to_its_own_type_or_is_refused(data: st.DataOb
     assert msgpack.unpackb(encode(decoded)) == msgpack.unpackb(mutated)
 
 
-@given(
-    payload=st.one_of(st.binary(max_size=64), messages.map(encode).flatmap(lambda b: st.integers(0, len(b)).map(lambda n: b[:n])))
-)
-def test_any_bytes_at_all_are_a_message_or_refused(payload: bytes) -> None:
-    try:
-        decode(payload)
-    except RemoteProtocolError:
-        return
-
-
 @pytest.mark.parametrize(
     ("parts", "named"),
     [

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from transfer.errors import ConfigError
 from transfer.layout import DType, LayerKind, LayerSpec, Shard
@@ -79,7 +75,6 @@ def _config(case: str) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], "torch_dtype": "float32", **SIZES, **more}
 
 
-@cache
 def _model(case: str) -> Any:
     """The same configuration as a model of transformers, with random weights."""
     import transformers
@@ -107,11 +102,12 @@ def _said(spec: LayerSpec) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layers_keep_what_the_cache_of_transformers_keeps(case: str) -> None:
+def test_layers_and_weights_are_those_of_transformers(case: str) -> None:
     import torch
 
+    model = _model(case)
     with torch.inference_mode():
-        cached = _model(case)(torch.arange(1, 6)[None], use_cache=True).past_key_values
+        cached = model(torch.arange(1, 6)[None], use_cache=True).past_key_values
     shape = read_model_shape(_config(case))
     said = [_said(layer.kv) for layer in shape.layers]
     kept = [_kept(layer) for layer in cached.layers]
@@ -120,14 +116,8 @@ def test_layers_keep_what_the_cache_of_transformers_keeps(case: str) -> None:
         kept = [one | {"k": one["k"] + one["v"], "v": 0} for one in kept]
     assert said == kept
     assert shape.layout().dtype is DType.FLOAT32
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_the_model_of_transformers(case: str) -> None:
-    model = _model(case)
     num_params = sum(tensor.numel() for tensor in model.parameters())
     num_params += sum(tensor.numel() for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias"))
-    shape = read_model_shape(_config(case))
     assert shape.num_params == num_params
     assert shape.weights_bytes() == 4 * num_params
     assert shape.hidden_size == 64 and shape.max_context_tokens == 256
@@ -306,8 +296,6 @@ WRONG: dict[str, tuple[Mapping[str, object], str]] = {
         "quantization_config.quant_method is 'hqq'; must be fp8, mxfp4, awq or gptq",
     ),
     "many layers": ({"num_hidden_layers": 4097}, "num_hidden_layers is 4097; must be a positive integer, at most 4096"),
-    "many heads": ({"num_attention_heads": 1 << 20}, "num_attention_heads is 1048576; must be a positive integer, at most 65536"),
-    "large": ({"vocab_size": (1 << 40) + 1}, "vocab_size is 1099511627777; must be a positive integer, at most 1099511627776"),
     "enormous": (
         {"vocab_size": 10**320},
         "vocab_size is 100000000000000000...0000000000000000000; must be a positive integer, at",
@@ -324,10 +312,6 @@ WRONG: dict[str, tuple[Mapping[str, object], str]] = {
     "tower": (
         {"vision_config": {"num_hidden_layers": 10**9}},
         "vision_config.num_hidden_layers is 1000000000; must be a positive integer, at most 4096",
-    ),
-    "many bits": (
-        {"quantization_config": {"quant_method": "gptq", "bits": 64}},
-        "quantization_config.bits is 64; must be a positive integer, at most 32",
     ),
     "bits": (
         {"quantization_config": {"quant_method": "gptq"}},
@@ -357,7 +341,6 @@ def test_what_is_wrong_is_named_with_its_value(case: str) -> None:
         ("gemma2", {"sliding_window": None}, "sliding_window is None; must be a positive integer where layer_types has sliding"),
         ("gemma2", {"num_key_value_heads": None}, "num_key_value_heads is None; must be a positive integer"),
         ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers is ['1']; must be a list of layer numbers"),
-        ("qwen3-moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1; must be a list of layer numbers"),
         (
             "qwen2",
             {"use_sliding_window": True, "max_window_layers": -1},
@@ -379,11 +362,6 @@ def test_what_is_wrong_is_named_with_its_value(case: str) -> None:
             {"hidden_size": 2},
             "hidden_size is 2; must be at least num_attention_heads, 4, or head_dim given",
         ),
-        (
-            "qwen3-next",
-            {"linear_num_key_heads": 65537, "linear_num_value_heads": 65537},
-            "linear_num_key_heads is 65537; must be a positive integer, at most 65536",
-        ),
     ],
 )
 def test_what_is_wrong_in_a_family_is_named(case: str, change: dict[str, object], message: str) -> None:
@@ -404,37 +382,7 @@ def test_of_two_names_of_one_field_the_class_takes_its_own() -> None:
     assert read_model_shape(renamed) == read_model_shape(config)
 
 
-class _Asked(dict[str, Any]):
-    """A configuration that notes which fields are asked for."""
-
-    def __init__(self, config: Mapping[str, Any], asked: set[str]) -> None:
-        super().__init__({name: _Asked(one, asked) if isinstance(one, dict) else one for name, one in config.items()})
-        self.asked = asked
-
-    def __contains__(self, name: object) -> bool:
-        self.asked.add(str(name))
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.asked.add(name)
-        return super().get(name, default)
-
-
-def _known_fields(config: Mapping[str, Any]) -> list[str]:
-    """The fields that are read of a configuration; those of a nested object by their path."""
-    asked: set[str] = set()
-    read_model_shape(_Asked(config, asked))
-    parts = [name for name in config if isinstance(config[name], dict) and name in asked]
-    return sorted(asked) + [f"{part}.{name}" for part in parts for name in sorted(asked.union(config[part]))]
-
-
-def _with(config: Mapping[str, Any], path: str, value: object) -> dict[str, Any]:
-    name, _, rest = path.partition(".")
-    return {**config, name: _with(config[name], rest, value) if rest else value}
-
-
 def _is_read_or_refused(config: Mapping[str, Any]) -> None:
-    start_s = time.process_time()
     try:
         shape = read_model_shape(config)
         shape.layout(DType.FLOAT16)
@@ -447,43 +395,33 @@ def _is_read_or_refused(config: Mapping[str, Any]) -> None:
         assert str(error).startswith("config.json: ") and " must be " in str(error) and len(str(error)) < 1000
     else:
         assert all(math.isfinite(float(size)) for size in sizes), "numbers that a plan can reckon with"
-    assert time.process_time() - start_s < 5
 
 
 ALL_CONFIGS = {case: _config(case) for case in CASES} | {path.stem: published(path.stem) for path in CONFIGS.glob("*.json")}
-# What is wrong in most fields, and what is right in some.
+ONE_OF_EACH = {str(config["architectures"][0]): config for config in reversed(ALL_CONFIGS.values())}  # the simplest of a family
+FIELDS = sorted({name for config in ALL_CONFIGS.values() for name in config})
+# What is wrong in most fields, and what is right in some. fuzz/targets/model_config.py tries much more.
 SAID: list[Any] = [
-    None, False, True, "", "\ud800", "llama", "gptq", -1, 0, 1, 2, 3, 5, 4096, 65537, 10**9, 1 << 40, 10**20, 10**320, 10**9000,
-    4.0, float("nan"), float("inf"), [], ["full_attention"], ALTERNATING, [["full_attention"]] * 4, [10**320], [[[[[]]]]], {},
-    {"bits": 4}, {"num_hidden_layers": 10**9}, {"hidden_size": 10**320}, {"quant_method": "awq", "bits": 10**320},
+    None, True, "\ud800", "llama", -1, 0, 1, 3, 4096, 65537, 10**9, 1 << 40, 10**320, 10**9000, 4.0, float("nan"), [],
+    ALTERNATING, [10**320], [[[[[]]]]], {}, {"num_hidden_layers": 10**9}, {"hidden_size": 10**320}, {"quant_method": "awq", "bits": 10**320},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", sorted(ALL_CONFIGS))
-def test_whatever_a_field_says_is_read_or_refused_at_once(case: str) -> None:
-    config = ALL_CONFIGS[case]
-    for name in _known_fields(config):
+@pytest.mark.parametrize("case", sorted(ONE_OF_EACH))
+def test_whatever_a_field_says_is_read_or_refused(case: str) -> None:
+    config = ONE_OF_EACH[case]
+    for name in FIELDS:
         for value in SAID:
-            _is_read_or_refused(_with(config, name, value))
+            _is_read_or_refused({**config, name: value})
+    for part in (part for part in config if isinstance(config[part], dict)):
+        for name in {*FIELDS, *config[part]}:
+            for value in SAID:
+                _is_read_or_refused({**config, part: {**config[part], name: value}})
 
 
-@settings(max_examples=300)
-@given(st.data())
-def test_whatever_several_fields_say_is_read_or_refused_at_once(data: st.DataObject) -> None:
-    config: Mapping[str, Any] = data.draw(st.sampled_from(list(ALL_CONFIGS.values())))
-    names = data.draw(
-        st.lists(st.sampled_from([name for name in _known_fields(config) if "." not in name]), min_size=2, max_size=4)
-    )
-    numbers = st.sampled_from([0, 1, 2, 3, 4, 64, 4095, 4096, 65535, 65536, 1 << 40]) | st.integers(1, 1 << 40)
-    _is_read_or_refused({**config, **{name: data.draw(numbers | st.none() | st.booleans(), label=name) for name in names}})
-
-
-def test_groups_of_chatglm_must_divide_its_heads() -> None:
+def test_more_that_is_wrong_is_named() -> None:
     with pytest.raises(ConfigError, match="multi_query_group_num is 5; must be a divisor of num_attention_heads, 32"):
         read_model_shape({**published("glm-4-9b-chat-1m"), "multi_query_group_num": 5})
-
-
-def test_a_required_field_that_is_absent_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^config\.json: hidden_size is missing; must be a positive integer$"):
         read_model_shape({name: value for name, value in LLAMA.items() if name != "hidden_size"})
 

@@ -40,15 +40,6 @@ def test_bound_pages_come_out_of_the_reservation() -> None:
     assert allocator.reserve("a", 2) and allocator.reserve("b", 0) and len(allocator.bind("a", 2)) == 2
 
 
-def test_released_pages_rest_longest() -> None:
-    allocator = PageAllocator(4)
-    allocator.reserve("a", 2)
-    allocator.bind("a", 2)
-    allocator.release("a")
-    allocator.reserve("b", 2)
-    assert allocator.bind("b", 2) == [2, 3]
-
-
 def test_what_is_passed_goes_back_and_may_be_bound_again() -> None:
     allocator = PageAllocator(6)
     allocator.reserve("a", 3)
@@ -62,18 +53,6 @@ def test_what_is_passed_goes_back_and_may_be_bound_again() -> None:
     assert allocator.release("a") == 3
     assert allocator.pages("b") == (5, 0, 1)
     allocator.check_invariants()
-
-
-def test_entries_that_were_never_bound_are_skipped() -> None:
-    allocator = PageAllocator(6)
-    allocator.reserve("a", 2)
-    assert allocator.pass_before("a", 3) == 0
-    assert allocator.pages("a") == (NO_PAGE,) * 3 and allocator.reserved("a") == 2
-    allocator.bind("a", 1)
-    assert allocator.pages("a") == (NO_PAGE, NO_PAGE, NO_PAGE, 0)
-    assert allocator.pass_before("a", 9) == 1, "one was bound, the other entries never had a page"
-    assert allocator.pages("a") == (NO_PAGE,) * 9 and allocator.reserved("a") == 2
-    assert allocator.release("a") == 2 and allocator.num_free == 6
 
 
 def test_wrong_calls_are_named() -> None:
@@ -272,13 +251,6 @@ def test_a_prompt_that_arrives_gets_no_pages_in_front_of_its_last_window() -> No
     allocator.begin_at("a", 21)  # of its tokens 15 to 20 travel
     assert allocator.cover("a", 21) == ((0, 1, 2, 3, 4, 5), (NO_PAGE, NO_PAGE, NO_PAGE, 0, 1, 2), (0,))
     allocator.check_invariants()
-
-
-def test_a_request_cannot_outgrow_its_reservation() -> None:
-    allocator = GroupAllocator(NEEDS, (10, 6, 2))
-    allocator.reserve("a", 8)
-    with pytest.raises(LocalProtocolError, match="'a' binds 3 pages; it has reserved 2"):
-        allocator.cover("a", 9)
 
 
 def test_every_group_has_a_number_of_pages() -> None:
