@@ -161,11 +161,6 @@ def test_nodes_of_two_versions_leave_each_other_their_pages(store: DirectoryStor
         assert get(store, 2) is OK
 
 
-def test_a_page_of_another_size_is_a_miss(store: DirectoryStore) -> None:
-    put(store, 1)
-    assert get(store, 1, num_bytes=PAGE_BYTES * 2) is CORRUPT
-
-
 def test_something_else_in_the_place_of_a_page_fails_that_page_alone(store: DirectoryStore) -> None:
     file_of(store.name, key_of(1)).mkdir(parents=True)
     assert put(store, 1, 2) == [FAILED, OK]
@@ -173,9 +168,6 @@ def test_something_else_in_the_place_of_a_page_fails_that_page_alone(store: Dire
     assert store.exists([key_of(1)]) == [MISSING]
     assert store.delete([key_of(1)]) == [FAILED]
     assert get(store, 2) is OK
-
-
-# Killed writers
 
 
 @pytest.mark.parametrize("max_bytes", [None, 1 << 30])
@@ -217,9 +209,6 @@ def test_nobody_takes_a_page_away_that_is_being_written(
     assert put(store, 1, 2) == [OK, OK]
     assert len(opened) == 4, "of header and page"
     assert [get(store, number) for number in (1, 2)] == [OK, OK]
-
-
-# Room
 
 
 def test_the_oldest_pages_make_room_and_what_was_read_is_not_old(tmp_path: Path) -> None:
@@ -302,9 +291,6 @@ def test_a_wrong_count_is_put_right(tmp_path: Path) -> None:
     assert counted(store) == num_bytes(store) == 3 * FILE_BYTES
 
 
-# Opening, and locks
-
-
 @pytest.mark.parametrize("max_bytes", [None, 1 << 30])
 def test_opening_looks_at_no_page_and_takes_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
@@ -339,9 +325,6 @@ def test_a_lock_that_is_never_let_go_of_is_not_waited_for(tmp_path: Path, monkey
     assert put(store, 3) == [OK]
     assert counted(store) == num_bytes(store) <= 3 * FILE_BYTES
     assert not [path for path in files(store) if path.name.startswith(WRITING)]
-
-
-# Disks that do not do what they should
 
 
 @pytest.fixture

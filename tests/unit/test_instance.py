@@ -183,14 +183,8 @@ def test_an_instance_keeps_its_own_copy_of_the_model_fields() -> None:
 
 
 def test_attach_values_are_checked() -> None:
-    asks = AttachRequest(
-        prefill=instance(),
-        prefill_rank=1,
-        offer=b"",
-        chunk_plan=ChunkPlan(chunk_tokens=8),
-        probe_bytes=4096,
-        control_key=bytes(32),
-    )
+    both: dict[str, Any] = {"probe_bytes": 4096, "control_key": bytes(32)}
+    asks = AttachRequest(prefill=instance(), prefill_rank=1, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), **both)
     for key in (b"", bytes(31), bytes(33), b"z" * 40):
         with pytest.raises(LayoutError, match=f"control_key has {len(key)} bytes; it must have 32"):
             replace(asks, control_key=key)
@@ -198,43 +192,29 @@ def test_attach_values_are_checked() -> None:
         replace(asks, prefill_rank=2)
     with pytest.raises(LayoutError, match="probe_bytes is 0; it must be positive"):
         replace(asks, probe_bytes=0)
-    good = AttachResponse(
-        session_id=1,
-        decode=instance(),
-        decode_rank=0,
-        answer=b"",
-        ring_capacity_bytes=256,
-        control_address="tcp://a:1",
-        heartbeat_s=0.5,
-        protocol_version=1,
-        probe_bytes=4096,
-        control_key=bytes(32),
-    )
-    for wrong in (
-        {"session_id": 0},
-        {"decode_rank": 2},
-        {"ring_capacity_bytes": 0},
-        {"ring_capacity_bytes": 257},  # grants of its second round would begin on odd addresses
-        {"control_address": ""},
-        {"heartbeat_s": 0.0},
-        {"heartbeat_s": float("nan")},
-        {"protocol_version": 2},
-        {"probe_bytes": 0},
-        {"control_key": bytes(31)},
+    good: dict[str, Any] = {
+        "session_id": 1, "decode_rank": 0, "ring_capacity_bytes": 256, "control_address": "tcp://a:1", "heartbeat_s": 0.5,
+        "protocol_version": 1, **both,
+    }  # fmt: skip
+    AttachResponse(decode=instance(), answer=b"", **good)
+    for name, wrong in (
+        ("session_id", 0),
+        ("decode_rank", 2),
+        ("ring_capacity_bytes", 0),
+        ("ring_capacity_bytes", 257),  # grants of its second round would begin on odd addresses
+        ("control_address", ""),
+        ("heartbeat_s", 0.0),
+        ("heartbeat_s", float("nan")),
+        ("protocol_version", 2),
+        ("probe_bytes", 0),
+        ("control_key", bytes(31)),
     ):
-        with pytest.raises(LayoutError, match=next(iter(wrong))):
-            replace(good, **wrong)
+        with pytest.raises(LayoutError, match=name):
+            AttachResponse(decode=instance(), answer=b"", **good | {name: wrong})
 
 
 @pytest.mark.parametrize("wrong", [{"latency_s": float("nan")}, {"bandwidth_bytes_per_s": -1.0}, {"prefill_rank": -1}])
 def test_an_impossible_link_is_refused(wrong: dict[str, Any]) -> None:
-    values: dict[str, Any] = {
-        "prefill_rank": 0,
-        "decode_rank": 0,
-        "lane": "ucx/shm",
-        "latency_s": 1e-5,
-        "bandwidth_bytes_per_s": 1e9,
-    }
-    Link(**values)
+    good = Link(prefill_rank=0, decode_rank=0, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=1e9)
     with pytest.raises(LayoutError):
-        Link(**values | wrong)
+        replace(good, **wrong)

@@ -165,8 +165,6 @@ def test_what_float16_cannot_hold_is_stored_as_its_largest(source: torch.dtype, 
     assert k.view(-1)[4].isnan() and k.view(-1)[5] == 0.5
 
 
-# A rank's whole pool: one part for each group of layers
-
 STATE = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=10, v_head_dim=0, dtype=DType.FLOAT32)
 HYBRID = KVLayout(layers=(STATE, *LAYOUT.layers, STATE), dtype=DType.BFLOAT16)  # attention 1, window 2, latent 3, states 0 and 4
 PAGES = (5, 3, 2)  # full, window_8, state
@@ -254,14 +252,10 @@ def test_a_stage_without_a_kind_of_layers_counts_its_pages_all_the_same() -> Non
 
 
 def test_a_part_names_layers_that_are_not_its_own() -> None:
-    found = hybrid()
     with pytest.raises(LayoutError, match="layer 2 is not in this pool; it has 1, 3"):
-        found.parts[0].buffer(2, is_v=False)
+        hybrid().parts[0].buffer(2, is_v=False)
     with pytest.raises(LayoutError, match=r"layer 7 is not of this rank; it has \[0, 5\)"):
         PagedKVPool(layout=HYBRID, shard=Shard(), num_pages=1, layers=(1, 7))
-
-
-# A view of what an engine has allocated
 
 
 def own_tensors(order: TokenOrder) -> tuple[list[LayerBuffers], list[torch.Tensor]]:

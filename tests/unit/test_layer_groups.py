@@ -155,9 +155,6 @@ def test_an_engine_for_models_of_one_group_asks_for_the_one_table() -> None:
             _ = make(several).page_table
 
 
-# The allocator, driven as the ranks of both tiers drive it
-
-
 def held(allocator: GroupAllocator, owner: str) -> PageCounts:
     return PageCounts(tuple(sum(page != NO_PAGE for page in table) for table in allocator.tables(owner)))
 

@@ -256,29 +256,6 @@ def test_sizes_of_layouts_that_differ_only_within_are_told_apart() -> None:
     assert again == plain
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 4), (4, 2), (3, 2), (2, 3), (1, 16), (16, 1)])
-def test_recurrent_heads_are_cut_as_kv_heads_are(prefill_tp: int, decode_tp: int) -> None:
-    """Qwen3-Next: 16 heads of state beside 2 KV heads, which replicate where there are more ranks than that."""
-    state, attention = replace(STATE32, num_kv_heads=16), replace(MHA, num_kv_heads=2)
-    layout = KVLayout(layers=(state, state, state, attention) * 2, dtype=DType.BFLOAT16)
-    prefill, decode = Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)
-    assert_exact_cover(layout, prefill, decode)
-    assert_exact_cover(layout, replace(prefill, pp_size=2), replace(decode, pp_size=3))
-    what: dict[str, Any] = {
-        "tokens": Span(begin=90, end=100),
-        "layers": Span(begin=0, end=8),
-        "num_tokens": 100,
-        "dtype": DType.FLOAT8_E4M3,
-    }
-    states, latest = 0, 0
-    for route in routes(layout, prefill, decode):
-        for buffer in wire_buffers(layout, route, **what):
-            states += buffer.num_bytes * (layout.layers[buffer.layer].kind is LayerKind.RECURRENT_STATE)
-            latest += buffer.num_bytes * (layout.layers[buffer.layer].kind is LayerKind.ATTENTION)
-    assert states == 6 * 16 * 1000 * 4, "each head of each state once"
-    assert latest == 10 * 2 * 256 * max(2, decode_tp), "each KV head once to each rank that has it"
-
-
 def test_a_rank_keeps_a_state_in_the_dtype_of_the_model() -> None:
     layout = KVLayout(layers=(MHA, STATE32, STATE), dtype=DType.BFLOAT16)
     for shard, pool in ((Shard(), DType.BFLOAT16), (Shard(dtype=DType.FLOAT8_E4M3), DType.FLOAT8_E4M3)):

@@ -153,9 +153,6 @@ def test_every_family_is_compared() -> None:
     assert known == {f"{name}ForCausalLM" for name, _ in CASES.values()}
 
 
-# --- published models -----------------------------------------------------------------------------------------------------
-
-
 def published(name: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
     return config
@@ -221,9 +218,6 @@ def test_layout_takes_a_dtype_or_the_stored_one() -> None:
         unsaid.layout()
 
 
-# --- weights of a rank ----------------------------------------------------------------------------------------------------
-
-
 def test_what_is_cut_and_what_is_not() -> None:
     heads = Weights(part=Part.ATTENTION, units=8, unit_params=10)
     assert [heads.num_params_on_rank(tp_size) for tp_size in (1, 2, 3, 8, 16)] == [80, 40, 30, 10, 10]
@@ -268,8 +262,6 @@ def test_bits_of_quantised_weights(quantisation: dict[str, object], bits: float)
     assert saved == num_quantised * (32 - bits) / 8
     assert quantised.quantisation is not None and quantised.quantisation.bits[Part.EXPERTS] == bits
 
-
-# --- what is wrong with a file --------------------------------------------------------------------------------------------
 
 LLAMA = _config("llama")
 WRONG: dict[str, tuple[Mapping[str, object], str]] = {
@@ -403,7 +395,8 @@ FIELDS = sorted({name for config in ALL_CONFIGS.values() for name in config})
 # What is wrong in most fields, and what is right in some. fuzz/targets/model_config.py tries much more.
 SAID: list[Any] = [
     None, True, "\ud800", "llama", -1, 0, 1, 3, 4096, 65537, 10**9, 1 << 40, 10**320, 10**9000, 4.0, float("nan"), [],
-    ALTERNATING, [10**320], [[[[[]]]]], {}, {"num_hidden_layers": 10**9}, {"hidden_size": 10**320}, {"quant_method": "awq", "bits": 10**320},
+    ALTERNATING, [10**320], [[[[[]]]]], {}, {"num_hidden_layers": 10**9}, {"hidden_size": 10**320},
+    {"quant_method": "awq", "bits": 10**320},
 ]  # fmt: skip
 
 

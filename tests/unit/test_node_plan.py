@@ -30,24 +30,12 @@ PROBE_BYTES = 4 << 20
 GPU = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, is_cpu=False)
 CPU = DeviceMemory(total_bytes=6 * GIB, free_bytes=6 * GIB, is_cpu=True)
 
-MODEL = ModelDirectory(
-    shape=read_model_shape(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 32_000,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 8192,
-            "torch_dtype": "bfloat16",
-        }
-    ),
-    checkpoint_bytes=400 << 20,
-    checkpoint_source="files",
-)
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64,
+    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+MODEL = ModelDirectory(shape=read_model_shape(LLAMA), checkpoint_bytes=400 << 20, checkpoint_source="files")
 
 
 def prefill(**settings: Any) -> PrefillNodeConfig:

@@ -173,8 +173,6 @@ class Model(RuleBasedStateMachine):
 TestModel = Model.TestCase
 
 
-# All groups of a model together
-
 FULL = LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=1)
 STATE = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=1, k_head_dim=9, v_head_dim=0)
 
@@ -348,9 +346,6 @@ def test_a_window_does_not_pass_what_a_copy_still_reads() -> None:
     assert [table.count(NO_PAGE) for table in allocator.tables("a")] == [3, 5], "each keeps its own"
     allocator.advance("a", 16)
     assert [table.count(NO_PAGE) for table in allocator.tables("a")] == [6, 5]
-
-
-# Page tables
 
 
 def test_a_table_is_that_of_the_moment_and_reads_as_a_tuple() -> None:

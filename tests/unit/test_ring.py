@@ -41,9 +41,6 @@ def view_of(num_cells: int) -> RingView:
     return RingView(num_cells * CELL, incarnation=7)
 
 
-# Golden examples: a ring of few cells
-
-
 def test_grants_follow_each_other_and_are_rounded_up() -> None:
     ring = ring_of(4)
     assert ring.assign(1) == cells(0, 1)
@@ -170,9 +167,6 @@ def test_a_grant_is_released_once_and_whole() -> None:
     assert ring.position == 2 * CELL
 
 
-# Quarantine
-
-
 def test_new_grants_step_around_quarantined_bytes() -> None:
     ring = ring_of(4)
     suspect, other = ring.assign(CELL), ring.assign(CELL)
@@ -219,9 +213,6 @@ def test_only_a_live_grant_can_be_quarantined() -> None:
     ring.release(grant)
     with pytest.raises(LocalProtocolError, match="quarantine of grant"):
         ring.quarantine(grant)
-
-
-# Watermarks, and what a writer makes of them
 
 
 def test_a_view_keeps_the_lowest_ranges_only() -> None:
@@ -397,9 +388,6 @@ def test_no_two_writes_of_a_rings_life_share_a_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
-# The executed invariants
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -432,9 +420,6 @@ def test_wrong_accounts_are_noticed(changes: dict[str, Any], message: str) -> No
     accounts.check()
     with pytest.raises(LocalProtocolError, match=message):
         replace(accounts, **changes).check()
-
-
-# Against an oracle
 
 
 class Oracle:
