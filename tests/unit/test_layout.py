@@ -177,21 +177,6 @@ def test_the_main_case_by_hand() -> None:
     )
 
 
-def test_a_ratio_that_does_not_divide_is_intersected() -> None:
-    layout = KVLayout.uniform(num_layers=1, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
-    found = [
-        (route.prefill_rank, route.decode_rank, route.heads.source_start, route.heads.target_start, route.heads.count)
-        for route in routes(layout, Shard(tp_size=3), Shard(tp_size=2))
-    ]
-    assert found == [(0, 0, 0, 0, 4), (1, 0, 0, 4, 2), (1, 1, 2, 0, 2), (2, 1, 0, 2, 4)]
-
-
-def test_a_latent_has_one_source_per_target() -> None:
-    layout = KVLayout(layers=(MLA,) * 3, dtype=DType.BFLOAT16)
-    found = routes(layout, Shard(tp_size=4), Shard(tp_size=8))
-    assert [(route.prefill_rank, route.decode_rank) for route in found] == [(rank // 2, rank) for rank in range(8)]
-
-
 ROUTE = Route(
     index=0,
     prefill_rank=0,

@@ -550,6 +550,10 @@ def test_an_unknown_outcome_or_role_is_refused() -> None:
 def test_counters_of_nothing_are_zero_and_not_absent() -> None:
     page = NodeMetrics(role="prefill").render([RankMetrics(role="prefill", rank=0).snapshot({})])
     assert b"_created" not in page
+    node = NodeMetrics(role="prefill")
+    assert value(node.render([]), "loaded_prompt_tokens_total", role="prefill") == 0
+    node.tokens_loaded(64)
+    assert value(node.render([]), "loaded_prompt_tokens_total", role="prefill") == 64
     for name in ("transferred_bytes_total", "chunks_total", "writes_total", "writes_avoided_total", "resends_total"):
         assert value(page, name, role="prefill", rank="0") == 0
 
@@ -613,13 +617,6 @@ def test_every_metric_keeps_the_conventions_and_is_declared_once() -> None:
         assert not {"request_id", "session_id", "le", "rank"}.intersection(spec.labels), spec
     assert len(specs) == len({spec.name for spec in specs})
     assert set(RANK_METRICS) & set(NODE_METRICS) == {*STORE_METRICS, *LOOP_METRICS}
-
-
-def test_tokens_that_a_store_spared_are_a_prefill_nodes() -> None:
-    node = NodeMetrics(role="prefill")
-    for num_tokens in (0, 64, 16):
-        node.tokens_loaded(num_tokens)
-    assert value(node.render([]), "loaded_prompt_tokens_total", role="prefill") == 80
 
 
 def test_what_rank_and_leader_see_of_the_store_is_on_one_page() -> None:

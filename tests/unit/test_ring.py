@@ -24,7 +24,6 @@ from transfer.ring import (
     Watermark,
     grant_key,
 )
-from transfer.ring_index import WaitingGrants
 
 CELL = ALIGNMENT_BYTES
 
@@ -95,22 +94,6 @@ def test_one_stuck_grant_delays_only_those_that_reuse_its_bytes() -> None:
     assert not view.is_released(stuck)
 
 
-def test_a_grant_two_rounds_ahead_waits_although_the_one_between_was_released_unwritten() -> None:
-    """k = 1 released without being written while k = 2, one round older on the same bytes, is still live."""
-    ring, view = ring_of(2), view_of(2)
-    oldest = ring.assign(2 * CELL)
-    between = ring.assign(2 * CELL)
-    newest = ring.assign(2 * CELL)
-    ring.release(between)
-    view.update(ring.watermark())
-    for knows in (ring, view):
-        assert not knows.is_writable(newest)
-    ring.release(oldest)
-    view.update(ring.watermark())
-    for knows in (ring, view):
-        assert knows.is_writable(newest)
-
-
 def test_released_ranges_join_on_both_sides() -> None:
     ring = ring_of(8)
     grants = [ring.assign(CELL) for _ in range(5)]
@@ -155,18 +138,6 @@ def test_an_empty_grant_cannot_be_made(begin: int, end: int) -> None:
         Grant(begin, end)
 
 
-def test_a_grant_is_released_once_and_whole() -> None:
-    ring = ring_of(4)
-    grant = ring.assign(2 * CELL)
-    with pytest.raises(LocalProtocolError, match=r"release of grant \[0, 256\), which is not live \(R4"):
-        ring.release(cells(0, 1))
-    ring.release(grant)
-    with pytest.raises(LocalProtocolError, match="R4"):
-        ring.release(grant)
-    ring.check_invariants()
-    assert ring.position == 2 * CELL
-
-
 def test_new_grants_step_around_quarantined_bytes() -> None:
     ring = ring_of(4)
     suspect, other = ring.assign(CELL), ring.assign(CELL)
@@ -176,18 +147,6 @@ def test_new_grants_step_around_quarantined_bytes() -> None:
     assert ring.quarantined_bytes == CELL
     assert [ring.assign(CELL) for _ in range(4)] == [cells(2, 3), cells(3, 4), cells(5, 6), cells(6, 7)]
     ring.check_invariants()
-
-
-def test_with_no_way_around_the_grant_waits() -> None:
-    ring = ring_of(4)
-    suspect = ring.assign(3 * CELL)
-    ring.quarantine(suspect)
-    grant = ring.assign(4 * CELL)
-    assert grant == cells(4, 8)
-    assert not ring.is_writable(grant)
-    ring.release(suspect)
-    assert ring.is_writable(grant)
-    assert ring.quarantined_bytes == 0
 
 
 @pytest.mark.parametrize("stride", [1, 2], ids=["full", "every second grant"])
@@ -344,14 +303,6 @@ def test_older_and_repeated_watermarks_and_those_of_another_life_are_ignored() -
     assert view.watermark == late
 
 
-def test_a_newer_watermark_that_moves_back_is_the_peers_fault() -> None:
-    view = view_of(4)
-    view.update(Watermark(incarnation=7, sequence=1, position=512))
-    with pytest.raises(RemoteProtocolError, match="moved back from 512 to 256"):
-        view.update(Watermark(incarnation=7, sequence=2, position=256))
-    assert view.watermark.position == 512
-
-
 @pytest.mark.parametrize(
     ("position", "sequence", "released"),
     [
@@ -469,33 +420,6 @@ def test_rounds_that_are_released_are_skipped() -> None:
     grants = [ring.assign(CELL) for _ in range(4)]
     assert [ring.blocker_of(grant) for grant in grants].count(CELL - 1) == 1
     assert ring.num_steps - before <= 2 * len(grants)
-
-
-def test_a_grant_that_is_never_released_delays_only_what_needs_its_bytes_however_far_the_ring_has_gone() -> None:
-    """Each lap leaves one more grant that waits for those bytes. With a bound on the laps that a look
-    goes back, the ring would wedge.
-    """
-    ring = ring_of(32)
-    waiting: WaitingGrants[Grant, Grant] = WaitingGrants(ring.blocker_of)
-    stuck = ring.assign(CELL)
-
-    def ask() -> None:
-        grant = ring.assign(CELL)
-        waiting.add(grant, grant)
-
-    def use(num_grants: int) -> None:
-        for _ in range(num_grants):
-            grant = waiting.pop()
-            ring.release(grant)
-            waiting.wake(grant.begin, grant.end)
-            ask()
-
-    for _ in range(200):
-        ask()
-    use(100 * 32)  # 100 laps
-    ring.quarantine(stuck)
-    use(100 * 32)
-    ring.check_invariants()
 
 
 class RingMachine(RuleBasedStateMachine):

@@ -57,22 +57,6 @@ def ring_of(num_cells: int) -> StagingAllocator:
     return StagingAllocator(num_cells * CELL)
 
 
-def test_nothing_may_go_before_its_bytes_are_free_and_the_oldest_goes_first() -> None:
-    ring = ring_of(2)
-    waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
-    grants = [ring.assign(CELL) for _ in range(4)]
-    for name, grant in zip("dcba", reversed(grants), strict=True):
-        waiting.add(grant, name)
-    assert [waiting.pop(), waiting.pop()] == ["a", "b"]
-    assert not waiting.has_free
-    with pytest.raises(IndexError, match="2 grants wait, and none may go"):
-        waiting.pop()
-    ring.release(grants[1])
-    waiting.wake(grants[1].begin, grants[1].end)
-    assert waiting.pop() == "d"
-    assert len(waiting) == 1
-
-
 def test_what_is_discarded_is_gone_whether_it_may_go_waits_or_waited() -> None:
     ring = ring_of(2)
     waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
@@ -88,6 +72,8 @@ def test_what_is_discarded_is_gone_whether_it_may_go_waits_or_waited() -> None:
     assert waiting.has_free
     waiting.discard(grants[3])  # it waited, and may go
     assert (len(waiting), waiting.has_free) == (0, False)
+    with pytest.raises(IndexError, match="0 grants wait, and none may go"):
+        waiting.pop()
 
 
 def test_a_grant_that_waits_where_one_was_discarded_that_could_go_has_to_wait() -> None:
