@@ -126,7 +126,6 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("page_size=5", "page_size is no setting (from --set); did you mean pool.page_size?"),
         ("log.zzz=5", "log.zzz is no setting (from --set); known here: level, format"),
         ("staging.num_slots=4", "staging.num_slots is no setting (from --set) of decode-node; it is one of prefill-node"),
-        ("chunk.chunk_tokens=64", "chunk.chunk_tokens is no setting (from --set) of decode-node; it is one of prefill-node"),
         (
             "limits.max_step_tokens=9",
             "limits.max_step_tokens is no setting (from --set) of decode-node; it is one of prefill-node",
@@ -224,20 +223,14 @@ def test_a_setting_has_none_inside(tmp_path: Path) -> None:
 
 
 SERVICE_LINKS = {
-    f"KVFERRY_{name}": text
+    f"KVFERRY_{service}{name}": text
     for service in ("", "PREFILL_", "PREFILL_TIER_2_")
     for name, text in {
-        f"{service}SERVICE_HOST": "10.0.0.1",
-        f"{service}SERVICE_PORT": "7001",
-        f"{service}SERVICE_PORT_GRPC": "7001",
-        f"{service}PORT": "tcp://10.0.0.1:7001",
-        f"{service}PORT_7001_TCP": "tcp://10.0.0.1:7001",
-        f"{service}PORT_7001_TCP_PROTO": "tcp",
-        f"{service}PORT_7001_TCP_PORT": "7001",
-        f"{service}PORT_7001_TCP_ADDR": "10.0.0.1",
-        f"{service}PORT_53_UDP": "udp://10.0.0.1:53",
+        "SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "7001", "SERVICE_PORT_GRPC": "7001", "PORT": "tcp://10.0.0.1:7001",
+        "PORT_7001_TCP": "tcp://10.0.0.1:7001", "PORT_7001_TCP_PROTO": "tcp", "PORT_7001_TCP_PORT": "7001",
+        "PORT_7001_TCP_ADDR": "10.0.0.1", "PORT_53_UDP": "udp://10.0.0.1:53",
     }.items()
-}
+}  # fmt: skip
 
 
 def test_what_kubernetes_sets_for_a_service_is_ignored() -> None:
