@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transfer.storage.base import Outcome
@@ -23,6 +23,18 @@ def file_of(directory: Path | str, key: str) -> Path:
     """Return the file of a page in a directory store. Nodes of all versions share the store, so this never changes."""
     fingerprint, _, name = key.partition("/")
     return Path(directory) / fingerprint / name[:2] / name
+
+
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "truncated": lambda content: content[:-1],
+    "header only": lambda content: content[:100],
+    "longer": lambda content: content + b"\0",
+    "thrice": lambda content: content * 3,
+    "empty": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),  # what is left of a page that was not flushed when the power went
+}
+"""Contents that are no whole page."""
 
 
 class MemoryStore:

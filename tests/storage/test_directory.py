@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tests.storage.stores import file_of, key_of, page_of
+from tests.storage.stores import BROKEN, file_of, key_of, page_of
 from transfer.errors import ConfigError
 from transfer.storage import directory_room, envelope
 from transfer.storage.base import USED_STEP_NS, Outcome
@@ -105,22 +105,10 @@ def test_what_is_no_key_is_no_path(store: DirectoryStore, op: str) -> None:
 
 def break_file(store: DirectoryStore, how: str) -> None:
     (file,) = files(store)
-    content = bytearray(file.read_bytes())
-    match how:
-        case "flipped":
-            content[-1] ^= 1
-        case "truncated":
-            del content[-1]
-        case "longer":
-            content += b"\0"
-        case "empty":
-            content.clear()
-        case "zeros":  # what is left of a page that was not flushed when the power went
-            content[:] = bytes(len(content))
-    file.write_bytes(content)
+    file.write_bytes(BROKEN[how](file.read_bytes()))
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated", "longer", "empty", "zeros"])
+@pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_page_is_a_miss_and_makes_way_for_a_whole_one(store: DirectoryStore, how: str) -> None:
     put(store, 1)
     break_file(store, how)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.stores import key_of, page_of
+from tests.storage.stores import BROKEN, key_of, page_of
 from transfer.errors import ConfigError
 from transfer.storage.base import Outcome
 from transfer.storage.object_store import ObjectStore
@@ -49,20 +49,11 @@ def test_what_is_there_is_not_put_again(files: ObjectStore, tmp_path: Path) -> N
     assert get(files, 1) is CORRUPT, "it was left as it was"
 
 
-@pytest.mark.parametrize("change", ["short", "header only", "empty", "a byte more", "thrice", "flipped"])
-def test_a_broken_object_is_a_miss_and_makes_way_for_a_whole_one(files: ObjectStore, tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_object_is_a_miss_and_makes_way_for_a_whole_one(files: ObjectStore, tmp_path: Path, how: str) -> None:
     put(files, 1)
     path = tmp_path / key_of(1)
-    content = path.read_bytes()
-    broken = {
-        "short": content[:-1],
-        "header only": content[:100],
-        "empty": b"",
-        "a byte more": content + b"\0",
-        "thrice": content * 3,
-        "flipped": content[:-1] + bytes([content[-1] ^ 1]),
-    }
-    path.write_bytes(broken[change])
+    path.write_bytes(BROKEN[how](path.read_bytes()))
     assert [get(files, 1), get(files, 1)] == [CORRUPT, MISSING]
     assert put(files, 1) == [OK] and get(files, 1) is OK
 

@@ -73,12 +73,9 @@ def test_the_order_in_which_prefill_computes() -> None:
         (5, 0, 0, "num_layers is 0"),
     ],
 )
-def test_nothing_to_cut(num_tokens: int, num_layers: int, start: int, match: str) -> None:
+def test_what_cannot_be_split_is_refused(num_tokens: int, num_layers: int, start: int, match: str) -> None:
     with pytest.raises(LayoutError, match=match):
         split_into_chunks(ChunkPlan(chunk_tokens=4), num_tokens=num_tokens, num_layers=num_layers, start_token=start)
-
-
-def test_a_plan_is_checked() -> None:
     with pytest.raises(LayoutError, match="chunk_tokens is 0"):
         ChunkPlan(chunk_tokens=0)
     with pytest.raises(LayoutError, match="layers_per_group is -1"):

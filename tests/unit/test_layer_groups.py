@@ -133,9 +133,6 @@ def test_counts() -> None:
     assert (left + right, left - right) == (PageCounts((7, 6)), PageCounts((3, 0)))
     assert right.fit(left) and not left.fit(right) and left.fit(left)
     assert not PageCounts((0, 4)).fit(left), "room in one group is none in another"
-
-
-def test_counts_are_said_with_the_names_of_the_groups() -> None:
     several = PageNeeds(groups=layer_groups(layout_of(FULL, window(9), STATE)), page_size=4, tokens_in_flight=1)
     assert several.peak(100) == PageCounts((25, 3, 1))
     assert several.shown(several.peak(100)) == "25 full, 3 window_9, 1 state"

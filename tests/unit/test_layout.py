@@ -385,10 +385,6 @@ def test_differences_name_both_values() -> None:
 def test_the_wire_has_the_narrower_dtype(prefill: DType | None, decode: DType | None, expected: DType) -> None:
     layout = KVLayout(layers=(MHA,), dtype=DType.BFLOAT16)
     assert wire_dtype(layout, Shard(dtype=prefill), Shard(dtype=decode)) is expected
-
-
-def test_int8_moves_only_to_int8() -> None:
-    layout = KVLayout(layers=(MHA,), dtype=DType.BFLOAT16)
     with pytest.raises(LayoutError, match="dtype int8 -> bfloat16"):
         wire_dtype(layout, Shard(dtype=DType.INT8), Shard())
 

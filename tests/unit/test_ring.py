@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -108,34 +109,24 @@ def test_released_ranges_join_on_both_sides() -> None:
     assert (ring.watermark().released, ring.position) == ((), 5 * CELL)
 
 
-def test_a_chunk_larger_than_the_ring_names_both_sizes() -> None:
-    ring = ring_of(4)
-    with pytest.raises(ChunkTooLarge, match=r"1025 bytes .* ring of 1024 bytes"):
-        ring.assign(1025)
-    assert ring.head == 0
-
-
-@pytest.mark.parametrize("num_bytes", [0, -1, -CELL])
-def test_a_grant_of_nothing_is_refused(num_bytes: int) -> None:
-    with pytest.raises(LocalProtocolError, match=f"grant of {num_bytes} bytes"):
-        ring_of(4).assign(num_bytes)
-
-
-@pytest.mark.parametrize("capacity_bytes", [0, -CELL, CELL + 1])
-def test_a_capacity_that_is_no_multiple_is_refused(capacity_bytes: int) -> None:
-    with pytest.raises(ConfigError, match=f"ring.capacity_bytes is {capacity_bytes}; it must be a positive multiple of 256"):
-        StagingAllocator(capacity_bytes)
-
-
-def test_a_peer_with_no_ring_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="ring of 0 bytes"):
-        RingView(0)
-
-
-@pytest.mark.parametrize(("begin", "end"), [(0, 0), (2, 1), (-1, 1)])
-def test_an_empty_grant_cannot_be_made(begin: int, end: int) -> None:
-    with pytest.raises(LocalProtocolError, match="empty or negative"):
-        Grant(begin, end)
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ring_of(4).assign(1025), ChunkTooLarge, r"1025 bytes .* ring of 1024 bytes"),
+        (lambda: ring_of(4).assign(0), LocalProtocolError, "grant of 0 bytes"),
+        (lambda: ring_of(4).assign(-CELL), LocalProtocolError, f"grant of {-CELL} bytes"),
+        (lambda: StagingAllocator(0), ConfigError, "ring.capacity_bytes is 0; it must be a positive multiple of 256"),
+        (lambda: StagingAllocator(-CELL), ConfigError, f"ring.capacity_bytes is {-CELL}"),
+        (lambda: StagingAllocator(CELL + 1), ConfigError, "ring.capacity_bytes is 257"),
+        (lambda: RingView(0), RemoteProtocolError, "ring of 0 bytes"),
+        (lambda: Grant(0, 0), LocalProtocolError, "empty or negative"),
+        (lambda: Grant(2, 1), LocalProtocolError, "empty or negative"),
+        (lambda: Grant(-1, 1), LocalProtocolError, "empty or negative"),
+    ],
+)
+def test_what_is_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_new_grants_step_around_quarantined_bytes() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from moto.server import ThreadedMotoServer
 
-from tests.storage.stores import Seen, key_of, page_of
+from tests.storage.stores import BROKEN, Seen, key_of, page_of
 from transfer.breaker import BreakerSettings
 from transfer.storage.base import Outcome
 from transfer.storage.client import StoreClient, StoreClientSettings
@@ -86,13 +86,11 @@ def test_pages_are_shared_by_all_stores_of_a_bucket(bucket: Bucket) -> None:
     assert [get(store, number) for number in (1, 2)] == [MISSING, OK]
 
 
-@pytest.mark.parametrize("change", ["short", "empty", "long", "zeros"])
-def test_a_broken_object_is_a_miss_and_makes_way_for_a_whole_one(bucket: Bucket, change: str) -> None:
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_object_is_a_miss_and_makes_way_for_a_whole_one(bucket: Bucket, how: str) -> None:
     put(bucket.store, 1)
-    whole = bucket.object_of(key_of(1))
-    broken = {"short": whole[:100], "empty": b"", "long": whole * 3, "zeros": bytes(len(whole))}[change]
-    bucket.replace(key_of(1), broken)
-    assert change != "zeros" or put(bucket.store, 1) == [OK], "an object of the right size is not put again"
+    bucket.replace(key_of(1), BROKEN[how](bucket.object_of(key_of(1))))
+    assert how != "zeros" or put(bucket.store, 1) == [OK], "an object of the right size is not put again"
     assert [get(bucket.store, 1), get(bucket.store, 1)] == [CORRUPT, MISSING]
     assert put(bucket.store, 1) == [OK] and get(bucket.store, 1) is OK
 
