@@ -8,6 +8,8 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 
+import obstore
+import obstore.store
 import pytest
 from moto.server import ThreadedMotoServer
 
@@ -33,22 +35,19 @@ class Bucket:
     """A bucket of one test."""
 
     def __init__(self, port: int) -> None:
-        self.name = f"kv-{secrets.token_hex(4)}"
-        self._address = f"http://127.0.0.1:{port}/{self.name}"
-        self._send("", "PUT")
-        self.store = ObjectStore(f"s3://{self.name}/some/prefix", timeout_s=30.0)
+        name = f"kv-{secrets.token_hex(4)}"
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/{name}", method="PUT")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.status == 200
+        url = f"s3://{name}/some/prefix"
+        self.store = ObjectStore(url, timeout_s=30.0)
+        self._objects = obstore.store.from_url(url, client_options={"allow_http": True})
 
     def object_of(self, key: str) -> bytes:
-        return self._send(f"/some/prefix/{key}", "GET")
+        return bytes(obstore.get(self._objects, key).bytes())
 
     def replace(self, key: str, content: bytes) -> None:
-        self._send(f"/some/prefix/{key}", "PUT", content)
-
-    def _send(self, path: str, method: str, content: bytes | None = None) -> bytes:
-        request = urllib.request.Request(self._address + path, method=method, data=content)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            found: bytes = answer.read()
-            return found
+        obstore.put(self._objects, key, content, use_multipart=False)
 
 
 @pytest.fixture
