@@ -230,27 +230,6 @@ def test_a_request_from_its_first_token_to_its_release() -> None:
             call()
 
 
-def test_a_prompt_that_still_has_to_be_gathered_keeps_its_last_window() -> None:
-    allocator = GroupAllocator(NEEDS, (10, 6, 2))
-    allocator.reserve("a", 13)
-    allocator.cover("a", 8)
-    allocator.advance("a", 8, kept_from=13)  # token 8 reaches back to 3
-    assert allocator.tables("a")[1] == (0, 1)
-    allocator.cover("a", 12)
-    allocator.advance("a", 13, kept_from=13)  # token 13 would reach back to 8, but token 7 has to be gathered
-    assert allocator.tables("a")[1] == (NO_PAGE, 1, 2)
-    allocator.advance("a", 13)
-    assert allocator.tables("a")[1] == (NO_PAGE, NO_PAGE, 2)
-
-
-def test_a_prompt_that_arrives_gets_no_pages_in_front_of_its_last_window() -> None:
-    allocator = GroupAllocator(NEEDS, (10, 6, 2))
-    allocator.reserve("a", 40)
-    allocator.begin_at("a", 21)  # of its tokens 15 to 20 travel
-    assert allocator.cover("a", 21) == ((0, 1, 2, 3, 4, 5), (NO_PAGE, NO_PAGE, NO_PAGE, 0, 1, 2), (0,))
-    allocator.check_invariants()
-
-
 def test_every_group_has_a_number_of_pages() -> None:
     with pytest.raises(ConfigError, match=r"num_pages is \(4, 4\); there are 3 groups of layers: one number for each"):
         GroupAllocator(NEEDS, (4, 4))
