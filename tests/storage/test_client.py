@@ -207,9 +207,15 @@ async def test_a_call_that_hangs_opens_the_circuit_though_others_are_answered() 
             clock.now_s += TIMEOUT_S / 5
             assert await client.get([("a", page(0))]) == [True]
             assert client.state is BreakerState.CLOSED
-        clock.now_s += TIMEOUT_S / 5
+        second = asyncio.create_task(client.get([("stuck", page(0))]))
+        await asked(store)
+        assert await clock.run_out(client.get([("a", page(0))], timeout_s=1.0), 1.0) == [False]
+        assert client.state is BreakerState.CLOSED, "it waited for a thread, and the store answered a second ago"
+        clock.now_s += TIMEOUT_S / 5 - 1.0
         assert await stuck == [False]
         assert client.state is BreakerState.OPEN
+        store.gate.set()
+        assert await second == [False]
 
 
 async def test_a_view_is_untouched_after_the_deadline() -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -315,22 +316,34 @@ def test_a_lock_that_is_never_let_go_of_is_not_waited_for(tmp_path: Path, monkey
     assert not [path for path in files(store) if path.name.startswith(WRITING)]
 
 
-@pytest.fixture
-def small_files() -> Iterator[int]:
-    """No file may be larger than this: the kernel refuses what goes beyond, as it does on a full disk."""
-    limit = PAGE_BYTES
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Let the kernel refuse larger files, as it does on a full disk. pytest writes no file meanwhile."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        with capture_logs():
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_page_that_the_kernel_does_not_take_fails_and_leaves_nothing(tmp_path: Path, small_files: int) -> None:
+def test_a_page_that_the_kernel_does_not_take_fails_and_leaves_nothing(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, max_bytes=1 << 30)
-    assert store.put([(key_of(1), memoryview(page_of(1, small_files))), (key_of(2), memoryview(page_of(2, 16)))]) == [FAILED, OK]
+    with files_of_at_most(PAGE_BYTES):
+        pages = [(key_of(1), memoryview(page_of(1, PAGE_BYTES))), (key_of(2), memoryview(page_of(2, 16)))]
+        assert store.put(pages) == [FAILED, OK]
     assert get(store, 2, 16) is OK
     assert len(files(store)) == 1
     assert counted(store) == num_bytes(store)
+
+
+def test_a_page_whose_write_fails_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryStore(tmp_path, max_bytes=1 << 30)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, content: 0)
+        assert put(store, 1) == [FAILED]
+    assert counted(store) == num_bytes(store) == 0 and put(store, 1) == [OK]
 
 
 def test_a_directory_that_cannot_be_made_is_refused_when_it_is_checked(tmp_path: Path) -> None:
