@@ -146,7 +146,7 @@ def test_a_long_prompt_costs_no_more_than_a_short_one(prefill_tp: int, decode_tp
     chunks = split_into_chunks(ChunkPlan(chunk_tokens=128), num_tokens=num_tokens, num_layers=62)
     pieces = [Pieces(chunks, layout, route, num_tokens=num_tokens, dtype=DType.BFLOAT16) for route in found]
     assert sum(map(len, pieces)) == 8 * 8192
-    assert time.process_time() - began_s < 2  # of CPU time; it takes a hundredth of that
+    assert time.process_time() - began_s < 0.5  # of CPU time; it takes less than a thousandth of that
 
 
 @given(

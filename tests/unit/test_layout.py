@@ -477,7 +477,7 @@ def test_the_largest_instance_is_routed_fast(tp_size: int, pp_size: int, num_lay
         begin = time.process_time()
         found = routes(layout, prefill, Shard(tp_size=8))
         taken_s.append(time.process_time() - begin)
-    assert min(taken_s) < 2  # of CPU time; it takes a tenth of that
+    assert min(taken_s) < 1  # of CPU time; it takes less than a tenth of that
     assert sum(len(route.layers) * route.heads.count for route in found) == 8 * num_layers
 
 
