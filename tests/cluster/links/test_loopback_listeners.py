@@ -12,7 +12,7 @@ import pytest
 
 from node_runtime.rank_setup import is_loopback
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 LISTENERS = """
 import json, os, sys

@@ -53,9 +53,14 @@ class OneOfTwo:
     def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
         side = self._ranks
         self.supervised = RankSupervisor(
-            side.config, side.entry, side.codec, preload=["tests.runtime.preloaded"], on_message=side.on_message, on_lost=on_lost,
+            side.config,
+            side.entry,
+            side.codec,
+            preload=["tests.runtime.preloaded"],
+            on_message=side.on_message,
+            on_lost=on_lost,
             other_config=self._other,
-        )  # fmt: skip
+        )
         return self.supervised
 
     async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:

@@ -245,7 +245,8 @@ from pathlib import Path
 from node_runtime.rank_link import RankAddress
 from node_runtime.rank_link import MAX_PAYLOAD_BYTES, LeaderLink
 from node_runtime.rank_process import RankSpec
-from tests.runtime import instances, rank_entries
+from tests.runtime import rank_entries
+from tests.runtime import instances
 config = instances.prefill_config(Path("{tmp_path}"))
 address = RankAddress(endpoint="ipc://{tmp_path}/nobody", token=1)
 rank_entries.broken(RankSpec(config=config, rank=0, incarnation=1, address=address, rendezvous=Path("{tmp_path}/x")))

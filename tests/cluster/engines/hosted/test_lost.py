@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvferry.engines.hosted import SOURCE, TARGET, Sides
+from tests.cluster.engines.hosted.other_process import OtherProcess
 from tests.hosted.conftest import Start
 from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
-from tests.hosted.other_process import OtherProcess
 
 pytestmark = pytest.mark.timeout(240)
 
