@@ -178,6 +178,11 @@ class ReceiverLoop:
         return len(self._ending)
 
     @property
+    def num_prepared(self) -> int:
+        """Requests that pieces have been prepared for."""
+        return len(self._prepared)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is known and no grant is live."""
         return self._receiver.is_idle

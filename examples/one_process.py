@@ -182,9 +182,9 @@ class TwoTiers:
             for rank in range(decode.num_ranks)
         ]
         for number, (prefill_rank, decode_rank) in enumerate(sorted({(r.prefill_rank, r.decode_rank) for r in self.routes}), 1):
-            self._join(number, self.senders[prefill_rank], decode_rank)
+            self.join(number, self.senders[prefill_rank], decode_rank)
 
-    def _join(self, number: int, sender: SendingRank, decode_rank: int) -> None:
+    def join(self, number: int, sender: SendingRank, decode_rank: int) -> None:
         """What `Attach` does between processes: both halves of the data plane, the control channel, the first watermark."""
         receiver = self.receivers[decode_rank]
         offer = sender.transport.offer()

@@ -24,7 +24,7 @@ from node_runtime.health import HealthServer, Readiness
 from node_runtime.rank_report import RankHello
 from node_runtime.status_page import StatusPage
 from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor, check_alike
-from transfer.config import NodeConfig
+from transfer.config import NodeConfig, RestartConfig
 from transfer.errors import ConfigError, PeerUnreachable, TransferError
 from transfer.logs import rename_process
 from transfer.loop_turns import turns_of
@@ -33,6 +33,11 @@ STEADY_LIFE_S = 300.0  # ranks that served this long were no failed restart
 _MOST_DOUBLINGS = 64  # from any pause to the longest there can be; 2**1024 is more than a float holds
 
 log = structlog.get_logger(__name__)
+
+
+def restart_pause_s(restart: RestartConfig, failures: int) -> float:
+    """Return the pause before a restart, after so many failures in a row."""
+    return min(restart.backoff_s * 2 ** min(failures - 1, _MOST_DOUBLINGS), restart.max_backoff_s)
 
 
 class NodeState(StrEnum):
@@ -248,8 +253,7 @@ class Daemon:
 
     async def _pause(self, failures: int) -> None:
         """Before a restart; a stop cuts it short."""
-        doublings = min(failures - 1, _MOST_DOUBLINGS)
-        backoff_s = min(self.config.restart.backoff_s * 2**doublings, self.config.restart.max_backoff_s)
+        backoff_s = restart_pause_s(self.config.restart, failures)
         log.warning("restarting_ranks", restart=self.num_restarts, backoff_s=backoff_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), backoff_s)

@@ -1,6 +1,6 @@
 """The process that a node's ranks are forked from.
 
-It imports the modules that every rank needs, which takes seconds, and nothing else: it has no threads, no sockets of its own and
+It imports the modules that every rank needs, which takes seconds, and nothing else: it has no threads of ours, no sockets of its own and
 no CUDA context. The leader starts it as soon as the settings are known, and imports its own modules meanwhile.
 """
 
@@ -46,9 +46,15 @@ def end_fork_server() -> None:
     It is killed: it has nothing to write, and takes a second or more to unload torch when it ends by itself. The standard library
     has no public way to do either.
     """
-    server = getattr(multiprocessing.forkserver, "_forkserver", None)
-    pid, stop = getattr(server, "_forkserver_pid", None), getattr(server, "_stop", None)
+    stop = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_stop", None)
+    pid = fork_server_pid()
     if pid is not None and stop is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         stop()
+
+
+def fork_server_pid() -> int | None:
+    """Return the process id of the fork server; None means that none runs."""
+    pid: int | None = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_pid", None)
+    return pid

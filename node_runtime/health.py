@@ -140,6 +140,11 @@ class HealthServer:
         bound: int = listener.getsockname()[1]
         return bound
 
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return 0 if self._server is None else len(self._server.connections)
+
     def show(self, page: StatusPage | None) -> None:
         """Serve another page, where there was one before."""
         self._page = page

@@ -334,7 +334,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
             restarts=self._daemon.num_restarts,
             ready=readiness.is_ready,
             not_ready_reason="" if readiness.is_ready else readiness.reason,
-            memory_plan=_memory_to_proto(life.memory) if life is not None else None,
+            memory_plan=memory_to_proto(life.memory) if life is not None else None,
             version=transfer.__version__,
             draining=self._draining.is_on,
             log_level=log_level(),
@@ -518,7 +518,7 @@ def _refused_by_leader_of(services: RoleServices, refusal: Refusal) -> None:
     cast("Leader[Any, Any]", services.leader)._on_refused(refusal)
 
 
-def _memory_to_proto(ranks: Sequence[RankMemory]) -> pb.MemoryPlan | None:
+def memory_to_proto(ranks: Sequence[RankMemory]) -> pb.MemoryPlan | None:
     """What the node says of its memory: rank 0's plan, and every rank's warnings; None where the engine makes no plan."""
     first = ranks[0]
     if not first.plan:

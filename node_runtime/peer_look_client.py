@@ -86,6 +86,11 @@ class PeerLook:
             await asyncio.wait({self._asking}, timeout=FIRST_WAIT_S)
         return {address: self._seen[address] for address in asked if address in self._seen}
 
+    @property
+    def num_connections(self) -> int:
+        """Peers that a connection is kept to."""
+        return len(self._channels)
+
     async def close(self) -> None:
         tasks = [task for task in (self._asking, self._ending) if task is not None]
         for task in tasks:

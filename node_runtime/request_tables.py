@@ -9,7 +9,7 @@ only while more tables, or longer ones, are in use at a time than ever before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,6 +148,14 @@ class TableEntries:
             raise LayoutError(f"{self._name} has page {page} twice; the pages of one table are distinct")
 
 
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the calling thread's stream; in host memory there is one, 0."""
+    if device.type == "cpu":
+        return 0
+    # As Triton finds it: torch.cuda.current_stream makes an object of more than we need.
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
 @dataclass(slots=True, eq=False)
 class _HostArray:
     """int64 [room] in host memory, pinned for a GPU."""
@@ -161,10 +169,12 @@ class _Arrays:
 
     Args:
         device: Where the tables go.
+        current_stream: Returns the handle of the calling thread's stream there.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, current_stream: Callable[[torch.device], int]) -> None:
         self.device = device
+        self.current_stream = current_stream
         self._on_host: dict[int, list[_HostArray]] = {}
         self._on_device: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -220,7 +230,7 @@ class DeviceTable:
 
         What is new in it is queued there in front of them.
         """
-        stream = _current_stream(self._arrays.device)
+        stream = self._arrays.current_stream(self._arrays.device)
         copy = self._copies.get(stream)
         if copy is None:
             copy = self._copies[stream] = _StreamCopy(self._arrays.take_device(stream, self.entries.room))
@@ -250,11 +260,14 @@ class RequestTables:
     Args:
         device: Of the pool.
         num_pages: Of the pool's group.
+        current_stream: Returns the handle of the calling thread's stream on a device.
     """
 
-    def __init__(self, device: torch.device, num_pages: int) -> None:
+    def __init__(
+        self, device: torch.device, num_pages: int, *, current_stream: Callable[[torch.device], int] = current_stream
+    ) -> None:
         self._num_pages = num_pages
-        self._arrays = _Arrays(device)
+        self._arrays = _Arrays(device, current_stream)
         self._tables: dict[str, DeviceTable] = {}
         self._free_entries: list[TableEntries] = []
 
@@ -298,11 +311,3 @@ class RequestTables:
         else:
             entries = TableEntries(host.entries, num_pages=self._num_pages, request_id=request_id)
         return DeviceTable(self._arrays, host, entries)
-
-
-def _current_stream(device: torch.device) -> int:
-    """Handle of the calling thread's stream; in host memory there is but one."""
-    if device.type == "cpu":
-        return 0
-    # As Triton finds it: torch.cuda.current_stream makes an object of more than we need.
-    return torch._C._cuda_getCurrentRawStream(device.index)

@@ -170,6 +170,11 @@ class RankSupervisor:
         self._side = side
 
     @property
+    def folder(self) -> Path:
+        """Where the sockets of the ranks are, until `cleanup()`."""
+        return Path(self._folder.name)
+
+    @property
     def is_whole(self) -> bool:
         """Whether no process of the group has ended, as far as is known."""
         return self._is_whole
@@ -180,13 +185,13 @@ class RankSupervisor:
         self.incarnation = secrets.randbits(63) + 1
         self._hellos, self.reports = {}, {}
         self._started = loop.create_future()
-        self._link = LeaderLink(Path(self._folder.name), self._num_ranks, self._side.codec)
+        self._link = LeaderLink(self.folder, self._num_ranks, self._side.codec)
         self._link.watch(loop, partial(self._receive, self.incarnation))
         return self._link, self._started
 
     @property
     def _rendezvous(self) -> Path:
-        return Path(self._folder.name) / f"rendezvous-{self.incarnation:x}"
+        return self.folder / f"rendezvous-{self.incarnation:x}"
 
     async def _until_started(self, *waited_for: Awaitable[None]) -> tuple[RankHello, ...]:
         try:

@@ -47,7 +47,7 @@ class TiersOverVerbs(TwoTiers):
         self.senders = [SendingRank(layout, prefill, rank, next(opened), 1 << 17) for rank in range(prefill.num_ranks)]
         self.receivers = [ReceivingRank(layout, decode, rank, next(opened), 1 << 20) for rank in range(decode.num_ranks)]
         for number, route in enumerate(self.routes, 1):
-            self._join(number, self.senders[route.prefill_rank], route.decode_rank)
+            self.join(number, self.senders[route.prefill_rank], route.decode_rank)
 
 
 async def test_kv_of_prefill_pools_arrives_in_a_decode_pool() -> None:

@@ -296,7 +296,7 @@ class HybridTiers(TwoTiers):
         ]
         pairs = sorted({(route.prefill_rank, route.decode_rank) for route in self.routes})
         for number, (prefill_rank, decode_rank) in enumerate(pairs, 1):
-            self._join(number, self.senders[prefill_rank], decode_rank)
+            self.join(number, self.senders[prefill_rank], decode_rank)
 
     @property
     def through(self) -> list[DType]:

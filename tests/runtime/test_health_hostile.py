@@ -40,8 +40,7 @@ class Node:
 
     @property
     def num_connections(self) -> int:
-        assert self.server._server is not None
-        return len(self.server._server.connections)
+        return self.server.num_connections
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ async def test_of_very_many_peers_some_are_asked(look: PeerLook) -> None:
     peer = Peer()
     async with serving(peer) as address:
         await look.look([address] + [f"127.0.0.1:{port}" for port in range(1, 1 + 2 * MAX_ASKED)])
-        assert len(look._channels) <= MAX_ASKED
+        assert look.num_connections <= MAX_ASKED
 
 
 async def test_connections_end_when_nobody_looks_any_more(look: PeerLook, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,8 @@ async def test_connections_end_when_nobody_looks_any_more(look: PeerLook, monkey
     async with serving(Peer()) as address:
         assert address in await look.look([address])
         async with asyncio.timeout(10):
-            while look._channels:
+            while look.num_connections:
                 await asyncio.sleep(0.02)
-        assert look._seen == {}
 
 
 async def test_with_TLS_a_peer_may_ask_and_a_stranger_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +126,11 @@ async def test_with_TLS_a_peer_may_ask_and_a_stranger_may_not(tmp_path: Path, mo
 async def test_it_is_closed_whatever_an_ask_met(look: PeerLook, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the first thing that a leader closes: what comes behind it must be closed, too."""
 
-    async def broken(self: PeerLook, address: str) -> Any:
+    def broken(address: str, security: Security) -> Any:
         raise OSError("nobody expected that")
 
-    monkeypatch.setattr(PeerLook, "_ask", broken)
+    monkeypatch.setattr(peer_look_client, "PeerChannel", broken)
+    before = asyncio.all_tasks()
     await look.look(["127.0.0.1:9"])
     await look.close()
-    assert look._ending is not None and look._ending.done()
+    assert asyncio.all_tasks() == before

@@ -256,8 +256,11 @@ def test_every_head_slice_has_a_copier_of_its_own() -> None:
 
 def test_scales_are_of_the_peer() -> None:
     """Two instances with other scales for one and the same piece."""
-    copier, layout, route = one_group_copier()
-    pool = copier._pool
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
+    shard = Shard(page_size=4)
+    (route,) = routes(layout, shard, shard)
+    pool = KVPool(layout=layout, shard=shard, num_pages=30)
+    copier = PieceCopier(pool)
     pool.buffer(0, is_v=False).fill_(3.0)
     (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=4), num_tokens=4, num_layers=3)
     what: dict[str, Any] = {

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from decode_node import receiver_events as protocol
+from decode_node.receiver_loop import ReceiverLoop
 from examples.one_process import TwoTiers
 from tests.runtime.instances import until
 from transfer.layout import DType, KVLayout, Shard
@@ -42,33 +44,38 @@ async def test_pieces_are_prepared_before_their_bytes_come_and_only_once(
     await until(lambda: "a" in receiver.complete and "a" in sender.sent)
     tiers.assert_arrived("a", 40)
     assert prepared[: len(granted)] == granted and len(set(prepared)) == len(prepared), "no scatter prepared its piece again"
-    assert not receiver.loop._prepared
+    assert receiver.loop.num_prepared == 0
 
 
 async def test_what_was_prepared_for_a_request_that_is_given_up_is_dropped(tiers: TwoTiers) -> None:
     (receiver,), (sender,) = tiers.receivers, tiers.senders
     tiers.start("a", 40)
-    await until(lambda: bool(receiver.loop._prepared))
+    await until(lambda: receiver.loop.num_prepared)
     assert receiver.loop.cancel_request("a", "the client went away")
     await until(lambda: "a" in receiver.drained and "a" in sender.failed)
-    assert not receiver.loop._prepared
+    assert receiver.loop.num_prepared == 0
     receiver.loop.check_idle()
 
 
-async def test_a_request_that_ends_in_the_same_turn_as_its_grant_is_not_prepared(tiers: TwoTiers) -> None:
+class ClosesAtGrant(ReceiverLoop):
+    """Loses the session of the first grant in the turn of the loop that the grant is made in."""
+
+    closed_for = ""
+
+    def _carry_out(self, action: protocol.Action) -> None:
+        super()._carry_out(action)
+        if isinstance(action, protocol.PrepareScatter) and not self.closed_for:
+            self.closed_for = action.request_id
+            self.close_session(action.session, "the test ends it")
+
+
+async def test_a_request_that_ends_in_the_same_turn_as_its_grant_is_not_prepared() -> None:
     """Between a grant and its preparation lies a turn of the loop, in which the request may have been given up and be gone."""
-    (receiver,), _ = tiers.receivers, tiers.senders
-    grant = receiver.loop._carry_out
-    seen: list[str] = []
-
-    def carry_out(action: Any) -> None:
-        grant(action)
-        if type(action).__name__ == "PrepareScatter" and not seen:
-            seen.append(action.request_id)
-            receiver.loop.close_session(action.session, "the test ends it")
-
-    receiver.loop._pump._carry_out = carry_out
+    tiers = TwoTiers(LAYOUT, Shard(page_size=16), Shard(page_size=8), is_one_sided=True, receiver_type=ClosesAtGrant)
+    (receiver,) = tiers.receivers
+    assert isinstance(receiver.loop, ClosesAtGrant)
     tiers.start("a", 40)
-    await until(lambda: bool(seen) and "a" in receiver.drained)
-    assert not receiver.loop._prepared
+    await until(lambda: "a" in receiver.drained)
+    assert receiver.loop.closed_for == "a" and receiver.loop.num_prepared == 0
     receiver.loop.check_idle()
+    tiers.close()

@@ -21,6 +21,7 @@ RING_BYTES = 1 << 13
 class WithPlaceForProbes(ReceiverLoop):
     def __init__(self, **values: Any) -> None:
         super().__init__(**values, probe_bytes=PROBE_BYTES)
+        self.held = values["ring_memory"].tensor
 
 
 async def test_requests_arrive_whole_while_another_writer_probes_its_link() -> None:
@@ -63,7 +64,8 @@ async def test_requests_arrive_whole_while_another_writer_probes_its_link() -> N
     await asyncio.gather(probing, return_exceptions=True)
     assert receiver.loop.ring.position > 3 * RING_BYTES, "the ring has come round, and ends where it should"
     assert all(sender.sent[name].resends == 0 for name in names)
-    held = receiver.loop._ring_memory.tensor
+    assert isinstance(receiver.loop, WithPlaceForProbes)
+    held = receiver.loop.held
     assert (held[RING_BYTES:] == 0xA5).all() and not (held[:RING_BYTES] == 0xA5).all()
     driver.remove(writer)
     writer.close()

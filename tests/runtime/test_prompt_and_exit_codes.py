@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node_runtime import exit_codes
+from node_runtime.daemon import restart_pause_s
 from node_runtime.prompt import MAX_STOP_TOKENS, checked_prompt, checked_stop_tokens
 from transfer import errors
+from transfer.config import RestartConfig
 
 CONTEXT, VOCABULARY = 8, 100
 
@@ -78,3 +80,9 @@ def test_each_error_has_its_exit_code(error: Exception, code: int) -> None:
 def test_exit_codes_differ() -> None:
     codes = [value for name, value in vars(exit_codes).items() if name.isupper()]
     assert sorted(codes) == list(range(7))
+
+
+def test_the_pause_before_a_restart_doubles_up_to_its_limit() -> None:
+    """Also after so many failures that 2 to their power is more than a float holds."""
+    restart = RestartConfig(backoff_s=0.5, max_backoff_s=3.0)
+    assert [restart_pause_s(restart, failures) for failures in (1, 2, 3, 4, 9999)] == [0.5, 1.0, 2.0, 3.0, 3.0]

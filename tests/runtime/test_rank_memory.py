@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from decode_node import rank_messages as decode_messages
 from kvferry.status_view import status_to_json
-from node_runtime.leader_service import _memory_to_proto
+from node_runtime.leader_service import memory_to_proto
 from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_report import RankMemory
 from tests.runtime.instances import hello
@@ -103,7 +103,7 @@ def test_an_engine_need_not_know_what_its_weights_take(plan: MemoryPlan) -> None
 
 def test_an_engine_without_a_plan_says_nothing() -> None:
     assert rank_memory(engine(None), {"ring": 5}) == rank_memory(SimpleNamespace(), {}) == RankMemory()
-    assert _memory_to_proto([RankMemory(), RankMemory()]) is None
+    assert memory_to_proto([RankMemory(), RankMemory()]) is None
 
 
 def test_it_travels_to_the_leader_and_from_there_to_everybody(plan: MemoryPlan) -> None:
@@ -111,7 +111,7 @@ def test_it_travels_to_the_leader_and_from_there_to_everybody(plan: MemoryPlan) 
     said = RankMemory(plan=first.plan, real=first.real, warnings=("pool: too large",))
     travelled = decode_messages.CODEC.decode(decode_messages.CODEC.encode(hello(0, memory=said)))
     assert travelled.memory == said
-    found = _memory_to_proto([first, said])
+    found = memory_to_proto([first, said])
     assert found is not None and list(found.warnings) == ["rank 1: pool: too large"]
     assert (found.max_total_tokens, found.cell_bytes, found.policy) == (192, plan.cell_bytes, "static-fraction")
     lines = {line.name: line for line in found.lines}

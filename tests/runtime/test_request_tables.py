@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from node_runtime import request_tables
 from node_runtime.request_tables import RequestTables, TableEntries
 from prefill_node.scheduler import page_needs
 from transfer.errors import LayoutError
@@ -129,8 +129,8 @@ def test_nothing_of_a_table_is_left_to_the_next_one() -> None:
         entries.update([3, 7, 5, 5])
 
 
-def tables_on_host() -> RequestTables:
-    return RequestTables(torch.device("cpu"), 3000)
+def tables_on_host(**options: Any) -> RequestTables:
+    return RequestTables(torch.device("cpu"), 3000, **options)
 
 
 def test_memory_is_used_again_when_a_request_is_forgotten() -> None:
@@ -165,11 +165,10 @@ def test_a_table_grows_while_its_pieces_are_under_way() -> None:
     assert found[0].data_ptr() == before.data_ptr() != found[1].data_ptr()
 
 
-def test_each_stream_has_a_copy_that_it_fills_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stream_has_a_copy_that_it_fills_itself() -> None:
     """In host memory there are no streams; a GPU's own are in tests/gpu."""
     current = [1]
-    monkeypatch.setattr(request_tables, "_current_stream", lambda device: current[0])
-    tables = tables_on_host()
+    tables = tables_on_host(current_stream=lambda device: current[0])
     table = tables.cover("a", [4, 7], 0, 2)
     first = table.use()
     current[0] = 2

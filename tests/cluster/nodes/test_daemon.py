@@ -191,13 +191,6 @@ async def test_restarts_that_fail_too_often_end_the_node(tmp_path: Path) -> None
         assert node.role.history.count("begin") == 1
 
 
-async def test_a_node_that_has_failed_a_thousand_times_in_a_row_pauses_as_long_as_ever(tmp_path: Path) -> None:
-    """2**1024 is more than a float holds."""
-    async with node_of(tmp_path, restart={"backoff_s": 0.01, "max_backoff_s": 0.01, "max_restarts": 10_000}) as node:
-        await node.until_ready()
-        await node.daemon._pause(9999)
-
-
 async def test_a_restart_that_can_never_succeed_ends_the_node_at_once(tmp_path: Path) -> None:
     (tmp_path / "memory").touch()
     async with node_of(tmp_path, entry=rank_entries.later_refused, restart={"backoff_s": 0.01, "max_restarts": 50}) as node:

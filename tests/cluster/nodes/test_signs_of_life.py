@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing.forkserver
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from node_runtime import supervisor as supervisor_module
+from node_runtime.rank_group import fork_server_pid
 from node_runtime.supervisor import RankSupervisor
 from tests.runtime import rank_entries
 from tests.runtime.instances import prefill_config, until
@@ -58,7 +58,8 @@ async def test_sigterm_to_every_process_of_the_node_is_the_leaders_to_answer(tmp
     ranks = Ranks(tmp_path)
     try:
         await ranks.supervisor.start()
-        fork_server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        fork_server = fork_server_pid()
+        assert fork_server is not None
         for pid in (*ranks.supervisor.pids, fork_server):
             os.kill(pid, signal.SIGTERM)
         await asyncio.sleep(0.3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 
 from node_runtime import exit_codes
 from node_runtime import supervisor as supervisor_module
-from node_runtime.fork_server import end_fork_server
+from node_runtime.fork_server import end_fork_server, fork_server_pid
 from node_runtime.rank_group import RankGroup
 from node_runtime.rank_link import MAX_PAYLOAD_BYTES, LeaderLink
 from node_runtime.rank_process import RankSpec
@@ -48,12 +47,7 @@ class Ranks:
             on_message=lambda rank, message: self.on_message(rank, message),
             on_lost=self.lost.append,
         )
-        self.folder = Path(self.supervisor._folder.name)
-
-
-def fork_server_pid() -> int:
-    pid: int = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return pid
+        self.folder = self.supervisor.folder
 
 
 def children_of(pid: int) -> list[int]:
@@ -199,7 +193,9 @@ async def test_a_stop_while_ranks_are_being_forked_leaves_none(tmp_path: Path) -
         await asyncio.gather(starting, return_exceptions=True)
         await ranks.supervisor.stop(is_graceful=False)
         await ranks.supervisor.start()  # its ranks are forked after whatever is left to be forked
-        left = set(children_of(fork_server_pid())) - set(ranks.supervisor.pids)
+        server = fork_server_pid()
+        assert server is not None
+        left = set(children_of(server)) - set(ranks.supervisor.pids)
         for pid in left:
             os.kill(pid, signal.SIGKILL)  # the fork server would wait for it
         assert not left
