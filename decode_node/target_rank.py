@@ -148,6 +148,10 @@ class TargetRank:
         return self._writers.status() | {"requests": len(self._incoming) + self._receiving.loop.num_requests}
 
     @property
+    def num_transfers(self) -> int:
+        return len(self._incoming)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is known of any prompt, and no grant is live."""
         return not self._incoming and self._receiving.loop.is_idle

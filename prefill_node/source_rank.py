@@ -347,6 +347,10 @@ class SourceRank:
         }
 
     @property
+    def num_transfers(self) -> int:
+        return len(self._names)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is known of any prompt."""
         return not self._sources and not self._sender.num_requests

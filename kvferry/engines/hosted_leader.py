@@ -146,23 +146,23 @@ class HostedLeader:
             name: The engine's own, not in use.
             transfer_id: By which the decode side asks for it.
         """
-        self._call(self._source.requests.offer, name, transfer_id, tuple(token_ids))
+        self._call(self.source.requests.offer, name, transfer_id, tuple(token_ids))
 
     def begin(self, name: str) -> None:
         """The engine has pages for it and is about to compute it."""
-        self._call(self._source.requests.begin, name)
+        self._call(self.source.requests.begin, name)
 
     def pause(self, name: str) -> None:
         """The engine takes its pages back, to compute it again later: `begin` follows. Each rank is told by its own `pause`."""
-        self._call(self._source.requests.pause, name)
+        self._call(self.source.requests.pause, name)
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
         """The engine has computed all of it; see `SourceRequests.finish`."""
-        self._call(lambda: self._source.requests.finish(name, first_token=first_token, note=note))
+        self._call(lambda: self.source.requests.finish(name, first_token=first_token, note=note))
 
     def withdraw(self, name: str, reason: str) -> None:
         """The engine gives it up. No-op for one that was sent."""
-        self._call(self._source.requests.withdraw, name, reason)
+        self._call(self.source.requests.withdraw, name, reason)
 
     # ... and of prompts that it wants
 
@@ -188,7 +188,7 @@ class HostedLeader:
             return None
         if name in self._wanted:
             return PromptView(state=PromptState.WAITING)
-        return self._target.requests.view(name)
+        return self.target.requests.view(name)
 
     def bind(self, name: str, tables: Sequence[Sequence[int]]) -> None:
         """The engine has taken pages for the whole prompt; `Settled` follows on every rank.
@@ -196,20 +196,25 @@ class HostedLeader:
         Args:
             tables: Its page table in each group of layers, from token 0 on; what lies before the start token is not touched.
         """
-        self._call(self._target.requests.bind, name, tuple(tuple(table) for table in tables))
+        self._call(self.target.requests.bind, name, tuple(tuple(table) for table in tables))
 
     def lacks_pages(self, name: str) -> None:
         """The engine has no pages for a prompt that is `READY`; it may say so as often as it finds it. If that lasts, another one
         gives its own, which prefill has preempted; see `TargetRequests.lacks_pages`."""
-        self._call(self._target.requests.lacks_pages, name)
+        self._call(self.target.requests.lacks_pages, name)
 
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
         """The engine gives it up: `Settled` follows if it is bound, else nothing; see `TargetRequests.cancel`."""
-        self._call(lambda: self._target.requests.cancel(name, reason, is_wanted_again=is_wanted_again))
+        self._call(lambda: self.target.requests.cancel(name, reason, is_wanted_again=is_wanted_again))
 
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
         """The engine will never want the prompt of that id, which the prefill side at `source` may hold for it."""
-        self._call(self._target.requests.decline, transfer_id, source, reason)
+        self._call(self.target.requests.decline, transfer_id, source, reason)
+
+    @property
+    def incarnation(self) -> int:
+        """This life of the instance, as peers know it."""
+        return self._incarnation
 
     @property
     def num_joined(self) -> int:
@@ -255,17 +260,19 @@ class HostedLeader:
     def _want(
         self, name: str, transfer_id: str, source: str, token_ids: tuple[int, ...], start_token: int, needs_note: bool
     ) -> None:
-        self._target.requests.want(name, transfer_id, source, token_ids, start_token, needs_note)
+        self.target.requests.want(name, transfer_id, source, token_ids, start_token, needs_note)
         self._wanted.discard(name)
 
     @property
-    def _source(self) -> SourceLeader:
+    def source(self) -> SourceLeader:
+        """The side that sends; owned by the loop. Raises LocalProtocolError when the instance does not have it."""
         if self._opened is None or self._opened.source is None:
             raise LocalProtocolError("this instance computes no prompts for others, or is not started")
         return self._opened.source
 
     @property
-    def _target(self) -> TargetLeader:
+    def target(self) -> TargetLeader:
+        """The side that receives; owned by the loop. Raises LocalProtocolError when the instance does not have it."""
         if self._opened is None or self._opened.target is None:
             raise LocalProtocolError("this instance fetches no prompts from others, or is not started")
         return self._opened.target
@@ -358,9 +365,9 @@ class HostedLeader:
             case _ if self._opened is None:
                 log.debug("rank_message_dropped", message=type(message).__name__)  # of strangers: nobody has joined before
             case _ if isinstance(message, FROM_TARGET):
-                self._target.on_rank_message(rank, message)
+                self.target.on_rank_message(rank, message)
             case _:
-                self._source.on_rank_message(rank, message)
+                self.source.on_rank_message(rank, message)
 
     def _render_metrics(self) -> bytes:
         if self._opened is None:

@@ -132,6 +132,11 @@ class HostedRank:
         """Whether no prompt, transfer or grant is known, and no news waits to be taken."""
         return not self._news and all(part.is_idle for part in (self._source, self._target) if part is not None)
 
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that this rank takes part in."""
+        return sum(part.num_transfers for part in (self._source, self._target) if part is not None)
+
     def close(self) -> None:
         """End everything; returns when it has, or after some seconds."""
         if self._is_closed or not self._thread.is_own:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from decode_node.target_requests import PromptState
 from kvferry.engines.hosted import TARGET, HostedEngine, Sides
 from kvferry.engines.hosted_leader import HostedLeader
 from kvferry.engines.hosted_rank import HostedRank
+from node_runtime.loop_thread import LoopThread
 from prefill_node.source_rank import Free
 from prefill_node.source_requests import Transfer
 from transfer.config import HostedConfig
@@ -27,6 +29,18 @@ LAYERS, HEADS, DIM, PAGES = 4, 4, 8, 64
 LAYOUT = KVLayout.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype=DType.FLOAT32)
 TIMEOUT_S = 60.0
 
+
+def prompt_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple((index * 37 + 101 * seed + 11) % 1000 for index in range(num_tokens))
+
+
+PROMPT = prompt_of(100)
+FROM = list(range(7))
+"""Its pages in a source, of 16 tokens each."""
+
+TO = list(range(PAGES - 1, PAGES - 8, -1))
+"""Its pages in a target."""
+
 _T = TypeVar("_T")
 
 
@@ -36,6 +50,13 @@ def wait_for(look: Callable[[], _T | None], what: str, timeout_s: float = TIMEOU
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.002)
     return found
+
+
+def on_loop(function: Callable[..., object], *args: Any) -> None:
+    """Have the loop of this process's kvferries call it."""
+    thread = LoopThread.shared()
+    thread.call(function, *args)
+    thread.release()
 
 
 class Instance:
@@ -62,6 +83,7 @@ class Instance:
     ) -> None:
         self.page_size = page_size
         defaults: dict[str, Any] = {"tls.insecure": 1, "chunk.chunk_tokens": 32, "ring.capacity_bytes": 1 << 20}
+        defaults["heartbeat.interval_s"] = 2.0  # a process that a loaded machine does not run for a second is not dead
         config = load_config(HostedConfig, flags=defaults | (settings or {}))
         name = name or f"test-{secrets.token_hex(8)}"
         shard = Shard(tp_size=tp_size, page_size=page_size)
@@ -110,12 +132,28 @@ class Instance:
             write(pool, pages, prompt, begin, end)
             rank.progress(name, [list(pages)], end)
 
+    def computes(self, name: str, transfer_id: str, *, pages: Sequence[int] = FROM, end: int = 100) -> None:
+        """The engine is given `PROMPT`, and computes its first tokens."""
+        self.leader.offer(name, transfer_id, PROMPT)
+        self.leader.begin(name)
+        self.compute(name, pages, PROMPT, 0, end)
+
+    def sends(self, name: str, transfer_id: str, *, pages: Sequence[int] = FROM, **said: Any) -> None:
+        """... and all of it."""
+        self.computes(name, transfer_id, pages=pages)
+        self.finish(name, **said)
+
     def finish(self, name: str, **said: Any) -> None:
         for rank in self.ranks:
             rank.finish(name)
         self.leader.finish(name, **said)
 
     # Of a target
+
+    def fetches(self, name: str, transfer_id: str, source: Instance, *, pages: Sequence[int] = TO, **said: Any) -> None:
+        """The engine wants `PROMPT`, and has pages for it at once."""
+        self.leader.want(name, transfer_id, source.leader.address, PROMPT, **said)
+        self.leader.bind(name, [list(pages)])
 
     def wait_until_ready(self, name: str) -> None:
         def look() -> bool:
@@ -166,11 +204,8 @@ class Instance:
 
     def outcomes(self, role: str) -> dict[str, int]:
         """Requests that this side's leader has counted."""
-        opened = self.leader._opened
-        assert opened is not None
-        side = opened.source if role == "prefill" else opened.target
-        assert side is not None
-        page = side.metrics.render([]).decode()
+        with urlopen(f"http://{self.leader.http_address}/metrics", timeout=TIMEOUT_S) as answer:
+            page = answer.read().decode()
         found = re.findall(rf'^kvferry_requests_total\{{outcome="(\w+)",role="{role}"\}} (\S+)$', page, re.MULTILINE)
         return {outcome: int(float(number)) for outcome, number in found if float(number)}
 
@@ -228,26 +263,10 @@ def kv_of(prompt: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
     return tokens[:, None, None] * basis[0], tokens[:, None, None] * basis[1]
 
 
-def prompt_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple((index * 37 + 101 * seed + 11) % 1000 for index in range(num_tokens))
-
-
-PROMPT = prompt_of(100)
-FROM = list(range(7))
-"""Its pages in a source, of 16 tokens each."""
-
-TO = list(range(PAGES - 1, PAGES - 8, -1))
-"""Its pages in a target."""
-
-
 def hand_over(source: Instance, decode: Instance, name: str) -> None:
     """That both are well: a prompt goes through, and nothing is left of any."""
-    decode.leader.want(name, name, source.leader.address, PROMPT)
-    decode.leader.bind(name, [TO])
-    source.leader.offer(name, name, PROMPT)
-    source.leader.begin(name)
-    source.compute(name, FROM, PROMPT, 0, 100)
-    source.finish(name)
+    decode.fetches(name, name, source)
+    source.sends(name, name)
     assert decode.settled(name).failure == ""
     decode.assert_has(TO, PROMPT)
     assert source.freed(name).failure == ""

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from prefill_node.source_requests import Transfer
-from tests.hosted.instances import FROM, PROMPT, TO, Instance, wait_for
+from tests.hosted.instances import PROMPT, TO, Instance, wait_for
 from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -53,9 +53,7 @@ def asked(pair: Pair, front: Front, **source: Any) -> tuple[Instance, Instance, 
 
 
 def computed(source: Instance, name: str, transfer_id: str) -> None:
-    source.leader.offer(name, transfer_id, PROMPT)
-    source.leader.begin(name)
-    source.compute(name, FROM, PROMPT, 0, 100)
+    source.computes(name, transfer_id)
 
 
 def test_it_is_sent_to_who_asked(pair: Pair, front: Front) -> None:
@@ -102,12 +100,10 @@ def test_the_engine_refuses_it(pair: Pair, front: Front) -> None:
 
 async def ask_with_salt(source: Instance, decode: Instance, front: Front) -> str:
     """As a decode node does whose client keeps tenants apart; returns the salt that the engine's API is told."""
-    opened = decode.leader._opened
-    assert opened is not None
     request = pb.PrefillRequest(
         request_id="salted",
         token_ids=PROMPT,
-        decode_incarnation=opened.hellos[0].instance.incarnation,
+        decode_incarnation=decode.leader.incarnation,
         sampling=pb.SamplingParams(top_p=1.0),
         cache_salt="tenant",
     )

@@ -16,7 +16,7 @@ from kvferry.engines.hosted import SOURCE, TARGET
 from prefill_node import source_requests
 from prefill_node.source_rank import GivenUp
 from tests.hosted.conftest import Start
-from tests.hosted.instances import FROM, PROMPT, TO, Instance, hand_over, wait_for
+from tests.hosted.instances import FROM, PROMPT, TO, Instance, hand_over, on_loop, wait_for
 from transfer.errors import ConfigError, PeerUnreachable
 
 Pair = Callable[..., tuple[Instance, Instance]]
@@ -60,10 +60,7 @@ def test_a_computed_prompt_that_nobody_wants_any_more_is_free_at_once(pair: Pair
     source, decode = pair()
     for number, was_wanted in enumerate((True, False)):
         name = f"t{number}"
-        source.leader.offer(name, name, PROMPT)
-        source.leader.begin(name)
-        source.compute(name, FROM, PROMPT, 0, 100)
-        source.finish(name)
+        source.sends(name, name)
         if was_wanted:
             decode.leader.want(name, name, source.leader.address, PROMPT)
             decode.leader.cancel(name, "its client went away")
@@ -91,10 +88,7 @@ def test_a_prefill_side_that_is_not_reached_is_told_later(pair: Pair, monkeypatc
         return await stub(peer)
 
     monkeypatch.setattr(PrefillPeer, "stub", stub_if_reached)
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    source.finish("a")
+    source.sends("a", "t")
     decode.leader.decline("t", source.leader.address, "its client went away")
     time.sleep(0.3)
     source.take_news()
@@ -114,10 +108,7 @@ def test_a_prompt_that_is_given_up_before_it_has_pages_is_heard_of_no_more(pair:
 
 def test_nobody_asks_for_a_computed_prompt(pair: Pair) -> None:
     source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 0.2}})
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    source.finish("a")
+    source.sends("a", "t")
     assert source.freed("a").failure == "no decode side has asked for it within 0.2 s (limits.hold_s)"
     decode.leader.want("b", "t", source.leader.address, PROMPT)
     assert "prompt t is over: no decode side has asked for it" in decode.wait_until_failed("b")
@@ -206,12 +197,10 @@ def preempt(source: Instance) -> None:
         rank.pause(["a"], "preempted")
 
 
-def next_try(source: Instance, before: Sequence[source_requests.Transfer]) -> source_requests.Transfer | None:
+def next_try(source: Instance, before: Sequence[str]) -> str | None:
     """Of "a", once every rank knows of it: one that does not has nothing to end when the prompt is preempted, and goes on."""
-    transfer = source.leader._source.requests._prompts["a"].transfer
-    if transfer is None or transfer in before or not all(transfer.transfer_id in rank._source._names for rank in source.ranks):
-        return None
-    return transfer
+    tries = [name for name in source.leader.source.requests.request_ids if name not in before]
+    return tries[0] if tries and all(rank.num_transfers for rank in source.ranks) else None
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
@@ -224,10 +213,7 @@ def test_pages_of_a_preempted_prompt_go_to_one_that_can_be_sent(
     begun(source, decode, num_computed=64)
     preempt(source)
     if is_needed:
-        source.leader.offer("c", "u", PROMPT)
-        source.leader.begin("c")
-        source.compute("c", list(range(30, 37)), PROMPT, 0, 100)
-        source.finish("c")
+        source.sends("c", "u", pages=list(range(30, 37)))
         decode.leader.want("d", "u", source.leader.address, PROMPT)
         decode.wait_until_ready("d")
 
@@ -247,7 +233,7 @@ def test_pages_of_a_preempted_prompt_go_to_one_that_can_be_sent(
             rank.finish("a")
         assert "others need its pages here" in source.freed("a").failure
     else:
-        time.sleep(1.0)
+        time.sleep(0.5)
         decode.take_news()
         assert decode.news == [[]], "nobody needs them"
         source.leader.begin("a")
@@ -277,7 +263,7 @@ def test_pages_are_not_given_to_a_prompt_that_is_preempted_as_well(pair: Pair, m
         return view is not None and view.state is PromptState.WAITING
 
     wait_for(is_waiting, "d is not ready any more")
-    for _ in range(50):
+    for _ in range(25):
         decode.leader.lacks_pages("d")
         time.sleep(0.02)
     decode.take_news()
@@ -294,8 +280,8 @@ def test_pages_are_not_given_to_a_prompt_that_is_preempted_as_well(pair: Pair, m
 
 
 def test_pages_that_lacked_once_do_not_lack_for_long(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.4)
-    monkeypatch.setattr(target_requests, "LACKING_GAP_S", 0.1)
+    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.2)
+    monkeypatch.setattr(target_requests, "LACKING_GAP_S", 0.05)
     source, decode = pair({"tp_size": 2})
     begun(source, decode, num_computed=64)
     preempt(source)
@@ -305,7 +291,7 @@ def test_pages_that_lacked_once_do_not_lack_for_long(pair: Pair, monkeypatch: py
     decode.wait_until_ready("d")
     for _ in range(3):
         decode.leader.lacks_pages("d")
-        time.sleep(0.5)
+        time.sleep(0.25)
     decode.take_news()
     assert decode.news == [[]]
 
@@ -317,10 +303,7 @@ def test_pages_of_a_prompt_that_is_about_to_be_sent_are_not_given(pair: Pair, mo
     monkeypatch.setattr(source_requests, "RETRY_RESERVE_S", 0.3)
     source, decode = pair({"tp_size": 2})
     for name, pages in (("a", FROM), ("c", list(range(30, 37)))):
-        source.leader.offer(name, name, PROMPT)
-        source.leader.begin(name)
-        source.compute(name, pages, PROMPT, 0, 100)
-        source.finish(name)
+        source.sends(name, name, pages=pages)
         decode.leader.want(name, name, source.leader.address, PROMPT)
         decode.wait_until_ready(name)
     time.sleep(0.1)
@@ -349,13 +332,13 @@ def test_a_prompt_is_preempted_as_often_as_it_happens(pair: Pair, monkeypatch: p
         source.leader.begin("a")
         source.compute("a", list(range(7 * number, 7 * number + 7)), PROMPT, 0, 40 + number)
         tries.append(wait_for(lambda: next_try(source, tries), "the next try"))
-    assert len({transfer.transfer_id for transfer in tries}) == 6
+    assert len(set(tries)) == 6
     source.compute("a", list(range(28, 35)), PROMPT, 0, 100)
     source.finish("a")
     assert decode.settled("b").failure == ""
     decode.assert_has(TO, PROMPT)
     assert source.freed("a").failure == ""
-    (peer,) = decode.leader._target.peers.peers
+    (peer,) = decode.leader.target.peers.peers
     assert peer.breaker.num_openings == 0
 
 
@@ -364,8 +347,7 @@ def test_a_prompt_that_is_preempted_after_all_of_it_was_sent_is_over(pair: Pair)
     source, decode = pair({"tp_size": 2})
     begun(source, decode, num_computed=100)
     assert decode.settled("b").failure == ""
-    (transfer,) = source.leader._source.requests._transfers.values()
-    wait_for(transfer.sent.is_set, "prefill has heard so")
+    wait_for(lambda: source.outcomes("prefill") == {"sent": 1}, "prefill has heard so")
     preempt(source)
     source.leader.begin("a")
     source.compute("a", FROM, PROMPT, 0, 100)
@@ -378,12 +360,13 @@ def test_a_prompt_that_is_preempted_after_all_of_it_was_sent_is_over(pair: Pair)
 def test_a_call_that_is_lost_when_all_has_come_leaves_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill side has not heard yet that it was whole; it will not be asked again, and hears that."""
     source, decode = pair({"tp_size": 2})
-    monkeypatch.setattr(source.leader._source.requests, "on_sent", lambda *_: None)  # it never finds out by itself
+    requests = source.leader.source.requests
+    monkeypatch.setattr(requests, "on_sent", lambda *_: None)  # it never finds out by itself
     begun(source, decode, num_computed=100)
     assert decode.settled("b").failure == ""
     source.finish("a")
-    (transfer,) = source.leader._source.requests._transfers.values()
-    source.leader._call(source.leader._source.requests.give_up, transfer, PeerUnreachable("the link is lost"))
+    (transfer_id,) = requests.request_ids
+    on_loop(requests.abort, transfer_id, PeerUnreachable("the link is lost"))
     assert source.freed("a").failure == "the decode side has all of it"
 
 
@@ -465,12 +448,8 @@ def test_a_transfer_id_that_is_no_utf8_ends_its_own_prompt_only(pair: Pair) -> N
     assert_not_broken(decode)
     hand_over(source, decode, "next")
     assert decode.outcomes("decode") == {"aborted": 1, "done": 1}, "nobody else is to blame: no breaker hears of it"
-
-
-def test_declining_a_transfer_id_that_is_no_utf8_ends_nothing(pair: Pair) -> None:
-    source, decode = pair()
     decode.leader.decline(NO_UTF8, source.leader.address, "its client went away")
-    hand_over(source, decode, "next")
+    hand_over(source, decode, "after it was declined")
     assert_not_broken(decode)
 
 

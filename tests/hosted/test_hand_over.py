@@ -24,9 +24,7 @@ Pair = Callable[..., tuple[Instance, Instance]]
 def test_a_prompt_that_is_fetched_while_it_is_computed(pair: Pair, prefill_tp: int, decode_tp: int, page_size: int) -> None:
     source, decode = pair({"tp_size": prefill_tp}, {"tp_size": decode_tp, "page_size": page_size})
     decode.leader.want("b", "t", source.leader.address, PROMPT)
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 40)
+    source.computes("a", "t", end=40)
     decode.wait_until_ready("b")
     pages = list(range(PAGES - 1, PAGES - 1 - -(-len(PROMPT) // page_size), -1))
     decode.leader.bind("b", [pages])
@@ -43,10 +41,7 @@ def test_a_prompt_that_is_fetched_while_it_is_computed(pair: Pair, prefill_tp: i
 
 def test_a_prompt_that_is_fetched_once_it_is_computed(pair: Pair) -> None:
     source, decode = pair({"tp_size": 2})
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    source.finish("a", note=b"what one engine tells the other")
+    source.sends("a", "t", note=b"what one engine tells the other")
     decode.leader.want("b", "t", source.leader.address, PROMPT, needs_note=True)
     decode.wait_until_ready("b")
     decode.leader.bind("b", [TO])
@@ -57,12 +52,8 @@ def test_a_prompt_that_is_fetched_once_it_is_computed(pair: Pair) -> None:
 
 def test_pages_are_bound_before_the_prefill_side_is_asked(pair: Pair) -> None:
     source, decode = pair()
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    decode.leader.bind("b", [TO])
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    source.finish("a")
+    decode.fetches("b", "t", source)
+    source.sends("a", "t")
     assert decode.settled("b").failure == ""
     decode.assert_has(TO, PROMPT)
 
@@ -70,10 +61,7 @@ def test_pages_are_bound_before_the_prefill_side_is_asked(pair: Pair) -> None:
 def test_only_what_the_decode_side_lacks_is_sent(pair: Pair) -> None:
     source, decode = pair()
     decode.leader.want("b", "t", source.leader.address, PROMPT, start_token=48)
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    source.finish("a")
+    source.sends("a", "t")
     decode.wait_until_ready("b")
     shared = [0, 1, 2]  # pages of an earlier prompt with the same beginning
     decode.leader.bind("b", [[*shared, *TO[3:]]])
@@ -124,19 +112,11 @@ def test_an_instance_that_is_both_sides(start: Start) -> None:
     wait_for(both.joined, "joined")
     last = target(both)
     try:
-        source.leader.offer("a", "t", PROMPT)
-        source.leader.begin("a")
-        source.compute("a", FROM, PROMPT, 0, 100)
-        source.finish("a")
-        both.leader.want("b", "t", source.leader.address, PROMPT)
-        both.leader.bind("b", [TO])
+        source.sends("a", "t")
+        both.fetches("b", "t", source)
         assert both.settled("b").failure == ""
-        both.leader.offer("c", "u", PROMPT)
-        both.leader.begin("c")
-        both.compute("c", TO, PROMPT, 0, 100)
-        both.finish("c")
-        last.leader.want("d", "u", both.leader.address, PROMPT)
-        last.leader.bind("d", [FROM])
+        both.sends("c", "u", pages=TO)
+        last.fetches("d", "u", both, pages=FROM)
         assert last.settled("d").failure == ""
         last.assert_has(FROM, PROMPT)
         assert both.freed("c").failure == ""
@@ -151,11 +131,7 @@ def test_an_instance_that_is_both_sides(start: Start) -> None:
 
 def test_a_prefill_node_that_only_the_request_names(start: Start) -> None:
     source, decode = start(SOURCE), start(TARGET, settings={"join_on_request": True})
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    source.finish("a")
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    decode.leader.bind("b", [TO])
+    source.sends("a", "t")
+    decode.fetches("b", "t", source)
     assert decode.settled("b").failure == ""
     decode.assert_has(TO, PROMPT)

@@ -47,6 +47,11 @@ Code = grpc.StatusCode
 UNREAD_HERE = UNREAD | {("PrefillControl.Prefill", "engine_request")}
 
 
+class JoinedSource(SourceLeader):
+    async def join(self) -> None:
+        await self._joins.open(instance(JOINED_LIFE), NOWHERE, (NOWHERE,))
+
+
 class HostedNodes(Nodes):
     """Both leaders of hosted instances, each behind a server of its own; of their ranks there is what attaches."""
 
@@ -54,7 +59,7 @@ class HostedNodes(Nodes):
         super().__init__(folder)
         config = load_config(HostedConfig, flags={"tls.insecure": 1, "limits.meet_timeout_s": 0.05})
         shared: dict[str, Any] = {"config": config, "security": PlainText(), "reports": lambda: ()}
-        self.source = SourceLeader(hellos=(hello(0, incarnation=PREFILL_LIFE),), broadcast=self._to_source_rank, **shared)
+        self.source = JoinedSource(hellos=(hello(0, incarnation=PREFILL_LIFE),), broadcast=self._to_source_rank, **shared)
         self.target = TargetLeader(hellos=(hello(0, incarnation=DECODE_LIFE),), broadcast=lambda message: None, **shared)
 
     def _to_source_rank(self, message: object) -> None:
@@ -64,7 +69,7 @@ class HostedNodes(Nodes):
 
     async def open(self) -> None:
         self.target.start(NOWHERE)
-        await self.source._joins.open(instance(JOINED_LIFE), NOWHERE, (NOWHERE,))
+        await self.source.join()
         await self.serve(self.source, self.target)
 
     async def close(self) -> None:
@@ -120,7 +125,7 @@ async def test_every_field_as_no_honest_peer_has_it(nodes: HostedNodes, name: st
     async with asyncio.timeout(CALL_S):
         while nodes.source.requests.num_transfers:
             await asyncio.sleep(0.01)
-    assert nodes.source.requests._waiting == {} and nodes.source.requests.num_prompts == 0
+    assert nodes.source.requests.num_awaited == 0 and nodes.source.requests.num_prompts == 0
     assert nodes.target.requests.num_prompts == 0
     if "Drain" not in name:
         for method in ("PrefillControl.Status", "DecodeControl.Status"):

@@ -6,10 +6,11 @@ import asyncio
 import multiprocessing
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -21,11 +22,15 @@ from kvferry.engines.hosted import SOURCE
 from kvferry.engines.hosted_leader import HostedLeader
 from node_runtime.hosted_link import hosted_address
 from node_runtime.loop_thread import LoopThread
+from node_runtime.piece_copier import PieceCopy
 from prefill_node import source_requests
+from prefill_node.joins import Join, Reservation
+from prefill_node.reserve_client import ReserveClient
 from prefill_node.source_messages import CloseSource, FreeSource, SourceIdle
+from prefill_node.source_rank import SourceRank
 from prefill_node.source_requests import SourceRequests
 from tests.hosted.conftest import Start
-from tests.hosted.instances import FROM, LAYOUT, PROMPT, TO, Instance, hand_over, wait_for
+from tests.hosted.instances import FROM, LAYOUT, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
 from transfer.config import HostedConfig
 from transfer.config.hosted import HostedLimitsConfig
 from transfer.errors import ConfigError, LocalProtocolError
@@ -38,12 +43,6 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 Pair = Callable[..., tuple[Instance, Instance]]
 
 
-def life_of(instance: Instance) -> int:
-    opened = instance.leader._opened
-    assert opened is not None
-    return opened.hellos[0].instance.incarnation
-
-
 # What peers say
 
 
@@ -53,7 +52,7 @@ async def ask_again(source: Instance, decode: Instance, request_id: str) -> str:
         request_id=request_id,
         engine_request="t",
         token_ids=PROMPT,
-        decode_incarnation=life_of(decode),
+        decode_incarnation=decode.leader.incarnation,
         sampling=pb.SamplingParams(top_p=1.0),
     )
     async with grpc.aio.insecure_channel(source.leader.address) as channel:
@@ -70,21 +69,33 @@ async def ask_again(source: Instance, decode: Instance, request_id: str) -> str:
 def test_the_id_of_a_try_that_is_under_way_is_used_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """High: the sender took it for a bug of its own process, and the engine was told to end."""
     source, decode = pair()
+    reserve, gather = ReserveClient.reserve, PieceCopy.gather
+    has_room: set[str] = set()
+    is_held, let_go = Event(), Event()
 
-    monkeypatch.setattr(source.leader._source.requests, "_reserve", reserve_once(source))
-    held = hold_gathers(source, monkeypatch)
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    decode.leader.bind("b", [TO])
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 64)
-    wait_for(lambda: held or None, "a gather is under way")
-    (request_id,) = source.leader._source.requests.request_ids
+    async def reserve_once(client: ReserveClient, join: Join, request_id: str, **named: Any) -> Reservation:
+        """The decode side is asked the first time that room is needed; of the same id, later, there is room."""
+        if request_id in has_room:
+            return Reservation(is_reserved=True)
+        answer = await reserve(client, join, request_id, **named)
+        if answer.is_reserved:
+            has_room.add(request_id)
+        return answer
+
+    def held_gather(piece: PieceCopy, *args: Any) -> None:
+        is_held.set()
+        assert let_go.wait(TIMEOUT_S)
+        gather(piece, *args)
+
+    monkeypatch.setattr(ReserveClient, "reserve", reserve_once)
+    monkeypatch.setattr(PieceCopy, "gather", held_gather)
+    decode.fetches("b", "t", source)
+    source.computes("a", "t", end=64)
+    assert is_held.wait(TIMEOUT_S), "a gather is under way"
+    (request_id,) = source.leader.source.requests.request_ids
     said = asyncio.run(ask_again(source, decode, request_id))
     assert "a transfer of that id is still under way" in said
-    monkeypatch.undo()
-    for let_go in held:
-        let_go()
+    let_go.set()
     source.leader.withdraw("a", "enough")
     for rank in source.ranks:
         rank.finish("a")
@@ -93,46 +104,14 @@ def test_the_id_of_a_try_that_is_under_way_is_used_again(pair: Pair, monkeypatch
     hand_over(source, decode, "next")
 
 
-def reserve_once(source: Instance) -> Any:
-    """The first time the decode side is asked for room; of the same id, later, it has it."""
-    ask = source.leader._source.requests._reserve
-    had: set[str] = set()
-
-    async def reserve(join: Any, transfer_id: str) -> bool:
-        is_reserved = transfer_id in had or await ask(join, transfer_id)
-        if is_reserved:
-            had.add(transfer_id)
-        return is_reserved
-
-    return reserve
-
-
-def hold_gathers(source: Instance, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """Gathers of every rank wait; returns what lets each one go that has begun."""
-    held: list[Callable[[], object]] = []
-    for rank in source.ranks:
-        part = rank._source
-        assert part is not None
-        lane = part._sender._lane
-
-        def later(*args: Any, gather: Any = lane.gather, loop: Any = rank._thread.loop, **named: Any) -> None:
-            held.append(partial(loop.call_soon_threadsafe, partial(gather, *args, **named)))
-
-        monkeypatch.setattr(lane, "gather", later)
-    return held
-
-
 def test_a_note_that_no_honest_peer_sends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """High: one that the link to the ranks did not carry ended the decode side's engine."""
     source, decode = pair()
     monkeypatch.setattr(source_requests, "MAX_NOTE_BYTES", 8 << 20)
     for name, num_bytes, said in (("largest", 1 << 20, ""), ("larger", (1 << 20) + 1, "it can have 1048576")):
-        source.leader.offer(name, name, PROMPT)
-        source.leader.begin(name)
-        source.compute(name, FROM, PROMPT, 0, 100)
+        source.computes(name, name)
         source.finish(name, note=bytes(num_bytes))
-        decode.leader.want(name, name, source.leader.address, PROMPT, needs_note=True)
-        decode.leader.bind(name, [TO])
+        decode.fetches(name, name, source, needs_note=True)
         settled = decode.settled(name)
         assert said in settled.failure and bool(settled.failure) is bool(said)
         assert len(settled.note) == (0 if said else num_bytes)
@@ -145,21 +124,20 @@ def test_requests_that_name_ever_more_prefill_nodes(pair: Pair, monkeypatch: pyt
     """Medium: each was joined, or tried again, for ever."""
     monkeypatch.setattr(peers_module, "MAX_ADDED", 3)
     source, decode = pair(None, {"join_on_request": True, "limits.meet_timeout_s": 0.1})
-    opened = decode.leader._opened
-    assert opened is not None and opened.target is not None
+    peers = decode.leader.target.peers
     for index in range(1, 8):
         name = f"n{index}"
         decode.leader.want(name, name, f"127.0.0.1:{index}", PROMPT)
         assert f"prefill node 127.0.0.1:{index} is" in decode.wait_until_failed(name)
         decode.leader.cancel(name, "computed here")
-        assert len(opened.target.peers.peers) <= 4
+        assert len(peers.peers) <= 4
     for address in ("unix:/tmp/socket:1", "127.0.0.1", "[::1]:70000", "\n:1", "x" * 5000):
         decode.leader.want("odd", "odd", address, PROMPT)
         assert "it must be" in decode.wait_until_failed("odd") or "127.0.0.1" not in address
         decode.leader.cancel("odd", "computed here")
         wait_for(lambda: decode.leader.view("odd") is None, "forgotten")
     hand_over(source, decode, "next")
-    assert sum(peer.is_added for peer in opened.target.peers.peers) <= 3
+    assert sum(peer.is_added for peer in peers.peers) <= 3
 
 
 # What the engine does
@@ -191,20 +169,17 @@ async def test_news_of_a_name_that_was_used_before() -> None:
 
 def test_a_rank_says_once_that_it_reads_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     source, decode = pair({"tp_size": 2})
-    leader = source.leader._opened
-    assert leader is not None and leader.source is not None
+    requests = source.leader.source.requests
     heard: list[tuple[int, str]] = []
-    on_idle = leader.source.requests.on_idle
+    on_idle = requests.on_idle
 
     def listen(rank: int, message: SourceIdle) -> None:
         heard.append((rank, message.name))
         on_idle(rank, message)
 
-    monkeypatch.setattr(leader.source.requests, "on_idle", listen)
+    monkeypatch.setattr(requests, "on_idle", listen)
     decode.leader.want("b", "t", source.leader.address, PROMPT)
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 40)
+    source.computes("a", "t", end=40)
     decode.wait_until_ready("b")
     decode.leader.bind("b", [TO])
     source.leader.withdraw("a", "given up")
@@ -218,11 +193,8 @@ def test_a_rank_says_once_that_it_reads_nothing(pair: Pair, monkeypatch: pytest.
 def test_a_prompt_that_ends_before_all_of_it_is_computed(pair: Pair) -> None:
     """Medium: its transfer waited for the rest for ever, and so did the decode side, with pages."""
     source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 0.2}})
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    decode.leader.bind("b", [TO])
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 40)
+    decode.fetches("b", "t", source)
+    source.computes("a", "t", end=40)
     source.finish("a")
     assert "has ended the prompt with 40 of 100 tokens computed" in decode.settled("b").failure
     source.freed("a")
@@ -232,13 +204,10 @@ def test_a_prompt_that_ends_before_all_of_it_is_computed(pair: Pair) -> None:
 def test_a_prompt_is_given_up_while_only_its_note_is_missing(pair: Pair) -> None:
     """Medium: it was not given up before the other side's engine had ended it."""
     source, decode = pair({"settings": {"limits.hold_s": 0.2}})
-    decode.leader.want("b", "t", source.leader.address, PROMPT, needs_note=True)
-    decode.leader.bind("b", [TO])
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    requests = decode.leader._target.requests
-    wait_for(lambda: any(transfer.is_waiting_for_note for transfer in requests._transfers.values()), "all KV is there")
+    decode.fetches("b", "t", source, needs_note=True)
+    source.computes("a", "t")
+    wait_for(lambda: bool(decode.pools[0].buffer(3, is_v=True)[TO[-1], 3].any()), "the KV of the last token is there")
+    wait_for(lambda: decode.ranks[0].num_transfers == 0, "all KV is there")
     decode.leader.cancel("b", "its client went away")
     assert decode.settled("b").failure == "its client went away"
     source.finish("a", note=b"too late")
@@ -248,12 +217,8 @@ def test_a_prompt_is_given_up_while_only_its_note_is_missing(pair: Pair) -> None
 
 def test_kv_that_comes_without_its_note(pair: Pair) -> None:
     source, decode = pair()
-    decode.leader.want("b", "t", source.leader.address, PROMPT, needs_note=True)
-    decode.leader.bind("b", [TO])
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    source.finish("a")
+    decode.fetches("b", "t", source, needs_note=True)
+    source.sends("a", "t")
     assert "without the note that goes with it" in decode.settled("b").failure
 
 
@@ -263,12 +228,9 @@ def test_the_prefill_side_has_started_again(pair: Pair, start: Start) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     source, decode = pair({"settings": {"server.port": port}})
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    decode.leader.bind("b", [TO])
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 40)
-    wait_for(lambda: decode.ranks[0]._target is not None and bool(decode.ranks[0]._target._incoming), "it is under way")
+    decode.fetches("b", "t", source)
+    source.computes("a", "t", end=40)
+    wait_for(lambda: decode.ranks[0].num_transfers > 0, "it is under way")
     began = time.monotonic()
     source.close()
     again = start(SOURCE, settings={"server.port": port})
@@ -322,13 +284,11 @@ def test_a_rank_breaks_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_invariant_breaks_on_a_rank(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """High: the task that proves invariants and reports ended without a word."""
     source, _ = pair()
-    part = source.ranks[0]._source
-    assert part is not None
 
-    def broken() -> bool:
+    def broken(_: SourceRank) -> bool:
         raise LocalProtocolError("invariant broken: one and one are three")
 
-    monkeypatch.setattr(part, "check_idle", broken)
+    monkeypatch.setattr(SourceRank, "check_idle", broken)
     with pytest.raises(LocalProtocolError, match="one and one are three"):
         wait_for(lambda: source.ranks[0].take_news() or None, "the engine is told")
     assert "503" in read_http(source.leader.http_address, "/readyz")
@@ -336,13 +296,13 @@ def test_an_invariant_breaks_on_a_rank(pair: Pair, monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_without_a_folder_can_be_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
-    before = LoopThread._shared
+    before = threading.enumerate()
     rank = bare_rank(config(), "nowhere")
     with pytest.raises(LocalProtocolError, match="XDG_RUNTIME_DIR"):
         wait_for(lambda: rank.take_news() or None, "the engine is told")
     rank.close()
     rank.close()
-    assert LoopThread._shared is before, "and its thread is given back"
+    assert threading.enumerate() == before, "and its thread has ended"
 
 
 def test_a_leader_whose_http_port_is_taken_leaves_nothing() -> None:
@@ -366,9 +326,7 @@ def test_a_leader_whose_http_port_is_taken_leaves_nothing() -> None:
 def test_calls_after_the_end(pair: Pair) -> None:
     """While another instance of the process goes on, whose thread they share."""
     source, decode = pair()
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 40)
+    source.computes("a", "t", end=40)
     for _ in range(2):
         source.close()
     source.leader.offer("c", "u", PROMPT)
@@ -384,12 +342,13 @@ def test_calls_after_the_end(pair: Pair) -> None:
     decode.leader.want("b", "t", source.leader.address, PROMPT)
     decode.leader.cancel("b", "given up")
     decode.close()
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    decode.leader.bind("b", [TO])
+    decode.fetches("b", "t", source)
     decode.leader.cancel("b", "given up")
     assert decode.leader.view("b") is None
     decode.ranks[0].pause(["b"], "nothing")
-    assert LoopThread._shared is None or not LoopThread._shared.is_broken
+    thread = LoopThread.shared()
+    thread.check()
+    thread.release()
 
 
 def test_a_rank_that_is_gone_is_told_to_the_engine(pair: Pair) -> None:
@@ -453,10 +412,10 @@ def test_news_is_as_much_as_there_are_prompts(pair: Pair) -> None:
     source.leader.offer("a", "t", PROMPT)
     for index in range(30):
         decode.leader.want(f"b{index}", "t", source.leader.address, PROMPT)
-        wait_for(lambda: source.leader._source.requests.num_transfers == 1, "asked")
+        wait_for(lambda: source.leader.source.requests.num_transfers == 1, "asked")
         decode.leader.cancel(f"b{index}", "given up", is_wanted_again=True)
-        wait_for(lambda: source.leader._source.requests.num_transfers == 0, "given up")
-    assert len(source.ranks[0]._news) <= 2
+        wait_for(lambda: source.leader.source.requests.num_transfers == 0, "given up")
+    assert len(source.ranks[0].take_news()) <= 2
     source.leader.withdraw("a", "given up")
     source.ranks[0].finish("a")
     source.freed("a")

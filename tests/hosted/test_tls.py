@@ -11,7 +11,7 @@ import pytest
 from kvferry.engines.hosted import SOURCE, TARGET
 from tests.authority import Authority, Files
 from tests.hosted.conftest import Start
-from tests.hosted.instances import FROM, PROMPT, TO, Instance, wait_for
+from tests.hosted.instances import PROMPT, TO, Instance, wait_for
 from transfer.errors import ConfigError
 
 PREFILL, DECODE = "spiffe://cluster.example/prefill", "decode-0.example"
@@ -61,12 +61,8 @@ def test_both_show_what_the_other_was_told_of(
     """With the certificates of our own nodes' kind: tests/cluster/nodes/test_tls.py has the same names."""
     target = decode(authority.files(tmp_path / "decode", DECODE), PREFILL)
     wait_for(target.joined, "joined")
-    target.leader.want("b", "t", source.leader.address, PROMPT)
-    target.leader.bind("b", [TO])
-    source.leader.offer("a", "t", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 0, 100)
-    source.finish("a")
+    target.fetches("b", "t", source)
+    source.sends("a", "t")
     assert target.settled("b").failure == ""
     target.assert_has(TO, PROMPT)
     assert source.freed("a").failure == ""

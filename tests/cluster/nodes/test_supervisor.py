@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,99 +20,52 @@ from node_runtime.fork_server import end_fork_server, fork_server_pid
 from node_runtime.rank_group import RankGroup
 from node_runtime.rank_link import MAX_PAYLOAD_BYTES, LeaderLink
 from node_runtime.rank_process import RankSpec
-from node_runtime.supervisor import EXIT_GRACE_S, RankStartError, RankSupervisor, check_alike
+from node_runtime.supervisor import EXIT_GRACE_S, RankStartError
 from tests.runtime import rank_entries
-from tests.runtime.instances import hello, prefill_config, until
+from tests.runtime.daemons import PRELOAD, ranks_of
+from tests.runtime.instances import until
 from tests.runtime.rank_entries import SLOW_IMPORT_S, Echo, Order, is_alive
-from transfer.errors import EngineError, LocalProtocolError
-from transfer.layout import DType, Shard
+from transfer.errors import LocalProtocolError
 
-PRELOAD = ["tests.runtime.preloaded"]
 SLOW_PRELOAD = ["tests.runtime.slow_preload"]
-
-
-class Ranks:
-    """A supervisor of two ranks, and what it said."""
-
-    def __init__(self, folder: Path, entry: Callable[[RankSpec], None], preload: Sequence[str]) -> None:
-        self.heard: list[tuple[int, Any]] = []
-        self.lost: list[str] = []
-        self.on_message: Callable[[int, Any], None] = lambda rank, message: self.heard.append((rank, message))
-        self.supervisor = RankSupervisor(
-            prefill_config(folder, parallel={"tp_size": 2}),
-            entry,
-            rank_entries.CODEC,
-            preload=preload,
-            on_message=lambda rank, message: self.on_message(rank, message),
-            on_lost=self.lost.append,
-        )
-        self.folder = self.supervisor.folder
 
 
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@asynccontextmanager
-async def ranks_of(folder: Path, entry: Callable[[RankSpec], None], *, preload: Sequence[str] = PRELOAD) -> AsyncIterator[Ranks]:
-    ranks = Ranks(folder, entry, preload)
-    try:
-        yield ranks
-    finally:
-        pids = ranks.supervisor.pids
-        await ranks.supervisor.stop(is_graceful=False)
-        ranks.supervisor.cleanup()
-        assert not any(is_alive(pid) for pid in pids if pid)
-        assert not ranks.folder.exists()
+NO_MEMORY = "memory ran out; the log of the rank names the work and the settings"
 
 
-async def test_an_idle_rank_that_contradicts_itself_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
-        await ranks.supervisor.start()
-        ranks.supervisor.send(1, Order(what="contradict"))
-        await until(lambda: bool(ranks.lost))
-        assert ranks.lost == ["rank 1 died: exit code 1"]
-    said = capfd.readouterr()
-    assert "R5: no live grant, watermark 5, head 6" in said.out + said.err
-
-
-async def test_a_rank_that_finds_no_memory_besides_its_steps_ends_in_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("order", "how", "line", "is_traced"),
+    [
+        ("raise", "exit code 1", "RuntimeError: a bug of the rank", True),
+        ("exit", "exit code 9", "", False),
+        ("contradict", "exit code 1", "R5: no live grant, watermark 5, head 6", True),
+        # For example a copy of KV, besides the rank's steps. It is not a bug.
+        ("hunger", f"exit code 3 ({NO_MEMORY})", "out of memory while copying KV on rank 1: ", False),
+        ("", "killed by signal 9", "", False),
+    ],
+    ids=["a bug", "an exit", "it contradicts itself while it is idle", "no memory", "killed"],
+)
+async def test_the_death_of_one_rank_loses_the_life_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], order: str, how: str, line: str, is_traced: bool
 ) -> None:
-    """A copy of KV, for example. This is not a bug, so no traceback is logged."""
     async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
         await ranks.supervisor.start()
-        ranks.supervisor.send(1, Order(what="hunger"))
-        await until(lambda: bool(ranks.lost))
-        why = "memory ran out; the log of the rank names the work and the settings"
-        assert ranks.lost == [f"rank 1 died: exit code 3 ({why})"]
+        if order:
+            ranks.supervisor.send(1, Order(what=order))
+        else:
+            os.kill(ranks.supervisor.pids[1], signal.SIGKILL)
+        await until(lambda: ranks.lost)
+        assert ranks.lost == [f"rank 1 died: {how}"]
+        os.kill(ranks.supervisor.pids[0], signal.SIGKILL)
+        ranks.supervisor.lose("for another reason")
+        await asyncio.sleep(0.1)
+        assert len(ranks.lost) == 1
     said = "".join(capfd.readouterr())
-    assert "out of memory while copying KV on rank 1: " in said
-    assert "Traceback" not in said and "rank_crashed" not in said
-
-
-async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path) -> None:
-    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
-        hellos = await ranks.supervisor.start()
-        assert [one.rank for one in hellos] == [0, 1]
-        assert [one.pid for one in hellos] == ranks.supervisor.pids
-        assert {one.instance.incarnation for one in hellos} == {ranks.supervisor.incarnation}
-        ranks.supervisor.broadcast(Order(what="echo"))
-        ranks.supervisor.send(1, Order(what="echo"))
-        await until(lambda: len(ranks.heard) == 3)
-        assert sorted(rank for rank, _ in ranks.heard) == [0, 1, 1]
-        # A full collection over torch would stop a rank for a tenth of a second.
-        assert all(isinstance(message, Echo) and message.num_spared > 10_000 for _, message in ranks.heard)
-        await until(lambda: len(ranks.supervisor.reports) == 2)
-        status = ranks.supervisor.reports[1].status
-        assert (status["rank"], status["pid"]) == (1, hellos[1].pid)
-        assert status["idle_checks"] >= 1 and status["open_files"] >= 3 and status["threads"] >= 1
-        assert status["resident_bytes"] > 1 << 20
-        started_s = asyncio.get_running_loop().time()
-        await ranks.supervisor.stop(is_graceful=True)
-        assert asyncio.get_running_loop().time() - started_s < 5, "they ended when they were told to, before anyone killed them"
-        assert not ranks.lost, "an end on request is no loss"
-        assert not ranks.supervisor.reports, "nothing is shown of a life that is over"
+    assert line in said and ("Traceback" in said or "rank_crashed" in said) is is_traced
 
 
 async def test_a_message_that_cannot_be_sent_ends_the_life(tmp_path: Path) -> None:
@@ -242,6 +194,7 @@ from node_runtime.rank_link import RankAddress
 from node_runtime.rank_link import MAX_PAYLOAD_BYTES, LeaderLink
 from node_runtime.rank_process import RankSpec
 from tests.runtime import rank_entries
+from tests.runtime.daemons import PRELOAD, ranks_of
 from tests.runtime import instances
 config = instances.prefill_config(Path("{tmp_path}"))
 address = RankAddress(endpoint="ipc://{tmp_path}/nobody", token=1)
@@ -259,29 +212,6 @@ async def test_a_rank_that_says_nothing_ends_the_start_in_time(tmp_path: Path, m
     async with ranks_of(tmp_path, rank_entries.silent) as ranks:
         with pytest.raises(RankStartError, match=r"ranks \[1\] did not start within 3 s"):
             await ranks.supervisor.start()
-
-
-@pytest.mark.parametrize(
-    ("order", "how"), [("raise", "rank 1 died: exit code 1"), ("exit", "rank 1 died: exit code 9")], ids=["a bug", "an exit"]
-)
-async def test_a_crash_of_one_rank_loses_the_life_once(tmp_path: Path, order: str, how: str) -> None:
-    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
-        await ranks.supervisor.start()
-        ranks.supervisor.send(1, Order(what=order))
-        await until(lambda: ranks.lost)
-        assert ranks.lost == [how]
-        os.kill(ranks.supervisor.pids[0], signal.SIGKILL)
-        ranks.supervisor.lose("for another reason")
-        await asyncio.sleep(0.1)
-        assert ranks.lost == [how]
-
-
-async def test_a_killed_rank_is_noticed_at_once(tmp_path: Path) -> None:
-    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
-        await ranks.supervisor.start()
-        os.kill(ranks.supervisor.pids[0], signal.SIGKILL)
-        await until(lambda: ranks.lost, within_s=1.0)
-        assert ranks.lost == ["rank 0 died: killed by signal 9"]
 
 
 @pytest.mark.parametrize("order", ["freeze", "hang"])
@@ -311,6 +241,35 @@ async def test_a_leader_that_fails_over_a_message_gives_the_life_up(tmp_path: Pa
         assert ranks.lost == ["Echo of rank 0 could not be handled: KeyError('no such request')"]
 
 
+async def test_a_rank_that_hangs_loses_the_life_and_an_idle_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "RANK_SILENCE_S", 2.5)
+    monkeypatch.setattr(supervisor_module, "SILENCE_TICK_S", 0.1)
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        await asyncio.sleep(3.5)
+        assert not ranks.lost, "nothing of the ranks has changed, and they have said so"
+        time.sleep(3.0)
+        await asyncio.sleep(0.3)
+        assert not ranks.lost, "it was the leader that stood still"
+        ranks.supervisor.send(1, Order(what="block"))
+        await until(lambda: ranks.lost)
+        assert ranks.lost == ["rank 1 has not reported for 2.5 s"]
+
+
+async def test_sigterm_to_every_process_of_the_node_is_the_leaders_to_answer(tmp_path: Path) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        server = fork_server_pid()
+        assert server is not None
+        for pid in (*ranks.supervisor.pids, server):
+            os.kill(pid, signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        ranks.supervisor.broadcast(Order(what="echo"))
+        await until(lambda: len(ranks.heard) == 2 or ranks.lost)
+        assert not ranks.lost and all(isinstance(message, Echo) for _, message in ranks.heard)
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the leader itself still hears it"
+
+
 async def test_ranks_end_with_their_leader(tmp_path: Path) -> None:
     leader = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.runtime.leader_process", str(tmp_path), stdout=asyncio.subprocess.PIPE
@@ -337,16 +296,3 @@ async def test_a_group_tells_of_each_exit_until_it_is_stopped() -> None:
     await asyncio.sleep(0.05)
     assert len(exits) == 2, "what was ended on request is no news"
     assert not any(is_alive(pid) for pid in quiet.pids)
-
-
-def test_ranks_of_one_group_must_be_alike() -> None:
-    check_alike((hello(0), hello(1)))
-    with pytest.raises(EngineError, match="ranks 0 and 1 have loaded different models"):
-        check_alike((hello(0), hello(1, weights="other")))
-    with pytest.raises(EngineError, match="ranks 0 and 1 have 8 and 9 pages"):
-        check_alike((hello(0), hello(1, pool_pages=9)))
-    fp8 = replace(hello(0).instance, shard=Shard(dtype=DType.FLOAT8_E4M3))
-    for changes, name in (({"kv_scales": ((0.5, 0.5),) * fp8.layout.num_layers}, "kv_scales"), ({"digests": ("b",)}, "digests")):
-        other = replace(hello(1), instance=replace(fp8, **changes))
-        with pytest.raises(EngineError, match=f"ranks 0 and 1 have different {name}"):
-            check_alike((replace(hello(0), instance=fp8), other))

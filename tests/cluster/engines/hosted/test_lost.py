@@ -51,7 +51,7 @@ def want_all(source: OtherProcess, decode: Instance) -> None:
         decode.leader.want(f"b{index}", f"a{index}", source.address, prompt)
         decode.leader.bind(f"b{index}", [TO[index]])
         offer_elsewhere(source, f"a{index}", index, 40)
-    wait_for(lambda: sum(part._target.is_idle is False for part in decode.ranks if part._target) or None, "under way")
+    wait_for(lambda: all(rank.num_transfers for rank in decode.ranks), "under way")
 
 
 def all_fail(decode: Instance) -> None:
@@ -118,7 +118,7 @@ def begin_all(source: Instance, decode: OtherProcess) -> None:
         source.leader.offer(f"a{index}", f"a{index}", prompt)
         source.leader.begin(f"a{index}")
         source.compute(f"a{index}", FROM[index], prompt, 0, 40)
-    wait_for(lambda: source.leader._source.requests.num_transfers == len(PROMPTS), "under way")
+    wait_for(lambda: source.leader.source.requests.num_transfers == len(PROMPTS), "under way")
     time.sleep(0.2)
 
 

@@ -1,0 +1,189 @@
+"""A supervisor, or a node's daemon, in this process, with real rank processes and roles that do nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from node_runtime.daemon import Daemon, NodeState, OtherRole
+from node_runtime.health import Readiness
+from node_runtime.rank_process import RankSpec
+from node_runtime.rank_report import RankHello
+from node_runtime.supervisor import RankSide, RankSupervisor
+from tests.runtime import rank_entries
+from tests.runtime.instances import decode_config, prefill_config, until
+from transfer.config import NodeConfig
+from transfer.errors import TransferError
+
+ENDED_WITHIN_S = 60.0
+PRELOAD = ["tests.runtime.preloaded"]
+
+
+class Ranks:
+    """A supervisor of two ranks, and what it said."""
+
+    def __init__(self, folder: Path, entry: Callable[[RankSpec], None], preload: Sequence[str]) -> None:
+        self.heard: list[tuple[int, Any]] = []
+        self.lost: list[str] = []
+        self.on_message: Callable[[int, Any], None] = lambda rank, message: self.heard.append((rank, message))
+        self.supervisor = RankSupervisor(
+            prefill_config(folder, parallel={"tp_size": 2}),
+            entry,
+            rank_entries.CODEC,
+            preload=preload,
+            on_message=lambda rank, message: self.on_message(rank, message),
+            on_lost=self.lost.append,
+        )
+        self.folder = self.supervisor.folder
+
+
+@asynccontextmanager
+async def ranks_of(folder: Path, entry: Callable[[RankSpec], None], *, preload: Sequence[str] = PRELOAD) -> AsyncIterator[Ranks]:
+    ranks = Ranks(folder, entry, preload)
+    try:
+        yield ranks
+    finally:
+        pids = ranks.supervisor.pids
+        await ranks.supervisor.stop(is_graceful=False)
+        ranks.supervisor.cleanup()
+        assert not any(rank_entries.is_alive(pid) for pid in pids if pid)
+        assert not ranks.folder.exists()
+
+
+class QuietRole:
+    """A `node_runtime.daemon.SwitchableRole` that remembers what happened to it."""
+
+    status_page = None
+
+    def __init__(self, config: NodeConfig, entry: Callable[[RankSpec], None], other: NodeConfig | None = None) -> None:
+        self.history: list[str] = []
+        self.errors: list[TransferError] = []
+        self.incarnations: list[int] = []
+        self.heard: list[Any] = []
+        self.in_flight = 0
+        self.supervised: RankSupervisor | None = None
+        self._other = other
+        self._side = RankSide(
+            config=config, entry=entry, codec=rank_entries.CODEC, on_message=lambda rank, message: self.heard.append(message)
+        )
+
+    @property
+    def ranks(self) -> RankSide:
+        return self._side
+
+    def take_over(self, before: Any) -> None:
+        self.history.append("take over")
+        self.supervised = before.supervised
+
+    async def open(self) -> str:
+        self.history.append("open")
+        return "127.0.0.1:1234"
+
+    def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
+        side = self._side
+        self.supervised = RankSupervisor(
+            side.config,
+            side.entry,
+            side.codec,
+            preload=PRELOAD,
+            on_message=side.on_message,
+            on_lost=on_lost,
+            other_config=self._other,
+        )
+        return self.supervised
+
+    async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
+        self.history.append("begin")
+        self.incarnations.append(hellos[0].instance.incarnation)
+
+    async def end_life(self, error: TransferError) -> None:
+        self.history.append("end")
+        self.errors.append(error)
+        self.in_flight = 0
+
+    async def drain(self) -> int:
+        self.history.append("drain")
+        while self.in_flight:
+            await asyncio.sleep(0.005)
+        return 0
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.in_flight
+
+    def readiness(self) -> Readiness:
+        return Readiness(is_ready=True)
+
+    def render_metrics(self) -> bytes:
+        return b"a 1\n"
+
+    async def close(self) -> None:
+        self.history.append("close")
+
+
+class Node:
+    """A daemon of two ranks on its way.
+
+    Args:
+        entry: Of a rank process.
+        has_two_roles: Whether it can become a decode node.
+        settings: Besides those for a quick restart.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        entry: Callable[[RankSpec], None] = rank_entries.obedient,
+        *,
+        has_two_roles: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.ready_file = folder / "ready.json"
+        quick = {"backoff_s": 0.01, "max_backoff_s": 0.05, "max_restarts": 2}
+        shared = {"ready_file": self.ready_file, "parallel": {"tp_size": 2}, "restart": quick, "drain_timeout_s": 5.0}
+        first, second = (make(folder, **{**shared, **settings}) for make in (prefill_config, decode_config))
+        self.role = QuietRole(first, entry, second if has_two_roles else None)
+        self.decode = QuietRole(second, entry, first)
+        other = OtherRole(config=second, make_role=lambda _: self.decode) if has_two_roles else None
+        self.daemon = Daemon(first, lambda _: self.role, other=other)
+        self.life = asyncio.ensure_future(self.daemon.run())
+
+    @property
+    def ranks(self) -> RankSupervisor:
+        found = self.role.supervised or self.decode.supervised
+        assert found is not None
+        return found
+
+    def written(self) -> dict[str, Any]:
+        """The ready file."""
+        content: dict[str, Any] = json.loads(self.ready_file.read_text())
+        return content
+
+    async def until_ready(self) -> None:
+        await until(lambda: self.daemon.state is NodeState.READY or self.life.done(), ENDED_WITHIN_S)
+        assert not self.life.done(), self.life.result()
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(ENDED_WITHIN_S):
+            return await asyncio.shield(self.life)
+
+
+@asynccontextmanager
+async def node_of(folder: Path, entry: Callable[[RankSpec], None] = rank_entries.obedient, **options: Any) -> AsyncIterator[Node]:
+    """A node, of which nothing may be left at the end."""
+    node = Node(folder, entry, **options)
+    try:
+        yield node
+    finally:
+        supervised = node.role.supervised or node.decode.supervised
+        pids = supervised.pids if supervised is not None else []
+        if not node.life.done():
+            node.daemon.request_stop()
+            node.role.in_flight = 0
+        await asyncio.gather(node.life, return_exceptions=True)
+        assert not any(rank_entries.is_alive(pid) for pid in pids)
+        assert node.role.history[-1:] == ["close"] and not node.ready_file.exists(), "nothing is left behind"
