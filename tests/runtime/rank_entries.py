@@ -8,8 +8,9 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,64 +95,19 @@ class ObedientWorker:
             await asyncio.sleep(3600)
 
 
-class RefusedWorker(ObedientWorker):
-    async def start(self) -> RankHello:
-        if self.spec.rank == 1:
-            raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
-        return await super().start()
+Script = Callable[[RankSpec], Awaitable[None]]
+"""What a rank does at the start of a life before it says hello."""
+
+POOL_TOO_LARGE = "the pool of 9 GiB does not fit the 8 GiB that are free"
 
 
-class HungryWorker(ObedientWorker):
-    """Asks for more memory at the start than there is."""
-
-    async def start(self) -> RankHello:
-        if self.spec.rank == 1:
-            take_too_much()
-        return await super().start()
-
-
-class LaterHungryWorker(ObedientWorker):
-    """Finds no memory in a node's second life; where the model's folder has a file "for ever", not in later lives either."""
+class ScriptedWorker(ObedientWorker):
+    def __init__(self, script: Script, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.script = script
 
     async def start(self) -> RankHello:
-        folder = self.spec.config.model
-        (folder / f"life-{self.spec.rank}-{self.spec.incarnation}").touch()
-        life = len(list(folder.glob(f"life-{self.spec.rank}-*")))
-        if self.spec.rank == 1 and (life == 2 or (life > 2 and (folder / "for ever").exists())):
-            take_too_much()
-        return await super().start()
-
-
-class DyingWorker(ObedientWorker):
-    async def start(self) -> RankHello:
-        if self.spec.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return await super().start()
-
-
-class LaterRefusedWorker(ObedientWorker):
-    """Starts in a node's first life, and fails in the second, for ever where there is a file "memory" in the model's folder."""
-
-    async def start(self) -> RankHello:
-        folder = self.spec.config.model
-        (folder / f"life-{self.spec.rank}-{self.spec.incarnation}").touch()
-        life = len(list(folder.glob(f"life-{self.spec.rank}-*")))
-        if life > 1 and (folder / "memory").exists():
-            raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
-        if life == 2:
-            os._exit(9)
-        return await super().start()
-
-
-class BrokenWorker(ObedientWorker):
-    async def start(self) -> RankHello:
-        raise ZeroDivisionError("a bug at start")
-
-
-class SilentWorker(ObedientWorker):
-    async def start(self) -> RankHello:
-        if self.spec.rank == 1:
-            await asyncio.sleep(3600)
+        await self.script(self.spec)
         return await super().start()
 
 
@@ -160,118 +116,115 @@ class UnlikeWorker(ObedientWorker):
         return hello(self.spec.rank, incarnation=self.spec.incarnation, pool_pages=8 + self.spec.rank)
 
 
-class RefusesTheOther(ObedientWorker):
-    """Rank 1 cannot be a decode rank."""
+def _run(script: Script, spec: RankSpec) -> None:
+    """Be a rank that may be told to change its role."""
 
-    async def start(self) -> RankHello:
-        if self.spec.rank == 1 and self.spec.config.role == "decode":
-            await asyncio.sleep(0.3)  # after the other one has said that it can
-            raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
-        return await super().start()
-
-
-class HungryInTheOther(ObedientWorker):
-    """Rank 1 finds no memory as a decode rank, and the other one hears of that: what it waits for does not come."""
-
-    async def start(self) -> RankHello:
-        if self.spec.config.role == "decode":
-            if self.spec.rank == 1:
-                take_too_much()
-            await asyncio.sleep(0.3)
-            raise EngineError("the ranks could not compare their free memory")
-        return await super().start()
-
-
-class DiesInTheOther(ObedientWorker):
-    """Rank 1 dies when it is to be a decode rank."""
-
-    async def start(self) -> RankHello:
-        if self.spec.rank == 1 and self.spec.config.role == "decode":
-            os._exit(9)
-        return await super().start()
-
-
-class RefusesBoth(ObedientWorker):
-    """A rank that was told to change its role can neither do that nor go back."""
-
-    async def start(self) -> RankHello:
-        if (self.spec.config.model / "switched").exists():
-            raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
-        if self.spec.config.role == "decode":
-            (self.spec.config.model / "switched").touch()
-            raise MemoryPlanError("the ring of 9 GiB does not fit the 8 GiB that are free")
-        return await super().start()
-
-
-class HangsInTheOther(ObedientWorker):
-    async def start(self) -> RankHello:
-        if self.spec.config.role == "decode":
-            await asyncio.sleep(3600)
-        return await super().start()
-
-
-def _switching(spec: RankSpec, worker: type[ObedientWorker]) -> None:
     def refuse() -> Any:
         raise AssertionError("a rank has no leader")
 
+    worker = partial(ScriptedWorker, script)
     role = NodeRole(check_step_fits=lambda config: None, load_codec=lambda: CODEC, load_leader=refuse, load_worker=lambda: worker)
     run_rank(spec, CODEC, worker, role_of=lambda name: role)
 
 
-def switching(spec: RankSpec) -> None:
-    _switching(spec, ObedientWorker)
+def _life_of(spec: RankSpec) -> int:
+    """The number of the life that begins, counted by files in the model's folder."""
+    folder = spec.config.model
+    (folder / f"life-{spec.rank}-{spec.incarnation}").touch()
+    return len(list(folder.glob(f"life-{spec.rank}-*")))
 
 
-def refuses_the_other(spec: RankSpec) -> None:
-    _switching(spec, RefusesTheOther)
+async def _obey(spec: RankSpec) -> None: ...
 
 
-def hungry_in_the_other(spec: RankSpec) -> None:
-    _switching(spec, HungryInTheOther)
+async def _refuse(spec: RankSpec) -> None:
+    if spec.rank == 1:
+        raise MemoryPlanError(POOL_TOO_LARGE)
 
 
-def dies_in_the_other(spec: RankSpec) -> None:
-    _switching(spec, DiesInTheOther)
+async def _hunger(spec: RankSpec) -> None:
+    """Ask for more memory than there is."""
+    if spec.rank == 1:
+        take_too_much()
 
 
-def refuses_both(spec: RankSpec) -> None:
-    _switching(spec, RefusesBoth)
+async def _hunger_later(spec: RankSpec) -> None:
+    """In a node's second life; where the model's folder has a file "for ever", in later lives too."""
+    life = _life_of(spec)
+    if spec.rank == 1 and (life == 2 or (life > 2 and (spec.config.model / "for ever").exists())):
+        take_too_much()
 
 
-def hangs_in_the_other(spec: RankSpec) -> None:
-    _switching(spec, HangsInTheOther)
+async def _refuse_later(spec: RankSpec) -> None:
+    """Fail in a node's second life, for ever where there is a file "memory" in the model's folder."""
+    life = _life_of(spec)
+    if life > 1 and (spec.config.model / "memory").exists():
+        raise MemoryPlanError(POOL_TOO_LARGE)
+    if life == 2:
+        os._exit(9)
 
 
-def obedient(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, ObedientWorker)
+async def _die(spec: RankSpec) -> None:
+    if spec.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refused(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, RefusedWorker)
+async def _break(spec: RankSpec) -> None:
+    raise ZeroDivisionError("a bug at start")
 
 
-def hungry(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, HungryWorker)
+async def _say_nothing(spec: RankSpec) -> None:
+    if spec.rank == 1:
+        await asyncio.sleep(3600)
 
 
-def later_hungry(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, LaterHungryWorker)
+async def _refuse_the_other(spec: RankSpec) -> None:
+    if spec.rank == 1 and spec.config.role == "decode":
+        await asyncio.sleep(0.3)  # after the other one has said that it can
+        raise MemoryPlanError(POOL_TOO_LARGE)
 
 
-def dying(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, DyingWorker)
+async def _hunger_in_the_other(spec: RankSpec) -> None:
+    """Rank 1 finds no memory as a decode rank, and the other one hears of that: what it waits for does not come."""
+    if spec.config.role == "decode":
+        if spec.rank == 1:
+            take_too_much()
+        await asyncio.sleep(0.3)
+        raise EngineError("the ranks could not compare their free memory")
 
 
-def later_refused(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, LaterRefusedWorker)
+async def _die_in_the_other(spec: RankSpec) -> None:
+    if spec.rank == 1 and spec.config.role == "decode":
+        os._exit(9)
 
 
-def broken(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, BrokenWorker)
+async def _refuse_both(spec: RankSpec) -> None:
+    """A rank that was told to change its role can neither do that nor go back."""
+    if (spec.config.model / "switched").exists():
+        raise MemoryPlanError(POOL_TOO_LARGE)
+    if spec.config.role == "decode":
+        (spec.config.model / "switched").touch()
+        raise MemoryPlanError("the ring of 9 GiB does not fit the 8 GiB that are free")
 
 
-def silent(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, SilentWorker)
+async def _hang_in_the_other(spec: RankSpec) -> None:
+    if spec.config.role == "decode":
+        await asyncio.sleep(3600)
+
+
+obedient = partial(_run, _obey)
+refused = partial(_run, _refuse)
+hungry = partial(_run, _hunger)
+later_hungry = partial(_run, _hunger_later)
+later_refused = partial(_run, _refuse_later)
+dying = partial(_run, _die)
+broken = partial(_run, _break)
+silent = partial(_run, _say_nothing)
+refuses_the_other = partial(_run, _refuse_the_other)
+hungry_in_the_other = partial(_run, _hunger_in_the_other)
+dies_in_the_other = partial(_run, _die_in_the_other)
+refuses_both = partial(_run, _refuse_both)
+hangs_in_the_other = partial(_run, _hang_in_the_other)
 
 
 def unlike(spec: RankSpec) -> None:

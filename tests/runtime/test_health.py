@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -50,28 +49,6 @@ async def test_metrics_are_what_prometheus_reads(asked: Asked) -> None:
     assert (await answer(asked, "/other"))[0] == 404
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-        b"GET / HTTP/1.1\r\nA: " + b"x" * 100_000 + b"\r\n\r\n",
-        b"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
-    ],
-    ids=["gRPC", "TLS", "a header too long", "no HTTP"],
-)
-async def test_what_strangers_send_is_refused_and_fills_no_log(
-    asked: Asked, sent: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    reader, writer = await asyncio.open_connection("127.0.0.1", asked.port)
-    writer.write(sent)
-    assert b"400 Bad Request" in await asyncio.wait_for(reader.read(100), 5.0)
-    writer.close()
-    (said,) = [record for record in caplog.records if record.name == "aiohttp.server"]
-    assert said.levelno == logging.DEBUG and said.getMessage() == "Error handling request from 127.0.0.1"
-
-
 async def test_a_bug_of_this_side_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> bytes:
         raise KeyError("metrics")
@@ -92,10 +69,3 @@ async def test_a_taken_port_is_named() -> None:
         with pytest.raises(ConfigError, match=f"server.http_port is {port}: 127.0.0.1:{port} cannot be bound: Address already"):
             await server.start("127.0.0.1", port)
         await server.stop()
-
-
-async def test_a_host_that_is_not_this_machine_is_named() -> None:
-    server = HealthServer(lambda: Readiness(is_ready=True), lambda: b"")
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0 cannot be bound"):
-        await server.start("192.0.2.1", 0)
-    await server.stop()

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 
 from node_runtime import health
 from node_runtime.health import MAX_CONNECTIONS, HealthServer, Readiness
+from tests.runtime.instances import until
 
 PAGE = b"# TYPE a gauge\na 1\n" * 200_000
 """Far more than the buffers of a connection hold."""
 
-CONNECTIONS = 2000
+CONNECTIONS = 600
 ALIVE_S = 30.0
 
 
@@ -51,13 +53,6 @@ async def node() -> AsyncIterator[Node]:
     await one.server.stop()
 
 
-async def until(is_true: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(ALIVE_S):
-        while not is_true():
-            await asyncio.sleep(0.02)
-    assert is_true(), what
-
-
 async def ended(reader: asyncio.StreamReader) -> bytes:
     """What was still said before the connection was closed."""
     with contextlib.suppress(ConnectionError):
@@ -82,12 +77,14 @@ GARBAGE = {
     "traversal": b"GET /../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n",
     "upgrade": b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
     + secrets.token_bytes(500),
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 }
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-async def test_garbage_is_answered_or_hung_up_on(node: Node, name: str) -> None:
+async def test_garbage_is_answered_or_hung_up_on(node: Node, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
     reader, writer = await node.connect()
     with contextlib.suppress(ConnectionError):
         writer.write(GARBAGE[name])
@@ -97,7 +94,10 @@ async def test_garbage_is_answered_or_hung_up_on(node: Node, name: str) -> None:
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4", b"HTTP/1.1 200", b"HTTP/0.9 200")), answer[:80]
     writer.close()
     await node.is_well()
-    await until(lambda: node.num_connections == 0, "every connection is over")
+    await until(lambda: node.num_connections == 0)
+    said = [record for record in caplog.records if record.name == "aiohttp.server" and record.exc_info is not None]
+    assert all(record.levelno == logging.DEBUG for record in said), "strangers fill no log"
+    assert len(said) == 1 or b"400 Bad Request" not in answer
 
 
 async def test_pipelined_requests_are_answered_in_turn(node: Node) -> None:
@@ -140,20 +140,19 @@ async def test_an_answer_that_nobody_takes_is_given_up_and_holds_no_stop_up(node
     readers = [await node.connect() for _ in range(3)]
     for _, writer in readers:
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
-    await until(lambda: node.num_connections == 3, "the requests are under way")
+    await until(lambda: node.num_connections == 3)
     await asyncio.sleep(0.2)
     monkeypatch.setattr(health, "IDLE_S", 0.5)
     last = await node.connect()
     last[1].write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
-    await until(lambda: node.num_connections == 3, "the last one was given up: the others have their old time")
-    began = time.monotonic()
-    await node.server.stop()
-    assert time.monotonic() - began < 15.0, "with a minute for each answer a stranger would decide when a node ends"
+    await until(lambda: node.num_connections == 3)  # the last one was given up: the others have their old time
+    async with asyncio.timeout(60.0):
+        await node.server.stop()  # with a longer time for each answer a stranger would decide when a node ends
     for _, writer in (*readers, last):
         writer.close()
 
 
-async def test_thousands_of_connections_take_no_more_than_their_share(node: Node) -> None:
+async def test_hundreds_of_connections_take_no_more_than_their_share(node: Node) -> None:
     """The longest unused gives way, so that the next scraper is heard; descriptors are bounded all the time."""
     before = len(os.listdir("/proc/self/fd"))
     writers: list[asyncio.StreamWriter] = []
@@ -169,14 +168,14 @@ async def test_thousands_of_connections_take_no_more_than_their_share(node: Node
         most = max(most, node.num_connections)
         if len(writers) > 300:
             writers.pop(0).close()
-        if number % 500 == 499:
+        if number % 200 == 199:
             await node.is_well()
     assert most <= MAX_CONNECTIONS + 32, "closed ones go in the next turns of the loop"
     assert len(os.listdir("/proc/self/fd")) - before <= 301 + MAX_CONNECTIONS + 64
     await node.is_well()
     for writer in writers:
         writer.close()
-    await until(lambda: node.num_connections == 0, "every connection is over")
+    await until(lambda: node.num_connections == 0)
 
 
 async def test_the_one_that_was_used_last_is_kept(node: Node) -> None:
@@ -187,7 +186,7 @@ async def test_the_one_that_was_used_last_is_kept(node: Node) -> None:
     scraper = await node.connect()
     assert await ask(scraper)
     idle = [await node.connect() for _ in range(MAX_CONNECTIONS - 1)]
-    await until(lambda: node.num_connections == MAX_CONNECTIONS, "all have a place")
+    await until(lambda: node.num_connections == MAX_CONNECTIONS)
     assert await ask(scraper)
     more = [await node.connect() for _ in range(5)]
     for reader, _ in idle[:5]:

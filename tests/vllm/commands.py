@@ -1,23 +1,9 @@
 """How the servers of these tests are started: vLLM on two CPU cores, and the router.
 
-What a start takes, with vLLM 0.32 and the tests' model, on two cores of an AMD EPYC at which others were at work as well (load
-2.5 to 4), so that the seconds of processor time say more than those until it was ready. Nearly all are imports, 7 to 8 s of them
-in each process:
-
-| server | processes | processor time | until ready | memory (PSS) after 20 prompts |
-|---|---|---|---|---|
-| TP 1 | API server, engine core, worker | 24 s | 25 s | 1.6 GB |
-| TP 1, `in_core` | API server, engine core | 17 s | 17 s | 1.2 GB |
-| TP 2 | API server, engine core, two workers | 36 s | 28 s | 2.4 GB |
-
-The only option that helps is `in_core` (VLLM_ENABLE_V1_MULTIPROCESSING=0): the worker of a TP 1 server then lives in the process
-of the engine core. Of the rest, loading the model is 0.04 s, profiling and making the KV cache 0.05 s: a start has nothing that
-`--load-format dummy`, a smaller cache, no prefix cache, fewer logs or another event loop could spare. Forked processes instead of
-spawned ones would spare imports, but vLLM's CPU platform sets VLLM_WORKER_MULTIPROC_METHOD=spawn itself.
-
-A prefill server of TP 2, a decode server of TP 1 and the reference (`in_core`), started side by side, take 77 s of processor
-time, 40 s of two cores, and 5.3 GB; at a load of 15 they took 147 s. Twenty prompts of 10 to 600 tokens at once, 32 new
-tokens each, take one of them 4 to 5 s, and 8 s with TP 2 at that load.
+Nearly all of a start's 17 to 36 s of processor time are imports, 7 to 8 s in each process. One option that helps is `in_core`
+(VLLM_ENABLE_V1_MULTIPROCESSING=0): the worker of a TP 1 server then lives in the engine core's process, which spares 7 s. vLLM's
+CPU platform sets VLLM_WORKER_MULTIPROC_METHOD=spawn itself. A prefill server of TP 2, a decode server of TP 1 and the reference,
+started side by side, take 40 s of two cores and 5.3 GB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real vLLM servers: `make test-vllm` (README.md). What needs vLLM is collected only where there is one."""
+"""Real vLLM servers: `make test-vllm` (README.md). They are collected only where there is a vLLM."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ import pytest
 FOLDER = Path(__file__).resolve().parent
 TIMEOUT_S = 600.0  # of a test with the servers that start for it
 
-WITHOUT_VLLM = {"test_servers.py"}
 # .venv has no vLLM: it would bring a transformers and a hundred other packages of its own choice.
-collect_ignore = (
-    [] if importlib.util.find_spec("vllm") else [file.name for file in FOLDER.glob("test_*.py") if file.name not in WITHOUT_VLLM]
-)
+collect_ignore = [] if importlib.util.find_spec("vllm") else [file.name for file in FOLDER.glob("test_*.py")]
 
 if TYPE_CHECKING:
     from tests.vllm.answers import Answer
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(FOLDER) and item.path.name not in WITHOUT_VLLM:
+        if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 

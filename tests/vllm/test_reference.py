@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.answers import MAX_TOKENS, Answer, answers, client
-from tests.vllm.commands import MODEL_NAME
+from tests.vllm.answers import MAX_TOKENS, Answer, answers
 from tests.vllm.servers import Server
 
 
@@ -38,15 +37,6 @@ async def test_damage_to_the_prompt_changes_the_tokens(
         words[len(words) // 2] = "harbour" if words[len(words) // 2] != "harbour" else "ferry"
         (found,) = await answers(reference_server.url, [" ".join(words)])
         assert found.token_ids != reference[length].token_ids
-
-
-async def test_chat_and_models(reference_server: Server) -> None:
-    async with client(reference_server.url) as asking:
-        assert [one.id async for one in asking.models.list()] == [MODEL_NAME]
-        found = await asking.chat.completions.create(
-            model=MODEL_NAME, messages=[{"role": "user", "content": "Where is the ferry?"}], max_tokens=8, temperature=0
-        )
-    assert found.choices[0].message.content and found.usage is not None and found.usage.completion_tokens == 8
 
 
 async def test_two_ranks_say_what_one_says(

@@ -23,7 +23,7 @@ from transfer.errors import PeerUnreachable
 
 
 @asynccontextmanager
-async def node_of(folder: Path, entry: Callable[[RankSpec], None] = rank_entries.switching) -> AsyncIterator[Node]:
+async def node_of(folder: Path, entry: Callable[[RankSpec], None] = rank_entries.obedient) -> AsyncIterator[Node]:
     async with daemons.node_of(folder, entry, has_two_roles=True) as node:
         await node.until_ready()
         yield node
