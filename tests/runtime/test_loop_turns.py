@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,10 +42,23 @@ class Clocks:
     def stand_still(self, seconds: float) -> None:
         self.wall_s += seconds
 
-    def turns(self) -> LoopTurns:
+    def turns(self, *, is_counting: bool = True) -> LoopTurns:
         turns = LoopTurns(clock=lambda: self.wall_s, cpu_clock=lambda: self.cpu_s)
-        turns.start_counting()
+        if is_counting:
+            turns.start_counting()
         return turns
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+@contextmanager
+def turn(turns: LoopTurns) -> Iterator[None]:
+    turns.begin()
+    yield
+    turns.end()
 
 
 @dataclass(frozen=True)
@@ -81,112 +95,85 @@ def on_measured_loop(main: Callable[[], Coroutine[Any, Any, _T]]) -> tuple[_T, s
     return found, {entry["longest_event"] for entry in warnings(logs)}
 
 
-def test_turns_are_counted_by_length() -> None:
-    clocks = Clocks()
+def test_turns_are_counted_by_length(clocks: Clocks) -> None:
     turns = clocks.turns()
     for seconds in (0.0005, 0.002, 0.002, 20.0):
-        turns.begin()
-        clocks.work(seconds)
-        turns.end()
+        with turn(turns):
+            clocks.work(seconds)
         clocks.stand_still(3.0)  # in the selector
     assert len(turns.counts) == len(TURN_BUCKETS_S) + 1
     assert (turns.counts[0], turns.counts[1], turns.counts[-1], sum(turns.counts)) == (1, 2, 1, 4)
     assert turns.total_s == pytest.approx(20.0045)
 
 
-def test_a_long_turn_is_logged_with_its_longest_event() -> None:
-    clocks = Clocks()
+def test_a_long_turn_is_logged_with_its_longest_event(clocks: Clocks) -> None:
     turns = clocks.turns()
     with capture_logs() as logs:
-        turns.begin()
-        for event, seconds in ((Ping(1), 0.05), (Arrived(Ping(2)), 0.2), ("GET /metrics", 0.01)):
-            begun_s = clocks.wall_s
-            clocks.work(seconds)
-            turns.took(event, begun_s)
-        turns.end()
-        turns.begin()
-        clocks.work(0.24)  # short of a warning
-        turns.end()
-    assert warnings(logs) == [
-        {
-            "event": "loop_turn_long",
-            "log_level": "warning",
-            "seconds": 0.26,
-            "cpu_seconds": 0.26,
-            "longest_event": "Ping",
-            "longest_event_seconds": 0.2,
-            "events": 3,
-        }
-    ]
+        with turn(turns):
+            for event, seconds in ((Ping(1), 0.05), (Arrived(Ping(2)), 0.2), ("GET /metrics", 0.01)):
+                begun_s = clocks.wall_s
+                clocks.work(seconds)
+                turns.took(event, begun_s)
+        with turn(turns):
+            clocks.work(0.24)  # short of a warning
+        with turn(turns):
+            clocks.work(0.3)  # no event of its own
+    first, second = warnings(logs)
+    assert first == {
+        "event": "loop_turn_long",
+        "log_level": "warning",
+        "seconds": 0.26,
+        "cpu_seconds": 0.26,
+        "longest_event": "Ping",
+        "longest_event_seconds": 0.2,
+        "events": 3,
+    }
+    assert (second["longest_event"], second["events"]) == ("none noted", 0)
 
 
-def test_an_event_is_the_cause_of_its_own_turn_only() -> None:
-    clocks = Clocks()
-    turns = clocks.turns()
-    with capture_logs() as logs:
-        turns.begin()
-        turns.took(Ping(1), clocks.wall_s - 0.1)
-        turns.end()
-        turns.begin()
-        clocks.work(0.3)
-        turns.end()
-    (warning,) = warnings(logs)
-    assert (warning["longest_event"], warning["events"]) == ("none noted", 0)
-
-
-def test_a_process_that_was_stopped_has_used_no_cpu_time() -> None:
-    clocks = Clocks()
+def test_a_process_that_was_stopped_has_used_no_cpu_time(clocks: Clocks) -> None:
     turns = clocks.turns()
     with capture_logs() as logs:
         for _ in range(100):
-            turns.begin()
-            clocks.work(0.001)
-            turns.end()
-        turns.begin()
-        clocks.stand_still(5.0)
-        turns.end()
+            with turn(turns):
+                clocks.work(0.001)
+        with turn(turns):
+            clocks.stand_still(5.0)
     (warning,) = warnings(logs)
     assert warning["seconds"] == 5.0 and warning["cpu_seconds"] <= 0.011, "but for turns just before"
 
 
-def test_a_cause_is_logged_again_after_a_while() -> None:
-    clocks = Clocks()
+def test_a_cause_is_logged_again_after_a_while(clocks: Clocks) -> None:
     turns = clocks.turns()
 
     def long_turn(name: str) -> None:
-        turns.begin()
-        clocks.work(0.5)
-        turns.took(name, clocks.wall_s - 0.5)
-        turns.end()
+        with turn(turns):
+            clocks.work(0.5)
+            turns.took(name, clocks.wall_s - 0.5)
 
     with capture_logs() as logs:
-        long_turn("one")
-        long_turn("one")
-        long_turn("two")
+        for name in ("one", "one", "two"):
+            long_turn(name)
         clocks.stand_still(SAID_AGAIN_S)
         long_turn("one")
     assert [warning["longest_event"] for warning in warnings(logs)] == ["one", "two", "one"]
     assert sum(turns.counts) == 4, "each of them is counted"
 
 
-def test_turns_before_a_process_is_ready_are_not_counted() -> None:
-    clocks = Clocks()
-    turns = LoopTurns(clock=lambda: clocks.wall_s, cpu_clock=lambda: clocks.cpu_s)
+def test_turns_before_a_process_is_ready_are_not_counted(clocks: Clocks) -> None:
+    turns = clocks.turns(is_counting=False)
     with capture_logs() as logs:
-        turns.begin()
-        clocks.work(9.0)
-        turns.end()
-        turns.begin()
-        clocks.work(9.0)
-        turns.start_counting()
-        clocks.work(0.002)
-        turns.end()
+        with turn(turns):
+            clocks.work(9.0)
+        with turn(turns):
+            clocks.work(9.0)
+            turns.start_counting()
+            clocks.work(0.002)
     assert not warnings(logs)
     assert sum(turns.counts) == 1 and turns.total_s == pytest.approx(0.002)
 
 
-def test_a_loops_turn_is_the_time_between_two_calls_of_its_selector() -> None:
-    clocks = Clocks()
+def test_a_loops_turn_is_the_time_between_two_calls_of_its_selector(clocks: Clocks) -> None:
     turns = clocks.turns()
 
     async def main() -> None:
