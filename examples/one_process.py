@@ -64,8 +64,8 @@ class Pages:
 class SendingRank:
     """A prefill rank; a `prefill_node.sender_loop.SenderOwner`."""
 
-    def __init__(self, layout: KVLayout, shard: Shard, rank: int, transport: Transport, slot_bytes: int) -> None:
-        self.pages = Pages(layout, shard, rank)
+    def __init__(self, pages: Pages, transport: Transport, slot_bytes: int) -> None:
+        self.pages = pages
         self.sent: dict[str, SentStats] = {}
         self.failed: dict[str, str] = {}
         self.closed: list[int] = []
@@ -79,7 +79,7 @@ class SendingRank:
             staging=StagingBuffer(num_bytes=NUM_SLOTS * slot_bytes),
             settings=SenderSettings(num_slots=NUM_SLOTS, grants_ahead=4, repeat_after_s=0.2),
             incarnation=1,
-            metrics=RankMetrics(role="prefill", rank=rank),
+            metrics=RankMetrics(role="prefill", rank=pages.pool.shard.rank),
             on_crash=crash,
         )
 
@@ -103,16 +103,9 @@ class ReceivingRank:
     """A decode rank; a `decode_node.receiver_loop.ReceiverOwner`."""
 
     def __init__(
-        self,
-        layout: KVLayout,
-        shard: Shard,
-        rank: int,
-        transport: Transport,
-        ring_bytes: int,
-        *,
-        loop_type: type[ReceiverLoop] = ReceiverLoop,
+        self, pages: Pages, transport: Transport, ring_bytes: int, *, loop_type: type[ReceiverLoop] = ReceiverLoop
     ) -> None:
-        self.pages = Pages(layout, shard, rank)
+        self.pages = pages
         self.complete: set[str] = set()
         self.failed: dict[str, tuple[str, bool]] = {}
         self.drained: set[str] = set()
@@ -128,7 +121,7 @@ class ReceivingRank:
             ring_memory=StagingBuffer(num_bytes=ring_bytes),
             control=self.control,
             incarnation=2,
-            metrics=RankMetrics(role="decode", rank=rank),
+            metrics=RankMetrics(role="decode", rank=pages.pool.shard.rank),
             on_crash=crash,
         )
 
@@ -174,11 +167,13 @@ class TwoTiers:
         self.kv: dict[str, list[tuple[Tensor, Tensor]]] = {}
         hub = InprocHub()
         self.senders = [
-            SendingRank(layout, prefill, rank, InprocTransport(hub, one_sided=is_one_sided), 1 << 13)
+            SendingRank(Pages(layout, prefill, rank), InprocTransport(hub, one_sided=is_one_sided), 1 << 13)
             for rank in range(prefill.num_ranks)
         ]
         self.receivers = [
-            ReceivingRank(layout, decode, rank, InprocTransport(hub, one_sided=is_one_sided), ring_bytes, loop_type=receiver_type)
+            ReceivingRank(
+                Pages(layout, decode, rank), InprocTransport(hub, one_sided=is_one_sided), ring_bytes, loop_type=receiver_type
+            )
             for rank in range(decode.num_ranks)
         ]
         for number, (prefill_rank, decode_rank) in enumerate(sorted({(r.prefill_rank, r.decode_rank) for r in self.routes}), 1):
@@ -206,10 +201,17 @@ class TwoTiers:
         sender.sessions[decode_rank] = number
 
     def start(self, request_id: str, num_tokens: int) -> None:
-        """Expect a request on every decode rank, then start it on every prefill rank; nothing of it is computed yet."""
+        """Reserve pages for a request on every rank, and begin its transfer; nothing of it is computed yet."""
+        for receiver in self.receivers:
+            assert receiver.pages.allocator.reserve(request_id, -(-num_tokens // self.decode.page_size))
+        for sender in self.senders:
+            assert sender.pages.allocator.reserve(request_id, -(-num_tokens // self.prefill.page_size))
+        self.begin(request_id, num_tokens)
+
+    def begin(self, request_id: str, num_tokens: int) -> None:
+        """Expect a request on every decode rank, then start it on every prefill rank."""
         dtype = wire_dtype(self.layout, self.prefill, self.decode)
         for rank, receiver in enumerate(self.receivers):
-            assert receiver.pages.allocator.reserve(request_id, -(-num_tokens // self.decode.page_size))
             incoming = IncomingRequest(
                 request_id=request_id,
                 layout=self.layout,
@@ -226,7 +228,6 @@ class TwoTiers:
             )
             receiver.loop.expect_request(incoming)
         for rank, sender in enumerate(self.senders):
-            assert sender.pages.allocator.reserve(request_id, -(-num_tokens // self.prefill.page_size))
             outgoing = OutgoingRequest(
                 request_id=request_id,
                 layout=self.layout,

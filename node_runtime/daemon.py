@@ -37,7 +37,8 @@ log = structlog.get_logger(__name__)
 
 def restart_pause_s(restart: RestartConfig, failures: int) -> float:
     """Return the pause before a restart, after so many failures in a row."""
-    return min(restart.backoff_s * 2 ** min(failures - 1, _MOST_DOUBLINGS), restart.max_backoff_s)
+    doublings = float(2 ** min(failures - 1, _MOST_DOUBLINGS))
+    return min(restart.backoff_s * doublings, restart.max_backoff_s)
 
 
 class NodeState(StrEnum):

@@ -21,9 +21,8 @@ from embedded_engine.model_files import read_model_files
 from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
 from kvferry.engines.vllm_layout import VllmLayout, WindowLayers, describe
 from tests.engines.vllm_memory import RECORDED, Memory, facts_of, placed, ranks, recorded
-from transfer.errors import ConfigError, LayoutError
+from transfer.errors import LayoutError
 from transfer.kernels import head_slice_copier
-from transfer.kernels.strided_copy import StridedCopier
 from transfer.layer_groups import NO_PAGE, layer_groups
 from transfer.layout import (
     DType,
@@ -384,12 +383,6 @@ def test_layers_that_are_refused(facts: VllmFacts, match: str) -> None:
         describe(facts)
 
 
-@pytest.mark.parametrize("name", ["lora", "speculative decoding", "decode_context_parallel_size"])
-def test_features_that_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} is on \(some\); KV of such an instance cannot be moved yet"):
-        describe(llama(features={name: "some"}))
-
-
 def test_fp8_that_is_refused() -> None:
     layers = gpu_layers("FLASH_ATTN", 64, 64, block_size=16, dtype="uint8", quant_mode="FP8_PER_TENSOR")
     with pytest.raises(LayoutError, match=r"quantised as FP8_PER_TENSOR \(--kv-cache-dtype fp8, scales: 4\)"):
@@ -555,15 +548,3 @@ def test_layers_that_share_the_kv_of_others_are_not_in_the_layout() -> None:
     caches = rank.memory.caches
     caches["model.layers.3.self_attn.attn"] = caches["model.layers.1.self_attn.attn"]
     assert described.pool(caches).parts[0].layers == (0, 1, 2)
-
-
-def test_a_cache_narrower_than_the_model() -> None:
-    rank = Rank.of(recorded("llama-kv-bfloat16")["rank0"])
-    assert rank.described.layout.dtype is DType.FLOAT32
-    assert rank.described.shard.pool_dtype(rank.described.layout) is DType.BFLOAT16
-
-
-def test_on_a_cpu_the_strided_copier_is_taken() -> None:
-    rank = Rank.of(recorded("llama-block32")["rank0"])
-    [part] = rank.described.pool(rank.memory.caches).parts
-    assert type(head_slice_copier(part, heads=Span(begin=0, end=1), wire_dtype=DType.FLOAT32)) is StridedCopier

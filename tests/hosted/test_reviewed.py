@@ -167,29 +167,6 @@ async def test_news_of_a_name_that_was_used_before() -> None:
     assert requests.num_prompts == 1 and isinstance(said[-1], CloseSource)
 
 
-def test_a_rank_says_once_that_it_reads_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, decode = pair({"tp_size": 2})
-    requests = source.leader.source.requests
-    heard: list[tuple[int, str]] = []
-    on_idle = requests.on_idle
-
-    def listen(rank: int, message: SourceIdle) -> None:
-        heard.append((rank, message.name))
-        on_idle(rank, message)
-
-    monkeypatch.setattr(requests, "on_idle", listen)
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    source.computes("a", "t", end=40)
-    decode.wait_until_ready("b")
-    decode.leader.bind("b", [TO])
-    source.leader.withdraw("a", "given up")
-    for rank in source.ranks:
-        rank.finish("a")
-    source.freed("a")
-    decode.settled("b")
-    assert sorted(heard) == [(0, "a"), (1, "a")]
-
-
 def test_a_prompt_that_ends_before_all_of_it_is_computed(pair: Pair) -> None:
     """Medium: its transfer waited for the rest for ever, and so did the decode side, with pages."""
     source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 0.2}})

@@ -82,16 +82,6 @@ def test_a_prefill_side_of_the_wrong_name_is_not_spoken_to(
     assert "spiffe://cluster.example/prefill" in refused(source, target)
 
 
-def test_certificates_of_another_authority_are_none(source: Instance, decode: Callable[..., Instance], tmp_path: Path) -> None:
-    target = decode(Authority().files(tmp_path / "decode", DECODE), PREFILL)
-    assert source.leader.address in refused(source, target)
-
-
-def test_a_side_without_tls_is_not_let_in(source: Instance, start: Start) -> None:
-    target = start(TARGET, settings={"peers.prefill_nodes": (source.leader.address,), "limits.meet_timeout_s": 2.0})
-    assert source.leader.address in refused(source, target)
-
-
 def test_nobody_is_named(start: Start, authority: Authority, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tls\.peer_names"):
         start(SOURCE, settings=tls(authority.files(tmp_path / "source", *PREFILL_NAMES)))

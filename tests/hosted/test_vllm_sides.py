@@ -5,7 +5,7 @@ What its scheduler and workers hand over are plain objects with the attributes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +105,20 @@ class Vllm:
                 mine = slice(heads.begin, heads.end)
                 pool.write(layer, slots, k[begin:end, mine], v[begin:end, mine])
 
+    def wanted(self, source: Instance, name: str = "b", transfer_id: str = "x") -> Any:
+        """A request whose prompt the other side computes, or will."""
+        params = {"do_remote_prefill": True, "transfer_id": transfer_id, "remote_address": source.leader.address}
+        return self.request(name, PROMPT, params)
+
+    def offered(self, name: str = "a", transfer_id: str = "x", prompt: Sequence[int] = PROMPT) -> Any:
+        """A request whose prompt the other side will ask for."""
+        return self.request(name, prompt, {"do_remote_decode": True, "transfer_id": transfer_id})
+
+    def bind(self, request: Any, num_tokens: int = 100) -> None:
+        """Blocks for the whole prompt, of which `num_tokens` are to come."""
+        self.take(request.request_id, 100)
+        self.scheduler.allocated(request, (self.blocks[request.request_id],), num_tokens)
+
     def preempt(self, request: Any) -> None:
         self.free = [*self.blocks.pop(request.request_id), *self.free]  # the very next to be used
         request.num_computed_tokens = 0
@@ -133,6 +147,14 @@ class Vllm:
             return None if num is None else (num, is_async)
 
         return wait_for(look, f"it is told what comes for {request.request_id}")
+
+
+@pytest.fixture(scope="module")
+def side() -> Iterator[Vllm]:
+    """A prefill side, for requests that leave nothing."""
+    instance = Instance(SOURCE, page_size=128)
+    yield Vllm(instance)
+    instance.close()
 
 
 def tables(blocks: Sequence[Sequence[int]]) -> Sequence[list[int]]:
@@ -184,16 +206,13 @@ def test_a_request_goes_from_one_to_the_other(pair: Pair, prefill_tp: int, decod
 def test_both_are_asked_at_once(pair: Pair) -> None:
     source, target = pair({"tp_size": 2})
     prefill, decode = Vllm(source), Vllm(target)
-    request = decode.request(
-        "b", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
-    )
+    request = decode.wanted(source)
     decode.step()
     assert decode.scheduler.matched(request, 0) == (None, False), "nothing is held here while the other side has not begun"
-    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    theirs = prefill.offered()
     prefill.step(theirs, 40)
     assert decode.matched(request) == (100, True)
-    decode.take("b", 100)
-    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    decode.bind(request)
     prefill.step(theirs, 60)
     prefill.end(theirs)
     decode.wait_for("received", "b")
@@ -208,8 +227,7 @@ def test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent(pair: Pair) ->
     request = decode.request("b", PROMPT, dict(params))
     assert decode.scheduler.matched(request, 32) == (None, False)
     assert decode.matched(request, 48) == (52, True), "more of it is here than at first"
-    decode.take("b", 100)
-    decode.scheduler.allocated(request, (decode.blocks["b"],), 52)
+    decode.bind(request, 52)
     decode.wait_for("received", "b")
     target.assert_has(decode.blocks["b"], PROMPT, begin=48)
     assert not any(pool.buffer(0, is_v=False)[decode.blocks["b"][:3]].any() for pool in target.pools)
@@ -219,14 +237,11 @@ def test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent(pair: Pair) ->
 def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair: Pair) -> None:
     source, target = pair({"tp_size": 2})
     prefill, decode = Vllm(source), Vllm(target)
-    request = decode.request(
-        "b", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
-    )
-    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    request = decode.wanted(source)
+    theirs = prefill.offered()
     prefill.step(theirs, 64)
     assert decode.matched(request) == (100, True)
-    decode.take("b", 100)
-    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    decode.bind(request)
     prefill.preempt(theirs)
     other = prefill.request("other", prompt_of(90, 5), None)
     prefill.step(other, 90, preempted=["a"])  # into the same blocks
@@ -242,19 +257,16 @@ def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair: Pair) -> None:
 def test_the_prefill_side_aborts_and_the_decode_side_computes_it(pair: Pair) -> None:
     source, target = pair({"tp_size": 2})
     prefill, decode = Vllm(source), Vllm(target)
-    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    theirs = prefill.offered()
     prefill.step(theirs, 40)
-    request = decode.request(
-        "b", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
-    )
+    request = decode.wanted(source)
     assert decode.matched(request) == (100, True)
-    decode.take("b", 100)
-    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    decode.bind(request)
     assert prefill.end(theirs, is_done=False) == (True, None), "its blocks may still be read"
     prefill.wait_for("sent", "a")
     decode.wait_for("received", "b")
     assert all(results.failed == {"b"} for results in decode.results), "vLLM computes it, or fails it; it uses nothing of it"
-    late = decode.request("c", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address})
+    late = decode.wanted(source, "c")
     assert decode.matched(late) == (0, False), "what failed before it had blocks is computed here"
     source.assert_idle()
     target.assert_idle()
@@ -263,12 +275,9 @@ def test_the_prefill_side_aborts_and_the_decode_side_computes_it(pair: Pair) -> 
 def test_a_prompt_that_failed_before_it_had_blocks_ends_where_vllm_is_to_fail_it(pair: Pair) -> None:
     source, target = pair({"settings": {"limits.meet_timeout_s": 0.2}})
     decode = Vllm(target, recomputes=False)
-    request = decode.request(
-        "b", PROMPT, {"do_remote_prefill": True, "transfer_id": "never", "remote_address": source.leader.address}
-    )
+    request = decode.wanted(source, "b", "never")
     assert decode.matched(request) == (100, True)
-    decode.take("b", 100)
-    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    decode.bind(request)
     decode.wait_for("received", "b")
     assert decode.results[0].failed == {"b"}
 
@@ -276,13 +285,12 @@ def test_a_prompt_that_failed_before_it_had_blocks_ends_where_vllm_is_to_fail_it
 def test_a_request_that_is_aborted_while_it_waits_for_its_kv(pair: Pair) -> None:
     source, target = pair({"settings": {"limits.hold_s": 0.2}}, {"tp_size": 2})
     prefill, decode = Vllm(source), Vllm(target)
-    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    theirs = prefill.offered()
     prefill.step(theirs, 40)
     params = {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
     request = decode.request("b", PROMPT, dict(params))
     assert decode.matched(request) == (100, True)
-    decode.take("b", 100)
-    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    decode.bind(request)
     assert decode.end(request, is_done=False) == (False, None)
     decode.wait_for("received", "b")  # its blocks are vLLM's again, and not before
     unasked = decode.request("c", PROMPT, dict(params))
@@ -360,12 +368,11 @@ def test_blocks_that_are_lacking_come_from_a_request_that_prefill_has_preempted(
     monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.3)
     source, target = pair()
     prefill, decode = Vllm(source), Vllm(target)
-    first = decode.request("b", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address})
-    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    first = decode.wanted(source)
+    theirs = prefill.offered()
     prefill.step(theirs, 64)
     assert decode.matched(first) == (100, True)
-    decode.take("b", 100)
-    decode.scheduler.allocated(first, (decode.blocks["b"],), 100)
+    decode.bind(first)
     prefill.preempt(theirs)
     prefill.step(preempted=["a"])
     params = send(prefill, "c", PROMPT)
@@ -388,11 +395,11 @@ def test_a_request_id_that_comes_again(pair: Pair) -> None:
     """At once, while the one before is still known; vLLM can be told to leave clients' ids as they are."""
     source, target = pair({"tp_size": 2})
     prefill, decode = Vllm(source), Vllm(target)
-    before = prefill.request("a", prompt_of(64, 3), {"do_remote_decode": True, "transfer_id": "x"})
+    before = prefill.offered("a", "x", prompt_of(64, 3))
     prefill.step(before, 40)
     prefill.end(before, is_done=False)
     prefill.blocks.pop("a")
-    request = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "y"})
+    request = prefill.offered("a", "y")
     prefill.step(request, 50)
     prefill.step(request, 50)
     _, params = prefill.end(request)
@@ -415,7 +422,7 @@ def test_a_request_that_never_had_blocks_holds_none(pair: Pair, monkeypatch: pyt
     heard: list[Any] = []
     take_news = rank.take_news
     monkeypatch.setattr(rank, "take_news", lambda: [heard.append(news) or news for news in take_news()])
-    request = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    request = prefill.offered()
     assert prefill.end(request, is_done=False) == (False, None)
 
     def is_over() -> bool:
@@ -427,41 +434,25 @@ def test_a_request_that_never_had_blocks_holds_none(pair: Pair, monkeypatch: pyt
     source.assert_idle()
 
 
-def test_requests_of_others_are_left_alone(pair: Pair) -> None:
-    source, _ = pair()
-    prefill = Vllm(source)
-    for params in (None, {}, {"some_other_connector": 1}):
-        request = prefill.request(f"a{params}", PROMPT, params)
-        assert prefill.scheduler.matched(request, 0) == (0, False)
-        prefill.step(request, 100)
-        assert prefill.end(request) == (False, None)
-    assert source.leader.is_idle
-
-
-@pytest.mark.parametrize("params", ["do_remote_prefill", ["do_remote_decode"], 7])
-def test_params_that_are_no_object_end_nothing(pair: Pair, params: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    source, _ = pair()
-    prefill = Vllm(source)
-    request = prefill.request("a", PROMPT, params)
-    assert prefill.scheduler.matched(request, 0) == (0, False)
-    prefill.step(request, 100)
-    assert prefill.end(request) == (False, None)
-    assert "".join(capsys.readouterr()).count("kv_transfer_params_ignored") == 1
-    aborted = prefill.request("b", PROMPT, None)
+@pytest.mark.parametrize("params", [None, {}, {"some_other_connector": 1}, "do_remote_prefill", ["do_remote_decode"], 7])
+def test_params_that_are_not_ours_end_nothing(side: Vllm, params: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    request = side.request(f"a{params}", PROMPT, params)
+    assert side.scheduler.matched(request, 0) == (0, False)
+    side.step(request, 100)
+    assert side.end(request) == (False, None)
+    is_object = params is None or isinstance(params, dict)
+    assert "".join(capsys.readouterr()).count("kv_transfer_params_ignored") == (0 if is_object else 1)
+    aborted = side.request(f"b{params}", PROMPT, None)
     aborted.kv_transfer_params = params  # a vLLM without the hook
-    assert prefill.end(aborted, is_done=False) == (False, None)
-    assert source.leader.is_idle
+    assert side.end(aborted, is_done=False) == (False, None)
+    assert side.instance.leader.is_idle
 
 
-@pytest.mark.parametrize(
-    "transfer_id", [17, *(pytest.param(one, marks=pytest.mark.slow) for one in ("x" * 97, ["a"], "t\ud800"))]
-)
-def test_a_transfer_id_that_cannot_be_is_not_taken(pair: Pair, transfer_id: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    source, _ = pair()
-    prefill = Vllm(source)
-    request = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": transfer_id})
-    prefill.step(request, 100)
-    assert prefill.end(request) == (False, None)
+@pytest.mark.parametrize("transfer_id", [17, "x" * 97, ["a"], "t\ud800"])
+def test_a_transfer_id_that_cannot_be_is_not_taken(side: Vllm, transfer_id: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    request = side.request(f"id {transfer_id!r:.9}", PROMPT, {"do_remote_decode": True, "transfer_id": transfer_id})
+    side.step(request, 100)
+    assert side.end(request) == (False, None)
     assert "transfer_id is" in "".join(capsys.readouterr())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from examples.one_process import ReceivingRank, SendingRank, TwoTiers
+from examples.one_process import Pages, ReceivingRank, SendingRank, TwoTiers
 from tests.rdma.witness import DEVICE, Count
 from tests.transport.ends import SEED, Ends
 from tests.transport.payload import noise
@@ -44,8 +44,8 @@ class TiersOverVerbs(TwoTiers):
         self.kv = {}
         self.transports = [NixlTransport() for _ in range(prefill.num_ranks + decode.num_ranks)]
         opened = iter(self.transports)
-        self.senders = [SendingRank(layout, prefill, rank, next(opened), 1 << 17) for rank in range(prefill.num_ranks)]
-        self.receivers = [ReceivingRank(layout, decode, rank, next(opened), 1 << 20) for rank in range(decode.num_ranks)]
+        self.senders = [SendingRank(Pages(layout, prefill, rank), next(opened), 1 << 17) for rank in range(prefill.num_ranks)]
+        self.receivers = [ReceivingRank(Pages(layout, decode, rank), next(opened), 1 << 20) for rank in range(decode.num_ranks)]
         for number, route in enumerate(self.routes, 1):
             self.join(number, self.senders[route.prefill_rank], route.decode_rank)
 

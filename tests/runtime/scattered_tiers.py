@@ -13,23 +13,16 @@ import torch
 from torch import Tensor
 
 from decode_node.admission import page_needs as decode_needs
-from decode_node.receiver_events import IncomingRequest, IncomingRoute
-from decode_node.receiver_loop import ReceiverLoop
-from examples.one_process import NUM_SLOTS, ReceivingRank, SendingRank, TwoTiers, crash
+from examples.one_process import ReceivingRank, SendingRank, TwoTiers
 from prefill_node.scheduler import STEPS_AHEAD
 from prefill_node.scheduler import page_needs as prefill_needs
-from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings
-from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import until
 from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
-from transfer.control.inproc import InprocControlServer
 from transfer.kv_pool import KVPool, PagedKVPool, as_words, convert
 from transfer.layer_groups import NO_PAGE, PageCounts, PageNeeds, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, routes, wire_dtype
-from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator, PageAllocator
 from transfer.ring import ALIGNMENT_BYTES
-from transfer.staging import StagingBuffer
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 
@@ -191,26 +184,15 @@ class GroupPages:
 class HybridSendingRank(SendingRank):
     """A prefill rank that gives the pages that a window has passed back while it computes, as the nodes' worker does."""
 
+    pages: GroupPages  # type: ignore[assignment]
+
     def __init__(self, pages: GroupPages, transport: InprocTransport, slot_bytes: int) -> None:
-        self.group_pages = pages
-        self.sent, self.failed, self.closed, self.sessions = {}, {}, [], {}
-        self.transport = transport
+        super().__init__(pages, transport, slot_bytes)  # type: ignore[arg-type]
         self._released: set[str] = set()
         self._computed: set[str] = set()
-        self.loop = SenderLoop(
-            loop=asyncio.get_running_loop(),
-            owner=self,
-            pool=pages.pool,
-            transport=transport,
-            staging=StagingBuffer(num_bytes=NUM_SLOTS * slot_bytes),
-            settings=SenderSettings(num_slots=NUM_SLOTS, grants_ahead=4, repeat_after_s=0.2),
-            incarnation=1,
-            metrics=RankMetrics(role="prefill", rank=pages.pool.shard.rank),
-            on_crash=crash,
-        )
 
     def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
-        return self.group_pages.allocator.tables(request_id)
+        return self.pages.allocator.tables(request_id)
 
     def on_source_released(self, request_id: str) -> None:
         self._released.add(request_id)
@@ -224,36 +206,21 @@ class HybridSendingRank(SendingRank):
     def _release_if_over(self, request_id: str) -> bool:
         if request_id not in self._released & self._computed:
             return False
-        self.group_pages.release(request_id)
+        self.pages.release(request_id)
         return True
 
 
 class HybridReceivingRank(ReceivingRank):
     """A decode rank with a pool of several groups."""
 
-    def __init__(self, pages: GroupPages, transport: InprocTransport, ring_bytes: int) -> None:
-        self.group_pages = pages
-        self.complete, self.failed, self.drained, self.closed, self.writers = set(), {}, set(), [], {}
-        self.transport = transport
-        self.control = InprocControlServer()
-        self.loop = ReceiverLoop(
-            loop=asyncio.get_running_loop(),
-            owner=self,
-            pool=pages.pool,
-            transport=transport,
-            ring_memory=StagingBuffer(num_bytes=ring_bytes),
-            control=self.control,
-            incarnation=2,
-            metrics=RankMetrics(role="decode", rank=pages.pool.shard.rank),
-            on_crash=crash,
-        )
+    pages: GroupPages  # type: ignore[assignment]
 
     def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
-        return self.group_pages.cover(request_id, num_tokens)
+        return self.pages.cover(request_id, num_tokens)
 
     def on_drained(self, request_id: str) -> None:
         self.drained.add(request_id)
-        self.group_pages.release(request_id)
+        self.pages.release(request_id)
 
 
 class HybridTiers(TwoTiers):
@@ -288,7 +255,7 @@ class HybridTiers(TwoTiers):
         counts = _sum_of_peaks(needs, [tokens + new_tokens for tokens in room])
         self.receivers = [
             HybridReceivingRank(
-                GroupPages(decode.at(rank), needs, counts, seed=100 + rank),
+                GroupPages(decode.at(rank), needs, counts, seed=100 + rank),  # type: ignore[arg-type]
                 InprocTransport(hub, one_sided=is_one_sided),
                 3 * slot_bytes,
             )
@@ -308,11 +275,11 @@ class HybridTiers(TwoTiers):
         await self._prefill(request_id, num_tokens)
         await until(lambda: all(request_id in receiver.complete for receiver in self.receivers))
         for receiver in self.receivers:
-            pages = receiver.group_pages
+            pages = receiver.pages
             pages.assert_readable(request_id, num_tokens, self.through, computed=num_tokens)
         for position in range(num_tokens, num_tokens + self.new_tokens):
             for receiver in self.receivers:
-                pages = receiver.group_pages
+                pages = receiver.pages
                 pages.advance(request_id, position)
                 pages.cover(request_id, position + 1)
                 for part in pages.pool.parts:
@@ -321,49 +288,19 @@ class HybridTiers(TwoTiers):
                 pages.assert_readable(request_id, position + 1, self.through, computed=num_tokens)
             await asyncio.sleep(0)
         for receiver in self.receivers:
-            receiver.group_pages.release(request_id)
+            receiver.pages.release(request_id)
 
     def _has_started(self, request_id: str, num_tokens: int) -> bool:
         """Room on all ranks of both tiers, or on none."""
-        ranks = [(sender.group_pages, num_tokens) for sender in self.senders]
-        ranks += [(receiver.group_pages, num_tokens + self.new_tokens) for receiver in self.receivers]
+        ranks = [(sender.pages, num_tokens) for sender in self.senders]
+        ranks += [(receiver.pages, num_tokens + self.new_tokens) for receiver in self.receivers]
         if not all(pages.has_room(tokens) for pages, tokens in ranks):
             return False
         for pages, tokens in ranks:
             assert pages.reserve(request_id, tokens)
-        for rank, receiver in enumerate(self.receivers):
-            receiver.group_pages.allocator.begin_at(request_id, num_tokens)
-            incoming = IncomingRequest(
-                request_id=request_id,
-                layout=HYBRID,
-                plan=self.plan,
-                wire_dtype=self.dtype,
-                digest="xxh3-64",
-                num_tokens=num_tokens,
-                start_token=0,
-                routes=tuple(
-                    IncomingRoute(route=route, session=self.senders[route.prefill_rank].sessions[rank])
-                    for route in self.routes
-                    if route.decode_rank == rank
-                ),
-            )
-            receiver.loop.expect_request(incoming)
-        for rank, sender in enumerate(self.senders):
-            outgoing = OutgoingRequest(
-                request_id=request_id,
-                layout=HYBRID,
-                plan=self.plan,
-                wire_dtype=self.dtype,
-                digest="xxh3-64",
-                num_tokens=num_tokens,
-                start_token=0,
-                routes=tuple(
-                    OutgoingRoute(route=route, session=sender.sessions[route.decode_rank])
-                    for route in self.routes
-                    if route.prefill_rank == rank
-                ),
-            )
-            sender.loop.start_request(outgoing)
+        for receiver in self.receivers:
+            receiver.pages.allocator.begin_at(request_id, num_tokens)
+        self.begin(request_id, num_tokens)
         return True
 
     async def _prefill(self, request_id: str, num_tokens: int) -> None:
@@ -374,7 +311,7 @@ class HybridTiers(TwoTiers):
         ends = list(cells)
         for place, end in enumerate(ends):
             for sender in self.senders:
-                pages = sender.group_pages
+                pages = sender.pages
                 pages.cover(request_id, ends[min(place + STEPS_AHEAD, len(ends) - 1)])
                 for chunk in cells[end]:
                     layers = chunk.layers.intersect(pages.pool.shard.layers(HYBRID))
@@ -385,13 +322,13 @@ class HybridTiers(TwoTiers):
             for sender in self.senders:
                 if end == num_tokens and sender.on_computed(request_id):
                     continue
-                sender.group_pages.advance(request_id, end, kept_from=num_tokens)
+                sender.pages.advance(request_id, end, kept_from=num_tokens)
 
     def assert_nothing_is_left(self) -> None:
         ranks: list[HybridSendingRank | HybridReceivingRank] = [*self.senders, *self.receivers]
         for rank in ranks:
             rank.loop.check_idle()
-            allocator = rank.group_pages.allocator
+            allocator = rank.pages.allocator
             allocator.check_invariants()
             assert all(pages.num_free == pages.num_pages for _, pages in allocator.by_group)
 

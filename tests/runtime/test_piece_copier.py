@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -277,12 +276,6 @@ def test_scales_are_of_the_peer() -> None:
         assert wire[:32].view(torch.float8_e4m3fn).float().eq(3.0 / (scale or 1.0)).all()
 
 
-def test_what_requests_keep_is_forgotten_once() -> None:
-    copier, _, _ = one_group_copier()
-    copier.forget("never seen")
-    copier.forget("never seen")
-
-
 def test_another_layout_forgets_what_the_last_one_had() -> None:
     copier, layout, route = one_group_copier()
     chunk = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)[0]
@@ -316,10 +309,3 @@ def test_pages_are_those_of_the_groups_own_table() -> None:
     assert first.pages.tolist() == full and second.pages.tolist() == windows[7:]
     assert {buffer.tokens for buffer in first.plan.buffers} == {Span(begin=0, end=50)}
     assert {buffer.tokens for buffer in second.plan.buffers} == {Span(begin=2, end=22)}
-
-
-@pytest.mark.parametrize("num_tokens", [1, 4, 5, 6, 19, 20, 21, 63])
-def test_windows_shorter_and_longer_than_the_prompt(num_tokens: int) -> None:
-    for layers_per_group in (0, 1):
-        plan = ChunkPlan(chunk_tokens=4, layers_per_group=layers_per_group)
-        carry_over(Shard(tp_size=4, page_size=4), Shard(tp_size=2, page_size=3, dtype=DType.FLOAT8_E4M3), plan, num_tokens)

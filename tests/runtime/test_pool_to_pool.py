@@ -49,14 +49,6 @@ async def test_a_prompt_arrives_bit_for_bit(tiers: ScatteredTiers) -> None:
     await settled(tiers)
 
 
-async def test_pages_come_in_no_order(tiers: ScatteredTiers) -> None:
-    for rank in (*tiers.senders, *tiers.receivers):
-        assert rank.pages.allocator.reserve("a", 8)
-        pages = rank.pages.allocator.bind("a", 8)
-        assert pages != sorted(pages), "the tests beside this one would not notice copies that rely on runs"
-        rank.pages.allocator.release("a")
-
-
 async def test_many_prompts_at_once_share_a_small_ring(tiers: ScatteredTiers) -> None:
     lengths = {f"r{index}": 1 + 37 * index % 150 for index in range(12)}
     for name, num_tokens in lengths.items():
@@ -220,5 +212,5 @@ async def test_what_decode_may_read_arrives_while_windows_pass_their_pages_on(
     await until(tiers.is_idle)
     tiers.assert_nothing_is_left()
     for rank in (*tiers.senders, *tiers.receivers):
-        assert rank.group_pages.handed_on == {"window_5", "window_20"}, "others had their pages before they were through"
+        assert rank.pages.handed_on == {"window_5", "window_20"}, "others had their pages before they were through"
     tiers.close()
