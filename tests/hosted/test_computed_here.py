@@ -110,7 +110,7 @@ async def ask_with_salt(source: Instance, decode: Instance, front: Front) -> str
     async with grpc.aio.insecure_channel(source.leader.address) as channel:
         stub: Any = pb_grpc.PrefillControlStub(channel)
         call = stub.Prefill(request)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(front.asked) < 2:
                 await asyncio.sleep(0.01)
         call.cancel()

@@ -301,7 +301,7 @@ def test_the_decode_side_goes_away(pair: Pair, start: Start) -> None:
     source, decode = pair({"settings": {"limits.hold_s": 0.2}})
     begun(source, decode)
     decode.close()
-    wait_for(lambda: source.leader.num_joined == 0, "the loss is seen", timeout_s=10)
+    wait_for(lambda: source.leader.num_joined == 0, "the loss is seen")
     source.compute("a", FROM, PROMPT, 40, 100)
     source.finish("a")
     assert source.freed("a").failure

@@ -64,7 +64,7 @@ def decode_config(folder: Path, **settings: Any) -> DecodeNodeConfig:
     return DecodeNodeConfig.model_validate({"model": folder, "log": {"level": "error"}, "tls": {"insecure": 1}, **settings})
 
 
-async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """Wait until something holds."""
     async with asyncio.timeout(within_s):
         while not condition():

@@ -132,6 +132,7 @@ async def test_half_requests_are_closed_in_time(node: Node, monkeypatch: pytest.
     dripper.cancel()
     for _, writer in (silent, half, dripping):
         writer.close()
+    monkeypatch.undo()
     await node.is_well()
 
 

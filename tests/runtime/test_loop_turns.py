@@ -25,7 +25,7 @@ from transfer.registry.client import open_channel
 from transfer.registry.server import serve
 
 _T = TypeVar("_T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Clocks:

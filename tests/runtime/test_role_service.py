@@ -71,7 +71,7 @@ async def test_calls_go_to_the_role_that_the_node_has(tmp_path: Path) -> None:
         return caught.value.code(), caught.value.details() or ""
 
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             join = as_prefill.Join(pb.JoinRequest())
             assert (await join.read()).HasField("beat")
             for call in (as_decode.Generate(pb.GenerateRequest()), as_decode.Reserve(pb.ReserveRequest())):
