@@ -97,6 +97,7 @@ async def test_the_death_of_a_rank_is_the_reason_though_its_socket_ended_first(
 ) -> None:
     async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
         await ranks.supervisor.start()
+        monkeypatch.setattr(supervisor_module, "EXIT_GRACE_S", 60.0)
         os.kill(ranks.supervisor.pids[1], signal.SIGKILL)
         monkeypatch.setattr(LeaderLink, "broadcast", lambda *_: False)  # as when the leader hears of the socket first
         ranks.supervisor.broadcast(Order(what="echo"))
