@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 
 from kvferry.engines.hosted import SOURCE, Sides
+from node_runtime.loop_thread import LoopThread
 from tests.hosted.instances import Instance, target
 
 Start = Callable[..., Instance]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loop_thread() -> Iterator[None]:
+    """One loop for the tests of a file: gRPC has one poller in a process, which stumbles over calls of a closed loop."""
+    thread = LoopThread.shared()
+    yield
+    thread.release()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def authority() -> Authority:
 @pytest.fixture
 def source(start: Start, authority: Authority, tmp_path: Path) -> Instance:
     files = authority.files(tmp_path / "source", *PREFILL_NAMES)
-    return start(SOURCE, tp_size=2, settings=tls(files, DECODE) | {"limits.hold_s": 0.5})
+    return start(SOURCE, tp_size=2, settings=tls(files, DECODE) | {"limits.hold_s": 2.0})
 
 
 @pytest.fixture

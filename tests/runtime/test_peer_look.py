@@ -30,7 +30,7 @@ class Peer(pb_grpc.NodeControlServicer):
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
         self.num_asked += 1
         if self.is_frozen:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         return self.status
 
 

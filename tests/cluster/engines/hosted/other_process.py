@@ -12,7 +12,7 @@ from typing import Any
 from kvferry.engines.hosted import Sides
 from tests.hosted.instances import Instance
 
-CALL_S = 90.0
+CALL_S = 180.0
 
 
 def _serve(pipe: Any, sides: int, said: dict[str, Any]) -> None:
