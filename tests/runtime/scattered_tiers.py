@@ -63,6 +63,7 @@ HYBRID = KVLayout(
     dtype=DType.BFLOAT16,
 )
 MAX_TOKENS = 160
+SERVED_WITHIN_S = 200.0  # ends a wait that would never end; each request computes for a second or so
 POISON = 0x39  # bytes of what nobody may read: a number in every dtype, so that no comparison forgives it
 
 
@@ -271,9 +272,9 @@ class HybridTiers(TwoTiers):
 
     async def serve(self, request_id: str, num_tokens: int) -> None:
         """One request from its start on both tiers to its last token on decode's."""
-        await until(partial(self._has_started, request_id, num_tokens))
+        await until(partial(self._has_started, request_id, num_tokens), SERVED_WITHIN_S)
         await self._prefill(request_id, num_tokens)
-        await until(lambda: all(request_id in receiver.complete for receiver in self.receivers))
+        await until(lambda: all(request_id in receiver.complete for receiver in self.receivers), SERVED_WITHIN_S)
         for receiver in self.receivers:
             pages = receiver.pages
             pages.assert_readable(request_id, num_tokens, self.through, computed=num_tokens)
