@@ -5,37 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.request import urlopen
 
-import pytest
-
-from decode_node.target_rank import Settled
 from kvferry.engines.hosted import SOURCE, TARGET
-from prefill_node.source_rank import Free, Wanted
 from tests.hosted.conftest import Start
 from tests.hosted.instances import FROM, PAGES, PROMPT, TO, Instance, prompt_of, target, wait_for
 
 Pair = Callable[..., tuple[Instance, Instance]]
-
-
-@pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp", "page_size"),
-    [(2, 1, 24), (1, 2, 16), (4, 2, 8)],
-)
-def test_a_prompt_that_is_fetched_while_it_is_computed(pair: Pair, prefill_tp: int, decode_tp: int, page_size: int) -> None:
-    source, decode = pair({"tp_size": prefill_tp}, {"tp_size": decode_tp, "page_size": page_size})
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    source.computes("a", "t", end=40)
-    decode.wait_until_ready("b")
-    pages = list(range(PAGES - 1, PAGES - 1 - -(-len(PROMPT) // page_size), -1))
-    decode.leader.bind("b", [pages])
-    source.compute("a", FROM, PROMPT, 40, 90)
-    source.compute("a", FROM, PROMPT, 90, 100)
-    source.finish("a")
-    assert decode.settled("b") == Settled(name="b", failure="", note=b"")
-    decode.assert_has(pages, PROMPT)
-    assert source.freed("a") == Free(name="a", failure="")
-    assert source.heard("a", Wanted) == Wanted(name="a", start_token=0)
-    source.assert_idle()
-    decode.assert_idle()
 
 
 def test_a_prompt_that_is_fetched_once_it_is_computed(pair: Pair) -> None:

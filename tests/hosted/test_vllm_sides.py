@@ -183,7 +183,7 @@ def receive(decode: Vllm, name: str, prompt: Sequence[int], params: dict[str, An
     return decode.blocks[name]
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (4, 2)])
 def test_a_request_goes_from_one_to_the_other(pair: Pair, prefill_tp: int, decode_tp: int) -> None:
     source, target = pair({"tp_size": prefill_tp}, {"tp_size": decode_tp, "page_size": 24})
     prefill, decode = Vllm(source), Vllm(target)
