@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from decode_node import peers as peers_module
+from decode_node.prefill_peer import PrefillPeer
 from kvferry.engines import hosted_rank
 from kvferry.engines.hosted import SOURCE
 from kvferry.engines.hosted_leader import HostedLeader
@@ -31,7 +32,7 @@ from tests.hosted.conftest import Start
 from tests.hosted.instances import FROM, LAYOUT, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
 from transfer.config import HostedConfig
 from transfer.config.hosted import HostedLimitsConfig
-from transfer.errors import ConfigError, LocalProtocolError
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable
 from transfer.kv_pool import KVPool
 from transfer.layout import Shard
 from transfer.load_config import load_config
@@ -85,13 +86,18 @@ def test_the_id_of_a_try_that_is_under_way_is_used_again(pair: Pair, monkeypatch
         assert let_go.wait(TIMEOUT_S)
         gather(piece, *args)
 
+    async def unreachable(peer: PrefillPeer) -> object:
+        raise PeerUnreachable("the network is cut")
+
     monkeypatch.setattr(ReserveClient, "reserve", reserve_once)
     monkeypatch.setattr(PieceCopy, "gather", held_gather)
     decode.fetches("b", "t", source)
     source.computes("a", "t", end=64)
     assert is_held.wait(TIMEOUT_S), "a gather is under way"
     (request_id,) = source.leader.source.requests.request_ids
-    said = asyncio.run(ask_again(source, decode, request_id))
+    with monkeypatch.context() as cut:
+        cut.setattr(PrefillPeer, "stub", unreachable)  # or the decode side says first that it has given the prompt up
+        said = asyncio.run(ask_again(source, decode, request_id))
     assert "a transfer of that id is still under way" in said
     let_go.set()
     source.leader.withdraw("a", "enough")

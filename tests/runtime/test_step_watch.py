@@ -36,9 +36,13 @@ def test_the_end_of_one_step_gives_the_next_its_whole_time(monkeypatch: pytest.M
             await asyncio.sleep(9.0)
             watch.step_over(num_left=num_left)
         await asyncio.sleep(9.0)
+        assert not said
+        await asyncio.sleep(2.0)
+        assert len(said) == 1, "the last one is watched too"
+        watch.step_sent()
         watch.close()
         await asyncio.sleep(30.0)
-        assert not said
+        assert len(said) == 1
 
     run_in_virtual_time(main, monkeypatch)
 
