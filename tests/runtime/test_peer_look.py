@@ -66,7 +66,8 @@ async def test_a_frozen_peer_is_waited_for_a_second_and_then_known_for_frozen(
     look: PeerLook, monkeypatch: pytest.MonkeyPatch, answer_s: float
 ) -> None:
     monkeypatch.setattr(peer_look_client, "ANSWER_S", answer_s)
-    async with serving(Peer(is_frozen=True)) as slow, serving(well := Peer()) as quick, asyncio.timeout(60):
+    monkeypatch.setattr(peer_look_client, "IDLE_S", 3600.0)  # which ends a look, too
+    async with serving(Peer(is_frozen=True)) as slow, serving(well := Peer()) as quick, asyncio.timeout(40):
         found = await look.look([slow, quick])
         if answer_s > 60.0:
             assert found == {}
