@@ -18,6 +18,7 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import MAX_LAYERS, MAX_RANKS, DType, KVLayout, LayerKind, LayerSpec, Shard, routes
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry import convert
+from transfer.registry.convert import MAX_NAMES
 from transfer.ring import MAX_PUBLISHED_RANGES, Grant, Watermark
 
 RING_BYTES = 1 << 20
@@ -57,7 +58,7 @@ def _check_instance(info: pb.InstanceInfo) -> None:
     require(0 < instance.incarnation < 2**64, "an incarnation out of range")
     require(instance.layout.num_layers <= MAX_LAYERS and instance.shard.num_ranks <= MAX_RANKS, "an instance without a bound")
     lists = (instance.model_fields, instance.digests, instance.protocol_versions, instance.capabilities)
-    require(all(len(names) <= convert.MAX_NAMES for names in lists), "an instance with endless names")
+    require(all(len(names) <= MAX_NAMES for names in lists), "an instance with endless names")
     if instance.shard.num_ranks <= 64:  # with more it takes a while; that it ends is the layout's own test
         for prefill, decode in ((instance, OWN), (OWN, instance)):
             agreement = check_compatible(prefill, decode)
