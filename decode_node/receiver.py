@@ -93,6 +93,16 @@ class Receiver:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Requests of which state is left, by id. For reports and tests, which must not change them."""
+        return self._requests
+
+    @property
+    def num_lost_sessions(self) -> int:
+        """Closed sessions whose writers may still write into the ring."""
+        return len(self._lost)
+
     def is_known(self, request_id: str) -> bool:
         """Whether any state of the request is left, which can be after its pages are safe: until every writer has drained."""
         return request_id in self._requests

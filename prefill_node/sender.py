@@ -10,6 +10,7 @@ docs/protocol.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import assert_never
 
 from prefill_node.sender_events import (
@@ -86,8 +87,18 @@ class Sender:
         return len(self._requests)
 
     @property
+    def requests(self) -> Mapping[str, Request]:
+        """Requests that are not over, by id. For reports and tests, which must not change them."""
+        return self._requests
+
+    @property
     def num_slots_used(self) -> int:
         return self._slots.num_used
+
+    @property
+    def num_spent_keys(self) -> int:
+        """Keys of requests that are over, written or declined, whose grants no watermark has shown released."""
+        return sum(len(session.spent) for session in self._sessions.values())
 
     @property
     def is_idle(self) -> bool:

@@ -10,8 +10,8 @@ from collections import deque
 
 from decode_node import receiver_events as rx
 from prefill_node import sender_events as tx
-from tests.protocol.machines import CELL, ReceiverHand, SenderHand, of_type
-from transfer.ring import MAX_PUBLISHED_RANGES, Grant
+from tests.protocol.machines import CELL, DECODE_LIFE, ReceiverHand, SenderHand, of_type
+from transfer.ring import MAX_PUBLISHED_RANGES, Grant, RingView
 
 NUM_REQUESTS = 2 * MAX_PUBLISHED_RANGES + 20
 
@@ -31,8 +31,7 @@ class Pair:
         while self._events:
             event = self._events.popleft()
             if isinstance(event, tx.Event):
-                for action in self.sender.tell(event):
-                    self._of_sender(action)
+                self.follow(self.sender.tell(event))
             else:
                 for answer in self.receiver.tell(event):
                     self._of_receiver(answer)
@@ -42,20 +41,22 @@ class Pair:
         self.receiver.now_s += 2.0
         self.play(tx.Tick(), rx.Tick())
 
-    def _of_sender(self, action: tx.Action) -> None:
-        match action:
-            case tx.Send():
-                self._events.append(rx.MessageArrived(session=1, message=action.message))
-            case tx.StartGather():
-                self._events.append(tx.GatherFinished(slot=action.slot, digest=7))
-            case tx.StartWrite():
-                self._events.append(tx.WriteFinished(slot=action.slot))
-            case tx.RequestSent():
-                self.sent.append(action.request_id)
-            case tx.CloseSession() | tx.RequestFailed():
-                raise AssertionError(action)
-            case _:
-                pass
+    def follow(self, actions: list[tx.Action]) -> None:
+        """Carry out what the sender asks for."""
+        for action in actions:
+            match action:
+                case tx.Send():
+                    self._events.append(rx.MessageArrived(session=1, message=action.message))
+                case tx.StartGather():
+                    self._events.append(tx.GatherFinished(slot=action.slot, digest=7))
+                case tx.StartWrite():
+                    self._events.append(tx.WriteFinished(slot=action.slot))
+                case tx.RequestSent():
+                    self.sent.append(action.request_id)
+                case tx.CloseSession() | tx.RequestFailed():
+                    raise AssertionError(action)
+                case _:
+                    pass
 
     def _of_receiver(self, action: rx.Action) -> None:
         match action:
@@ -76,8 +77,7 @@ def test_a_ring_full_of_gaps_does_not_keep_the_slots_from_the_grants_that_would_
     names = [f"r{number}" for number in range(NUM_REQUESTS)]
     for name in names:
         pair.receiver.expect(name, num_tokens=4)
-        for action in pair.sender.start(name, num_tokens=4):
-            pair._of_sender(action)
+        pair.follow(pair.sender.start(name, num_tokens=4))
         pair.play()
     computed = [*names[1::2], *names[0::2]]  # every other one late, as where one engine has a long prompt between short ones
     for name in computed:
@@ -98,7 +98,6 @@ def test_a_writer_that_stands_still_does_not_take_the_ring_from_the_others() -> 
         for writer in (0, 1):
             answer = receiver.ask(0, request_id=name, route=writer, session=1 + writer, num_bytes=CELL)
             grants[name, writer] = receiver.grants_of(answer)[0]
-    sender = SenderHand(ring_cells=ring_cells)
     for number in range(NUM_REQUESTS):
         name = f"r{number}"
         receiver.ready(0, grants[name, 1], request_id=name, route=1, session=2, num_bytes=CELL)
@@ -107,10 +106,10 @@ def test_a_writer_that_stands_still_does_not_take_the_ring_from_the_others() -> 
     assert receiver.ring.num_ranges > MAX_PUBLISHED_RANGES
     assert receiver.ring.quarantined_bytes == NUM_REQUESTS * CELL
     # The other writer hears of its own releases, and of the bytes that it may use again, by ticks alone.
-    view = sender.machine._sessions[1].view
+    view = RingView(ring_cells * CELL, incarnation=DECODE_LIFE)
     for _ in range(-(-NUM_REQUESTS // MAX_PUBLISHED_RANGES)):
         (publish,) = of_type(receiver.tell(rx.Tick()), rx.PublishWatermark)
         assert publish.sessions is None
-        sender.tell(tx.WatermarkArrived(session=1, watermark=receiver.ring.watermark()))
+        view.update(receiver.ring.watermark())
     assert all(view.is_released(grants[f"r{number}", 1]) for number in range(NUM_REQUESTS))
     assert not any(view.is_released(grants[f"r{number}", 0]) for number in range(NUM_REQUESTS))

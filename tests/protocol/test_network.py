@@ -218,9 +218,8 @@ class Network(RuleBasedStateMachine):
         return False
 
     def _is_quiet(self) -> bool:
-        spent = self.sender.machine._sessions[SESSION].spent
         are_idle = self.sender.machine.is_idle and self.receiver.machine.is_idle
-        return are_idle and not (spent or self.posts or self.shipments or self.messages)
+        return are_idle and not (self.sender.machine.num_spent_keys or self.posts or self.shipments or self.messages)
 
     # The owners of the two machines
 

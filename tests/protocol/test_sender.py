@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from decode_node import receiver_events as rx
 from decode_node.receiver_state import Request as IncomingState
+from prefill_node import sender as sender_module
 from prefill_node import sender_events as tx
-from prefill_node.sender_state import Request, Stage
+from prefill_node.sender_state import Piece, Request, SessionState, Stage, StagingSlots
 from tests.protocol.machines import (
     CELL,
     DECODE_LIFE,
@@ -27,7 +30,7 @@ from tests.protocol.machines import (
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, routes
 from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDrained
-from transfer.ring import Grant, Watermark, grant_key
+from transfer.ring import Grant, RingView, Watermark, grant_key
 
 
 def test_a_request_goes_from_start_to_sent() -> None:
@@ -347,9 +350,8 @@ def test_a_key_whose_grant_is_released_already_need_not_be_remembered() -> None:
     """Otherwise nothing would ever make it forgotten."""
     sender = SenderHand()
     sender.watermark(2 * CELL)
-    session = sender.machine._sessions[1]
-    session.spend(0, cells(0, 2))
-    assert not session.spent
+    assert declined(sender.grant({0: cells(0, 2)}, "nobody")) == []
+    assert not sender.machine.num_spent_keys
 
 
 def test_what_was_declined_is_forgotten_when_the_ring_has_it_back() -> None:
@@ -357,12 +359,11 @@ def test_what_was_declined_is_forgotten_when_the_ring_has_it_back() -> None:
     sender.start(num_tokens=4)
     sender.grant({0: cells(0, 2)})
     sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
-    session = sender.machine._sessions[1]
-    assert session.spent
+    assert sender.machine.num_spent_keys == 1
     sender.watermark(0, cells(4, 6))
-    assert session.spent
+    assert sender.machine.num_spent_keys == 1
     sender.watermark(2 * CELL)
-    assert not session.spent
+    assert not sender.machine.num_spent_keys
 
 
 def test_a_late_refusal_does_not_fail_a_request_whose_grants_came() -> None:
@@ -505,7 +506,7 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
         sender.gathered(0)
     with pytest.raises(AssertionError, match="unreachable"):
         sender.tell("no event")  # type: ignore[arg-type]
-    assert sender.tell(tx.WatermarkArrived(session=99, watermark=sender.machine._sessions[1].view.watermark)) == []
+    assert sender.watermark(2 * CELL, session=99) == []
     assert sender.tell(tx.RequestAborted(request_id="nobody", reason="")) == []
 
 
@@ -524,77 +525,85 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float], message: 
         tx.SenderSettings(**settings)  # type: ignore[arg-type]
 
 
-def test_a_spoilt_sender_is_noticed() -> None:
-    sender = SenderHand()
-    sender.to_writing(num_tokens=8)
-    machine = sender.machine
-    machine._slots._free.append(0)
-    with pytest.raises(LocalProtocolError, match="do not add up"):
-        machine.check_invariants()
-    machine._slots._free.pop()
-    machine._requests["r"].to_release += 1
-    with pytest.raises(LocalProtocolError, match="counts of request r"):
-        machine.check_invariants()
-    machine._requests["r"].to_release -= 1
-    over = machine._requests.pop("r")
-    with pytest.raises(LocalProtocolError, match="slot 0 is held for a request that is over"):
-        machine.check_invariants()
-    machine._requests["r"] = over
-    held = machine._slots.held()[0]
-    held.slot = 1
-    with pytest.raises(LocalProtocolError, match="slot 0 is held by a piece that is WRITING"):
-        machine.check_invariants()
-    assert LAYOUT.num_layers == 2
+# A sender whose state contradicts itself is noticed.
 
 
-def test_a_key_that_is_watched_twice_or_is_another_pieces_is_noticed() -> None:
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda piece: setattr(piece.request, "to_release", 2), "counts of request r"),
+        (lambda piece: setattr(piece, "slot", 1), "slot 0 is held by a piece that is WRITING"),
+        (lambda piece: setattr(piece, "grant", cells(4, 6)), "held grants and the grants of the requests differ"),
+        (lambda piece: piece.request.routes[0].outstanding.clear(), "outstanding pieces of request r"),
+        (lambda piece: setattr(piece, "request", copy.copy(piece.request)), "slot 0 is held for a request that is over"),
+    ],
+)
+def test_a_spoilt_piece_is_noticed(spoil: Callable[[Piece], object], message: str) -> None:
     sender = SenderHand()
     sender.to_writing()
-    sender.grant({0: cells(4, 6)}, request_id="nobody")
-    session = sender.machine._sessions[1]
-    spent = session.spent.pop(grant_key(4 * CELL, 0))
-    with pytest.raises(LocalProtocolError, match="1 watched, 0 pieces written and 0 keys spent"):
-        sender.machine.check_invariants()
-    session.spent[grant_key(0, 1)] = spent
-    with pytest.raises(LocalProtocolError, match=r"keys of the grants that begin at \[0\] are held and spent"):
+    spoil(sender.machine.requests["r"].outstanding()[0])
+    with pytest.raises(LocalProtocolError, match=message):
         sender.machine.check_invariants()
 
 
-def test_a_piece_that_is_outstanding_wrongly_is_noticed() -> None:
+def test_a_failed_request_whose_piece_waits_is_noticed() -> None:
     sender = SenderHand()
     sender.to_writing()
-    machine = sender.machine
-    request = machine._requests["r"]
-    machine._sessions[1].held.clear()
-    with pytest.raises(LocalProtocolError, match="held grants and the grants of the requests differ"):
-        machine.check_invariants()
-    machine._sessions[1].held.add(0)
-    (piece,) = request.outstanding()
-    request.routes[0].outstanding.clear()
-    with pytest.raises(LocalProtocolError, match="outstanding pieces of request r"):
-        machine.check_invariants()
-    request.routes[0].outstanding[0] = piece
+    (piece,) = sender.machine.requests["r"].outstanding()
     sender.abort()
     piece.stage = Stage.GRANTED
     with pytest.raises(LocalProtocolError, match="failed request r has pieces that nothing is done with"):
-        request.check_invariants()
+        piece.request.check_invariants()
 
 
-def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing() -> None:
+class ForgottenSlots(StagingSlots):
+    """Takes a slot back, and forgets that it is free."""
+
+    def free(self, piece: Piece) -> None:
+        super().free(piece)
+        self._free.pop()
+
+
+def test_a_slot_that_nobody_holds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "StagingSlots", ForgottenSlots)
+    sender = SenderHand()
+    sender.to_writing()
+    sender.written(0)
+    with pytest.raises(LocalProtocolError, match=r"slots held \[\] and free \[1\] do not add up"):
+        sender.watermark(2 * CELL)
+
+
+def test_a_piece_that_is_watched_and_not_written_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionState, "discard_written", lambda self, piece: self.written.pop(piece, None))
+    sender = SenderHand()
+    sender.to_writing()
+    sender.written(0)
+    with pytest.raises(LocalProtocolError, match="1 watched, 0 pieces written and 0 keys spent"):
+        sender.reject(0)
+
+
+def test_a_key_that_is_held_and_spent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionState, "is_taken", lambda self, begin: False)
+    sender = SenderHand()
+    sender.grant({0: cells(0, 2)}, "nobody")
+    sender.start(num_tokens=4)
+    with pytest.raises(LocalProtocolError, match=r"keys of the grants that begin at \[0\] are held and spent"):
+        sender.grant({0: cells(0, 2)})
+
+
+def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at all of them for every event cost four fifths of the chunks a second with 256 requests in flight."""
+    looks: list[Grant] = []
+    honest = RingView.blocker_of
+    monkeypatch.setattr(RingView, "blocker_of", lambda self, grant: looks.append(grant) or honest(self, grant))
     sender = SenderHand(ring_cells=4, num_slots=4)
-    for number in range(300):
+    counts = count_lines(sender.machine, "sender.py")
+    sender.abort("nobody")
+    for number in range(100):
         sender.start(f"r{number}", num_tokens=4)
         sender.compute(0, f"r{number}")
         sender.grant({0: cells(2 * number, 2 * number + 2)}, f"r{number}")
-    looks: list[Grant] = []
-    session = sender.machine._sessions[1]
-
-    def counted(grant: Grant) -> int | None:
-        looks.append(grant)
-        return session.view.blocker_of(grant)
-
-    session.waiting._blocker_of = counted
+    looks.clear()
     sender.tell(tx.Tick())
     assert looks == []
     for slot in (0, 1):  # the two that the ring holds
@@ -603,7 +612,8 @@ def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing() -> None:
     started = of_type(sender.watermark(4 * CELL), tx.StartGather)
     assert [gather.request_id for gather in started] == ["r2", "r3"]
     assert len(looks) <= 4
-    assert not sender.machine._eager  # nor is the session looked at before something of it is free
+    sender.abort("nobody")
+    assert counts[-1] == counts[0]  # nor is the session looked at before something of it is free
 
 
 def test_a_grant_that_a_turn_has_no_steps_to_look_at_begins_in_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,7 +628,6 @@ def test_a_grant_that_a_turn_has_no_steps_to_look_at_begins_in_a_later_one(monke
     assert [gather.chunk.index for gather in begun] == [0, 1]
     begun = of_type(sender.tell(tx.Tick()), tx.StartGather)
     assert [gather.chunk.index for gather in begun] == [2]
-    assert not sender.machine._eager
 
 
 def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
@@ -682,16 +691,16 @@ def test_only_the_session_whose_write_hangs_is_closed() -> None:
     sender.start(num_tokens=4)
     sender.grant({0: cells(0, 1)}, route=0)
     sender.grant({0: cells(0, 1)}, route=1)
-    sender.compute(0)
-    sender.gathered(0)  # slot 0 hangs in its write; slot 1, of the other session, is still being gathered
-    closed = of_type(sender.tell(tx.Tick(), now_s=6.0), tx.CloseSession)
-    assert len(closed) == 1 and closed[0].session == sender.machine._slots.held()[0].route.session
+    first, _ = of_type(sender.compute(0), tx.StartGather)
+    sender.gathered(first.slot)  # it hangs in its write; the other session's is still being gathered
+    (closed,) = of_type(sender.tell(tx.Tick(), now_s=6.0), tx.CloseSession)
+    assert closed.session == first.session
 
 
 def test_a_piece_without_a_grant_says_so() -> None:
     sender = SenderHand()
     sender.start(num_tokens=4)
-    (piece,) = sender.machine._requests["r"].outstanding()
+    (piece,) = sender.machine.requests["r"].outstanding()
     with pytest.raises(LocalProtocolError, match="chunk 0 of request r has no grant at ASKED"):
         _ = piece.granted
 

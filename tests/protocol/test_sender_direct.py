@@ -158,7 +158,7 @@ def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it
     assert sender.machine.is_idle
     assert declined(sender.grant({0: cells(0, 2)})) == []  # the grant, said again
     sender.watermark(2 * CELL)
-    assert not sender.machine._sessions[1].spent
+    assert not sender.machine.num_spent_keys
 
 
 def test_no_key_of_a_second_direct_gather_is_declined_after_a_failure() -> None:
