@@ -205,12 +205,15 @@ class Link:
         """When copies of a message arrive: none, one or two."""
         world, faults = self.world, self.world.faults
         if world.chance(faults.loss):
+            world.happened["loss"] += 1
             return []
         copies = 2 if world.chance(faults.duplicate) else 1
+        world.happened["duplicate"] += copies - 1
         times = []
         for _ in range(copies):
             delay = world.random.randint(1, 8)
             if faults.reorder and world.chance(20):
+                world.happened["reorder"] += 1
                 delay = world.random.randint(1, 250)
             at = world.now + delay
             if not faults.reorder:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -50,6 +50,7 @@ class WorldConfig:
     layers_per_group: int = 0
     num_requests: int = 4
     max_tokens: int = 20
+    has_heartbeats: bool = True  # watermarks for every writer, again and again
     faults: Faults = field(default_factory=Faults)
     healed_at: int = 600
     deadline: int = 20_000
@@ -118,6 +119,7 @@ class World:
         self._plan = ChunkPlan(chunk_tokens=config.chunk_tokens, layers_per_group=config.layers_per_group)
         self._capacity_bytes = (self._largest_cells() + config.spare_cells) * ALIGNMENT_BYTES
         self.corruptions: dict[Tag, int] = {}
+        self.happened: Counter[str] = Counter()  # faults, by their names in `Faults`
         self.senders = [self._new_sender(rank) for rank in range(config.prefill_tp)]
         self.receivers = [self._new_receiver(rank) for rank in range(config.decode_tp)]
         self.links: dict[int, Link] = {}
@@ -178,7 +180,8 @@ class World:
             self.after(config.healed_at, lambda: self._restart_receiver(self.random.randrange(config.decode_tp)))
         self.at(config.healed_at, self._heal)
         self.after(TICK, self._tick)
-        self.after(HEARTBEAT, self._heartbeat)
+        if config.has_heartbeats:
+            self.after(HEARTBEAT, self._heartbeat)
 
     def _heal(self) -> None:
         self.faults = Faults()
@@ -197,8 +200,8 @@ class World:
 
     def _is_quiet(self) -> bool:
         are_idle = all(s.machine.is_idle for s in self.senders) and all(r.machine.is_idle for r in self.receivers)
-        unended = any(receiver.machine._lost for receiver in self.receivers)
-        spent = any(session.spent for sender in self.senders for session in sender.machine._sessions.values())
+        unended = any(receiver.machine.num_lost_sessions for receiver in self.receivers)
+        spent = any(sender.machine.num_spent_keys for sender in self.senders)
         work = any(link.posts or link.shipments for link in self.links.values() if link.is_live)
         is_started = len(self.requests) == self.config.num_requests  # some wait until every session is open again
         return is_started and not spent and not work and not unended and are_idle and self._are_all_attached()
@@ -253,6 +256,7 @@ class World:
 
     def _break(self, link: Link) -> None:
         """Each end notices by itself, in either order; a frozen writer late, which matters where it can still write."""
+        self.happened["link_deaths"] += link.is_live
         self.after(60 if link.is_revocable else 400, lambda: self._close_at_sender(link, "link lost"))
         self.after(60, lambda: self._close_at_receiver(link, "link lost"))
 
@@ -313,10 +317,12 @@ class World:
                 plan.excuses.add("session lost")
 
     def _restart_sender(self, rank: int) -> None:
+        self.happened["sender_restarts"] += 1
         self.senders[rank] = self._new_sender(rank)
         self._bury([link for link in self.current.values() if link.prefill_rank == rank])
 
     def _restart_receiver(self, rank: int) -> None:
+        self.happened["receiver_restarts"] += 1
         self.receivers[rank] = self._new_receiver(rank)
         self._bury([link for link in self.current.values() if link.decode_rank == rank])
 
@@ -352,9 +358,11 @@ class World:
             self._command_sender(rank, lambda rank=rank: self._start(plan, rank), not_before=latest)  # type: ignore[misc]
         if self.chance(self.faults.cancel):
             plan.excuses.add("cancelled")
+            self.happened["cancel"] += 1
             self.after(250, lambda: self._spread_failure(request_id, at_decode_only=self.chance(50)))
         if self.chance(self.faults.abort):
             plan.excuses.add("aborted")
+            self.happened["abort"] += 1
             self.after(250, lambda: self._abort_one_sender(request_id))
 
     def _command_receiver(self, rank: int, act: Callable[[], None]) -> int:
@@ -691,6 +699,7 @@ class World:
     def corrupts(self, tag: Tag) -> bool:
         if not self.chance(self.faults.corrupt):
             return False
+        self.happened["corrupt"] += 1
         self.corruptions[tag] = self.corruptions.get(tag, 0) + 1
         if self.corruptions[tag] > 1:
             self.requests[tag.request_id].excuses.add("broken twice")
@@ -736,11 +745,11 @@ class World:
             if not machine.is_idle:
                 stages = {
                     request_id: (request.failure, [f"{p.stage.name}{p.grant}" for p in request.outstanding()])
-                    for request_id, request in machine._requests.items()
+                    for request_id, request in machine.requests.items()
                 }
                 parts.append(f"sender {sender.rank}: slots {machine.num_slots_used}, {stages}")
-            spent = [session.spent for session in machine._sessions.values() if session.spent]
-            parts.extend(f"sender {sender.rank} spent {each}" for each in spent)
+            if machine.num_spent_keys:
+                parts.append(f"sender {sender.rank}: {machine.num_spent_keys} spent keys")
         for receiver in self.receivers:
             if not receiver.machine.is_idle:
                 states = {
@@ -749,7 +758,7 @@ class World:
                         [r.is_drained for r in request.routes.values()],
                         [f"{p.stage.name}{p.grant}" for p in request.pieces()],
                     )
-                    for request_id, request in receiver.machine._requests.items()
+                    for request_id, request in receiver.machine.requests.items()
                 }
                 parts.append(f"receiver {receiver.rank}: {states}")
         for link in self.links.values():
