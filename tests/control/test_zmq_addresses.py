@@ -1,0 +1,111 @@
+"""The ZeroMQ channel over loopback: its addresses, messages of several parts, its clients' timers and its count of strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.control.zmq_ends import DEADLINE_S, odd_peer, open_client, open_server, wait_for
+from transfer.control.base import WATCH_BATCH, Received
+from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.control.zmq_doorkeeper import Arrivals
+from transfer.errors import ConfigError, LocalProtocolError
+
+
+@pytest.fixture
+def server() -> Iterator[ZmqControlServer]:
+    server = open_server()
+    yield server
+    server.close()
+
+
+def test_an_address_in_use_is_named(server: ZmqControlServer) -> None:
+    with pytest.raises(ConfigError, match=f"{server.address}.*in use"):
+        open_server(server.address)
+
+
+def test_tcp_without_keys_is_refused() -> None:
+    with pytest.raises(LocalProtocolError, match="strangers can reach"):
+        ZmqControlServer("tcp://127.0.0.1:0")
+    with pytest.raises(LocalProtocolError, match="strangers can reach"):
+        ZmqControlClient("tcp://127.0.0.1:1", session_id=7)
+
+
+@pytest.mark.parametrize(
+    ("bind", "options", "shown"),
+    [
+        ("tcp://0.0.0.0:0", {"advertise_host": "127.0.0.1"}, "tcp://127.0.0.1:"),
+        ("tcp://[::1]:0", {}, "tcp://[::1]:"),
+    ],
+    ids=["wildcard", "ipv6"],
+)
+def test_the_address_that_is_told_is_served(bind: str, options: dict[str, str], shown: str) -> None:
+    server = open_server(bind, **options)
+    assert server.address.startswith(shown)
+    client = open_client(server.address)
+    wait_for(server, client, b"hello")
+    client.close()
+    server.close()
+
+
+def test_a_wildcard_needs_a_host_to_advertise() -> None:
+    with pytest.raises(ConfigError, match="advertise"):
+        open_server("tcp://0.0.0.0:0")
+
+
+@pytest.mark.parametrize("num_parts", [2, 2 * WATCH_BATCH + 10], ids=["two parts", "endless parts"])
+def test_payloads_of_more_than_one_part_are_dropped_in_steps_and_counted(server: ZmqControlServer, num_parts: int) -> None:
+    with odd_peer(server.address) as odd:
+        odd.send_multipart([b"part"] * num_parts)
+        odd.send(b"whole")
+        deadline, num_empty = time.monotonic() + DEADLINE_S, 0
+        while (received := server.receive()) is None and time.monotonic() < deadline:
+            if server.has_pending():
+                num_empty += 1
+            else:
+                time.sleep(0.005)
+    assert received == Received(peer=7, payload=b"whole")
+    assert server.num_dropped == 1 and num_empty >= num_parts // WATCH_BATCH - 1
+
+
+def test_a_closed_client_does_not_connect_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        loop, timers, faults = asyncio.get_running_loop(), list[asyncio.TimerHandle](), list[Any]()
+        loop.set_exception_handler(lambda loop, context: faults.append(context))
+        call_later = loop.call_later
+        monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(call_later(*args)) or timers[-1])
+        with socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))  # a port at which nobody listens
+            client = open_client(f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
+            client.watch(loop, lambda payload: None)
+            while client.send(b"x"):  # until the queue is full, which parts it
+                pass
+            client.close()
+        assert not client.has_pending()
+        assert timers and all(timer.cancelled() for timer in timers) and not faults
+
+    asyncio.run(play())
+
+
+def test_arrivals_count_who_did_not_come_in() -> None:
+    now_s = 100.0
+    arrivals = Arrivals(grace_s=5.0, clock=lambda: now_s)
+    for _ in range(10):
+        arrivals.accepted()
+    for _ in range(7):
+        arrivals.admitted()
+    arrivals.denied()
+    assert arrivals.num_refused == 1, "two more may still come in"
+    now_s = 104.9
+    arrivals.accepted()
+    arrivals.admitted()
+    assert arrivals.num_refused == 1
+    now_s = 107.0
+    assert arrivals.num_refused == 2, "who came in later is taken for one of the first ten, until it is as old as they"
+    now_s = 112.0
+    assert arrivals.num_refused == 3

@@ -1,0 +1,62 @@
+"""Servers and clients of the ZeroMQ channel with keys, and peers that say what no client says."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from transfer.control.base import KeyPair, Received
+from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.control.zmq_doorkeeper import new_key_pair
+
+DEADLINE_S = 30.0  # ends a wait that would never end
+SERVER_KEYS = new_key_pair()
+KEYS = new_key_pair()
+
+
+def open_server(bind: str = "tcp://127.0.0.1:0", **options: Any) -> ZmqControlServer:
+    server = ZmqControlServer(bind, keys=SERVER_KEYS, **options)
+    server.allow(7, KEYS.public)
+    return server
+
+
+def open_client(address: str) -> ZmqControlClient:
+    return ZmqControlClient(address, session_id=7, keys=KEYS, server_key=SERVER_KEYS.public)
+
+
+@contextlib.contextmanager
+def odd_peer(address: str, keys: KeyPair | None = KEYS, *, beats: bool = False) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER that says what no client says; with the keys of one, or with none."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as odd:
+        odd.setsockopt(zmq.LINGER, 0)
+        odd.setsockopt(zmq.ROUTING_ID, b"\x01" + (7).to_bytes(8, "big"))
+        if keys is not None:
+            odd.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
+            odd.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
+            odd.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(SERVER_KEYS.public))
+        if beats:
+            odd.setsockopt(zmq.HEARTBEAT_IVL, 20)
+            odd.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+            odd.setsockopt(zmq.HEARTBEAT_TTL, 30_000)
+        odd.connect(address)
+        yield odd
+
+
+def wait_for(server: ZmqControlServer, client: ZmqControlClient, payload: bytes) -> None:
+    """Send a payload again and again, as the protocol does, until it has come through and back."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < DEADLINE_S:
+        client.send(payload)
+        time.sleep(0.02)
+        while (received := server.receive()) is not None:
+            if received == Received(peer=7, payload=payload) and server.send(7, b"back:" + payload):
+                time.sleep(0.02)
+        while (answer := client.receive()) is not None:
+            if answer == b"back:" + payload:
+                return
+    raise AssertionError(f"{payload!r} did not get through within {DEADLINE_S} s")
