@@ -10,7 +10,7 @@ TEXT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 RULES = [*map(str, range(1, 15)), *(f"R{number}" for number in range(1, 7))]
 
 
-def tests_of(pattern: str) -> set[str]:
+def named_tests(pattern: str) -> set[str]:
     files = (ROOT / "tests").glob(pattern)
     return {name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(encoding="utf-8"), re.M)}
 
@@ -20,7 +20,7 @@ def test_every_rule_has_its_tests_and_every_numbered_test_its_rule() -> None:
     documented = {rule: set(re.findall(r"`(test_\w+)`", row)) for rule, row in rows}
     assert list(documented) == RULES
     found: dict[str, set[str]] = {rule: set() for rule in RULES}
-    for test in tests_of("protocol/test_*rules.py"):
+    for test in named_tests("protocol/test_*rules.py"):
         match = re.match(r"test_(?:rule_0*(\d+)|(R\d))_", test)
         assert match, f"{test} carries no number of a rule"
         found[match[1] or match[2]].add(test)
@@ -28,6 +28,6 @@ def test_every_rule_has_its_tests_and_every_numbered_test_its_rule() -> None:
 
 
 def test_the_tests_that_the_page_names_exist() -> None:
-    named = {name for name in re.findall(r"`(test_\w+)`", TEXT)}
+    named = set(re.findall(r"`(test_\w+)`", TEXT))
     assert len(named) > 60
-    assert named - {"test_RN_", "test_rule_NN_"} <= tests_of("**/*.py")
+    assert named - {"test_RN_", "test_rule_NN_"} <= named_tests("**/*.py")
