@@ -142,8 +142,7 @@ def assert_moves(case: PageCase, side: Side, make: MakeMovement, device: str = "
 def _run(
     side: Side, pool: KVPool, host: HostPool, make: MakeMovement, moves: list[PageMove] | list[PageCopy], buffer_bytes: int
 ) -> int:
-    mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
-    mover._movement = make(pool, host, buffer_bytes)
+    mover = PageMover(pool, host, buffer_bytes=buffer_bytes, movement=make(pool, host, buffer_bytes))
     return int(getattr(mover, side)(moves))
 
 

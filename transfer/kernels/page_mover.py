@@ -86,13 +86,14 @@ class PageMover:
         pool: The device pool.
         host: Host pages over the same layout.
         buffer_bytes: Device memory in which pages are packed on their way, on a GPU; half of it holds at least one page.
+        movement: How pages are moved; None chooses the fastest way for the pool's device.
 
     Raises:
         LayoutError: The pages of some buffer are not contiguous.
         ConfigError: `buffer_bytes` is too small.
     """
 
-    def __init__(self, pool: KVPool, host: HostPool, *, buffer_bytes: int) -> None:
+    def __init__(self, pool: KVPool, host: HostPool, *, buffer_bytes: int, movement: PageMovement | None = None) -> None:
         _check_pages_are_contiguous(pool)
         largest = max(size for size, count in zip(host.page_bytes, host.num_pages, strict=True) if count)
         if buffer_bytes < 2 * largest:
@@ -100,7 +101,7 @@ class PageMover:
         self._pool = pool
         self._host = host
         self._lock = threading.Lock()
-        self._movement = movement_of(pool, host, buffer_bytes)
+        self._movement = movement_of(pool, host, buffer_bytes) if movement is None else movement
 
     def compile(self) -> None:
         """Compile what saves and loads launch on a GPU; otherwise the first of each does so, for seconds. Launches nothing."""

@@ -1,0 +1,54 @@
+"""One case for each Triton kernel under its interpreter; run by test_triton.py in a process that sets TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.kernel_cases import Case, assert_agrees
+from tests.kernels.page_cases import PageCase, Side, assert_moves
+from transfer.kernels import add_digest
+from transfer.kernels.device_page_mover import DevicePageMovement
+from transfer.kernels.digest import DIGEST_WORDS, digest
+from transfer.kernels.head_slice import TritonCopier
+from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, TokenOrder
+
+
+@pytest.mark.parametrize("wire_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3], ids=["copied", "narrowed"])
+def test_heads_are_gathered_and_scattered(wire_dtype: DType) -> None:
+    case = Case(
+        layout=KVLayout(layers=(LayerSpec(num_kv_heads=3, k_head_dim=8, v_head_dim=5),) * 2, dtype=DType.BFLOAT16),
+        shard=Shard(page_size=4, order=TokenOrder.HND),
+        num_pages=5,
+        heads=Span(begin=1, end=3),
+        wire_dtype=wire_dtype,
+        pages=(4, 0, 2),
+        tokens=Span(begin=3, end=11),
+        num_tokens=11,
+        first_page=1,
+        scales={(1, True): 0.37},
+    )
+    assert_agrees(case, TritonCopier, has_kernels=True)
+
+
+def test_words_are_summed() -> None:
+    wire = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    total = torch.full((1,), 3, dtype=torch.int64)
+    add_digest(total, wire, 17_333)
+    assert (int(total) - 3) % 2**64 == digest(wire[:17_333], DIGEST_WORDS)
+
+
+@pytest.mark.parametrize("side", ["save", "load", "copy"])
+def test_pages_are_moved(side: Side) -> None:
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=12, dtype=DType.FLOAT32)
+    case = PageCase(
+        layout=layout,
+        shard=Shard(page_size=4),
+        num_pages=7,
+        num_host_pages=6,
+        buffer_pages=2,
+        is_consecutive=False,
+        is_view=True,
+        seed=3,
+    )
+    assert_moves(case, side, lambda pool, host, size: DevicePageMovement(pool, host, buffer_bytes=size))
