@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.kernel_cases import Case, assert_agrees, cases
+from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, cases
 from transfer.kernels import head_slice_copier, host_copy
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.kernels.host_copy import HostCopier, PageRun, plan_tokens
@@ -19,31 +19,14 @@ from transfer.kv_pool import LayerBuffers, PagedKVPool, as_words
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer
 
 
-@settings(max_examples=400)
-@given(case=cases())
-def test_agrees_with_the_reference(case: Case) -> None:
-    assert_agrees(case, HostCopier)
-
-
-@given(case=cases(max_page_size=256, max_pages=30, max_dim=3))
-def test_agrees_on_large_pages_and_long_tables(case: Case) -> None:
-    assert_agrees(case, HostCopier)
-
-
-@settings(max_examples=200)
-@given(case=cases())
-def test_agrees_where_every_gather_is_large_enough_for_torch(case: Case) -> None:
+@pytest.mark.parametrize("limits", [{}, {"MIN_BYTES_FOR_TORCH": 0}, {"BLOCK_BYTES": 1}, {"BLOCK_BYTES": 700}], ids=str)
+@settings(max_examples=50)
+@given(case=st.one_of(cases(), cases(max_page_size=256, max_pages=30, max_dim=3)))
+def test_agrees_with_the_reference(limits: dict[str, int], case: Case) -> None:
+    """As it is; where every gather is large enough for torch; and where a scatter takes many blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "MIN_BYTES_FOR_TORCH", 0)
-        assert_agrees(case, HostCopier)
-
-
-@pytest.mark.parametrize("block_bytes", [1, 700])
-@settings(max_examples=200)
-@given(case=cases())
-def test_agrees_where_a_scatter_takes_many_blocks(block_bytes: int, case: Case) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "BLOCK_BYTES", block_bytes)
+        for name, value in limits.items():
+            patch.setattr(host_copy, name, value)
         assert_agrees(case, HostCopier)
 
 
@@ -129,6 +112,7 @@ def test_buffers_of_several_allocations_or_unevenly_spaced_are_stacks_of_their_o
     assert gathers_and_calls(pool, Span(begin=0, end=2), WHOLE, [0, 1, 2]) == 4
 
 
+@settings(max_examples=50)
 @given(data=st.data(), page_size=st.integers(1, 9), num_pages=st.integers(1, 40))
 def test_a_plan_covers_each_token_once(data: st.DataObject, page_size: int, num_pages: int) -> None:
     pages = data.draw(st.one_of(st.permutations(range(num_pages)), st.just(list(range(num_pages)))))
@@ -187,22 +171,19 @@ def test_works_on_an_engines_own_interleaved_tensors(wire_dtype: DType) -> None:
     HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, wire)
     ReferenceCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, expected)
     assert torch.equal(wire, expected) and bool(wire.any())
-    before = [both.clone() for both in storage]
-    HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, torch.zeros_like(wire))
-    for both, old in zip(storage, before, strict=True):
-        assert not torch.equal(both, old)
-        old[[6, 0, 2, 3, 5]] = torch.where(
-            touched_by(pages=5, page_size=4, span=buffers[0].tokens)[:, None, :, None, None]
-            & torch.tensor([False, True, True, False])[None, None, None, :, None],
-            torch.zeros(()),
-            old[[6, 0, 2, 3, 5]],
-        )
-        assert torch.equal(both, old)
+    targets = [interleaved_like(pool), interleaved_like(pool)]
+    for kind, target in zip((HostCopier, ReferenceCopier), targets, strict=True):
+        kind(target, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, wire)
+    assert_same_pools(*targets)
+    assert not torch.equal(targets[0].buffer(0, is_v=False), interleaved_like(pool).buffer(0, is_v=False))
 
 
-def touched_by(*, pages: int, page_size: int, span: Span) -> torch.Tensor:
-    tokens = torch.arange(pages * page_size).view(pages, page_size)
-    return (tokens >= span.begin) & (tokens < span.end)
+def interleaved_like(pool: PagedKVPool) -> PagedKVPool:
+    """A pool of the same shapes in interleaved tensors of its own, filled with one number."""
+    shape = pool.buffer(0, is_v=False).shape
+    storage = [torch.full((shape[0], 2, *shape[1:]), 7.0) for _ in range(2)]
+    buffers = [LayerBuffers(k=both[:, 0], v=both[:, 1]) for both in storage]
+    return PagedKVPool(layout=pool.layout, shard=pool.shard, num_pages=shape[0], buffers=buffers)
 
 
 def test_nan_bits_survive_a_copy() -> None:

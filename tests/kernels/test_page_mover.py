@@ -30,7 +30,7 @@ def make_mover(**sizes: int) -> PageMover:
 
 
 @pytest.mark.parametrize("side", ["save", "load", "copy"])
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(case=page_cases())
 def test_moves_what_the_reference_moves(side: Side, case: PageCase) -> None:
     assert_moves(case, side, lambda pool, host, _: HostPageMovement(pool, host))
