@@ -56,7 +56,7 @@ def test_waits_for_what_was_before() -> None:
 
     class Step:
         def synchronize(self) -> None:
-            assert written.wait(10)
+            assert written.wait(30)
 
     def save() -> None:
         mover.save([PageMove(group=0, device_pages=[0], host_pages=[0])], after=Step())
@@ -67,7 +67,7 @@ def test_waits_for_what_was_before() -> None:
     assert not is_over.wait(0.05)
     pool.buffer(0, is_v=False)[0] = 3.0
     written.set()
-    thread.join(10)
+    thread.join(30)
     assert is_over.is_set() and host.part(0).buffer(0, is_v=False)[0].eq(3.0).all()
 
 

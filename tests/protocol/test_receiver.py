@@ -68,6 +68,15 @@ def test_padding_is_published_for_a_grant_may_wait_for_nothing_else() -> None:
     assert receiver.ring.watermark().released == (cells(2, 3),)
 
 
+def test_grants_that_wait_for_room_are_live_and_the_peak_is_a_full_ring() -> None:
+    receiver = ReceiverHand(ring_cells=4)
+    receiver.expect(num_tokens=12)
+    receiver.ask(0)
+    assert (receiver.ring.live_bytes, receiver.machine.ring_peak_bytes) == (2 * CELL, 2 * CELL)
+    receiver.ask(1, 2)
+    assert (receiver.ring.live_bytes, receiver.machine.ring_peak_bytes) == (6 * CELL, 4 * CELL)
+
+
 def two_writers(*, is_one_sided: bool) -> tuple[ReceiverHand, Callable[..., Grant], Callable[..., list[frozenset[int] | None]]]:
     """A ring of two pieces and two writers; how a piece is asked for, and how it arrives: whom the watermark then concerns."""
     receiver = ReceiverHand(prefill_tp=2, ring_cells=2, is_one_sided=is_one_sided)
