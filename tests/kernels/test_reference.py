@@ -1,9 +1,6 @@
-"""The reference against element-by-element loops, and whole transfers between differently cut pools."""
+"""The reference against element-by-element loops, and conversions between dtypes."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +9,9 @@ from torch import Tensor
 
 from tests.kernels.kernel_cases import SENTINEL, Case, cases
 from transfer.errors import LayoutError
-from transfer.kernels import head_slice_copier
 from transfer.kernels.reference import ReferenceCopier
 from transfer.kv_pool import TORCH_DTYPES, PagedKVPool, convert
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, TokenOrder, routes, wire_buffers, wire_bytes
-from transfer.layout import wire_dtype as narrower
+from transfer.layout import DType, TokenOrder
 
 
 def element(pool: PagedKVPool, buffer: Tensor, slot: int, head: int) -> Tensor:
@@ -69,79 +64,6 @@ def test_scatter_is_what_the_loops_say(case: Case) -> None:
             assert torch.equal(
                 target.buffer(layer, is_v=is_v).view(torch.uint8), expected.buffer(layer, is_v=is_v).view(torch.uint8)
             )
-
-
-MIXED = KVLayout(
-    layers=(
-        LayerSpec(num_kv_heads=12, k_head_dim=8, v_head_dim=4),
-        LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=12, k_head_dim=8, v_head_dim=8, window_tokens=9),
-        LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=10, v_head_dim=0),
-        LayerSpec(num_kv_heads=2, k_head_dim=6, v_head_dim=6),
-    ),
-    dtype=DType.BFLOAT16,
-)
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        (Shard(tp_size=4, page_size=16), Shard(tp_size=2, page_size=32, order=TokenOrder.HND)),
-        (Shard(tp_size=2, page_size=64), Shard(tp_size=4, page_size=1)),
-        (Shard(tp_size=3, page_size=5, order=TokenOrder.HND), Shard(tp_size=2, pp_size=2, page_size=7)),
-        (Shard(tp_size=1, pp_size=3, page_size=3), Shard(tp_size=6, page_size=256, dtype=DType.FLOAT32)),
-    ],
-)
-def test_a_prompt_arrives_whole_in_a_differently_cut_tier(prefill: Shard, decode: Shard) -> None:
-    tokens, start = 45, 0
-    generator = torch.Generator().manual_seed(5)
-    truth = {
-        (layer, is_v): torch.randn(
-            (tokens, spec.num_kv_heads, spec.v_head_dim if is_v else spec.k_head_dim), generator=generator
-        ).bfloat16()
-        for layer, spec in enumerate(MIXED.layers)
-        for is_v in (False, True)
-    }
-    sources = [filled(prefill.at(rank), truth, tokens) for rank in range(prefill.num_ranks)]
-    targets = [empty(decode.at(rank), tokens, seed=rank) for rank in range(decode.num_ranks)]
-    dtype = narrower(MIXED, prefill, decode)
-    everything = Span(begin=0, end=MIXED.num_layers)
-    for route in routes(MIXED, prefill, decode):
-        for span in (Span(begin=start, end=20), Span(begin=20, end=tokens)):
-            what: dict[str, Any] = {"tokens": span, "layers": everything, "num_tokens": tokens, "dtype": dtype}
-            wire = torch.zeros(wire_bytes(MIXED, route, **what), dtype=torch.uint8)
-            buffers, count = wire_buffers(MIXED, route, **what), route.heads.count
-            (source, pages), (target, target_pages) = sources[route.prefill_rank], targets[route.decode_rank]
-            held = Span(begin=route.heads.source_start, end=route.heads.source_start + count)
-            head_slice_copier(source, heads=held, wire_dtype=dtype).plan(buffers).gather(pages, wire)
-            held = Span(begin=route.heads.target_start, end=route.heads.target_start + count)
-            head_slice_copier(target, heads=held, wire_dtype=dtype).plan(buffers).scatter(target_pages, wire)
-    for pool, pages in targets:
-        for layer in pool.layers:
-            spec = MIXED.layers[layer]
-            begin = tokens - spec.window_tokens if spec.kind is LayerKind.SLIDING_WINDOW else 0
-            k, v = pool.read(layer, slots(pages, pool.page_size, tokens)[begin:])
-            heads = pool.shard.heads(spec.num_kv_heads)
-            assert torch.equal(k, truth[layer, False][begin:, heads.begin : heads.end].to(pool.dtype))
-            assert torch.equal(v, truth[layer, True][begin:, heads.begin : heads.end].to(pool.dtype))
-
-
-def slots(pages: Tensor, page_size: int, tokens: int) -> Tensor:
-    return (pages[:, None] * page_size + torch.arange(page_size)).reshape(-1)[:tokens]
-
-
-def empty(shard: Shard, tokens: int, seed: int) -> tuple[PagedKVPool, Tensor]:
-    needed = math.ceil(tokens / shard.page_size)
-    pool = PagedKVPool(layout=MIXED, shard=shard, num_pages=needed + 2)
-    return pool, torch.randperm(needed + 2, generator=torch.Generator().manual_seed(seed))[:needed]
-
-
-def filled(shard: Shard, truth: dict[tuple[int, bool], Tensor], tokens: int) -> tuple[PagedKVPool, Tensor]:
-    pool, pages = empty(shard, tokens, seed=100 + shard.rank)
-    for layer in pool.layers:
-        heads = shard.heads(MIXED.layers[layer].num_kv_heads)
-        k, v = (truth[layer, is_v][:, heads.begin : heads.end] for is_v in (False, True))
-        pool.write(layer, slots(pages, pool.page_size, tokens), k, v)
-    return pool, pages
 
 
 def test_float16_saturates() -> None:
