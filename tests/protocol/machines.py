@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -74,6 +75,33 @@ def count_lines(machine: Any, *files: str) -> list[int]:
     return counts
 
 
+def incoming(
+    request_id: str,
+    routes: Sequence[rx.IncomingRoute],
+    *,
+    num_tokens: int,
+    start_token: int = 0,
+    layout: KVLayout = LAYOUT,
+    plan: ChunkPlan = PLAN,
+) -> rx.IncomingRequest:
+    return rx.IncomingRequest(
+        request_id=request_id,
+        layout=layout,
+        plan=plan,
+        wire_dtype=layout.dtype,
+        digest="xxh3-64",
+        num_tokens=num_tokens,
+        start_token=start_token,
+        routes=tuple(routes),
+    )
+
+
+def outgoing(request: rx.IncomingRequest, routes: Sequence[tx.OutgoingRoute]) -> tx.OutgoingRequest:
+    """The same request as its writer has it."""
+    same = {one.name: getattr(request, one.name) for one in fields(tx.OutgoingRequest)}
+    return tx.OutgoingRequest(**same | {"routes": tuple(routes)})
+
+
 class SenderHand:
     """Prefill rank 0 of `prefill_tp`, and its sessions: number 1 + decode rank."""
 
@@ -111,18 +139,8 @@ class SenderHand:
         )
 
     def start(self, request_id: str = "r", *, num_tokens: int = 8) -> list[tx.Action]:
-        mine = tuple(tx.OutgoingRoute(route=route, session=1 + route.decode_rank) for route in self.routes)
-        request = tx.OutgoingRequest(
-            request_id=request_id,
-            layout=LAYOUT,
-            plan=PLAN,
-            wire_dtype=LAYOUT.dtype,
-            digest="xxh3-64",
-            num_tokens=num_tokens,
-            start_token=0,
-            routes=mine,
-        )
-        return self.tell(tx.RequestStarted(request=request))
+        mine = [tx.OutgoingRoute(route=route, session=1 + route.decode_rank) for route in self.routes]
+        return self.tell(tx.RequestStarted(request=outgoing(incoming(request_id, (), num_tokens=num_tokens), mine)))
 
     def compute(self, chunk: int, request_id: str = "r", *, event: Any = None) -> list[tx.Action]:
         return self.tell(tx.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
@@ -201,18 +219,8 @@ class ReceiverHand:
         self.tell(rx.SessionOpened(session=session, incarnation=PREFILL_LIFE))
 
     def expect(self, request_id: str = "r", *, num_tokens: int = 8) -> list[rx.Action]:
-        mine = tuple(rx.IncomingRoute(route=route, session=1 + route.prefill_rank) for route in self.routes)
-        request = rx.IncomingRequest(
-            request_id=request_id,
-            layout=LAYOUT,
-            plan=PLAN,
-            wire_dtype=LAYOUT.dtype,
-            digest="xxh3-64",
-            num_tokens=num_tokens,
-            start_token=0,
-            routes=mine,
-        )
-        return self.tell(rx.RequestExpected(request=request))
+        mine = [rx.IncomingRoute(route=route, session=1 + route.prefill_rank) for route in self.routes]
+        return self.tell(rx.RequestExpected(request=incoming(request_id, mine, num_tokens=num_tokens)))
 
     def hear(self, message: GrantRequest | ChunkReady | WriterDrained | GrantRefused, *, session: int = 1) -> list[rx.Action]:
         return self.tell(rx.MessageArrived(session=session, message=message))
@@ -286,5 +294,5 @@ def declined(actions: list[tx.Action]) -> list[int]:
     return [decline.key for decline in of_type(actions, tx.Decline)]
 
 
-def drops(actions: list[tx.Action]) -> list[str]:
-    return [drop.reason for drop in of_type(actions, tx.MessageDropped)]
+def drops(actions: Sequence[object]) -> list[str]:
+    return [action.reason for action in actions if isinstance(action, tx.MessageDropped | rx.MessageDropped)]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from prefill_node import sender_events as tx
 from prefill_node.sender import MAX_SPENT_KEYS
-from tests.protocol.machines import CELL, WHOLE_CHUNK, SenderHand, cells, declined, messages, of_type
+from tests.protocol.machines import CELL, WHOLE_CHUNK, SenderHand, cells, declined, drops, messages, of_type
 from transfer.messages import ChunkReady
 from transfer.ring import grant_key
-
-
-def dropped(actions: list[tx.Action]) -> list[str]:
-    return [drop.reason for drop in of_type(actions, tx.MessageDropped)]
 
 
 def test_one_grant_for_two_chunks_is_taken_once() -> None:
@@ -19,7 +15,7 @@ def test_one_grant_for_two_chunks_is_taken_once() -> None:
     sender.compute(0)
     sender.compute(1)
     actions = sender.grant({0: cells(0, 2), 1: cells(0, 2)})
-    assert dropped(actions) == ["granted_twice"]
+    assert drops(actions) == ["granted_twice"]
     assert [gather.chunk.index for gather in of_type(actions, tx.StartGather)] == [0]
     assert not of_type(sender.grant({1: cells(2, 4)}), tx.MessageDropped)  # the right one is still welcome
 
@@ -29,7 +25,7 @@ def test_a_grant_that_is_being_written_is_never_declined_for_another_name() -> N
     sender.to_writing()
     for actions in (sender.grant({0: cells(0, 2)}, request_id="nobody"), sender.reject(0, request_id="nobody")):
         assert not of_type(actions, tx.Decline)
-        assert dropped(actions) == ["impossible_grant"]
+        assert drops(actions) == ["impossible_grant"]
     assert messages(sender.written(0), ChunkReady)
 
 
@@ -52,7 +48,7 @@ def test_a_declined_grant_is_not_taken_for_a_later_chunk() -> None:
     sender.start(num_tokens=4)
     (decline,) = of_type(sender.grant({0: cells(0, 2)}, request_id="nobody"), tx.Decline)
     assert decline.key == grant_key(0, 0)
-    assert dropped(sender.grant({0: cells(0, 2)})) == ["granted_twice"]
+    assert drops(sender.grant({0: cells(0, 2)})) == ["granted_twice"]
 
 
 def test_a_peer_that_takes_nothing_over_leaves_a_slot_to_the_others() -> None:
@@ -108,6 +104,7 @@ def test_a_ring_full_of_direct_pieces_that_are_never_taken_over_ends_its_session
         sender.gathered(gather.slot)
     assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
+    assert close.reason == "a write of 512 bytes was not taken over for more than 5 s"
     assert sender.tell(tx.SessionLost(session=1, reason=close.reason)) == []
     assert not sender.machine.is_idle and sender.machine.num_slots_used == 0
     over = sender.gathered(gathers[3].slot)
@@ -147,7 +144,7 @@ def test_a_grant_whose_second_attempt_was_declined_is_not_taken() -> None:
     sender = SenderHand()
     assert declined(sender.reject(0, request_id="nobody")) == [grant_key(0, 1)]
     sender.start(num_tokens=4)
-    assert dropped(sender.grant({0: cells(0, 2)})) == ["granted_twice"]
+    assert drops(sender.grant({0: cells(0, 2)})) == ["granted_twice"]
 
 
 def test_a_rejection_that_is_repeated_is_declined_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -17,15 +16,16 @@ from tests.protocol.machines import (
     CELL,
     DECODE_LIFE,
     LAYOUT,
-    PLAN,
     PREFILL_LIFE,
     SenderHand,
     cells,
     count_lines,
     declined,
     drops,
+    incoming,
     messages,
     of_type,
+    outgoing,
 )
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, routes
@@ -68,17 +68,8 @@ MIXED = KVLayout(
     ids=["every token of every layer", "windows and a state"],
 )
 def test_slices_are_counted_where_they_travel(layout: KVLayout, num_slices: int) -> None:
-    outgoing = tx.OutgoingRequest(
-        request_id="r",
-        layout=layout,
-        plan=PLAN,
-        wire_dtype=layout.dtype,
-        digest="xxh3-64",
-        num_tokens=13,
-        start_token=0,
-        routes=tuple(tx.OutgoingRoute(route=route, session=1) for route in routes(layout, Shard(), Shard())),
-    )
-    request = Request.of(outgoing)
+    mine = [tx.OutgoingRoute(route=route, session=1) for route in routes(layout, Shard(), Shard())]
+    request = Request.of(outgoing(incoming("r", (), num_tokens=13, layout=layout), mine))
     pieces = [piece for route in request.routes.values() for piece in request.next_pieces(route, 99)]
     assert sum(piece.num_slices for piece in pieces) == num_slices
 
@@ -709,11 +700,9 @@ def test_chunks_that_a_window_has_passed_have_no_piece() -> None:
     window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=4, v_head_dim=4, window_tokens=4)
     layout = KVLayout(layers=(window,), dtype=DType.FLOAT16)
     (route,) = routes(layout, Shard(), Shard())
-    values: dict[str, Any] = {"request_id": "r", "layout": layout, "plan": PLAN, "wire_dtype": layout.dtype, "digest": "xxh3-64"}
-    values |= {"num_tokens": 20, "start_token": 0}
-    outgoing = tx.OutgoingRequest(routes=(tx.OutgoingRoute(route=route, session=1),), **values)
-    incoming = rx.IncomingRequest(routes=(rx.IncomingRoute(route=route, session=1),), **values)
-    (source,), (target,) = Request.of(outgoing).routes.values(), IncomingState.of(incoming).routes.values()
+    there = incoming("r", [rx.IncomingRoute(route=route, session=1)], num_tokens=20, layout=layout)
+    here = outgoing(there, [tx.OutgoingRoute(route=route, session=1)])
+    (source,), (target,) = Request.of(here).routes.values(), IncomingState.of(there).routes.values()
     asked = [chunk.index for chunk, _ in source.unasked]
     assert asked == [chunk.index for chunk, _ in target.expected]
     assert 0 not in asked and 4 in asked

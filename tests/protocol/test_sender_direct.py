@@ -198,14 +198,3 @@ def test_a_direct_gather_in_flight_survives_its_session_and_keeps_the_pages(is_s
     actions = sender.gathered(DIRECT_0)
     assert [type(action) for action in actions] == [tx.SourceReleased, tx.RequestFailed]
     assert sender.machine.is_idle
-
-
-def test_a_direct_chunk_that_is_not_taken_over_ends_its_session() -> None:
-    sender = SenderHand(direct=DIRECT, write_timeout_s=5.0)
-    sender.to_gathering()
-    sender.gathered(DIRECT_0)
-    assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
-    (close,) = of_type(sender.tell(tx.Tick(), now_s=5.1), tx.CloseSession)
-    assert close.reason == "a write of 512 bytes was not taken over for more than 5 s"
-    actions = sender.tell(tx.SessionLost(session=1, reason=close.reason))
-    assert of_type(actions, tx.SourceReleased) and sender.machine.is_idle

@@ -15,13 +15,14 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_node import receiver_events as rx
 from decode_node.receiver import Receiver
 from prefill_node import sender_events as tx
 from prefill_node.sender import Sender
 from tests.protocol.links import Faults, Link, Post, Shipment
+from tests.protocol.machines import incoming, outgoing
 from tests.protocol.memory import RingMemory, Tag, WorldError, require
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.layout import DType, KVLayout, Route, Shard, routes, wire_bytes
@@ -88,13 +89,15 @@ class ReceiverRank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestPlan:
-    request_id: str
-    num_tokens: int
-    start_token: int
+    request: rx.IncomingRequest  # without routes: each rank has its own
     chunks: tuple[Chunk, ...]
     links: dict[tuple[int, int], Link]
     excuses: set[str] = field(default_factory=set)
     is_over: bool = False  # the leaders know that it failed
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
 class World:
@@ -344,13 +347,8 @@ class World:
         num_tokens = self.random.randint(1, config.max_tokens)
         start_token = self.random.choice([0, self.random.randrange(num_tokens)])
         chunks = split_into_chunks(self._plan, num_tokens=num_tokens, num_layers=LAYOUT.num_layers, start_token=start_token)
-        plan = RequestPlan(
-            request_id=request_id,
-            num_tokens=num_tokens,
-            start_token=start_token,
-            chunks=chunks,
-            links=dict(self.current),
-        )
+        request = incoming(request_id, (), num_tokens=num_tokens, start_token=start_token, layout=LAYOUT, plan=self._plan)
+        plan = RequestPlan(request=request, chunks=chunks, links=dict(self.current))
         self.requests[request_id] = plan
         self._busy_until = max(self._busy_until, self.now + 4 * HEARTBEAT)
         latest = max(self._command_receiver(rank, lambda rank=rank: self._expect(plan, rank)) for rank in range(config.decode_tp))  # type: ignore[misc]
@@ -382,18 +380,8 @@ class World:
             for route in self._routes
             if route.decode_rank == rank
         )
-        request = rx.IncomingRequest(
-            request_id=plan.request_id,
-            layout=LAYOUT,
-            plan=self._plan,
-            wire_dtype=LAYOUT.dtype,
-            digest="xxh3-64",
-            num_tokens=plan.num_tokens,
-            start_token=plan.start_token,
-            routes=mine,
-        )
         self.receivers[rank].expected.add(plan.request_id)
-        self.tell_receiver(self.receivers[rank], rx.RequestExpected(request=request))
+        self.tell_receiver(self.receivers[rank], rx.RequestExpected(request=replace(plan.request, routes=mine)))
 
     def _start(self, plan: RequestPlan, rank: int) -> None:
         mine = tuple(
@@ -401,18 +389,8 @@ class World:
             for route in self._routes
             if route.prefill_rank == rank
         )
-        request = tx.OutgoingRequest(
-            request_id=plan.request_id,
-            layout=LAYOUT,
-            plan=self._plan,
-            wire_dtype=LAYOUT.dtype,
-            digest="xxh3-64",
-            num_tokens=plan.num_tokens,
-            start_token=plan.start_token,
-            routes=mine,
-        )
         sender = self.senders[rank]
-        self.tell_sender(sender, tx.RequestStarted(request=request))
+        self.tell_sender(sender, tx.RequestStarted(request=outgoing(plan.request, mine)))
         self.after(40, lambda: self._compute(sender, plan, 0))
 
     def _compute(self, sender: SenderRank, plan: RequestPlan, chunk: int) -> None:
@@ -741,26 +719,13 @@ class World:
     def _leftovers(self) -> str:
         parts = [f"now {self.now}, requests {sorted(self.requests)}"]
         for sender in self.senders:
-            machine = sender.machine
-            if not machine.is_idle:
-                stages = {
-                    request_id: (request.failure, [f"{p.stage.name}{p.grant}" for p in request.outstanding()])
-                    for request_id, request in machine.requests.items()
-                }
-                parts.append(f"sender {sender.rank}: slots {machine.num_slots_used}, {stages}")
-            if machine.num_spent_keys:
-                parts.append(f"sender {sender.rank}: {machine.num_spent_keys} spent keys")
+            pieces = [piece for request in sender.machine.requests.values() for piece in request.outstanding()]
+            stages = [(piece.request.request_id, piece.stage.name, piece.grant) for piece in pieces]
+            parts.append(f"sender {sender.rank}: {stages}, {sender.machine.num_spent_keys} spent keys")
         for receiver in self.receivers:
-            if not receiver.machine.is_idle:
-                states = {
-                    request_id: (
-                        request.failure,
-                        [r.is_drained for r in request.routes.values()],
-                        [f"{p.stage.name}{p.grant}" for p in request.pieces()],
-                    )
-                    for request_id, request in receiver.machine.requests.items()
-                }
-                parts.append(f"receiver {receiver.rank}: {states}")
+            granted = [piece for request in receiver.machine.requests.values() for piece in request.pieces()]
+            stages = [(piece.request.request_id, piece.stage.name, piece.grant) for piece in granted]
+            parts.append(f"receiver {receiver.rank}: {stages}, {receiver.machine.num_lost_sessions} lost sessions")
         for link in self.links.values():
             if link.is_live and (link.posts or link.shipments):
                 parts.append(f"session {link.number}: posts {link.posts}, shipments {list(link.shipments)}")
