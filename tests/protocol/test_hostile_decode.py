@@ -51,16 +51,6 @@ def test_a_declined_grant_is_not_taken_for_a_later_chunk() -> None:
     assert drops(sender.grant({0: cells(0, 2)})) == ["granted_twice"]
 
 
-def test_a_peer_that_takes_nothing_over_leaves_a_slot_to_the_others() -> None:
-    sender = SenderHand(prefill_tp=1, decode_tp=2, num_slots=2)
-    sender.start(num_tokens=8)
-    for chunk in (0, 1):
-        sender.compute(chunk)
-    begun = sender.grant({0: cells(0, 1)}, route=1)  # the second peer has a grant and no slot yet: it gets one
-    begun += sender.grant({0: cells(0, 1), 1: cells(1, 2)}, route=0)
-    assert [gather.session for gather in of_type(begun, tx.StartGather)] == [2, 1]
-
-
 def test_the_last_slot_waits_for_a_peer_that_has_grants_and_none() -> None:
     sender = SenderHand(prefill_tp=1, decode_tp=2, num_slots=2)
     sender.start(num_tokens=8)
@@ -72,14 +62,6 @@ def test_the_last_slot_waits_for_a_peer_that_has_grants_and_none() -> None:
     assert not of_type(sender.grant({0: cells(1, 2)}, "second", route=0), tx.StartGather)
     (gather,) = of_type(sender.compute(1), tx.StartGather)
     assert gather.route.decode_rank == 1
-
-
-def test_a_lone_peer_may_use_every_slot() -> None:
-    sender = SenderHand(num_slots=2)
-    sender.start(num_tokens=8)
-    sender.compute(0)
-    sender.compute(1)
-    assert len(of_type(sender.grant({0: cells(0, 2), 1: cells(2, 4)}), tx.StartGather)) == 2
 
 
 def test_a_write_that_is_never_taken_over_ends_its_session() -> None:

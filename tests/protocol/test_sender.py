@@ -278,16 +278,6 @@ def test_what_was_written_of_a_failed_request_is_not_said_again_nor_released() -
     assert sender.watermark(2 * CELL) == []
 
 
-def test_a_second_attempt_that_was_written_is_not_declined_either() -> None:
-    sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
-    sender.reject(0)
-    sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
-    sender.written(0)
-    assert declined(sender.reject(0)) == []
-
-
 def test_a_rejection_while_a_failed_request_still_writes_is_declined() -> None:
     sender = SenderHand(num_slots=3)
     sender.start(num_tokens=12)
@@ -335,14 +325,6 @@ def test_late_news_of_a_request_that_was_sent_declines_nothing() -> None:
     assert of_type(sender.watermark(2 * CELL), tx.RequestSent)
     assert declined(sender.grant({0: cells(0, 2)})) == []
     assert declined(sender.reject(0)) == []
-
-
-def test_a_key_whose_grant_is_released_already_need_not_be_remembered() -> None:
-    """Otherwise nothing would ever make it forgotten."""
-    sender = SenderHand()
-    sender.watermark(2 * CELL)
-    assert declined(sender.grant({0: cells(0, 2)}, "nobody")) == []
-    assert not sender.machine.num_spent_keys
 
 
 def test_what_was_declined_is_forgotten_when_the_ring_has_it_back() -> None:

@@ -36,25 +36,6 @@ def test_a_direct_gather_is_the_write() -> None:
     assert sender.machine.is_idle
 
 
-def test_a_gather_says_where_it_goes_also_when_it_goes_into_a_slot() -> None:
-    sender = SenderHand(decode_tp=2)
-    sender.start(num_tokens=4)
-    sender.grant({0: cells(2, 3)}, route=1)
-    (gather,) = of_type(sender.compute(0), tx.StartGather)
-    assert (gather.session, gather.grant) == (2, cells(2, 3))
-
-
-def test_the_pages_of_a_direct_request_are_kept_until_its_last_release() -> None:
-    sender = SenderHand(direct=DIRECT)
-    sender.start(num_tokens=8)
-    sender.grant({0: cells(0, 2), 1: cells(2, 4)})
-    for chunk in (0, 1):
-        sender.compute(chunk)
-        assert not of_type(sender.gathered(DIRECT_0 + chunk), tx.SourceReleased)
-    assert not of_type(sender.watermark(2 * CELL), tx.SourceReleased)
-    assert len(of_type(sender.watermark(4 * CELL), tx.SourceReleased)) == 1
-
-
 def test_one_direct_session_keeps_the_pages_for_all_sessions_of_a_request() -> None:
     sender = SenderHand(decode_tp=2, direct=frozenset({2}))
     sender.start(num_tokens=4)
