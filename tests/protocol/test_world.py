@@ -6,6 +6,7 @@ tests/cluster/long plays far more of them.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -117,23 +118,29 @@ def play_wrong(
         World(config, seed).run()
 
 
-def test_the_world_notices_a_writer_that_does_not_ask_the_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RingView, "blocker_of", lambda self, grant: None)
-    with pytest.raises(WorldError, match="R1"):
-        play_wrong(20, is_one_sided=True)
-
-
-def test_the_world_notices_a_receive_that_is_posted_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StagingAllocator, "blocker_of", lambda self, grant: None)
+@pytest.mark.parametrize(
+    ("owner", "method", "wrong", "message", "options"),
+    [
+        (RingView, "blocker_of", lambda self, grant: None, "R1", {"is_one_sided": True}),
+        (StagingAllocator, "blocker_of", lambda self, grant: None, "R1", {"is_one_sided": False}),
+        (RingView, "update", lambda self, watermark: False, "wedged", {"is_one_sided": False}),
+        (
+            RouteState,
+            "is_drained",
+            property(lambda self: True),
+            "R1",
+            {"is_one_sided": True, "direct": 100, "faults": Faults(cancel=50)},
+        ),
+    ],
+    ids=["no watermark is asked", "receives are posted early", "watermarks stop", "drained before the gather is done"],
+)
+def test_the_world_notices_a_wrong_method(
+    owner: type, method: str, wrong: object, message: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(StagingAllocator, "check_invariants", lambda self: None)
-    with pytest.raises(WorldError, match="R1"):
-        play_wrong(20, is_one_sided=False)
-
-
-def test_the_world_notices_that_watermarks_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RingView, "update", lambda self, watermark: False)
-    with pytest.raises(WorldError, match="wedged"):
-        play_wrong(1, is_one_sided=False)
+    monkeypatch.setattr(owner, method, wrong)
+    with pytest.raises(WorldError, match=message):
+        play_wrong(50, **options)
 
 
 @pytest.mark.parametrize("direct", [0, 100], ids=["writes", "gathers"])
@@ -176,12 +183,6 @@ def test_the_world_notices_pages_that_are_freed_before_a_second_gather(monkeypat
     monkeypatch.setattr(Sender, "handle", handle)
     with pytest.raises(WorldError, match="after its source was released"):
         play_wrong(20, is_one_sided=True, direct=100, faults=Faults(corrupt=20))
-
-
-def test_the_world_notices_a_writer_that_drains_before_its_gather_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RouteState, "is_drained", property(lambda self: True))
-    with pytest.raises(WorldError, match="R1"):
-        play_wrong(50, is_one_sided=True, direct=100, faults=Faults(cancel=50))
 
 
 def test_the_world_notices_a_decline_beside_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
