@@ -85,7 +85,7 @@ class Link:
         self._send(shipment)
         if not self.is_open_at_receiver and (self.is_revocable or shipment.grant is None):
             if shipment.slot is not None and self.world.chance(50):
-                self.world.after(20, lambda: self.world.write_failed(self, shipment))
+                self.world.after(20, lambda: self.world.write_ended(self, shipment, "peer reset"))
             return  # otherwise nobody notices, until the session is closed
         if self.world.config.is_one_sided:
             if shipment.grant is None:
@@ -94,7 +94,7 @@ class Link:
                 self._land(shipment, shipment.grant, shipment.num_bytes)
             return
         if shipment.slot is not None and self.world.chance(20):
-            self.world.after(5, lambda: self.world.write_finished(self, shipment))  # eager: buffered by the transport
+            self.world.after(5, lambda: self.world.write_ended(self, shipment))  # eager: buffered by the transport
         self._match(shipment.key)
 
     def _send(self, shipment: Shipment) -> None:
@@ -157,7 +157,7 @@ class Link:
         self.ring.end_landing(shipment.number, grant, num_bytes, shipment.tag, is_broken=is_broken)
         if self.world.config.is_one_sided:
             self.shipments.pop(shipment.key, None)
-            self.world.write_finished(self, shipment)
+            self.world.write_ended(self, shipment)
         else:
             post = self.posts[shipment.key]
             self.world.after(10, lambda: self._settle(shipment, post, num_bytes))
@@ -170,7 +170,7 @@ class Link:
         self.ring.settle(post.grant, post.num_bytes)
         self.world.receive_settled(self, post.grant, num_bytes)
         if shipment.slot is not None:
-            self.world.after(10, lambda: self.world.write_finished(self, shipment))
+            self.world.after(10, lambda: self.world.write_ended(self, shipment))
 
     def close_at_receiver(self) -> None:
         """Proof of death, where the link is revocable: nothing lands any more."""

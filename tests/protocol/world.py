@@ -549,13 +549,7 @@ class World:
         if receiver.incarnation == link.receiver_incarnation:
             require(receiver.issued.get(grant.begin) == (tag, grant.end), f"R3: {grant} is not the grant of {tag}")
 
-    def write_finished(self, link: Link, shipment: Shipment) -> None:
-        self._write_ended(link, shipment, None)
-
-    def write_failed(self, link: Link, shipment: Shipment) -> None:
-        self._write_ended(link, shipment, "peer reset")
-
-    def _write_ended(self, link: Link, shipment: Shipment, failure: str | None) -> None:
+    def write_ended(self, link: Link, shipment: Shipment, failure: str | None = None) -> None:
         sender = self.senders[link.prefill_rank]
         if shipment.is_over or not link.is_open_at_sender or sender.incarnation != link.sender_incarnation:
             return
