@@ -90,23 +90,19 @@ def test_bytes_and_places_matter(algorithm: str) -> None:
     assert digest(payload[:4088], algorithm) != first
 
 
-WORDS = np.random.default_rng(3).integers(0, 2**64, 512, dtype=np.uint64)
 PLAIN = {
-    "random": WORDS,
-    "zeros": np.zeros(512, dtype=np.uint64),
-    "numbered": np.arange(512, dtype=np.uint64),
-    "steps": np.arange(512, dtype=np.uint64) * np.uint64(STEP),  # as far apart as the places are
-    "bfloat16": np.frombuffer(
-        torch.randn(2048, generator=torch.Generator().manual_seed(5)).bfloat16().view(torch.int16).numpy().tobytes(), np.uint64
-    ),
+    "random": np.random.default_rng(3).integers(0, 2**64, 24, dtype=np.uint64),
+    "zeros": np.zeros(24, dtype=np.uint64),
+    "numbered": np.arange(24, dtype=np.uint64),
+    "steps": np.arange(24, dtype=np.uint64) * np.uint64(STEP),  # as far apart as the places are
 }
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_every_bit_of_every_word_is_seen(name: str) -> None:
     """Any one bit, or the same bit of any two words, sign bits and lowest bits too: what a broken lane or a lost carry does."""
-    words, plain = PLAIN[name][:24], digest(PLAIN[name][:24], DIGEST_WORDS)
-    found = [plain]
+    words = PLAIN[name]
+    found = [digest(words, DIGEST_WORDS)]
     for bit in (0, 7, 15, 31, 32, 47, 63):
         for first in range(24):
             for second in range(first, 24):

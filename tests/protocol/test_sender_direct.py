@@ -117,13 +117,6 @@ def test_a_direct_session_takes_no_slot_from_the_others() -> None:
     assert sender.machine.num_slots_used == 2
 
 
-def test_a_release_heard_before_a_direct_gather_is_done_still_counts() -> None:
-    sender = SenderHand(direct=DIRECT)
-    sender.to_gathering()
-    assert sender.watermark(2 * CELL) == []
-    assert of_type(sender.gathered(DIRECT_0), tx.RequestSent)
-
-
 def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it() -> None:
     """The bytes lie in the grant: its key is spent, and a decline beside it would be a second answer to one question."""
     sender = SenderHand(direct=DIRECT)
