@@ -236,6 +236,17 @@ def test_a_grant_of_a_failed_request_is_posted_and_declined_before_it_is_release
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
 
 
+def test_a_grant_that_a_turn_has_no_steps_to_look_at_is_posted_by_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.ring_index.LOOK_STEPS", 1)
+    receiver = ReceiverHand(ring_cells=2)
+    receiver.expect(num_tokens=12)
+    grants = receiver.grants_of(receiver.ask(0, 1, 2))
+    receiver.settled(grants[0])
+    receiver.ready(0, grants[0])
+    (post,) = of_type(receiver.scattered(grants[0]), rx.PostReceive)
+    assert post.grant == grants[1]
+
+
 @pytest.mark.parametrize("is_posted", [False, True])
 def test_a_lost_session_releases_its_grants_at_once(is_posted: bool) -> None:
     receiver = ReceiverHand(ring_cells=2)
@@ -559,6 +570,20 @@ def test_each_writer_of_a_request_ends_its_own_quarantine() -> None:
     assert receiver.ring.quarantined_bytes == CELL and receiver.machine.is_known("r")
     receiver.over(1)
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
+
+
+def test_only_the_requests_of_a_session_end_with_it() -> None:
+    receiver = ReceiverHand(is_one_sided=True, prefill_tp=2)
+    half = WHOLE_CHUNK // 2
+    routes = receiver.routes
+    for number, route in enumerate(routes):
+        receiver.routes = [route]
+        receiver.expect(f"r{number}", num_tokens=4)
+        receiver.ask(0, request_id=f"r{number}", route=route.index, num_bytes=half, session=1 + number)
+    receiver.lose(1, is_over=False)
+    receiver.over(1)
+    assert not receiver.machine.is_known("r0") and receiver.machine.is_known("r1")
+    assert receiver.ring.live_bytes == CELL and receiver.ring.quarantined_bytes == 0
 
 
 def test_a_scatter_of_a_lost_session_finishes_before_its_pages_are_safe() -> None:

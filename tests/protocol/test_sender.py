@@ -498,6 +498,14 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float], message: 
         tx.SenderSettings(**settings)  # type: ignore[arg-type]
 
 
+def test_a_failed_request_has_nothing_left_to_ask_for() -> None:
+    sender = SenderHand(grants_ahead=1)
+    sender.to_writing(num_tokens=12)
+    sender.abort()
+    request = sender.machine.requests["r"]
+    assert request.next_pieces(request.routes[0], 2) == []
+
+
 # A sender whose state contradicts itself is noticed.
 
 
@@ -601,6 +609,32 @@ def test_a_grant_that_a_turn_has_no_steps_to_look_at_begins_in_a_later_one(monke
     assert [gather.chunk.index for gather in begun] == [0, 1]
     begun = of_type(sender.tell(tx.Tick()), tx.StartGather)
     assert [gather.chunk.index for gather in begun] == [2]
+
+
+def test_a_watermark_begins_a_turn_of_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.ring_index.LOOK_STEPS", 1)
+    sender = SenderHand(num_slots=3)
+    sender.start(num_tokens=12)
+    for chunk in range(3):
+        sender.compute(chunk)
+    sender.grant({0: cells(9, 11), 1: cells(11, 13), 2: cells(13, 15)})
+    for _ in range(3):
+        sender.tell(tx.Tick())  # each of them has been looked at
+    begun = of_type(sender.watermark(0, cells(1, 8)), tx.StartGather)
+    assert [gather.chunk.index for gather in begun] == [0, 1]
+
+
+def test_a_session_whose_looks_find_nothing_does_not_keep_the_turns_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.ring_index.LOOK_STEPS", 1)
+    sender = SenderHand(decode_tp=2, num_slots=4, grants_ahead=8)
+    sender.start(num_tokens=24)
+    for chunk in range(6):
+        sender.compute(chunk)
+    sender.watermark(0, cells(3, 8), session=2)
+    sender.grant({chunk: cells(8 + chunk, 9 + chunk) for chunk in range(6)}, route=0)
+    assert not of_type(sender.grant({0: cells(9, 10), 1: cells(12, 13)}, route=1), tx.StartGather)
+    (gather,) = of_type(sender.tell(tx.Tick()), tx.StartGather)
+    assert (gather.session, gather.chunk.index) == (2, 1)
 
 
 def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
