@@ -150,23 +150,6 @@ def test_every_session_id_and_every_payload_size_is_carried(channels: Channels) 
             assert payloads_of(client, 1) == [payload]
 
 
-def test_peers_do_not_mix(channels: Channels) -> None:
-    server = channels.open_server()
-    clients = {}
-    for session_id in range(1, 9):
-        server.allow(session_id, channels.key)
-        clients[session_id] = channels.open_client(server.address, session_id)
-    for number in range(20):
-        for session_id, client in clients.items():
-            assert client.send(b"%d:%d" % (session_id, number))
-    found = received_by(server, 160)
-    for session_id, client in clients.items():
-        mine = [received.payload for received in found if received.peer == session_id]
-        assert mine == [b"%d:%d" % (session_id, number) for number in range(20)]
-        assert server.send(session_id, b"to %d" % session_id)
-        assert payloads_of(client, 1) == [b"to %d" % session_id]
-
-
 def test_a_peer_that_is_not_allowed_is_dropped_and_counted(channels: Channels) -> None:
     """It has come in with the key of another session, and says that it is one that nobody has heard of."""
     server = channels.open_server()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, cases
 from transfer.kernels import head_slice_copier, host_copy
-from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.kernels.host_copy import HostCopier, PageRun, plan_tokens
 from transfer.kernels.reference import ReferenceCopier
 from transfer.kv_pool import LayerBuffers, PagedKVPool, as_words
@@ -28,21 +27,6 @@ def test_agrees_with_the_reference(limits: dict[str, int], case: Case) -> None:
         for name, value in limits.items():
             patch.setattr(host_copy, name, value)
         assert_agrees(case, HostCopier)
-
-
-def test_a_scatter_in_blocks_digests_the_wire_once_and_in_order() -> None:
-    pool = uniform_pool(num_layers=4, num_pages=8)
-    buffers = all_buffers(pool, Span(begin=0, end=20), layers=[0, 1, 2, 3], num_heads=2)
-    wire = torch.randint(0, 256, (sum(one.num_bytes for one in buffers),), dtype=torch.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "BLOCK_BYTES", 1)
-        plan = HostCopier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.FLOAT32).plan(buffers)
-    for algorithm in (DIGEST_XXH3, DIGEST_WORDS):
-        found = HostDigest(algorithm)
-        plan.scatter(torch.tensor([5, 0, 3, 6, 1]), wire, digest=found)
-        assert found.value() == digest(wire, algorithm)
-        wire[-1] ^= 1
-        assert found.value() != digest(wire, algorithm)
 
 
 def uniform_pool(*, num_layers: int, num_pages: int, buffers: list[LayerBuffers] | None = None) -> PagedKVPool:
