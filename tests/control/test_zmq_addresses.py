@@ -36,17 +36,10 @@ def test_tcp_without_keys_is_refused() -> None:
         ZmqControlClient("tcp://127.0.0.1:1", session_id=7)
 
 
-@pytest.mark.parametrize(
-    ("bind", "options", "shown"),
-    [
-        ("tcp://0.0.0.0:0", {"advertise_host": "127.0.0.1"}, "tcp://127.0.0.1:"),
-        ("tcp://[::1]:0", {}, "tcp://[::1]:"),
-    ],
-    ids=["wildcard", "ipv6"],
-)
-def test_the_address_that_is_told_is_served(bind: str, options: dict[str, str], shown: str) -> None:
-    server = open_server(bind, **options)
-    assert server.address.startswith(shown)
+@pytest.mark.parametrize(("bind", "host"), [("0.0.0.0", "127.0.0.1"), ("[::1]", None)])
+def test_the_address_that_is_told_is_served(bind: str, host: str | None) -> None:
+    server = open_server(f"tcp://{bind}:0", advertise_host=host)
+    assert server.address.startswith(f"tcp://{host or bind}:")
     client = open_client(server.address)
     wait_for(server, client, b"hello")
     client.close()

@@ -41,14 +41,6 @@ def test_words_are_summed() -> None:
 @pytest.mark.parametrize("side", ["save", "load", "copy"])
 def test_pages_are_moved(side: Side) -> None:
     layout = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=12, dtype=DType.FLOAT32)
-    case = PageCase(
-        layout=layout,
-        shard=Shard(page_size=4),
-        num_pages=7,
-        num_host_pages=6,
-        buffer_pages=2,
-        is_consecutive=False,
-        is_view=True,
-        seed=3,
-    )
+    sizes = {"num_pages": 7, "num_host_pages": 6, "buffer_pages": 2}
+    case = PageCase(layout=layout, shard=Shard(page_size=4), is_consecutive=False, is_view=True, seed=3, **sizes)
     assert_moves(case, side, lambda pool, host, size: DevicePageMovement(pool, host, buffer_bytes=size))
