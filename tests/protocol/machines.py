@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -98,8 +97,16 @@ def incoming(
 
 def outgoing(request: rx.IncomingRequest, routes: Sequence[tx.OutgoingRoute]) -> tx.OutgoingRequest:
     """The same request as its writer has it."""
-    same = {one.name: getattr(request, one.name) for one in fields(tx.OutgoingRequest)}
-    return tx.OutgoingRequest(**same | {"routes": tuple(routes)})
+    return tx.OutgoingRequest(
+        request_id=request.request_id,
+        layout=request.layout,
+        plan=request.plan,
+        wire_dtype=request.wire_dtype,
+        digest=request.digest,
+        num_tokens=request.num_tokens,
+        start_token=request.start_token,
+        routes=tuple(routes),
+    )
 
 
 class SenderHand:
