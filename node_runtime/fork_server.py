@@ -1,7 +1,7 @@
 """The process that a node's ranks are forked from.
 
-It imports the modules that every rank needs, which takes seconds, and nothing else: it has no threads of ours, no sockets of its own and
-no CUDA context. The leader starts it as soon as the settings are known, and imports its own modules meanwhile.
+It imports the modules that every rank needs, which takes seconds, and nothing else. It has no threads of ours, no sockets of its
+own and no CUDA context. The leader starts it as soon as the settings are known, and imports its own modules meanwhile.
 """
 
 from __future__ import annotations
