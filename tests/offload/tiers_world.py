@@ -167,8 +167,8 @@ class RankWorld:
         self.world, self.rank = world, rank
         self.inbox: deque[object] = deque()
         self.engine_lane = HandLane()
-        shard = Shard(tp_size=NUM_RANKS, tp_rank=rank, page_size=PAGE)
-        self.pool = KVPool(layout=world.layout, shard=shard, num_pages=world.device_pages)
+        self.shard = Shard(tp_size=NUM_RANKS, tp_rank=rank, page_size=PAGE)
+        self.pool = KVPool(layout=world.layout, shard=self.shard, num_pages=world.device_pages)
         self.host = HostPool(self.pool, num_pages=world.host_pages)
         self.allocator = GroupAllocator(page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens), self.pool.num_pages)
         self.receiver = Receiver()

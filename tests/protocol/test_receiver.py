@@ -31,7 +31,7 @@ from transfer.messages import (
     GrantsIssued,
     WriterDrained,
 )
-from transfer.ring import Grant, StagingAllocator, grant_key
+from transfer.ring import Grant, grant_key
 
 
 def test_a_request_goes_from_expected_to_complete() -> None:
@@ -416,7 +416,7 @@ def test_settings_out_of_range_are_refused() -> None:
         rx.ReceiverSettings(is_one_sided=False, repeat_after_s=0.0)
 
 
-def test_a_spoilt_receiver_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spoilt_receiver_is_noticed() -> None:
     receiver = ReceiverHand()
     receiver.expect(num_tokens=4)
     receiver.ask(0)
@@ -428,10 +428,6 @@ def test_a_spoilt_receiver_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces[0] = piece
     receiver.ring.assign(CELL)
     with pytest.raises(LocalProtocolError, match="2 live grants, 1 pieces hold one"):
-        receiver.machine.check_invariants()
-    receiver.ring.assign(8 * CELL)
-    monkeypatch.setattr(StagingAllocator, "is_writable", lambda self, grant: True)
-    with pytest.raises(LocalProtocolError, match="R1"):
         receiver.machine.check_invariants()
 
 
