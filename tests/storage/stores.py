@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transfer.storage.base import Outcome
+from transfer.storage.base import Outcome, Store
+
+PAGE_BYTES = 1024
 
 
 def key_of(number: int) -> str:
@@ -17,6 +19,18 @@ def key_of(number: int) -> str:
 def page_of(number: int, num_bytes: int) -> bytes:
     """Return bytes that no other page has."""
     return hashlib.shake_128(str(number).encode()).digest(64).ljust(num_bytes, bytes([number % 251 + 1]))[:num_bytes]
+
+
+def put(store: Store, *numbers: int, num_bytes: int = PAGE_BYTES) -> list[Outcome]:
+    return store.put([(key_of(number), memoryview(page_of(number, num_bytes))) for number in numbers])
+
+
+def get(store: Store, number: int, num_bytes: int = PAGE_BYTES) -> Outcome:
+    """Return what became of it; when it was found, it is the page."""
+    view = memoryview(bytearray(num_bytes))
+    (outcome,) = store.get([(key_of(number), view)])
+    assert outcome is not Outcome.OK or bytes(view) == page_of(number, num_bytes)
+    return outcome
 
 
 def file_of(directory: Path | str, key: str) -> Path:

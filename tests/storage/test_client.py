@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 
 from tests.storage.stores import MemoryStore, Seen, file_of, key_of, page_of
 from transfer.breaker import BreakerSettings, BreakerState
-from transfer.errors import ConfigError
 from transfer.storage.base import USED_STEP_NS, Outcome, Store
 from transfer.storage.client import CLOSE_S, JOB_BYTES, JOB_KEYS, SILENT_FRACTION, StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
@@ -88,23 +87,6 @@ async def test_what_was_put_is_got() -> None:
         assert seen.operations[:3] == [("put", (ok, ok)), ("get", (ok, missing, ok)), ("exists", (ok, ok, missing))]
         assert seen.num_bytes == 10  # five put, five got; keys are none
         assert seen.depths[-1] == 0 and max(seen.depths) == 3
-
-
-async def test_an_empty_call_does_nothing() -> None:
-    store = MemoryStore()
-    async with opened(store) as (client, seen, _):
-        assert await client.put([]) == await client.get([]) == await client.exists([]) == await client.delete([]) == []
-        assert not seen.operations and not store.num_calls
-
-
-async def test_views_of_any_shape_and_format_are_bytes() -> None:
-    async with opened(MemoryStore()) as (client, _, _):
-        floats = memoryview(bytearray(16)).cast("f", shape=[2, 2])
-        floats[1, 1] = 1.5
-        assert await client.put([("a", floats)]) == [True]
-        back = memoryview(bytearray(16)).cast("f")
-        assert await client.get([("a", back)]) == [True]
-        assert list(back) == [0, 0, 0, 1.5]
 
 
 async def test_a_large_call_is_spread_over_the_threads() -> None:
@@ -180,42 +162,6 @@ async def test_a_store_that_answers_others_meanwhile_is_not_blamed() -> None:
         assert client.state is BreakerState.OPEN
         store.gate.set()
         assert await second == [True]
-
-
-class HalfStuck(MemoryStore):
-    """Answers all reads but those of the key "stuck", which wait for the gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gated = set()
-
-    def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
-        if pages[0][0] == "stuck":
-            self.entered.release()
-            self.gate.wait()
-        return super().get(pages, used_ns=used_ns)
-
-
-async def test_a_call_that_hangs_opens_the_circuit_though_others_are_answered() -> None:
-    store = HalfStuck()
-    store.pages = {"a": b"\7"}
-    store.gate.clear()
-    async with opened(store, breaker=AT_ONCE) as (client, _, clock):
-        stuck = asyncio.create_task(client.get([("stuck", page(0))]))
-        await asked(store)
-        for _ in range(4):
-            clock.now_s += TIMEOUT_S / 5
-            assert await client.get([("a", page(0))]) == [True]
-            assert client.state is BreakerState.CLOSED
-        second = asyncio.create_task(client.get([("stuck", page(0))]))
-        await asked(store)
-        assert await clock.run_out(client.get([("a", page(0))], timeout_s=1.0), 1.0) == [False]
-        assert client.state is BreakerState.CLOSED, "it waited for a thread, and the store answered a second ago"
-        clock.now_s += TIMEOUT_S / 5 - 1.0
-        assert await stuck == [False]
-        assert client.state is BreakerState.OPEN
-        store.gate.set()
-        assert await second == [False]
 
 
 async def test_a_view_is_untouched_after_the_deadline() -> None:
@@ -369,23 +315,6 @@ async def test_the_circuit_opens_and_closes_again() -> None:
         assert seen.circuits[-1] == ("closed", "closed")
 
 
-async def test_one_call_tries_a_store_and_the_pause_doubles_when_it_fails() -> None:
-    store = MemoryStore()
-    store.error = OSError("gone")
-    async with opened(store, threads=8) as (client, seen, clock):
-        for _ in range(BREAKER.failures):
-            await client.exists(["a"])
-        assert client.state is BreakerState.OPEN
-        clock.now_s += BREAKER.pause_s
-        await asyncio.gather(*(client.exists(["a"]) for _ in range(4)))
-        last = sorted(outcomes[0] for _, outcomes in seen.operations[-4:])
-        assert last == [*[Outcome.CIRCUIT_OPEN] * 3, Outcome.FAILED]
-        clock.now_s += BREAKER.pause_s
-        assert client.state is BreakerState.OPEN
-        clock.now_s += BREAKER.pause_s
-        assert client.state is BreakerState.HALF_OPEN
-
-
 async def test_a_store_that_cannot_be_written_can_be_read_and_deleted_from() -> None:
     """A full disk: the pages that are there are as good as ever, and damaged ones have to go."""
     store = MemoryStore()
@@ -445,28 +374,6 @@ async def test_close_waits_for_the_store_and_ends_the_threads() -> None:
     assert not any(thread.is_alive() for thread in ours)
 
 
-def test_a_thread_that_returns_after_its_loop_was_closed_raises_nothing() -> None:
-    store = MemoryStore()
-    store.gate.clear()
-    noticed: list[threading.ExceptHookArgs] = []
-    hook, threading.excepthook = threading.excepthook, noticed.append  # type: ignore[assignment]
-    before = set(threading.enumerate())
-
-    async def call() -> None:
-        settings = StoreClientSettings(put_timeout_s=0.05, get_timeout_s=0.05, queue_bytes=1, threads=1, breaker=BREAKER)
-        client = StoreClient(store, loop=asyncio.get_running_loop(), settings=settings, observer=Seen())
-        assert await client.exists(["a"]) == [False]
-
-    try:
-        asyncio.run(call())
-        store.gate.set()
-        for thread in set(threading.enumerate()) - before:
-            thread.join(0.2)  # it now waits for work that never comes, being a daemon
-        assert not noticed
-    finally:
-        threading.excepthook = hook
-
-
 async def test_an_idle_thread_keeps_no_page_alive() -> None:
     class Page(bytearray):
         pass
@@ -479,17 +386,3 @@ async def test_an_idle_thread_keeps_no_page_alive() -> None:
         while alive() is not None:  # the thread returns from its call at any moment; pytest ends a wait that never ends
             gc.collect()
             await asyncio.to_thread(threading.Event().wait, 0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "right"),
-    [
-        ("put_timeout_s", 0.0, "above 0"),
-        ("get_timeout_s", float("nan"), "above 0"),
-        ("queue_bytes", 0, "at least 1"),
-        ("threads", 0, "at least 1"),
-    ],
-)
-def test_settings_are_checked(name: str, value: float, right: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is {value}; it must be {right}"):
-        StoreClientSettings(**(SETTINGS | {name: value}))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tests.storage.stores import BROKEN, file_of, key_of, page_of
+from tests.storage.stores import BROKEN, PAGE_BYTES, file_of, get, key_of, page_of, put
 from transfer.errors import ConfigError
 from transfer.storage import directory_room, envelope
 from transfer.storage.base import USED_STEP_NS, Outcome
@@ -21,27 +21,13 @@ from transfer.storage.directory import DirectoryStore, check_directory
 from transfer.storage.directory_room import KEEP_FRACTION, WRITING, DirectoryRoom
 from transfer.storage.envelope import HEADER_BYTES
 
-ROOT = Path(__file__).resolve().parents[2]
 OK, MISSING, CORRUPT, FOREIGN, FAILED = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN, Outcome.FAILED
-PAGE_BYTES = 1024
 FILE_BYTES = PAGE_BYTES + HEADER_BYTES
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "kv")
-
-
-def put(store: DirectoryStore, *numbers: int, num_bytes: int = PAGE_BYTES) -> list[Outcome]:
-    return store.put([(key_of(number), memoryview(page_of(number, num_bytes))) for number in numbers])
-
-
-def get(store: DirectoryStore, number: int, num_bytes: int = PAGE_BYTES) -> Outcome:
-    """What became of it; when it was found, it is the page."""
-    view = memoryview(bytearray(num_bytes))
-    (outcome,) = store.get([(key_of(number), view)])
-    assert outcome is not OK or bytes(view) == page_of(number, num_bytes)
-    return outcome
 
 
 def files(store: DirectoryStore) -> list[Path]:
@@ -65,12 +51,6 @@ def test_what_was_put_is_got_by_whoever_opens_the_directory(store: DirectoryStor
     assert other.delete([key_of(1), key_of(3)]) == [OK, MISSING]
     assert [get(store, number) for number in (1, 2)] == [MISSING, OK]
     assert store.put([]) == store.get([]) == store.exists([]) == store.delete([]) == []
-
-
-def test_files_fan_out_and_no_unfinished_one_is_left(store: DirectoryStore) -> None:
-    put(store, *range(50))
-    assert len({path.parent for path in files(store)}) > 20
-    assert not [path for path in files(store) if path.name.startswith(WRITING)]
 
 
 def test_nobody_else_may_read_or_write_what_is_stored(tmp_path: Path) -> None:
@@ -148,15 +128,6 @@ def test_nodes_of_two_versions_leave_each_other_their_pages(store: DirectoryStor
     with monkeypatch.context() as upgraded:
         upgraded.setattr(envelope, "VERSION", envelope.VERSION + 1)
         assert get(store, 2) is OK
-
-
-def test_something_else_in_the_place_of_a_page_fails_that_page_alone(store: DirectoryStore) -> None:
-    file_of(store.name, key_of(1)).mkdir(parents=True)
-    assert put(store, 1, 2) == [FAILED, OK]
-    assert get(store, 1) is FAILED
-    assert store.exists([key_of(1)]) == [MISSING]
-    assert store.delete([key_of(1)]) == [FAILED]
-    assert get(store, 2) is OK
 
 
 @pytest.mark.parametrize("max_bytes", [None, 1 << 30])
@@ -280,27 +251,6 @@ def test_a_wrong_count_is_put_right(tmp_path: Path) -> None:
     assert counted(store) == num_bytes(store) == 3 * FILE_BYTES
 
 
-@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
-def test_opening_looks_at_no_page_and_takes_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
-) -> None:
-    put(DirectoryStore(tmp_path, max_bytes=1 << 30), *range(3))
-    looked_at: list[object] = []
-    with (tmp_path / ".bytes").open("rb") as held, monkeypatch.context() as watched:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        watched.setattr(os, "walk", looked_at.append)
-        watched.setattr(os, "scandir", looked_at.append)
-        store = DirectoryStore(tmp_path, max_bytes=max_bytes)
-        assert get(store, 1) is OK
-    assert not looked_at
-
-
-def test_without_a_limit_nothing_is_counted(store: DirectoryStore) -> None:
-    put(store, 1, 2)
-    store.delete([key_of(1)])
-    assert [path.name for path in Path(store.name).iterdir()] == ["0a" * 16]
-
-
 @pytest.mark.parametrize("lock", [".bytes", ".evicting"])
 def test_a_lock_that_is_never_let_go_of_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str) -> None:
     monkeypatch.setattr(directory_room, "LOCK_WAIT_S", 0.1)
@@ -338,14 +288,6 @@ def test_a_page_that_the_kernel_does_not_take_fails_and_leaves_nothing(tmp_path:
     assert counted(store) == num_bytes(store)
 
 
-def test_a_page_whose_write_fails_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = DirectoryStore(tmp_path, max_bytes=1 << 30)
-    with monkeypatch.context() as full:
-        full.setattr(os, "write", lambda file, content: 0)
-        assert put(store, 1) == [FAILED]
-    assert counted(store) == num_bytes(store) == 0 and put(store, 1) == [OK]
-
-
 def test_a_directory_that_cannot_be_made_is_refused_when_it_is_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"storage.directory is .*/file/kv; it must be a folder that this process can write"):
@@ -381,24 +323,6 @@ def test_a_store_whose_directory_cannot_be_made_fails_its_pages(tmp_path: Path, 
     assert put(store, 1) == [OK]
 
 
-def test_a_directory_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
-    """As a user without rights, for root is refused nothing."""
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o555)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.getuid() and folder.is_relative_to("/tmp"):
-            folder.chmod(folder.stat().st_mode | 0o755)
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        with pytest.raises(ConfigError, match=r"storage.directory is .*locked; .* can write: Permission denied"):
-            check_directory(locked)
-    finally:
-        if is_root:
-            os.seteuid(0)
-
-
 @pytest.mark.parametrize("max_bytes", [None, 1 << 30])
 def test_a_directory_that_is_unmounted_is_not_made_on_the_disk_below(tmp_path: Path, max_bytes: int | None) -> None:
     store = DirectoryStore(tmp_path / "kv", max_bytes=max_bytes)
@@ -407,26 +331,3 @@ def test_a_directory_that_is_unmounted_is_not_made_on_the_disk_below(tmp_path: P
     assert put(store, 2) == [FAILED] and not (tmp_path / "kv").exists()
     (tmp_path / "kv").mkdir()
     assert put(store, 3) == [OK] == put(store, 4)
-
-
-def test_the_count_is_shared_again_after_the_directory_was_replaced(tmp_path: Path) -> None:
-    limit = 4 * FILE_BYTES
-    old = DirectoryStore(tmp_path / "kv", max_bytes=limit)
-    assert put(old, 1) == [OK]
-    shutil.rmtree(tmp_path / "kv")
-    new = DirectoryStore(tmp_path / "kv", max_bytes=limit)
-    for number in range(2, 12, 2):
-        assert put(new, number) == [OK] == put(old, number + 1)
-        assert sum(path.stat().st_size for path in (tmp_path / "kv").glob("*/*/*")) <= limit
-
-
-def test_a_directory_that_goes_away_is_misses_and_failures(store: DirectoryStore) -> None:
-    put(store, 1)
-    moved = Path(store.name).rename(Path(store.name).with_name("elsewhere"))
-    Path(store.name).write_bytes(b"a file in its place")
-    assert put(store, 2) == [FAILED]
-    assert get(store, 1) is FAILED
-    assert store.exists([key_of(1)]) == [FAILED]
-    Path(store.name).unlink()
-    moved.rename(store.name)
-    assert get(store, 1) is OK

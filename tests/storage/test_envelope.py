@@ -7,7 +7,6 @@ import struct
 import pytest
 import xxhash
 
-from transfer.errors import ConfigError
 from transfer.storage.base import Outcome
 from transfer.storage.envelope import HEADER_BYTES, MAGIC, check, header_of
 from transfer.storage.keys import MAX_KEY_CHARS
@@ -86,12 +85,3 @@ def test_a_page_of_another_size_is_not_read_into_this_one() -> None:
 def test_the_longest_key_fits() -> None:
     key = f"{'0a' * 16}/{'b' * (MAX_KEY_CHARS - 33)}"
     assert read(stored(key), key=key) is Outcome.OK
-
-
-def test_an_empty_page_is_one() -> None:
-    assert check(KEY, header_of(KEY, memoryview(b"")), memoryview(b""), num_bytes=HEADER_BYTES) is Outcome.OK
-
-
-def test_what_is_no_key_has_no_envelope() -> None:
-    with pytest.raises(ConfigError, match="store key is"):
-        header_of("../../etc/passwd", memoryview(PAGE))

@@ -6,29 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.stores import BROKEN, key_of, page_of
+from tests.storage.stores import BROKEN, PAGE_BYTES, get, key_of, put
 from transfer.errors import ConfigError
 from transfer.storage.base import Outcome
 from transfer.storage.object_store import ObjectStore
 
 OK, MISSING, CORRUPT, FOREIGN = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN
-PAGE_BYTES = 4096
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> ObjectStore:
     return ObjectStore(tmp_path.as_uri(), timeout_s=5.0)
-
-
-def put(store: ObjectStore, *numbers: int) -> list[Outcome]:
-    return store.put([(key_of(number), memoryview(page_of(number, PAGE_BYTES))) for number in numbers])
-
-
-def get(store: ObjectStore, number: int) -> Outcome:
-    view = memoryview(bytearray(PAGE_BYTES))
-    (outcome,) = store.get([(key_of(number), view)])
-    assert outcome is not OK or bytes(view) == page_of(number, PAGE_BYTES)
-    return outcome
 
 
 @pytest.mark.parametrize("back_end", ["memory", "file"])

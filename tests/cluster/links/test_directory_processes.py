@@ -1,4 +1,4 @@
-"""A directory store under real processes: killed writers, a limit that processes share, and file systems that are full."""
+"""A directory store under real processes: killed writers, and a limit that processes share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.links import store_writer as writer
-from tests.storage.stores import key_of, page_of
+from tests.storage.stores import get, key_of
 from transfer.storage.base import Outcome
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.directory_room import WRITING
@@ -28,13 +26,6 @@ FILE_BYTES = writer.PAGE_BYTES + HEADER_BYTES
 def start_writer(directory: Path, seed: int, *limit: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, writer.__file__, *map(str, (directory, seed, *limit))]
     return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE)
-
-
-def get(store: DirectoryStore, number: int) -> Outcome:
-    view = memoryview(bytearray(writer.PAGE_BYTES))
-    (outcome,) = store.get([(key_of(number), view)])
-    assert outcome is not Outcome.OK or bytes(view) == page_of(number, writer.PAGE_BYTES)
-    return outcome
 
 
 def unfinished(directory: Path) -> int:
@@ -61,7 +52,7 @@ def test_a_killed_writer_leaves_whole_pages_or_none(tmp_path: Path) -> None:
         store.delete(others)
         assert not unfinished(tmp_path)
         for number in range(writer.NUM_PAGES):
-            found[get(store, life * writer.NUM_PAGES + number)] += 1
+            found[get(store, life * writer.NUM_PAGES + number, writer.PAGE_BYTES)] += 1
         assert {path.stat().st_size for path in tmp_path.glob("*/*/*")} <= {FILE_BYTES}
     assert found[Outcome.OK] and found[Outcome.MISSING], "killed neither before the first page nor behind the last"
     assert leftovers, "at least one was killed while it wrote"
@@ -84,7 +75,7 @@ def test_two_processes_stay_below_the_limit_together(tmp_path: Path) -> None:
     assert 0 < most <= limit
     store = DirectoryStore(tmp_path, max_bytes=limit)
     numbers = [seed * writer.NUM_PAGES + number for seed in (1, 2) for number in range(writer.NUM_PAGES)]
-    assert 20 <= sum(get(store, number) is Outcome.OK for number in numbers) <= 40
+    assert 20 <= sum(get(store, number, writer.PAGE_BYTES) is Outcome.OK for number in numbers) <= 40
 
 
 def used_bytes(directory: Path) -> int:
@@ -97,66 +88,3 @@ def used_bytes(directory: Path) -> int:
             for name in names
             if not name.startswith(".")
         )
-
-
-def run_in_file_system(options: str, code: str, folder: Path) -> str:
-    """Run a program on a tmpfs of its own with those mount options, and return its output.
-
-    It needs no rights where users may have a mount namespace, and skips where they may not.
-    """
-    alone = ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*alone, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=60, check=False).returncode:
-        pytest.skip("this kernel lets no user mount a file system")
-    script = f"mount -t tmpfs -o {options} none {folder} && {sys.executable} -c '{code}' {folder}/kv"
-    done = subprocess.run([*alone, "sh", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
-    return done.stdout
-
-
-FULL_DISK = """
-import sys
-from pathlib import Path
-from tests.storage.stores import key_of, page_of
-from transfer.storage.directory import DirectoryStore
-store = DirectoryStore(Path(sys.argv[1]))
-outcomes = store.put([(key_of(number), memoryview(page_of(number, 1 << 16))) for number in range(40)])
-stored = [number for number, outcome in enumerate(outcomes) if outcome == "ok"]
-assert set(outcomes) == {"ok", "failed"} and 10 <= len(stored) < 32, outcomes
-for number in stored:
-    view = memoryview(bytearray(1 << 16))
-    assert store.get([(key_of(number), view)]) == ["ok"] and bytes(view) == page_of(number, 1 << 16)
-assert not list(Path(sys.argv[1]).rglob(".writing-*"))
-store.delete([key_of(number) for number in stored])
-assert store.put([(key_of(99), memoryview(page_of(99, 1 << 16)))]) == ["ok"], "there is room again"
-print("as expected")
-"""
-
-
-def test_a_full_disk_fails_single_pages(tmp_path: Path) -> None:
-    assert "No space left on device" in run_in_file_system("size=2m", FULL_DISK, tmp_path)
-
-
-NO_MORE_FILES = """
-import sys
-from pathlib import Path
-from tests.storage.stores import key_of, page_of
-from transfer.storage.directory import DirectoryStore
-root = Path(sys.argv[1])
-assert DirectoryStore(root).put([(key_of(1), memoryview(page_of(1, 64)))]) == ["ok"]
-try:
-    for number in range(99):
-        (root.parent / str(number)).touch()
-except OSError as error:
-    assert error.errno == 28
-else:
-    raise AssertionError("there is room")
-for limit in (None, 1 << 20):
-    store, view = DirectoryStore(root, max_bytes=limit), memoryview(bytearray(64))
-    assert store.get([(key_of(1), view)]) == ["ok"] and bytes(view) == page_of(1, 64)
-    assert store.put([(key_of(2), memoryview(page_of(2, 64)))]) == ["failed"]
-print("as expected")
-"""
-
-
-def test_a_store_opens_on_a_file_system_without_free_inodes(tmp_path: Path) -> None:
-    run_in_file_system("nr_inodes=32", NO_MORE_FILES, tmp_path)

@@ -8,19 +8,16 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 
-import obstore
-import obstore.store
 import pytest
 from moto.server import ThreadedMotoServer
 
-from tests.storage.stores import BROKEN, Seen, key_of, page_of
+from tests.storage.stores import PAGE_BYTES, Seen, get, key_of, page_of, put
 from transfer.breaker import BreakerSettings
 from transfer.storage.base import Outcome
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.object_store import ObjectStore
 
 OK, MISSING, CORRUPT, FOREIGN, FAILED = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN, Outcome.FAILED
-PAGE_BYTES = 4096
 
 
 @pytest.fixture(scope="module")
@@ -31,29 +28,15 @@ def s3_port() -> Iterator[int]:
     server.stop()
 
 
-class Bucket:
-    """A bucket of one test."""
-
-    def __init__(self, port: int) -> None:
-        name = f"kv-{secrets.token_hex(4)}"
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/{name}", method="PUT")
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert answer.status == 200
-        url = f"s3://{name}/some/prefix"
-        self.store = ObjectStore(url, timeout_s=30.0)
-        self._objects = obstore.store.from_url(url, client_options={"allow_http": True})
-
-    def object_of(self, key: str) -> bytes:
-        return bytes(obstore.get(self._objects, key).bytes())
-
-    def replace(self, key: str, content: bytes) -> None:
-        obstore.put(self._objects, key, content, use_multipart=False)
-
-
 @pytest.fixture
-def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+def store(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """A store in a bucket of one test."""
     point_at(s3_port, monkeypatch)
-    return Bucket(s3_port)
+    name = f"kv-{secrets.token_hex(4)}"
+    request = urllib.request.Request(f"http://127.0.0.1:{s3_port}/{name}", method="PUT")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+    return ObjectStore(f"s3://{name}/some/prefix", timeout_s=30.0)
 
 
 def point_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,19 +48,8 @@ def point_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
 
 
-def put(store: ObjectStore, *numbers: int) -> list[Outcome]:
-    return store.put([(key_of(number), memoryview(page_of(number, PAGE_BYTES))) for number in numbers])
-
-
-def get(store: ObjectStore, number: int) -> Outcome:
-    view = memoryview(bytearray(PAGE_BYTES))
-    (outcome,) = store.get([(key_of(number), view)])
-    assert outcome is not OK or bytes(view) == page_of(number, PAGE_BYTES)
-    return outcome
-
-
-def test_pages_are_shared_by_all_stores_of_a_bucket(bucket: Bucket) -> None:
-    store, other = bucket.store, ObjectStore(bucket.store.name, timeout_s=30.0)
+def test_pages_are_shared_by_all_stores_of_a_bucket(store: ObjectStore) -> None:
+    other = ObjectStore(store.name, timeout_s=30.0)
     assert put(store, 1, 2) == [OK, OK]
     assert [get(other, number) for number in (1, 2, 3)] == [OK, OK, MISSING]
     assert other.exists([key_of(1), key_of(3)]) == [OK, MISSING]
@@ -85,28 +57,11 @@ def test_pages_are_shared_by_all_stores_of_a_bucket(bucket: Bucket) -> None:
     assert [get(store, number) for number in (1, 2)] == [MISSING, OK]
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_object_is_a_miss_and_makes_way_for_a_whole_one(bucket: Bucket, how: str) -> None:
-    put(bucket.store, 1)
-    bucket.replace(key_of(1), BROKEN[how](bucket.object_of(key_of(1))))
-    assert how != "zeros" or put(bucket.store, 1) == [OK], "an object of the right size is not put again"
-    assert [get(bucket.store, 1), get(bucket.store, 1)] == [CORRUPT, MISSING]
-    assert put(bucket.store, 1) == [OK] and get(bucket.store, 1) is OK
-
-
-def test_an_object_of_another_model_is_never_read(bucket: Bucket) -> None:
-    put(bucket.store, 1)
-    other = f"{'f' * 32}/{key_of(1)[33:]}"
-    bucket.replace(other, bucket.object_of(key_of(1)))
-    assert bucket.store.get([(other, memoryview(bytearray(PAGE_BYTES)))]) == [FOREIGN]
-    assert bucket.store.exists([other]) == [OK], "it may be the page of a node of another version"
-
-
-async def test_a_loop_goes_on_while_a_service_is_asked(bucket: Bucket) -> None:
+async def test_a_loop_goes_on_while_a_service_is_asked(store: ObjectStore) -> None:
     """The service runs in this process: if obstore kept the interpreter's lock, nothing would ever answer."""
     breaker = BreakerSettings(failures=3, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
     settings = StoreClientSettings(put_timeout_s=60.0, get_timeout_s=60.0, queue_bytes=1 << 24, threads=4, breaker=breaker)
-    client = StoreClient(bucket.store, loop=asyncio.get_running_loop(), settings=settings, observer=Seen())
+    client = StoreClient(store, loop=asyncio.get_running_loop(), settings=settings, observer=Seen())
     pages = [(key_of(number), memoryview(page_of(number, PAGE_BYTES))) for number in range(20)]
     assert await client.put(pages) == [True] * 20
     views = [memoryview(bytearray(PAGE_BYTES)) for _ in pages]
