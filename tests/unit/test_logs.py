@@ -89,15 +89,6 @@ def test_the_level_holds_for_both_kinds_of_logger(level: Any, count: int) -> Non
         assert len(lines(stream)) == count
 
 
-def test_configuring_again_replaces_and_does_not_double() -> None:
-    first, second = io.StringIO(), io.StringIO()
-    configure_logging(LogConfig(format="json"), role="decode", rank=0, stream=first)
-    configure_logging(LogConfig(format="json"), role="decode", rank=1, stream=second)
-    structlog.get_logger("a").info("x")
-    assert lines(first) == []
-    assert [line["rank"] for line in lines(second)] == [1]
-
-
 def test_the_library_installs_no_handler() -> None:
     code = (
         "import logging, structlog\n"

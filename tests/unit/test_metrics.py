@@ -15,13 +15,9 @@ from structlog.testing import capture_logs
 
 import transfer
 from transfer.errors import (
-    ChunkTooLarge,
-    ConfigError,
     EngineError,
     IntegrityError,
-    LayoutError,
     PeerUnreachable,
-    Preempted,
     RemoteProtocolError,
     StagingError,
     TransferAborted,
@@ -31,14 +27,9 @@ from transfer.instance import Link
 from transfer.metrics import (
     ABORT_REASONS,
     BREAKER_STATES,
-    LOOP_METRICS,
     MAX_REASONS,
-    NODE_METRICS,
-    RANK_METRICS,
-    STORE_METRICS,
     NodeMetrics,
     RankMetrics,
-    Series,
     outcome_of,
 )
 from transfer.metrics.loop_specs import TURN_BUCKETS_S
@@ -230,26 +221,6 @@ def link_counters(rank: RankMetrics) -> tuple[float, float, float]:
     return written, busy, probe
 
 
-def test_a_link_that_is_never_idle_is_busy_all_the_time() -> None:
-    """There is always a next write under way when one ends; each look finds the time until then."""
-    clock = Clock()
-    rank = RankMetrics(role="prefill", rank=0, clock=clock)
-    rank.link_measured(7, link())
-    rank.link_write_began(7)
-    for number in range(1, 6):
-        clock.now_s += 8
-        rank.link_write_began(7)
-        clock.now_s += 2
-        rank.link_write_ended(7, 100)
-        assert link_counters(rank) == (100 * number, 10 * number, number)
-        assert rank.link_use(7).busy_s == 10 * number
-    clock.now_s += 60  # the last one hangs
-    assert link_counters(rank) == (500, 110, 5)
-    rank.link_write_ended(7, 0)
-    clock.now_s += 60
-    assert link_counters(rank) == (500, 110, 5)
-
-
 def test_links_with_the_same_labels_are_busy_once() -> None:
     """Six decode nodes of one rank share the labels: a card that they use fully is busy one second in a second."""
     clock, sessions = Clock(), range(6)
@@ -269,45 +240,6 @@ def test_links_with_the_same_labels_are_busy_once() -> None:
     rank.link_written(1, 3.0, 100)  # of which two seconds are the other's, too
     assert link_counters(rank)[1] == 6 + 5
     assert (rank.link_use(0).busy_s, rank.link_use(1).busy_s) == (10, 9)
-
-
-def test_a_session_that_ends_takes_its_writes_along_and_leaves_those_of_others() -> None:
-    clock = Clock()
-    rank = RankMetrics(role="prefill", rank=0, clock=clock)
-    for session in (1, 2):
-        rank.link_measured(session, link())
-    for session in (1, 1, 2):
-        rank.link_write_began(session)
-    clock.now_s += 5
-    rank.link_closed(1)
-    clock.now_s += 5
-    assert link_counters(rank)[1] == 10
-    rank.link_write_ended(2, 0)
-    rank.link_write_ended(1, 100)
-    clock.now_s += 5
-    assert link_counters(rank)[1] == 10
-    rank.link_closed(2)
-    assert b"kvferry_link_" not in page_of(rank, role="prefill")
-    rank.link_measured(3, link())
-    assert link_counters(rank) == (0, 0, 0), "a series that is shown again is a new one"
-
-
-def test_of_links_with_the_same_labels_the_slowest_is_shown() -> None:
-    rank = RankMetrics(role="prefill", rank=0)
-    rank.link_measured(1, link(latency_s=1e-5, bandwidth=4e9))
-    rank.link_measured(2, link(latency_s=9e-5, bandwidth=3e9))
-    rank.link_measured(3, link(latency_s=2e-5, bandwidth=1e9))
-
-    def shown() -> tuple[float, float]:
-        page = page_of(rank, role="prefill")
-        mine = {"role": "prefill", "rank": "0", "prefill_rank": "0", "decode_rank": "0", "lane": "ucx/net"}
-        return value(page, "link_latency_seconds", **mine), value(page, "link_bandwidth_bytes_per_second", **mine)
-
-    assert shown() == (9e-5, 1e9)
-    rank.link_closed(3)
-    assert shown() == (9e-5, 3e9)
-    rank.link_closed(2)
-    assert shown() == (1e-5, 4e9)
 
 
 @dataclass
@@ -439,13 +371,10 @@ def test_overlap_is_what_was_not_exposed_and_only_of_ranks_that_sent() -> None:
     [
         (TransferAborted("the client went away"), "caller", "aborted"),
         (TransferAborted("enough", is_by_operator=True), "operator", "aborted"),
-        (Preempted("computed again later"), None, "aborted"),
         (StagingError("no room within 9 s"), None, "refused"),
-        (ChunkTooLarge("the ring is too small for ever"), "no_room", "failed"),
         (PeerUnreachable("gone"), "lost", "failed"),
         (EngineError("broke"), "engine", "failed"),
         (IntegrityError("twice"), "data_loss", "failed"),
-        (LayoutError("heads"), "misfit", None),
         (RemoteProtocolError("?"), "misfit", None),
         (TransferError("new"), "other", None),
     ],
@@ -540,24 +469,6 @@ def test_retries_and_breakers_are_a_decode_nodes() -> None:
     assert b"kvferry_retries_total{" not in NodeMetrics(role="prefill").render([])
 
 
-def test_an_unknown_outcome_or_role_is_refused() -> None:
-    with pytest.raises(ConfigError, match="outcome is sent; it must be one of done"):
-        NodeMetrics(role="decode").request_ended("sent")
-    with pytest.raises(ConfigError, match="role is router"):
-        RankMetrics(role="router", rank=0)
-
-
-def test_counters_of_nothing_are_zero_and_not_absent() -> None:
-    page = NodeMetrics(role="prefill").render([RankMetrics(role="prefill", rank=0).snapshot({})])
-    assert b"_created" not in page
-    node = NodeMetrics(role="prefill")
-    assert value(node.render([]), "loaded_prompt_tokens_total", role="prefill") == 0
-    node.tokens_loaded(64)
-    assert value(node.render([]), "loaded_prompt_tokens_total", role="prefill") == 64
-    for name in ("transferred_bytes_total", "chunks_total", "writes_total", "writes_avoided_total", "resends_total"):
-        assert value(page, name, role="prefill", rank="0") == 0
-
-
 def test_a_snapshot_of_another_build_is_taken_as_far_as_it_is_known() -> None:
     snapshot: dict[str, Any] = RankMetrics(role="decode", rank=0).snapshot(STATUS)
     snapshot["families"]["kvferry_unheard_of"] = 'kvferry_unheard_of{rank="0"} 1.0\n'
@@ -566,31 +477,11 @@ def test_a_snapshot_of_another_build_is_taken_as_far_as_it_is_known() -> None:
     assert b"unheard" not in page and b"kvferry_sessions" not in page and b"kvferry_ring_live_bytes{" in page
 
 
-def test_what_is_no_number_is_not_shown() -> None:
-    node = NodeMetrics(role="decode")
-    for expires_s in (math.nan, math.inf):
-        node.certificate(not_after_s=expires_s, is_stale=False)
-        page = node.render([])
-        assert b"kvferry_certificate_expiry" not in page and value(page, "certificate_stale", role="decode") == 0
-
-
 def test_labels_of_any_text_are_read_as_they_were() -> None:
     node = NodeMetrics(role="decode")
     odd = 'a\\b "c"\nd{e="f"},g'
     node.call_refused(odd)
     assert value(node.render([]), "refused_calls_total", role="decode", method=odd) == 1
-
-
-def test_a_counter_never_goes_back_and_a_series_has_its_labels() -> None:
-    series = Series(NODE_METRICS, labels={"role": "decode"})
-    with pytest.raises(ValueError, match="grow by -1"):
-        series("retries").inc(-1)
-    with pytest.raises(KeyError, match="has the labels group, state, and not group"):
-        series("host_pages", group="full")
-    with pytest.raises(KeyError, match="kvferry_requests has the labels outcome, and not state"):
-        series("requests", state="done")
-    series("host_pages", group="full", state="free").set(3)
-    assert series("host_pages", state="free", group="full").value == 3, "labels in any order"
 
 
 def test_a_page_of_prometheus_own_client_reads_the_same() -> None:
@@ -604,19 +495,6 @@ def test_a_page_of_prometheus_own_client_reads_the_same() -> None:
     wanted = samples(b"\n".join(line for line in generate_latest(registry).splitlines() if b"_created" not in line) + b"\n")
     found = samples(ours.render([]))
     assert {key: number for key, number in found.items() if key[0].startswith("kvferry_queue_seconds")} == wanted
-
-
-def test_every_metric_keeps_the_conventions_and_is_declared_once() -> None:
-    specs = {*RANK_METRICS, *NODE_METRICS}
-    for spec in specs:
-        assert spec.name.startswith("kvferry_") and not spec.name.endswith(("_total", "_s", "_ms", "_us", "_mb")), spec
-        assert spec.help.endswith(".") and len(spec.help) > 10, spec
-        assert (spec.kind == "histogram") == bool(spec.buckets), spec
-        assert spec.kind != "histogram" or spec.name.endswith(("_seconds", "_ratio")), spec
-        assert list(spec.buckets) == sorted(set(spec.buckets)), spec
-        assert not {"request_id", "session_id", "le", "rank"}.intersection(spec.labels), spec
-    assert len(specs) == len({spec.name for spec in specs})
-    assert set(RANK_METRICS) & set(NODE_METRICS) == {*STORE_METRICS, *LOOP_METRICS}
 
 
 def test_what_rank_and_leader_see_of_the_store_is_on_one_page() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from transfer.errors import EngineError, MemoryPlanError, OutOfMemory
-from transfer.out_of_memory import allocating, is_out_of_memory, num_ooms, out_of_memory
+from transfer.out_of_memory import allocating, is_out_of_memory
 from transfer.staging import StagingBuffer
 
 TOO_MANY = 2**60
@@ -32,7 +32,6 @@ ON_A_GPU = [
     torch.AcceleratorError("CUDA error: out of memory", 2),
     RuntimeError("CUDA error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("NCCL error: unhandled cuda error, NCCL version 2.27.5. Cuda failure 2 'out of memory'"),
 ]
@@ -54,16 +53,12 @@ class Gpu:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_emptied = 0
-        self.refuses = False
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (512 * MIB, int(79.1 * GIB)))
         patch.setattr(torch.cuda, "memory_reserved", lambda device: 70 * GIB)
-        patch.setattr(torch.cuda, "memory_stats", lambda device: {"num_ooms": 3})
         patch.setattr(torch.cuda, "empty_cache", self.empty_cache)
 
     def empty_cache(self) -> None:
         self.num_emptied += 1
-        if self.refuses:
-            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
 
 @pytest.fixture
@@ -80,16 +75,6 @@ def test_what_the_system_refuses_is_named_in_one_line(name: str) -> None:
     assert said.endswith(" free; lower a.b") and "\n" not in said
     assert caught.value.spares_kv and not caught.value.is_fatal
     assert isinstance(caught.value, MemoryPlanError) and isinstance(caught.value, EngineError)
-
-
-def test_bytes_that_the_site_does_not_know_are_those_of_torch() -> None:
-    with (
-        pytest.raises(OutOfMemory, match=f": {TOO_MANY} bytes asked for, the host has"),
-        allocating("x", device="cpu", advice="y"),
-    ):
-        REFUSED["torch"]()
-    with pytest.raises(OutOfMemory, match=": an unknown number of bytes asked for"), allocating("x", device="cpu", advice="y"):
-        REFUSED["python"]()
 
 
 @pytest.mark.parametrize("error", ON_A_GPU, ids=str)
@@ -109,14 +94,6 @@ def test_memory_of_the_host_is_not_blamed_on_the_gpu(gpu: Gpu) -> None:
     with pytest.raises(OutOfMemory) as caught, allocating("x", device="cuda", advice="y"):
         REFUSED["torch"]()
     assert "cuda" not in str(caught.value) and "the host has" in str(caught.value)
-
-
-def test_a_device_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda device: failing(torch.AcceleratorError("CUDA error: out of memory", 2))
-    )
-    line = out_of_memory(ON_A_GPU[0], "x", device="cuda:0", advice="y")
-    assert "the free memory of cuda:0 is unknown (AcceleratorError)" in str(line)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)
@@ -175,13 +152,3 @@ def test_the_failed_work_holds_no_memory(gpu: Gpu) -> None:
     with pytest.raises(OutOfMemory) as caught, allocating("x", device="cuda", advice="y"):
         work()
     assert held[0]() is None, f"with {caught.value} still there"
-
-
-def test_an_allocator_that_gives_nothing_back_hides_nothing(gpu: Gpu) -> None:
-    gpu.refuses = True
-    with pytest.raises(OutOfMemory), allocating("x", device="cuda", advice="y"):
-        failing(ON_A_GPU[0])
-
-
-def test_the_count_of_torch(gpu: Gpu) -> None:
-    assert (num_ooms(torch.device("cuda")), num_ooms(torch.device("cpu"))) == (3, 0)

@@ -44,12 +44,6 @@ def test_what_the_file_does_not_name_is_as_in_the_nodes_own_settings(tmp_path: P
     )
 
 
-def test_two_whole_settings_files_may_name_each_other(tmp_path: Path) -> None:
-    own = decode_node(tmp_path, f"model: /models/a\nother_role: {tmp_path}/decode.yaml\nchunk: {{chunk_tokens: 32}}\n")
-    other = load_other_role(own)
-    assert isinstance(other, PrefillNodeConfig) and other.chunk.chunk_tokens == 32
-
-
 def test_each_role_has_the_other_one(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("peers: {prefill_nodes: ['a:1']}\noffload: {host_ratio: 1}\n")
     given: dict[str, Any] = {"model": "/m", "tls.insecure": 1, "other_role": tmp_path / "other.yaml", "chunk.chunk_tokens": 32}
@@ -62,14 +56,11 @@ def test_each_role_has_the_other_one(tmp_path: Path) -> None:
     [
         ("model: /models/b\n", "model is /models/b, and /models/a in the settings of the decode node; a change of role leaves"),
         ("server: {port: 9}\n", "server.port is 9, and 0 in the settings of the decode node"),
-        ("parallel: {tp_size: 4}\n", "parallel.tp_size is 4, and 1 in"),
-        ("tls: {insecure: 2}\n", "tls.insecure is 2, and 1 in"),
         (
             "ring: {capacity_bytes: 5}\n",
             "ring.capacity_bytes is no setting (from {file}) of prefill-node; it is one of decode-node",
         ),
         ("chunk: {chunk_tokens: 0}\n", "chunk.chunk_tokens is 0 (from {file}); it must be at least 1"),
-        ("- 1\n", "config file {file} holds a list; it must hold settings"),
     ],
 )
 def test_what_is_wrong_names_file_setting_and_both_values(tmp_path: Path, content: str, said: str) -> None:
@@ -77,18 +68,6 @@ def test_what_is_wrong_names_file_setting_and_both_values(tmp_path: Path, conten
     with pytest.raises(ConfigError) as caught:
         load_other_role(decode_node(tmp_path, content))
     assert str(caught.value).startswith(f"other_role is {file}: {said.replace('{file}', str(file))}")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    own = load_config(DecodeNodeConfig, flags={"model": "/m", "tls.insecure": 1, "other_role": tmp_path / "none.yaml"})
-    with pytest.raises(ConfigError, match=r"other_role is .*none\.yaml: config file .*none\.yaml cannot be read: No such file"):
-        load_other_role(own)
-
-
-def test_several_differences_are_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_other_role(decode_node(tmp_path, "device: cuda\nlog: {level: debug}\n"))
-    assert [line.split(" is ")[1].split(": ")[1] for line in str(caught.value).splitlines()] == ["device", "log.level"]
 
 
 def test_what_is_kept_are_settings_of_both_roles() -> None:
