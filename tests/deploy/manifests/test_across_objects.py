@@ -6,7 +6,6 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-import pytest
 import yaml
 
 import transfer
@@ -357,18 +356,3 @@ def test_no_manifest_is_left_out() -> None:
         folder = file.parent.parent if file.parent.name == "settings" else file.parent
         if file.name != "kustomization.yaml":
             assert file.relative_to(folder).as_posix() in (folder / "kustomization.yaml").read_text(encoding="utf-8"), file
-
-
-@pytest.mark.parametrize("variant", ["single-node", "two-tier", "lws"])
-def test_a_node_on_gpus_computes_in_chunks_and_steps_that_suit_them(variant: str) -> None:
-    """As the component gpu has it, which single-node cannot take, for its GPUs come by a claim."""
-    names = re.compile("KVFERRY_(CHUNK|LIMITS)__.*")
-    for role in ("prefill", "decode"):
-        page = yaml.safe_load((KUBERNETES / "components" / "gpu" / f"{role}.yaml").read_text(encoding="utf-8"))
-        wanted = {one["name"]: one["value"] for one in page["spec"]["template"]["spec"]["containers"][0]["env"]}
-        (container,) = [one for pod in pods(variant) for one in pod.nodes if role_of(one) == role]
-        assert {one["name"]: one["value"] for one in container["env"] if names.fullmatch(one["name"])} == wanted
-        if variant != "single-node":  # a GPU for each rank
-            env = {one["name"]: one.get("value") for one in container["env"]}
-            assert env["KVFERRY_DEVICE"] == "cuda"
-            assert env["KVFERRY_PARALLEL__TP_SIZE"] == container["resources"]["limits"]["nvidia.com/gpu"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +62,6 @@ def test_a_node_starts_with_what_it_is_given(role: str, model: Path, tmp_path: P
     assert f"{role}: the settings are right" in result.output and "never be ready" not in result.output
 
 
-def test_the_model_is_made_where_the_nodes_look_for_it() -> None:
-    *_, script, place = COMPOSE["services"]["model"]["command"]
-    assert "kvferry model make" in shlex.join(shlex.split(interpolated(script)))
-    assert [interpolated(place)] == list({str(node_config(role).model) for role in CONFIGS})
-    volumes = {name: service["volumes"] for name, service in COMPOSE["services"].items() if name != "namespace"}
-    assert volumes == {name: ["${KVFERRY_MODELS:-models}:/models" + ":ro" * (name in CONFIGS)] for name in ("model", *CONFIGS)}
-
-
 def test_the_nodes_meet_on_loopback_and_are_asked_where_they_listen() -> None:
     prefill, decode = node_config("prefill"), node_config("decode")
     assert isinstance(decode, DecodeNodeConfig)
@@ -84,21 +75,6 @@ def test_the_nodes_meet_on_loopback_and_are_asked_where_they_listen() -> None:
     assert len(set(ports)) == 4
     for target in re.findall(r"--target (\S+)", (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")):
         assert target == f"127.0.0.1:{decode.server.port}"
-
-
-def test_either_node_can_be_started_anew_without_the_other_one() -> None:
-    """They share a pid namespace, for UCX; it is that of a container which does nothing, so that no node's end takes it away."""
-    services = COMPOSE["services"]
-    assert {services[role]["pid"] for role in CONFIGS} == {"service:namespace"}
-    owner = services["namespace"]
-    assert owner["command"] == ["sleep", "infinity"]
-    assert owner["init"] is True  # as the first process of its namespace, sleep itself would hear no SIGTERM
-    assert "pid" not in owner and "depends_on" not in owner
-    for role in CONFIGS:
-        assert services[role]["depends_on"]["namespace"] == {"condition": "service_started"}  # and so it is stopped last
-        assert not any("restart" in one for one in services[role]["depends_on"].values())
-    # The decode node's restart is nothing to the prefill node, and the prefill node's none to it but for a peer that comes again.
-    assert "decode" not in services["prefill"]["depends_on"]
 
 
 @pytest.mark.parametrize("service", COMPOSE["services"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 import transfer
-from tests.rdma.boot import SUBSTITUTES
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -59,27 +57,3 @@ def test_version_and_base_are_pinned() -> None:
     (image,) = re.findall(r"^ARG PYTHON_IMAGE=(.+)$", TEXT, re.M)
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", image)
     assert set(re.findall(r"^FROM (\S+)", TEXT, re.M)) == {"${PYTHON_IMAGE}"}
-
-
-def test_for_efa_the_image_has_one_of_each_library(tmp_path: Path) -> None:
-    """Those that tests/rdma replaces, by the Dockerfile's own commands, in a folder with names as in NIXL's wheel."""
-    (commands,) = re.findall(r'if \[ "\$\{EFA\}" = yes \]; then(.*?) fi \\\n', TEXT, re.S)
-    installed, _, links = commands.replace("\\\n", "\n").partition("&&")
-    assert installed.split()[:2] == ["apt-get", "install"] and "ibverbs-providers" in installed.split()
-    site = tmp_path / "site-packages"
-    wheel = site / "nixl_cu13.libs"
-    wheel.mkdir(parents=True)
-    names = ["libibverbs-1de1263b.so.1.14.48.0", "libnl-3-47cd035c.so.200.26.0", "libnl-route-3-3ad497a3.so.200.26.0"]
-    for name in (*names, "libucp-b39b3ed9.so.0.0.0"):
-        (wheel / name).touch()
-    here = links.replace("/opt/kvferry/lib/python3*/site-packages", str(site)).rstrip().rstrip(";")
-    assert here != links
-    assert subprocess.run(["sh", "-c", here], timeout=60).returncode == 0
-    replaced = {file.name: file.readlink() for file in wheel.iterdir() if file.is_symlink()}
-    assert sorted(replaced) == names
-    assert {file.name for file in replaced.values()} == set(SUBSTITUTES.values())
-    assert {file.parent for file in replaced.values()} == {Path(f"/usr/lib/{platform.machine()}-linux-gnu")}
-    for name in names:  # a wheel that has another one is noticed when the image is built
-        (wheel / name).unlink()
-        assert subprocess.run(["sh", "-c", here], capture_output=True, timeout=60).returncode != 0
-        (wheel / name).touch()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import subprocess
-import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,6 @@ import yaml
 from typer.testing import CliRunner
 
 from decode_node.__main__ import app as decode_app
-from kvferry.__main__ import app as kvferry_app
 from node_runtime.health import HealthServer, Readiness
 from prefill_node.__main__ import app as prefill_app
 from tests.authority import Authority
@@ -167,18 +165,6 @@ def test_any_grpc_client_connects_by_the_names_of_services(variant: str, authori
         server.stop(None)
 
 
-def test_what_makes_the_demo_model_takes_its_arguments(tmp_path: Path) -> None:
-    """It is not run, for it takes long; that it would not touch what is there shows that it was understood."""
-    for pod in pods("dev-tcp"):
-        (container,) = pod.spec["initContainers"]
-        assert container["command"] == ["kvferry"]
-        (volume,) = [one for one in container["volumeMounts"] if container["args"][-1].startswith(f"{one['mountPath']}/")]
-        assert not volume.get("readOnly")
-        (tmp_path / "there").touch()
-        result = CliRunner().invoke(kvferry_app, [*container["args"][:-1], str(tmp_path)])
-        assert (result.exit_code, "is not empty" in result.output) == (2, True), result.output
-
-
 async def test_probes_and_scrapes_ask_for_what_the_nodes_answer() -> None:
     """The real server; a node whose peers are all gone is not ready, and lives."""
     server = HealthServer(lambda: Readiness(is_ready=False, reason="no prefill node is joined"), lambda: b"")
@@ -308,20 +294,6 @@ def assert_answers(folder: Path, series: dict[str, str], answers: dict[str, floa
     assert said.returncode == 0, said.stdout + said.stderr
 
 
-@pytest.mark.parametrize("limit", [32, 128])
-def test_the_decode_tier_grows_before_it_is_at_its_limit(limit: int, tmp_path: Path) -> None:
-    """Whatever limit its nodes are given, and not where they are three quarters full."""
-    for running, is_more in ((0.75, False), (0.9, True)):
-        series = {}
-        for node in range(2):
-            labels = f'role="decode",instance="10.0.0.{node}:7180",pod="decode-{node}"'
-            series[f"kvferry_running_requests{{{labels}}}"] = f"{running * limit:g}x40"
-            series[f"kvferry_max_running_requests{{{labels}}}"] = f"{limit}x40"
-        for scaler in ("keda", "hpa"):
-            ((query, most),) = [found for found in targets()[scaler, "decode"] if "kvferry_running_requests" in found[0]]
-            assert_holds(tmp_path, series, [f"ceil(({query}) / {most:g} - 0.2)"], is_more=is_more)
-
-
 def scraped(role: str, node: int, *, state: str = "ready", are_ranks_there: bool = True) -> dict[str, str]:
     """Series of a node that has served nobody, as it tells them itself."""
     leader, rank = NodeMetrics(role=role), RankMetrics(role=role, rank=0)
@@ -344,42 +316,6 @@ def test_a_tier_without_work_answers_and_one_that_nobody_sees_does_not(role: str
         assert [trigger["metadata"]["ignoreNullValues"] for trigger in one["spec"]["triggers"]] == ["false"] * 2
 
 
-OF_0_1 = re.compile(r"kvferry_(step_seconds_\w+|max_(running|queued)_requests)\{")
-"""What nodes of version 0.1 do not have, of what autoscalers go by."""
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_tier_that_is_half_upgraded_keeps_its_nodes(role: str, tmp_path: Path) -> None:
-    """Four nodes, three quarters busy, are to be four, of whichever version; one that still loads is not taken for a busy one."""
-    asked = [f"ceil(({query}) / {of_node:g} - 0.2)" for query, of_node in targets()["keda", role]]
-    series: dict[str, str] = {}
-    for node in range(4):
-        for name, values in scraped(role, node).items():
-            values = f"0+{0.75 * 15:g}x40" if name.startswith("kvferry_step_seconds_sum") else values
-            values = f"{0.75 * 128:g}x40" if name.startswith("kvferry_running_requests") else values
-            series[name] = values
-    told_apart = [f'label_replace({query}, "query", "{number}", "", "")' for number, query in enumerate(asked)]
-    most = f"max({' or '.join(told_apart)})"
-    assert_answers(tmp_path, series, {most: 4.0})
-    half = {name: values for name, values in series.items() if not (OF_0_1.match(name) and re.search(r"10\.0\.0\.[01]:", name))}
-    assert len(half) < len(series)
-    loading = scraped(role, 4, state="starting", are_ranks_there=False)
-    assert_answers(tmp_path, {**half, **loading}, {most: 4.0})
-
-
-@pods_and_variants()
-def test_pods_of_one_machine_do_not_try_what_only_one_pid_namespace_has(variant: str) -> None:
-    """They would go over the network all the same, and KvferryTransportFellBack would fire for as long as they are there."""
-    for pod in pods(variant):
-        if pod.spec.get("shareProcessNamespace"):
-            assert len(pod.nodes) == 2  # whatever joins these two is in the pod
-            continue
-        for container in pod.nodes:
-            transport = configured(variant, pod, container).transport
-            assert transport.name in ("ucx", "nixl")  # cuda_ipc needs one pid namespace
-            assert (transport.ucx.lane, transport.nixl.lane) == ("net", "net")
-
-
 BY_RDMA = {"rc", "ud", "srd"}
 """What UCX calls the ways that leave a machine by RDMA; srd is EFA's."""
 
@@ -400,28 +336,3 @@ def test_rdma_that_is_not_there_is_no_slow_tcp(variant: str) -> None:
             assert [one["name"] for one in container["env"]].count("UCX_TLS") == 1
     ways = set(ucx_tls(variant).split(","))
     assert ways & BY_RDMA and ways - BY_RDMA == {"cuda_copy", "self"}  # neither of which leaves the process
-
-
-OPEN = """
-from transfer.errors import ConfigError
-from transfer.transport.nixl import NixlTransport
-try:
-    NixlTransport(lane="net").close()
-except ConfigError as error:
-    print("refused:", error)
-else:
-    print("opened")
-"""
-
-
-@pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa"])
-def test_ucx_takes_no_tcp_where_there_is_no_rdma(variant: str) -> None:
-    """Of a NIXL that is left the loopback device alone, and of one that may have TCP there."""
-
-    def said(tls: str) -> str:
-        env = {**os.environ, "UCX_TLS": tls, "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal"}
-        command = [sys.executable, "-c", OPEN]
-        return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120).stdout
-
-    assert "refused: backend UCX of transport nixl refused the options" in said(ucx_tls(variant))
-    assert said(f"{ucx_tls(variant)},tcp") == "opened\n"

@@ -96,30 +96,6 @@ def test_starting_a_unit_waits_for_its_node(role: str) -> None:
     assert "ready_file" not in yaml.safe_load((SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8"))
 
 
-def ordered_before(target: str, folder: Path) -> set[str]:
-    """The units of a target's folder .wants that systemd would have it wait for."""
-    said = analyze("verify", "--man=no", str(folder / target), SYSTEMD_UNIT_PATH=f"{folder}:", SYSTEMD_LOG_LEVEL="debug")
-    assert said.returncode == 0, said.stderr
-    (dump,) = re.findall(rf"^\t-> Unit {re.escape(target)}:\n((?:\t\t.*\n)+)", said.stdout, re.M)
-    wanted, after = (set(re.findall(rf"^\t\t{kind}: (\S+)", dump, re.M)) for kind in ("Wants", "After"))
-    ours = {one.name for one in (folder / f"{target}.wants").iterdir()}
-    assert ours <= wanted
-    return ours & after
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_no_host_that_boots_waits_for_a_node(role: str, tmp_path: Path) -> None:
-    """A target waits for all that it wants, unless that comes after it; and a node may wait half an hour for the other tier."""
-    (target,) = unit(role)["Install"]["WantedBy"].split()
-    (tmp_path / target).write_text("[Unit]\nDescription=All that a host has to have\n", encoding="utf-8")
-    file = installed(role, tmp_path)
-    (tmp_path / f"{target}.wants").mkdir()
-    (tmp_path / f"{target}.wants" / file.name).symlink_to(file)
-    assert ordered_before(target, tmp_path) == set()
-    file.write_text(file.read_text(encoding="utf-8").replace(f" {target}\n", "\n"), encoding="utf-8")
-    assert ordered_before(target, tmp_path) == {file.name}
-
-
 @pytest.mark.parametrize("role", ROLES)
 def test_a_node_starts_with_the_settings_of_the_example(
     role: str, model: Path, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

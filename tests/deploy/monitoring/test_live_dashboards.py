@@ -23,12 +23,12 @@ from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
 from deploy.monitoring.grafana import ALERTS as ALERTS_THAT_FIRE
 from deploy.monitoring.pictures import View, draw, row_of
 from deploy.monitoring.promql import VARIABLES
-from kvferry.local_prometheus import JOB, Prometheus, prometheus
+from kvferry.local_prometheus import Prometheus, prometheus
 from kvferry.node_client import NodeClient
 from tests.cluster.calls import prompt
 from tests.cluster.conftest import model, reference
 from tests.deploy.monitoring.prometheus import program
-from tests.deploy.monitoring.promql_check import OF_PROMETHEUS, selectors, text_of
+from tests.deploy.monitoring.promql_check import selectors, text_of
 from tests.serving.conftest import Serving, serving
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
@@ -233,25 +233,6 @@ def test_every_alert_is_looked_at_and_reads_series_that_there_are(watch: Watch) 
     assert [text for text in sorted(read) if not watch.server.over(text, ended_s - 60, ended_s)] == []
 
 
-def test_every_metric_that_is_spoken_of_is_served(watch: Watch) -> None:
-    """By charts, alerts, runbooks and the page for operators; as Prometheus has got them from the nodes."""
-    served = set(watch.server.asked("label/__name__/values"))
-    charts = (line.expr for dashboard in DASHBOARDS for row in dashboard.rows for chart in row.charts for line in chart.lines)
-    alerts = (alert.expr for group in ALERTS for alert in group.alerts)
-    read = {selector.name for expr in (*charts, *alerts) for selector in selectors(expr)} - set(OF_PROMETHEUS)
-    assert len(read) > 50 and read <= served, read - served
-    docs = FOLDER.parents[2] / "docs"
-    spoken = {
-        name for page in ("runbooks.md", "operations.md") for name in re.findall(r"`(kvferry_[a-z_]+)", (docs / page).read_text())
-    }
-    histograms = {name.removesuffix("_bucket") for name in served if name.endswith("_bucket")}
-    assert len(spoken) > 20 and spoken <= served | histograms | LATER, spoken - served - histograms - LATER
-
-
-LATER: Final = {"kvferry_rank_refused_calls_total"}
-"""Shown once it has happened; nothing of it happens here."""
-
-
 def test_a_row_is_drawn_from_it(watch: Watch, tmp_path: Path) -> None:
     now_s = time.time()
     view = View(url=watch.server.url, begin_s=now_s - 60, end_s=now_s, rate_interval=RATE_INTERVAL, chosen={})
@@ -259,13 +240,6 @@ def test_a_row_is_drawn_from_it(watch: Watch, tmp_path: Path) -> None:
     assert all(list(view.series(chart)) for chart in row.charts)
     draw(row, view, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "speed.png").stat().st_size > 10_000
-
-
-def test_variables_find_every_node(watch: Watch) -> None:
-    """What `label_values` of the variables asks for."""
-    series = watch.server.over("kvferry_build_info", time.time() - 10, time.time())
-    labels = {(one.labels["job"], one.labels["role"], one.labels["instance"]) for one in series}
-    assert labels == {(JOB, node.role, node.http_address) for node in watch.serving.cluster.nodes}
 
 
 def test_prometheus_takes_the_configuration_of_the_page_for_operators(tmp_path: Path) -> None:

@@ -88,14 +88,6 @@ def test_both_tiers_links_and_requests_are_shown_as_the_nodes_say(browser: Tab, 
     assert browser.said == []
 
 
-def test_a_ring_whose_live_bytes_go_around_its_end_is_drawn_at_both_ends(browser: Tab, served: Served) -> None:
-    served.says(decode_status(watermark=768 << 10, live=512 << 10), [])
-    browser.open(served.serve())
-    browser.until("document.querySelectorAll('.card').length === 3")
-    parts = bar(browser, "ring of rank 0")["parts"]
-    assert parts == [pytest.approx([75.0, 25.0], abs=0.7), pytest.approx([0.0, 25.0], abs=0.7)]
-
-
 def test_a_link_in_use_is_compared_with_its_probe(browser: Tab, served: Served) -> None:
     def look(num_bytes: int, busy_s: float, probe_s: float) -> None:
         status = prefill_status()
@@ -159,25 +151,6 @@ def test_the_browser_itself_refuses_what_is_not_the_page_s_own(browser: Tab, ser
     said = "\n".join(browser.said[before:])
     assert said.count("Content Security Policy") >= 3, said
     del browser.said[before:]
-
-
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_it_is_readable_on_a_phone_in_both_colours(browser: Tab, served: Served, is_dark: bool) -> None:
-    long_name = "prefill-node-0.prefill-nodes.inference.svc.cluster.local:7001"
-    status = decode_status()
-    status.peers[0].address = long_name
-    served.says(status, REQUESTS, PeerSeen(address=long_name, status=prefill_status()))
-    browser.size(390, 844)
-    browser.use_dark(is_dark)
-    browser.open(served.serve())
-    browser.until("document.querySelectorAll('.card').length === 3")
-    assert browser.value("document.documentElement.scrollWidth") <= 390, "only tables scroll sideways, by themselves"
-    ink, back = browser.value(
-        "['color', 'backgroundColor'].map(name => getComputedStyle(document.body)[name].match(/[0-9]+/g).map(Number))"
-    )
-    assert (sum(ink) > sum(back)) is is_dark and abs(sum(ink) - sum(back)) > 400
-    browser.size(1280, 900)
-    browser.use_dark(False)
 
 
 def test_a_node_that_answers_no_more_is_said(browser: Tab, served: Served) -> None:
