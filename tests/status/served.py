@@ -73,7 +73,6 @@ class Served:
 
     def __init__(self) -> None:
         self.picture = Picture(address="127.0.0.1:7003", status=pb.NodeStatus(), requests=pb.ListRequestsResponse())
-        self.num_pictures = 0
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -102,7 +101,6 @@ class Served:
         self._loop.close()
 
     async def _picture(self) -> Picture:
-        self.num_pictures += 1
         return self.picture
 
     def says(self, status: pb.NodeStatus, requests: list[pb.RequestStatus], *others: PeerSeen) -> None:

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from kvferry.cluster_view import SLOW_LOOKS, STALLED_S, Alerts, ClusterView, Seen, view_of
-from kvferry.text_bars import bar, ring_bar
-from kvferry.top_view import age, picture, view_to_json
+from kvferry.text_bars import ring_bar
+from kvferry.top_view import picture, view_to_json
 from transfer.pb import kvferry_pb2 as pb
 
 P, D = 0x11, 0x22
@@ -46,14 +46,6 @@ def decode(*, at_s: float = 0.0, requests: tuple[pb.RequestStatus, ...] = (), **
     return Seen(address="d:1", status=status, requests=requests, at_s=at_s)
 
 
-def test_an_answer_that_is_shown_again_makes_no_link_slow() -> None:
-    slow, before = prefill(written=10**9, busy_s=1.0, probe_s=0.1), {"p:1": prefill()}
-    alerts = Alerts()
-    late = replace(slow, late_s=0.5, late_looks=1)
-    found = [begun(alerts, one, decode(), before=before) for one in (slow, late, late, slow, late, slow)]
-    assert found == [[], [], [], [], [], ["slow p:1 #0 -> d:1 #0"]]
-
-
 def test_what_a_link_moves_now_is_bytes_by_the_seconds_in_which_it_was_busy() -> None:
     before = {"p:1": prefill(written=10**9, busy_s=1.0, probe_s=0.25)}
     (link,) = view_of([prefill(written=2 * 10**9, busy_s=1.5, probe_s=0.5), decode()], before).links
@@ -64,16 +56,6 @@ def test_what_a_link_moves_now_is_bytes_by_the_seconds_in_which_it_was_busy() ->
     assert link.now_bytes_per_s is None, "another life of the node counts from 0"
 
 
-def test_links_to_nodes_that_are_not_seen_have_the_name_that_the_other_end_knows() -> None:
-    (link,) = view_of([prefill()]).links
-    assert (link.prefill, link.decode) == ("p:1", "d:1")
-    stranger = prefill()
-    assert stranger.status is not None
-    del stranger.status.peers[:]
-    (link,) = view_of([stranger]).links
-    assert link.decode == "?"
-
-
 def request(stage: str, **fields: int | str) -> pb.RequestStatus:
     return pb.RequestStatus(request_id="r", transfer_id="r.0", stage=stage, prompt_tokens=900, **fields)  # type: ignore[arg-type]
 
@@ -82,7 +64,6 @@ def request(stage: str, **fields: int | str) -> pb.RequestStatus:
     ("at_decode", "at_prefill", "stage", "computed", "moved", "generated"),
     [
         (request("queued", max_new_tokens=64), None, "queued", (0, 900), (0, 1), (0, 64)),
-        (request("queued", max_new_tokens=64), request("queued"), "queued", (0, 900), (0, 1), (0, 64)),
         (request("queued", max_new_tokens=64), request("computing", ready_tokens=300), "computing", (300, 900), (0, 1), (0, 64)),
         (request("receiving", max_new_tokens=64), request("sending", ready_tokens=900), "receiving", (900, 900), (0, 1), (0, 64)),
         (request("generating", max_new_tokens=64, generated_tokens=8), None, "generating", (900, 900), (1, 1), (8, 64)),
@@ -135,24 +116,6 @@ def test_a_watermark_that_stands_while_grants_are_live_is_an_alert_and_one_that_
     assert begun(alerts, decode(at_s=101.0, ring_live_grants=1, watermark_position=501)) == [], "and begins anew"
 
 
-def test_a_watermark_that_quarantine_holds_is_told_as_quarantine_and_not_as_a_stall() -> None:
-    alerts, held = Alerts(), {"ring_live_grants": 2, "watermark_position": 500, "ring_quarantined_bytes": 10}
-    assert begun(alerts, decode(at_s=0.0, **held)) == ["quarantine d:1 #0"]
-    assert begun(alerts, decode(at_s=100.0, **held)) == []
-    after = held | {"ring_quarantined_bytes": 0}
-    assert begun(alerts, decode(at_s=101.0, **after)) == [], "and begins anew"
-    assert begun(alerts, decode(at_s=101.0 + STALLED_S, **after)) == ["stalled d:1 #0"]
-
-
-def test_a_writer_that_is_stuck_beside_what_is_in_quarantine_is_an_alert() -> None:
-    alerts, held = Alerts(), {"watermark_position": 500, "ring_quarantined_bytes": 10}
-    assert begun(alerts, decode(at_s=0.0, ring_live_grants=2, ring_oldest_open=510, **held)) == ["quarantine d:1 #0"]
-    assert begun(alerts, decode(at_s=STALLED_S, ring_live_grants=2, ring_oldest_open=900, **held)) == [], "others go around"
-    stuck = decode(at_s=2 * STALLED_S, ring_live_grants=2, ring_oldest_open=900, **held)
-    assert begun(alerts, stuck) == ["stalled d:1 #0"] and "the grant at 900" in alerts.now["stalled d:1 #0"].text
-    assert begun(alerts, decode(at_s=3 * STALLED_S, ring_live_grants=1, **held)) == [] and len(alerts.now) == 1
-
-
 def test_a_link_far_below_its_probe_is_an_alert_once_it_has_been_for_several_looks() -> None:
     before = {"p:1": prefill()}
     slow, quick = (prefill(written=10**9, busy_s=1.0, probe_s=share) for share in (0.25, 0.75))
@@ -163,29 +126,15 @@ def test_a_link_far_below_its_probe_is_an_alert_once_it_has_been_for_several_loo
 
 
 @pytest.mark.parametrize(
-    ("part", "whole", "cells"),
-    [(0, 100, "░░░░░░░░░░"), (50, 100, "█████░░░░░"), (1, 1000, "█░░░░░░░░░"), (200, 100, "██████████"), (5, 0, "░░░░░░░░░░")],
-)
-def test_a_bar_is_as_long_as_its_share(part: int, whole: int, cells: str) -> None:
-    assert bar(part, whole, width=10).plain == cells
-
-
-@pytest.mark.parametrize(
     ("live", "watermark", "cells"),
     [
         (0, 0, "┃░░░░░░░░░"),
         (300, 2_500, "░░░░░┃██░░"),
         (400, 1_800, "██░░░░░░┃█"),
-        (1_500, 300, "███┃██████"),
-        (1, 990, "░░░░░░░░░┃"),
     ],
 )
 def test_live_bytes_of_a_ring_begin_at_the_watermark_and_go_around_its_end(live: int, watermark: int, cells: str) -> None:
     assert ring_bar(live=live, capacity=1_000, watermark=watermark, width=10).plain == cells
-
-
-def test_ages_are_short() -> None:
-    assert [age(one) for one in (0.25, 99.9, 200, 7_000, 200_000)] == ["0.2 s", "99.9 s", "3 min", "1.9 h", "2.3 d"]
 
 
 def shown(view: ClusterView, alerts: Alerts) -> list[str]:
@@ -194,35 +143,6 @@ def shown(view: ClusterView, alerts: Alerts) -> list[str]:
     with console.capture() as capture:
         console.print(picture(view, list(alerts.now.values())))
     return [" ".join(line.split()) for line in capture.get().splitlines()]
-
-
-def test_the_picture_once() -> None:
-    at_decode = request("generating", generated_tokens=16, max_new_tokens=64, age_s=3)
-    gone = Seen(address="p:2", error="p:2: [b]connection refused[/b]")
-    before = {"p:1": prefill()}
-    nodes = [
-        prefill(written=10**9, busy_s=1.0, probe_s=0.25),
-        decode(requests=(at_decode,), ring_live_bytes=500, watermark_position=1_250),
-        gone,
-    ]
-    assert shown(view_of(nodes, before), Alerts()) == [
-        "kvferry: 1 prefill, 1 decode, 1 unreachable; 1 links; 1 requests in flight",
-        "nodes",
-        "tier node state queued running pool staging up version reason",
-        "prefill p:1 ready 0 0 ░░░░░░░░░░ 0 of 0 0.0 s",
-        "decode d:1 ready 0 0 ░░░░░░░░░░ 0 of 100 0.0 s 0.2.0",
-        "p:2 unreachable p:2: [b]connection refused[/b]",
-        "rings",
-        "ring from the watermark on live of watermark quarantine",
-        "d:1 #0 ░░░░░░┃███████████░░░░░░ 500 B 1,000 B 1,250",
-        "links",
-        "from prefill rank to decode rank lane latency probe now of probe",
-        "p:1 #0 d:1 #0 ucx/shm 0 us 4.00 GB/s ██░░░░░░░░ 1.00 GB/s 0.25",
-        "requests",
-        "request stage computed moved generated age prefill decode retries",
-        "r generating ██████████ 900/900 ██████████ 1/1 ██░░░░░░░░ 16/64 3.0 s d:1",
-        "alert: p:2: [b]connection refused[/b]",
-    ]
 
 
 def test_what_others_wrote_gives_a_terminal_no_orders() -> None:

@@ -16,20 +16,17 @@ from tests.runtime.virtual_time import run_in_virtual_time
 from transfer.errors import PeerUnreachable, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 
-SPEED = 1000.0
-"""Bytes a second of the link of a node that has one, by its answers."""
-
 InVirtualTime = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
 
 
 class FakeNode:
-    """Returns how often it was asked, as its number of requests; with an incarnation also as bytes of a link.
+    """Returns how often it was asked, as its number of requests.
 
     It does not answer while `speaks` is clear. With `refusal` it refuses its status and never lists its requests.
     """
 
-    def __init__(self, *peers: str, incarnation: int = 0, refusal: str = "") -> None:
-        self.peers, self.incarnation, self.refusal = peers, incarnation, refusal
+    def __init__(self, *peers: str, refusal: str = "") -> None:
+        self.peers, self.refusal = peers, refusal
         self.num_asked = 0
         self.speaks = asyncio.Event()
         self.speaks.set()
@@ -41,16 +38,12 @@ class FakeNode:
         number = self.num_asked
         await asyncio.sleep(0.001)
         await self.speaks.wait()
-        use = pb.LinkUse(peer_incarnation=9, written_bytes=number * 1000, busy_s=number, probe_s=number)
         return pb.NodeStatus(
-            role="prefill" if self.incarnation else "decode",
+            role="decode",
             state="ready",
             ready=True,
             queued_requests=number,
             peers=[pb.PeerStatus(address=address, state="joined") for address in self.peers],
-            instance=pb.InstanceInfo(incarnation=self.incarnation),
-            ranks=[pb.RankStatus(link_uses=[use])] if self.incarnation else [],
-            links=[pb.LinkStatus(peer_incarnation=9)] if self.incarnation else [],
         )
 
     async def list_requests(self) -> pb.ListRequestsResponse:
@@ -125,32 +118,6 @@ def test_a_node_that_hangs_makes_no_other_row_old(in_virtual_time: InVirtualTime
     in_virtual_time(main)
 
 
-def test_a_node_that_is_slow_keeps_its_state_and_the_speeds_of_its_links(in_virtual_time: InVirtualTime) -> None:
-    async def main() -> None:
-        serve(slow=(slow := FakeNode(incarnation=7)))
-        async with ClusterWatch(["slow"], answer_s=30.0, patience_s=0.2) as watch:
-
-            async def look() -> tuple[Seen, list[float | None]]:
-                view = await watch.look()
-                return view.nodes[0], [link.now_bytes_per_s for link in view.links]
-
-            assert (await look())[1] == [None], "one answer gives no speed"
-            assert (await look())[1] == [SPEED]
-            for _ in range(3):
-                slow.speaks.clear()
-                node, speeds = await look()
-                assert node.late_s > 0 and (node.shown_state, speeds) == ("ready", [SPEED]), "as it was in its last two answers"
-                assert node_cells(node)[-1].plain.startswith("no answer for ")
-                slow.speaks.set()
-                await asyncio.sleep(0.1)
-                node, speeds = await look()
-                assert (node.late_s, node.late_looks, node.shown_state, speeds) == (0, 0, "ready", [SPEED])
-            slow.speaks.clear()
-            assert [(await look())[0].shown_state for _ in range(3)] == ["ready", "silent", "silent"]
-
-    in_virtual_time(main)
-
-
 def test_a_node_that_never_speaks_is_unreachable_in_the_end_and_delays_no_other(in_virtual_time: InVirtualTime) -> None:
     async def main() -> None:
         serve(lively=(lively := FakeNode()), mute=(mute := FakeNode()))
@@ -165,17 +132,6 @@ def test_a_node_that_never_speaks_is_unreachable_in_the_end_and_delays_no_other(
                 found = (await rows(watch))["mute"]
                 assert found.state == "unreachable" and found.late_s == 0 and found.error
             assert lively.num_asked == 7
-
-    in_virtual_time(main)
-
-
-def test_a_single_look_waits_for_every_node(in_virtual_time: InVirtualTime) -> None:
-    async def main() -> None:
-        serve(lively=FakeNode(), mute=(mute := FakeNode()))
-        mute.speaks.clear()
-        async with ClusterWatch(["mute", "lively"], answer_s=10.0, patience_s=None) as watch:
-            found = await rows(watch)
-        assert found["mute"].state == "unreachable" and found["mute"].late_s == 0 and found["lively"].state == "ready"
 
     in_virtual_time(main)
 
