@@ -224,15 +224,11 @@ def test_every_file_keeps_the_dependency_rule() -> None:
         ("transfer/ring.py", "import bisect\nfrom transfer.errors import ConfigError", None),
         ("transfer/ring.py", "def f():\n    import torch", "pure code imports no other library"),
         ("transfer/ring.py", "import time", "logic has no clock"),
-        ("transfer/ring.py", "from transfer import messages", "layer 0 may import layer 0"),
         ("transfer/transport/base.py", "from .inproc import InprocTransport", "layer 0 may import layer 0"),
-        ("transfer/messages.py", "import torch", "layer 1 may import msgpack"),
         ("transfer/messages.py", "from transfer.transport.ucx import UcxTransport", "layer 1 may import layers 0 and 1"),
         ("prefill_node/sender.py", "from transfer.config import Settings", "a state machine may import"),
         ("prefill_node/node.py", "import decode_node.receiver", "prefill_node may import only"),
         ("embedded_engine/paged_attention.py", "import triton", "only these may"),
-        ("transfer/kv_pool.py", "import requests", "not in the table FOREIGN"),
-        ("kvferry/engines/model_identity.py", "import vllm", "only these may"),
     ],
 )
 def test_a_planted_violation_is_reported(path: str, source: str, reason: str | None) -> None:

@@ -59,18 +59,6 @@ def test_relative_links_resolve() -> None:
     assert {file.relative_to(ROOT).as_posix(): broken for file, broken in found.items() if broken} == {}
 
 
-def test_link_checker_sees_what_is_broken() -> None:
-    text = (
-        "# A title\n[file](nowhere.md) [fine](LICENSE) [heading](#a-title) [none](#gone) [web](https://example.org/x)\n"
-        "`[code](nowhere)`\n\n```\n[fenced](nowhere)\n```\n\n[ref]: also-nowhere.md\n"
-    )
-    assert broken_links(ROOT / "x.md", text) == [
-        "nowhere.md: no such file",
-        "#gone: no such heading",
-        "also-nowhere.md: no such file",
-    ]
-
-
 def test_tests_that_documents_name_exist() -> None:
     """As `test_name`, as `tests/path.py`, or in a comment that lists them."""
     files = list((ROOT / "tests").rglob("*.py"))

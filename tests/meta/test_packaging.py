@@ -56,11 +56,6 @@ def test_every_requirement_is_pinned_once() -> None:
     assert {_distribution(one) for one in _requirements()} - set(_pins()) == {"cuda-bindings"}
 
 
-def test_pins_that_must_move_together() -> None:
-    """torch 2.13.0's CUDA wheel requires exactly this Triton; another one cannot be installed beside it on a GPU server."""
-    assert (_pins()["torch"], _pins()["triton"]) == ("2.13.0", "3.7.1")
-
-
 def test_the_oldest_versions_of_transports_are_the_same_for_both_cuda_majors() -> None:
     """The package `nixl`, which would install both, is not required. The version of ucxx is the one that the code checks."""
     source = (ROOT / "transfer" / "transport" / "ucx_library.py").read_text(encoding="utf-8")
