@@ -231,13 +231,3 @@ async def until_idle(*nodes: ClusterNode, within_s: float = 30.0) -> None:
     while not await is_idle():
         assert time.monotonic() - started_s < within_s, f"still held after {within_s:g} s: {held}"
         await asyncio.sleep(0.1)
-
-
-async def until_arriving(decode: ClusterNode, *, within_s: float = 30.0) -> None:
-    """Wait until a request is in mid-transfer: some of its KV is in the decode pool."""
-
-    async def is_arriving() -> bool:
-        status = await status_of(decode)
-        return status is not None and any(rank.pool_pages_bound for rank in status.ranks)
-
-    await until(is_arriving, "some KV in the decode pool", within_s=within_s)

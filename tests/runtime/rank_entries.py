@@ -20,7 +20,7 @@ from node_runtime.rank_link import RankCodec, RankLink
 from node_runtime.rank_process import RankSpec, run_rank
 from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from tests.runtime.instances import hello
-from transfer.errors import EngineError, LocalProtocolError, MemoryPlanError
+from transfer.errors import LocalProtocolError, MemoryPlanError
 
 SLOW_IMPORT_S = 1.0  # of `slow_preload`
 
@@ -111,11 +111,6 @@ class ScriptedWorker(ObedientWorker):
         return await super().start()
 
 
-class UnlikeWorker(ObedientWorker):
-    async def start(self) -> RankHello:
-        return hello(self.spec.rank, incarnation=self.spec.incarnation, pool_pages=8 + self.spec.rank)
-
-
 def _run(script: Script, spec: RankSpec) -> None:
     """Be a rank that may be told to change its role."""
 
@@ -184,15 +179,6 @@ async def _refuse_the_other(spec: RankSpec) -> None:
         raise MemoryPlanError(POOL_TOO_LARGE)
 
 
-async def _hunger_in_the_other(spec: RankSpec) -> None:
-    """Rank 1 finds no memory as a decode rank, and the other one hears of that: what it waits for does not come."""
-    if spec.config.role == "decode":
-        if spec.rank == 1:
-            take_too_much()
-        await asyncio.sleep(0.3)
-        raise EngineError("the ranks could not compare their free memory")
-
-
 async def _die_in_the_other(spec: RankSpec) -> None:
     if spec.rank == 1 and spec.config.role == "decode":
         os._exit(9)
@@ -207,11 +193,6 @@ async def _refuse_both(spec: RankSpec) -> None:
         raise MemoryPlanError("the ring of 9 GiB does not fit the 8 GiB that are free")
 
 
-async def _hang_in_the_other(spec: RankSpec) -> None:
-    if spec.config.role == "decode":
-        await asyncio.sleep(3600)
-
-
 obedient = partial(_run, _obey)
 refused = partial(_run, _refuse)
 hungry = partial(_run, _hunger)
@@ -221,22 +202,8 @@ dying = partial(_run, _die)
 broken = partial(_run, _break)
 silent = partial(_run, _say_nothing)
 refuses_the_other = partial(_run, _refuse_the_other)
-hungry_in_the_other = partial(_run, _hunger_in_the_other)
 dies_in_the_other = partial(_run, _die_in_the_other)
 refuses_both = partial(_run, _refuse_both)
-hangs_in_the_other = partial(_run, _hang_in_the_other)
-
-
-def unlike(spec: RankSpec) -> None:
-    run_rank(spec, CODEC, UnlikeWorker)
-
-
-def end_with_code(code: int) -> None:
-    os._exit(code)
-
-
-def stay(_: int) -> None:
-    signal.pause()
 
 
 def is_alive(pid: int) -> bool:

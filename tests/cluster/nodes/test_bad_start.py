@@ -30,7 +30,7 @@ class Refusal:
     """A command line that must be refused.
 
     Args:
-        arguments: Of ``serve``; MODEL, CORRUPT and PORT stand for a good model, a damaged one, and a port in use.
+        arguments: Of ``serve``; MODEL, TRUNCATED and PORT stand for a good model, a damaged one, and a port in use.
         says: What the one line must name.
         exit_code: With which the process ends.
     """
@@ -44,13 +44,6 @@ class Refusal:
 REFUSALS = {
     "unknown setting": Refusal(
         role="decode", arguments=("--model", "MODEL", "--set", "pool.pages=3"), says=("pool.pages", "--set")
-    ),
-    "page size 0": Refusal(role="prefill", arguments=("--model", "MODEL", "--page-size", "0"), says=("pool.page_size", "0")),
-    "wrong transport": Refusal(
-        role="decode", arguments=("--model", "MODEL", "--transport", "tcp"), says=("transport.name", "tcp", "ucx")
-    ),
-    "transport of one process": Refusal(
-        role="prefill", arguments=("--model", "MODEL", "--transport", "inproc"), says=("transport.name is inproc", "ucx")
     ),
     "store that cannot be written": Refusal(
         role="prefill",
@@ -70,11 +63,8 @@ REFUSALS = {
         says=("out of memory while starting rank 0", "1152921504606846976 bytes asked for", "lower memory.static_fraction"),
         exit_code=NO_MEMORY,
     ),
-    "no model directory": Refusal(role="decode", arguments=("--model", "/no/such/model"), says=("model is /no/such/model",)),
-    "corrupt configuration": Refusal(role="decode", arguments=("--model", "CORRUPT"), says=("config.json",)),
     "corrupt weights": Refusal(role="prefill", arguments=("--model", "TRUNCATED"), says=("model.safetensors",)),
     "gRPC port in use": Refusal(role="prefill", arguments=("--model", "MODEL", "--port", "PORT"), says=("PORT", "in use")),
-    "HTTP port in use": Refusal(role="decode", arguments=("--model", "MODEL", "--http-port", "PORT"), says=("PORT", "in use")),
 }
 
 
@@ -88,16 +78,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 def words(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """What the words in capitals stand for."""
     folder = tmp_path_factory.mktemp("damaged")
-    corrupt, truncated = folder / "corrupt", folder / "truncated"
-    for directory in (corrupt, truncated):
-        shutil.copytree(model, directory)
-    (corrupt / "config.json").write_text("{ this is no JSON")
+    truncated = folder / "truncated"
+    shutil.copytree(model, truncated)
     weights = truncated / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         yield {
             "MODEL": str(model),
-            "CORRUPT": str(corrupt),
             "TRUNCATED": str(truncated),
             "PORT": str(taken.getsockname()[1]),
         }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from node_runtime.rank_process import RankSpec
 from tests.runtime import rank_entries
 from tests.runtime.daemons import Node, node_of
 from tests.runtime.instances import until
-from transfer.errors import ConfigError, EngineError
 
 
 def has_begun(node: Node, num_lives: int) -> bool:
@@ -129,25 +127,3 @@ async def test_a_failed_start_ends_with_the_code_of_its_reason(tmp_path: Path) -
     async with node_of(tmp_path, entry=rank_entries.refused) as node:
         assert await node.exit_code() == exit_codes.NO_MEMORY
         assert "begin" not in node.role.history
-
-
-async def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
-    async with node_of(tmp_path, entry=rank_entries.unlike) as node:
-        with pytest.raises(EngineError, match="ranks 0 and 1 have 8 and 9 pages"):
-            await node.exit_code()
-
-
-async def test_a_taken_http_port_is_named_before_any_rank_starts(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        async with node_of(tmp_path, server={"http_port": port}) as node:
-            with pytest.raises(ConfigError, match=f"server.http_port is {port}"):
-                await node.exit_code()
-            assert "begin" not in node.role.history
-
-
-async def test_a_ready_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    node = Node(tmp_path, ready_file=tmp_path / "no" / "folder" / "ready.json")
-    with pytest.raises(ConfigError, match=r"ready_file is .*, which cannot be written: No such file"):
-        await node.exit_code()
-    assert node.role.history[-1] == "close"

@@ -7,28 +7,22 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import msgpack
 import pytest
 import zmq
 
-from kvferry import exit_codes
 from kvferry.cluster_spec import child_environment
 from kvferry.local_cluster import LocalCluster
 from tests.cluster.calls import (
     Caller,
     Reference,
-    decode_control,
-    prefill_control,
     prompt,
     status_of,
-    transfer_control,
     until,
     until_idle,
 )
@@ -39,7 +33,6 @@ from transfer.control.zmq_channel import ZmqControlClient
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance
-from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.client import TransferControlClient
 from transfer.registry.convert import instance_from_proto
 from transfer.transport.base import Offer
@@ -47,22 +40,7 @@ from transfer.transport.ucx import UcxTransport
 
 pytestmark = pytest.mark.timeout(180)
 
-CONTEXT = 4096
 VOCABULARY = 768
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_what_the_pool_can_never_hold_is_refused_at_once(steady: LocalCluster) -> None:
-    """The context allows it; a pool of 8192 tokens does too: so this is about the prefill node's answer being passed on."""
-    async with grpc.aio.insecure_channel(steady.prefill.address) as channel:
-        stub = prefill_control(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Prefill(pb.PrefillRequest(request_id="a", token_ids=prompt(5), decode_incarnation=17)).read()
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "has not joined" in (refused.value.details() or "")
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Prefill(pb.PrefillRequest(request_id="a", decode_incarnation=steady.decode.incarnation)).read()
-        assert refused.value.code() is INVALID
 
 
 async def control_ports(cluster: LocalCluster) -> list[int]:
@@ -159,6 +137,27 @@ async def test_strangers_on_every_port_change_nothing(steady: LocalCluster, refe
         return await num_refused(steady) >= before + 3 * len(steady.decode.rank_pids)
 
     await until(are_counted, "the strangers refused and counted")
+
+
+async def test_hundreds_of_connections_that_say_nothing_on_every_port(steady: LocalCluster, reference: Reference) -> None:
+    """They take files of the process that listens, which has enough of them, and nothing else."""
+    pids = steady.decode.rank_pids + steady.prefill.rank_pids
+    ports = await control_ports(steady) + [int(node.address.rpartition(":")[2]) for node in steady.nodes]
+    for port in ports:
+        crowd = [socket.socket() for _ in range(600)]
+        for one in crowd:
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(("127.0.0.1", port))
+        await asyncio.sleep(0.5)
+        for node in steady.nodes:
+            assert await node.http("/healthz") == (200, "ok\n")
+        for one in crowd:
+            one.close()
+    async with Caller(steady.decode.address) as caller:
+        reference.check(prompt(150, 5), await caller.ask(prompt(150, 5)))
+    await until_idle(steady.prefill, steady.decode)
+    assert steady.decode.rank_pids + steady.prefill.rank_pids == pids
 
 
 def attach_request(prefill: Instance, rank: int, offer: Offer, keys: KeyPair) -> AttachRequest:
@@ -263,46 +262,6 @@ async def attach_somewhere(ports: list[int], request: AttachRequest) -> tuple[Tr
     raise AssertionError(f"none of the ports serves TransferControl: {refusals}")
 
 
-async def test_calls_with_wrong_lives_and_sessions_are_refused(steady: LocalCluster, reference: Reference) -> None:
-    """Typed, but made up: reservations of unknown requests, joins of nobody, sessions that never were."""
-    async with grpc.aio.insecure_channel(steady.decode.address) as channel:
-        decode = decode_control(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await decode.Reserve(
-                pb.ReserveRequest(
-                    request_id="ghost",
-                    prefill_incarnation=1,
-                    decode_incarnation=2,
-                    chunk_plan=pb.ChunkPlanInfo(chunk_tokens=128),
-                )
-            )
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "does not wait here" in (refused.value.details() or "")
-    async with grpc.aio.insecure_channel(steady.prefill.address) as channel:
-        prefill = prefill_control(channel)
-        for question in (pb.JoinRequest(), pb.JoinRequest(heartbeat_s=0.5), pb.JoinRequest(heartbeat_s=float("nan"))):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await prefill.Join(question).read()
-            assert refused.value.code() in (INVALID, grpc.StatusCode.FAILED_PRECONDITION)
-    status = await status_of(steady.decode)
-    assert status is not None
-    ports = await control_ports(steady)
-    for port in ports:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = transfer_control(channel)
-            for call in (
-                stub.Attach(pb.AttachRequest(), timeout=1),
-                stub.Watermarks(iter([pb.WriterBeat(session_id=12345)]), timeout=1).read(),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call
-                assert refused.value.code() is not grpc.StatusCode.INTERNAL
-                assert refused.value.code() is not grpc.StatusCode.UNKNOWN
-    async with Caller(steady.decode.address) as caller:
-        reference.check(prompt(150, 5), await caller.ask(prompt(150, 5)))
-    await until_idle(steady.prefill, steady.decode)
-
-
 async def bench_serve(cluster: LocalCluster, *arguments: str) -> asyncio.subprocess.Process:
     """`kvferry bench serve` on the cluster, as a process."""
     command = (sys.executable, "-m", "kvferry", "bench", "serve", "--insecure", "--target", cluster.decode.address)
@@ -337,25 +296,4 @@ async def test_load_that_is_put_on_it_is_reported_whole(steady: LocalCluster, tm
         assert one["tpot_s"]["samples"] == 12
     assert content["nodes"][0]["vocab_size"] == str(VOCABULARY)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    await until_idle(steady.prefill, steady.decode)
-
-
-async def test_load_that_is_broken_off_reports_what_has_come(steady: LocalCluster, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    process = await bench_serve(
-        steady, "--rate", "5", "--requests", "5000", "--warmup", "0", "--prompt-tokens", "20", "--output-tokens", "2", "--json",
-        str(report),
-    )  # fmt: skip
-    assert process.stderr is not None
-    while b"of warm-up" not in (line := await process.stderr.readline()):
-        assert line, "it ended before it began"
-    await asyncio.sleep(1.5)
-    process.send_signal(signal.SIGINT)
-    output, _ = await process.communicate()
-    assert process.returncode == exit_codes.INTERRUPTED
-    assert b"broken off" in output
-    content = json.loads(report.read_text())
-    (one,) = content["rates"]
-    assert content["is_interrupted"] and one["is_partial"]
-    assert 1 <= one["served"] <= one["requests"] < 100
     await until_idle(steady.prefill, steady.decode)

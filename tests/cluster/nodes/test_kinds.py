@@ -140,24 +140,6 @@ def check_stats(kind: Kind, num_tokens: int, answer: Answer) -> None:
     assert (stats.writes, stats.writes_without_staging) == (kind.writes(num_tokens), kind.slices(num_tokens))
 
 
-async def test_pools_of_windows_and_states_are_smaller_than_what_goes_through_them(running: Running) -> None:
-    for node, lengths in (
-        (running.cluster.prefill, list(NEW_TOKENS)),
-        (running.cluster.decode, [min(num_tokens, WINDOW_TOKENS) + new for num_tokens, new in NEW_TOKENS.items()]),
-    ):
-        status = await status_of(node)
-        assert status is not None
-        page_size = status.instance.shard.page_size
-        pools = {pool.group: pool for pool in status.ranks[0].pools}
-        match running.kind.name:
-            case ModelKind.SLIDING:
-                assert pools["window_64"].pages < sum(num_tokens // page_size for num_tokens in lengths)
-            case ModelKind.HYBRID:
-                assert pools["state"].pages == RUNNING_REQUESTS < len(NEW_TOKENS)
-            case _:
-                assert list(pools) == ["full"]
-
-
 async def holds_more_than(node: ClusterNode, num_tokens: int) -> bool:
     status = await status_of(node)
     page_size = status.instance.shard.page_size if status is not None else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +18,6 @@ from tests.runtime import daemons, rank_entries
 from tests.runtime.daemons import Node
 from tests.runtime.instances import until
 from tests.runtime.rank_entries import Echo, Order, is_alive
-from transfer.errors import PeerUnreachable
 
 
 @asynccontextmanager
@@ -51,15 +49,6 @@ async def test_a_change_is_a_new_life_of_the_same_processes(tmp_path: Path) -> N
         assert node.role.history == ["open", "begin", "end", "take over", "begin"]
     assert node.life.result() == exit_codes.OK
     assert node.role.history[-1] == node.decode.history[-1] == "close" and not any(map(is_alive, pids))
-
-
-async def test_the_first_rank_that_cannot_change_says_why(tmp_path: Path) -> None:
-    """Later refusals are consequences of the first."""
-    async with node_of(tmp_path, rank_entries.hungry_in_the_other) as node:
-        with pytest.raises(RankStartError, match="out of memory while starting rank 1: ") as caught:
-            await node.daemon.switch_role()
-        assert caught.value.exit_code == exit_codes.NO_MEMORY
-        assert node.daemon.state is NodeState.READY and node.daemon.config.role == "prefill"
 
 
 async def test_ranks_that_cannot_change_go_back(tmp_path: Path) -> None:
@@ -101,17 +90,3 @@ async def test_a_rank_that_dies_after_a_change_is_started_anew_in_the_new_role(t
         assert node.written()["role"] == "decode" and not set(node.ranks.pids) & set(pids)
         await node.daemon.switch_role()
         assert node.written()["role"] == "prefill"
-
-
-async def test_a_stop_in_mid_change_ends_the_node(tmp_path: Path) -> None:
-    async with node_of(tmp_path, rank_entries.hangs_in_the_other) as node:
-        changing = asyncio.ensure_future(node.daemon.switch_role())
-        await until(lambda: "take over" in node.decode.history)
-        with pytest.raises(PeerUnreachable, match="the node is starting"):
-            await node.daemon.switch_role()
-        pids = node.ranks.pids
-        node.daemon.request_stop()
-        assert await node.exit_code() == exit_codes.OK
-        with pytest.raises(PeerUnreachable, match="the node has shut down"):
-            await changing
-        assert not any(map(is_alive, pids)) and not node.ready_file.exists()

@@ -79,12 +79,6 @@ async def switch(node: ClusterNode, role: str, timeout_s: float = SWITCH_S) -> p
         return answer
 
 
-async def refusal(node: ClusterNode, role: str, timeout_s: float = SWITCH_S) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await switch(node, role, timeout_s)
-    return caught.value.code(), caught.value.details() or ""
-
-
 async def health(node: ClusterNode) -> dict[str, str]:
     async with grpc.aio.insecure_channel(node.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -184,29 +178,6 @@ async def test_a_node_goes_to_the_other_tier_and_back(tiers: Tiers, reference: R
 
     await until(has_the_same, f"threads and open files as before: {first_had}, now {had}")
     assert all(now[2] < 1.1 * then[2] for now, then in zip(had.values(), first_had.values(), strict=True)), (first_had, had)
-
-
-async def test_a_role_is_kept_where_requests_do_not_end_in_time(tiers: Tiers, reference: Reference) -> None:
-    changing = tiers.changing
-    await until(lambda: tiers.is_joined(changing, tiers.addresses["prefill"]), "the changing node has joined")
-    life, token_ids = changing.incarnation, prompt(200, 7)
-    async with Caller(changing.address) as caller:
-        answer, generating = caller.begin(token_ids, 700)
-        await until(lambda: bool(answer.tokens), "it generates")
-        code, details = await refusal(changing, "prefill", timeout_s=0.6)
-        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert re.fullmatch(r"1 requests are still in flight after 0\.\d+ s; the node stays what it is", details), details
-        assert changing.incarnation == life and not answer.ended_s, "the request goes on"
-        reference.check(token_ids[:40], await caller.ask(token_ids[:40], 4))
-        generating.cancel()
-    assert await refusal(changing, "both") == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "role is 'both'; it must be one of prefill, decode",
-    )
-    code, details = await refusal(tiers.decode, "prefill")
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert details == "the decode node has no settings for the other role: other_role must name a file of them"
-    await until_idle(changing)
 
 
 async def test_a_drained_node_drains_in_its_other_role_too_and_ends_well_in_it(tiers: Tiers) -> None:

@@ -1,4 +1,4 @@
-"""Two nodes in each tier: all of them are restarted under load, and an operator drains, looks, aborts, changes the log."""
+"""Two nodes in each tier: all are restarted under load, an operator drains one and undoes it, and a second signal ends one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSp
 from kvferry.node_client import NodeClient
 from kvferry.router.serve import open_router
 from kvferry.router.settings import RouterSettings
+from node_runtime import exit_codes
 from tests.cluster.calls import Caller, Reference, decode_control, prompt, until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
-from transfer.errors import LayoutError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import PlainText
 
@@ -265,72 +265,11 @@ async def test_an_operator_drains_a_decode_node_and_thinks_better_of_it(cluster:
     await until_idle(*cluster.nodes)
 
 
-async def test_a_prefill_node_that_was_drained_is_used_again_by_those_that_had_joined(
-    cluster: LocalCluster, reference: Reference
-) -> None:
-    drained, other = cluster.prefill_nodes
-    lives = {node.name: node.incarnation for node in cluster.nodes}
-
-    async def state() -> set[str]:
-        statuses = [await node.status() for node in cluster.decode_nodes]
-        return {peer.state for status in statuses for peer in status.peers if peer.address == drained.address}
-
-    async def is_state(expected: str) -> bool:
-        return await state() == {expected}
-
-    async with Caller(cluster.decode.address) as caller, NodeClient(drained.address) as client:
-        assert await client.drain(budget_s=5) == 0
-        await until(lambda: is_state("draining"), "both decode nodes know")
-        served = [(await caller.ask(PROMPTS[0])).done for _ in range(3)]
-        assert {done.prefill_node for done in served if done is not None} == {other.address}
-        assert await client.undrain()
-        await until(lambda: is_state("joined"), "both decode nodes know")
-        both = await asyncio.gather(*(caller.ask(PROMPTS[3]) for _ in range(6)))
-        for answer in both:
-            reference.check(PROMPTS[3], answer)
-        assert {answer.done.prefill_node for answer in both if answer.done is not None} == {drained.address, other.address}
-    assert {node.name: node.incarnation for node in cluster.nodes} == lives
-    await until_idle(*cluster.nodes)
-
-
-async def test_what_is_not_there_is_said(cluster: LocalCluster) -> None:
-    aborting = command("abort", "nobody", target=cluster.decode)
-    (code, _, nobody), (code_of_level, _, loud) = await asyncio.gather(
-        aborting, command("log-level", "loud", target=cluster.prefill)
-    )
-    assert code == 1 and "has no request nobody in flight" in nobody
-    assert code_of_level == 2 and "level is 'loud'; it must be one of debug, info, warning, error" in loud
-
-
-async def test_the_log_level_of_a_node_and_its_ranks_is_changed(cluster: LocalCluster) -> None:
-    node = cluster.decode
-    async with NodeClient(node.address) as client, Caller(node.address) as caller:
-
-        def debug_lines() -> set[object]:
-            events = [json.loads(line) for line in node.log.lines() if line.startswith("{")]
-            return {event.get("rank", "leader") for event in events if event.get("level") == "debug"}
-
-        assert await client.set_log_level("debug") == "info" and (await client.status()).log_level == "debug"
-        await caller.ask(PROMPTS[2])
-        await until(lambda: 0 in debug_lines(), "the rank writes more")
-        assert await client.set_log_level("info") == "debug"
-
-
-async def test_a_request_is_aborted_by_its_clients_name(cluster: LocalCluster) -> None:
-    node = cluster.decode
-    async with NodeClient(node.address) as client, Caller(node.address) as caller:
-        answer, task = caller.begin(PROMPTS[1], 2000, request_id="too.much")
-        await until(lambda: len(answer.tokens) > 3, "some tokens")
-        assert await client.abort("too.much", reason="enough of it")
-        assert (await task).code is grpc.StatusCode.ABORTED and answer.details == "enough of it"
-    await until_idle(*cluster.nodes)
-
-
-async def test_a_node_that_is_being_stopped_is_not_undrained(cluster: LocalCluster) -> None:
+async def test_a_second_signal_cuts_off_what_is_in_flight(cluster: LocalCluster) -> None:
     """Last: it ends a node."""
     node = cluster.decode_nodes[1]
-    async with NodeClient(node.address) as client, Caller(node.address) as caller:
-        answer, task = caller.begin(PROMPTS[1], 400)
+    async with Caller(node.address) as caller, NodeClient(node.address) as client:
+        answer, task = caller.begin(PROMPTS[1], 3000)
         await until(lambda: len(answer.tokens) > 3, "some tokens")
         node.terminate()
 
@@ -338,8 +277,8 @@ async def test_a_node_that_is_being_stopped_is_not_undrained(cluster: LocalClust
             return (await client.status()).draining
 
         await until(is_draining, "it drains")
-        with pytest.raises(LayoutError, match="the node is being stopped"):
-            await client.undrain()
-        assert (await task).code is grpc.StatusCode.OK
+        assert not task.done()
+        node.terminate()
+        assert ((await task).code, answer.details) == (grpc.StatusCode.UNAVAILABLE, "the node has shut down")
     await until(lambda: node.exit_code is not None, "it ended")
-    assert node.exit_code == 0
+    assert node.exit_code == exit_codes.NOT_DRAINED and node.ready_file is None

@@ -9,21 +9,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from node_runtime import supervisor as supervisor_module
 from node_runtime.fork_server import end_fork_server, fork_server_pid
-from node_runtime.rank_group import RankGroup
-from node_runtime.rank_link import MAX_PAYLOAD_BYTES, LeaderLink
+from node_runtime.rank_link import LeaderLink
 from node_runtime.rank_process import RankSpec
 from node_runtime.supervisor import EXIT_GRACE_S, RankStartError
 from tests.runtime import rank_entries
-from tests.runtime.daemons import PRELOAD, ranks_of
+from tests.runtime.daemons import ranks_of
 from tests.runtime.instances import until
 from tests.runtime.rank_entries import SLOW_IMPORT_S, Echo, Order, is_alive
-from transfer.errors import LocalProtocolError
 
 SLOW_PRELOAD = ["tests.runtime.slow_preload"]
 
@@ -66,16 +63,6 @@ async def test_the_death_of_one_rank_loses_the_life_once(
     assert line in said and ("Traceback" in said or "rank_crashed" in said) is is_traced
 
 
-async def test_a_message_that_cannot_be_sent_ends_the_life(tmp_path: Path) -> None:
-    """The ranks would not know what the leader takes for said, and keep for ever what they hold for it."""
-    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
-        await ranks.supervisor.start()
-        with pytest.raises(LocalProtocolError):
-            ranks.supervisor.broadcast(Order(what="x" * (MAX_PAYLOAD_BYTES + 1)))
-        await until(lambda: len(ranks.lost) == 1)
-        assert "a message to the ranks cannot be sent" in ranks.lost[0]
-
-
 @pytest.mark.parametrize("to", ["all", "one"])
 async def test_a_rank_that_takes_no_messages_ends_the_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     monkeypatch.setattr(LeaderLink, "send" if to == "one" else "broadcast", lambda *_: False)
@@ -90,49 +77,6 @@ async def test_a_rank_that_takes_no_messages_ends_the_life(tmp_path: Path, monke
         assert ranks.lost == ["rank 1 does not take messages" if to == "one" else "a rank does not take messages"]
         await asyncio.sleep(2 * EXIT_GRACE_S)
         assert len(ranks.lost) == 1
-
-
-async def test_the_death_of_a_rank_is_the_reason_though_its_socket_ended_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
-        await ranks.supervisor.start()
-        monkeypatch.setattr(supervisor_module, "EXIT_GRACE_S", 60.0)
-        os.kill(ranks.supervisor.pids[1], signal.SIGKILL)
-        monkeypatch.setattr(LeaderLink, "broadcast", lambda *_: False)  # as when the leader hears of the socket first
-        ranks.supervisor.broadcast(Order(what="echo"))
-        assert not ranks.lost
-        await until(lambda: bool(ranks.lost))
-        assert ranks.lost == ["rank 1 died: killed by signal 9"]
-
-
-async def test_an_old_life_that_took_no_messages_does_not_end_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
-        await ranks.supervisor.start()
-        with monkeypatch.context() as patch:
-            patch.setattr(LeaderLink, "broadcast", lambda *_: False)
-            patch.setattr(supervisor_module, "EXIT_GRACE_S", 2.0)
-            ranks.supervisor.broadcast(Order(what="echo"))
-        await ranks.supervisor.stop(is_graceful=False)
-        await ranks.supervisor.start()
-        await asyncio.sleep(2.5)
-        assert not ranks.lost
-
-
-async def test_the_leader_goes_on_while_its_ranks_start(tmp_path: Path) -> None:
-    end_fork_server()  # of an earlier test, which has imported already
-    loop = asyncio.get_running_loop()
-    async with ranks_of(tmp_path, rank_entries.obedient, preload=SLOW_PRELOAD) as ranks:
-        began_s = loop.time()
-        starting = asyncio.ensure_future(ranks.supervisor.start())
-        num_turns = 0
-        while not any(ranks.supervisor.pids) and not starting.done():
-            await asyncio.sleep(0.01)
-            num_turns += 1
-        took_s = loop.time() - began_s
-        assert len(await starting) == 2
-        assert took_s >= SLOW_IMPORT_S, "the fork server did import first"
-        assert num_turns >= 10, "one or two of a loop that waits for the import"
 
 
 async def test_a_stop_while_ranks_are_being_forked_leaves_none(tmp_path: Path) -> None:
@@ -210,20 +154,6 @@ async def test_a_rank_that_does_not_end_is_killed_at_stop(tmp_path: Path, monkey
         assert not any(is_alive(pid) for pid in pids)
 
 
-async def test_a_leader_that_fails_over_a_message_gives_the_life_up(tmp_path: Path) -> None:
-    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
-        await ranks.supervisor.start()
-
-        def fail(rank: int, message: Any) -> None:
-            assert isinstance(message, Echo)
-            raise KeyError("no such request")
-
-        ranks.on_message = fail
-        ranks.supervisor.send(0, Order(what="echo"))
-        await until(lambda: ranks.lost)
-        assert ranks.lost == ["Echo of rank 0 could not be handled: KeyError('no such request')"]
-
-
 async def test_a_rank_that_hangs_loses_the_life_and_an_idle_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "RANK_SILENCE_S", 2.5)
     monkeypatch.setattr(supervisor_module, "SILENCE_TICK_S", 0.1)
@@ -264,18 +194,3 @@ async def test_ranks_end_with_their_leader(tmp_path: Path) -> None:
     leader.kill()
     await leader.wait()
     await until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-async def test_a_group_tells_of_each_exit_until_it_is_stopped() -> None:
-    exits: list[tuple[int, int]] = []
-    group = RankGroup("test", rank_entries.end_with_code, [(0,), (5,)], preload=PRELOAD)
-    await group.start(lambda rank, code: exits.append((rank, code)))
-    await until(lambda: len(exits) == 2)
-    assert sorted(exits) == [(0, 0), (1, 5)]
-    await group.stop(0.0)
-    quiet = RankGroup("test", rank_entries.stay, [(0,)], preload=PRELOAD)
-    await quiet.start(lambda rank, code: exits.append((rank, code)))
-    await quiet.stop(0.0)
-    await asyncio.sleep(0.05)
-    assert len(exits) == 2, "what was ended on request is no news"
-    assert not any(is_alive(pid) for pid in quiet.pids)

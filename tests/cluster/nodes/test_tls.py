@@ -130,7 +130,7 @@ async def test_a_new_authority_under_load_and_what_comes_after(sides: Sides, ref
 
     incarnation = sides.cluster.prefill.incarnation
     os.kill(sides.cluster.prefill.rank_pids[0], signal.SIGKILL)
-    await until(lambda: lives_anew(sides, incarnation), "the ranks live again", within_s=120)
+    await until(lambda: sides.cluster.prefill.lives_anew(incarnation), "the ranks live again", within_s=120)
     await sides.cluster.wait_joined(120)
 
     async def is_served() -> bool:
@@ -141,8 +141,3 @@ async def test_a_new_authority_under_load_and_what_comes_after(sides: Sides, ref
             return False  # the decode node may not have noticed yet that the life it had joined is over
 
     await until(is_served, "a request is served by the new life", within_s=120)
-
-
-def lives_anew(sides: Sides, incarnation: int) -> bool:
-    ready = sides.cluster.prefill.ready_file
-    return ready is not None and ready.incarnation != incarnation
