@@ -2,8 +2,7 @@
 
 All of the product runs as it is, over its real sockets. What is put between is in the ranks only, where the owner's loop meets
 its channels: control messages of both directions and watermarks can be lost, said twice, or held back so that later ones
-overtake them; and the engine refuses a prompt that has `POISON` in it, once a part of that prompt has been computed. With
-nothing told (an empty file), everything passes through.
+overtake them. With nothing told (an empty file), everything passes through.
 """
 
 from __future__ import annotations
@@ -26,10 +25,6 @@ from node_runtime.rank_process import RankSpec
 FAULTS_FILE: Final = "CHAOS_FAULTS_FILE"
 """Variable that names the file: JSON of what `Faults` does. What was done is appended to a file of that name and ".done"."""
 
-POISON: Final = 1
-"""Token of a prompt whose prefill fails at the first step that begins behind `POISON_AFTER` tokens."""
-
-POISON_AFTER: Final = 512
 _READ_EVERY_S: Final = 0.02
 
 
@@ -100,9 +95,8 @@ def _disturb_decode(faults: Faults) -> None:
 
 
 def _disturb_prefill(faults: Faults) -> None:
-    """Watermarks on their way to the sender, and the engine."""
+    """Watermarks on their way to the sender."""
     attach: Any = importlib.import_module("prefill_node.attach")
-    rank_engine: Any = importlib.import_module("node_runtime.rank_engine")
 
     class FaultyClient(attach.TransferControlClient):  # type: ignore[misc]
         def watch(self, session_id: int, *, on_watermark: Callable[[Any], None], **rest: Any) -> Any:
@@ -112,28 +106,6 @@ def _disturb_prefill(faults: Faults) -> None:
             return super().watch(session_id, on_watermark=disturbed, **rest)
 
     attach.TransferControlClient = FaultyClient
-    load = rank_engine.engine_loader
-    rank_engine.engine_loader = lambda config: lambda *args, **kwargs: _PoisonedEngine(load(config)(*args, **kwargs))
-
-
-class _PoisonedEngine:
-    """An engine that cannot go on with a request of which a poisoned token is in the step."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def prefill(self, items: Sequence[Any], on_layers_written: Callable[..., Any]) -> Mapping[str, int]:
-        from transfer.engine_types import RequestFault
-
-        bad = [item.request_id for item in items if item.first_token >= POISON_AFTER and POISON in item.token_ids]
-        tokens: Mapping[str, int] = self._engine.prefill(items, on_layers_written)
-        if bad:
-            left = {name: token for name, token in tokens.items() if name not in bad}
-            raise RequestFault("the prompt cannot be computed: it is poisoned", request_ids=bad, tokens=left)
-        return tokens
 
 
 def run_faulty_prefill_rank(spec: RankSpec) -> None:

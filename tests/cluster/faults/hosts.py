@@ -117,19 +117,10 @@ class Hosts:
         for role, verdict in CUTS[how].items():
             self._filter(role, f"meta l4proto tcp {verdict}" if "tcp" in verdict else verdict)
 
-    def unplug(self) -> None:
-        """Take the link down at one end; both lose it."""
-        _run("ip", "-n", self._names["prefill"], "link", "set", DATA, "down")
-
-    def lose(self, role: Role, percent: int) -> None:
-        """Lose so many packets of a hundred, at random, of those that leave the namespace on the link."""
-        self._filter(role, f"numgen random mod 100 < {percent} drop")
-
     def heal(self) -> None:
         """As it was before."""
         for name in self._names.values():
             _run("ip", "netns", "exec", name, "nft", "flush", "ruleset")
-        _run("ip", "-n", self._names["prefill"], "link", "set", DATA, "up")
 
     def _filter(self, role: Role, verdict: str) -> None:
         rules = f'table inet chaos {{\nchain out {{\ntype filter hook output priority 0;\noifname "{DATA}" {verdict}\n}}\n}}\n'

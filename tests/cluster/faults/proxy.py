@@ -59,7 +59,6 @@ class ProxyNetwork:
         self._flows.set()
         self.delay_s = 0.0
         """How much later everything arrives, in each direction."""
-        self.num_connections = 0
 
     def __enter__(self) -> ProxyNetwork:
         self._thread.start()
@@ -131,7 +130,6 @@ class ProxyNetwork:
             await asyncio.sleep(_LOOK_S)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
-        self.num_connections += 1
         self._writers.add(writer)
         try:
             await self._flows.wait()

@@ -38,7 +38,7 @@ END_S = 60.0
 
 OK = grpc.StatusCode.OK
 ABORTED, CANCELLED = grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED
-DEADLINE_EXCEEDED, INTERNAL = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL
+DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED
 RESOURCE_EXHAUSTED, UNAVAILABLE = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE
 
 
@@ -179,9 +179,7 @@ class Scenario:
 
     # Requests
 
-    def begin(
-        self, num_tokens: int, max_new_tokens: int, *, request_id: str = "", timeout_s: float = END_S, poison: int | None = None
-    ) -> Flight:
+    def begin(self, num_tokens: int, max_new_tokens: int, *, request_id: str = "", timeout_s: float = END_S) -> Flight:
         """Send a request of a prompt that no other one has.
 
         Args:
@@ -189,13 +187,9 @@ class Scenario:
             max_new_tokens: Generated tokens.
             request_id: Its id; the node gives it one where it is empty.
             timeout_s: Its deadline.
-            poison: A token that the prompt has at two thirds of its length.
         """
         self._variant += 1
         token_ids = prompt(num_tokens, self._variant)
-        if poison is not None:
-            middle = 2 * num_tokens // 3
-            token_ids = (*token_ids[:middle], poison, *token_ids[middle + 1 :])
         answer, task = self._caller.begin(token_ids, max_new_tokens, request_id=request_id, timeout_s=timeout_s)
         flight = Flight(token_ids=token_ids, answer=answer, task=task)
         self._flights.append(flight)
@@ -207,12 +201,10 @@ class Scenario:
         await until(lambda: len(flight.answer.tokens) >= 3 or flight.task.done(), "three tokens")
         return flight
 
-    async def arriving(
-        self, number: int, *, num_tokens: int = LONG, request_id: str = "", poison: int | None = None
-    ) -> list[Flight]:
+    async def arriving(self, number: int, *, num_tokens: int = LONG, request_id: str = "") -> list[Flight]:
         """Long requests, of which some KV has arrived at the decode node, and of none all of it."""
         before = await self._bound_pages()
-        flights = [self.begin(num_tokens, 8, request_id=request_id, poison=poison) for _ in range(number)]
+        flights = [self.begin(num_tokens, 8, request_id=request_id) for _ in range(number)]
 
         async def is_arriving() -> bool:
             return await self._bound_pages() > before + 8

@@ -1,4 +1,4 @@
-"""Requests that are given up, by client, deadline, operator or engine: a clear status, nothing left, others unharmed."""
+"""Requests that are given up, by client, deadline or operator: a clear status, nothing left, others unharmed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from kvferry.node_client import NodeClient
 from tests.cluster.calls import Answer, Caller, Reference, prefill_control, prompt, until
 from tests.cluster.faults.conftest import Chaos
-from tests.cluster.faults.faulty_node import POISON
-from tests.cluster.faults.scenario import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INTERNAL, Flight, Scenario
+from tests.cluster.faults.scenario import ABORTED, CANCELLED, DEADLINE_EXCEEDED, Flight, Scenario
 from transfer.pb import kvferry_pb2 as pb
 
 pytestmark = pytest.mark.timeout(180)
@@ -59,19 +58,6 @@ async def test_operator_aborts_mid_transfer(tiers: Chaos, reference: Reference, 
         assert answer.tokens == []
 
 
-async def test_operator_aborts_mid_decode(tiers: Chaos, reference: Reference) -> None:
-    async with Scenario(tiers, reference) as scene, NodeClient(tiers.decode.address) as client:
-        flight = scene.begin(100, 3000, request_id="talks-too-much")
-        await until(lambda: len(flight.answer.tokens) >= 5, "five tokens")
-        with scene.fault():
-            assert await client.abort("talks-too-much")
-        scene.ends([flight], ABORTED)
-        (answer,) = await scene.over([flight])
-        assert answer.details == "aborted by an operator"
-        assert not await client.abort("talks-too-much")
-        assert not await client.abort("never-was")
-
-
 @pytest.mark.parametrize("when", ["mid-transfer", "mid-decode"])
 async def test_deadline_passes(tiers: Chaos, reference: Reference, when: str) -> None:
     timeout_s = 1.0
@@ -83,21 +69,6 @@ async def test_deadline_passes(tiers: Chaos, reference: Reference, when: str) ->
         with scene.fault():
             pass  # the deadline itself
         scene.ends([flight], DEADLINE_EXCEEDED)
-
-
-async def test_the_engine_refuses_a_prompt_mid_transfer(tiers: Chaos, reference: Reference) -> None:
-    """Prefill cannot go on with one request: its caller hears why at once, at the decode node, and all others go on."""
-    async with Scenario(tiers, reference) as scene:
-        await scene.generating()
-        scene.begin(140, 16)
-        (flight,) = await scene.arriving(1, poison=POISON)
-        other = scene.begin(700, 8)
-        with scene.fault():
-            pass  # it is on its way: the poison is at two thirds of the prompt
-        scene.ends([flight], INTERNAL, within_s=30)
-        (answer,) = await scene.over([flight])
-        assert "it is poisoned" in answer.details
-        await scene.over([other])
 
 
 async def test_id_is_unique_while_in_flight_and_free_afterwards(tiers: Chaos, reference: Reference) -> None:
