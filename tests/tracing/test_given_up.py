@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,8 +15,9 @@ from decode_node.node import DecodeNode
 from node_runtime.daemon import Daemon, NodeState
 from tests.decode.leader_world import World as DecodeWorld
 from tests.decode.leader_world import turns
+from tests.decode.local_nodes import LocalContext
 from tests.prefill.leader_world import World as PrefillWorld
-from tests.runtime.instances import decode_config
+from tests.runtime.instances import decode_config, hello
 from tests.tracing.collector import Collector, listening
 from transfer.config import TracingConfig
 from transfer.engine_types import SamplingParams
@@ -106,14 +108,6 @@ async def test_a_request_that_is_cut_off_while_it_generates_has_a_span_of_that(d
     assert span.error == "the client went away"
 
 
-async def test_ranks_that_die_end_what_was_under_way(decode: DecodeWorld) -> None:
-    span = ToldSpan()
-    submitted(decode, span)
-    await generating(decode)
-    await decode.leader.close(PeerUnreachable("rank 0 died"))
-    assert span.told[1:] == [("kvferry.queue", ""), ("kvferry.decode", "rank 0 died")] and span.error == "rank 0 died"
-
-
 async def test_each_try_has_its_wait(decode: DecodeWorld) -> None:
     span = ToldSpan()
     submitted(decode, span)
@@ -144,23 +138,22 @@ async def test_a_prompt_whose_step_fails_has_a_span_of_that(prefill: PrefillWorl
 
 
 async def test_a_client_that_leaves_while_its_text_is_tokenised_is_counted(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, span = asyncio.Event(), ToldSpan()
+    begun, gate, span = asyncio.Event(), asyncio.Event(), ToldSpan()
 
     async def encode(text: str, *, max_tokens: int) -> tuple[int, ...]:
+        begun.set()
         await gate.wait()
         return tuple(map(ord, text))
 
     monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace(encode=encode))
     node = DecodeNode(cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None)), decode_config(tmp_path))
     node.tracer = cast(Any, SimpleNamespace(begin=lambda *told, **more: span, close=lambda: None))
-    node._life = cast(Any, SimpleNamespace(max_context_tokens=64, vocab_size=1000, eos_token_ids=frozenset()))
-    context = cast(Any, SimpleNamespace(invocation_metadata=tuple))
-    calling = asyncio.ensure_future(anext(node.Generate(pb.GenerateRequest(prompt="ab", max_new_tokens=4), context)))
-    async with asyncio.timeout(10):
-        while not node._tokenising:
-            await asyncio.sleep(0)
+    await node.begin_life((hello(0),))
+    question = pb.GenerateRequest(prompt="ab", max_new_tokens=4)
+    calling = asyncio.ensure_future(anext(node.Generate(question, cast(Any, LocalContext()))))
+    await begun.wait()
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
@@ -169,6 +162,7 @@ async def test_a_client_that_leaves_while_its_text_is_tokenised_is_counted(
     assert 'kvferry_requests_total{outcome="aborted",role="decode"} 1.0' in page
     assert 'kvferry_aborts_total{reason="caller",role="decode"} 1.0' in page
     gate.set()
+    await node.end_life(PeerUnreachable("the test is over"))
 
 
 def test_a_span_that_is_told_afterwards_can_have_failed() -> None:
