@@ -33,7 +33,8 @@ def _without_operators_of_torchvision(torch: Any) -> None:
 
 def _without_pinning(module: ModuleType) -> None:
     """The host pool that decode keeps retracted requests in is pinned by the CUDA driver."""
-    module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]
+    # SGLang has no setting that leaves the pool unpinned.
+    module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {"sglang.srt.mem_cache.pool_host.common": _without_pinning}
