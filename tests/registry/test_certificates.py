@@ -54,15 +54,8 @@ NOT_ACCEPTED = "which is not accepted with tls.ca_file {ca}: unable to get local
 OPEN_KEY = "which everybody on this machine may read or write (mode 644); chmod o-rw it"
 WRONG: dict[str, tuple[Callable[[Files], object], str]] = {
     "no certificate": (lambda files: files.cert.unlink(), f"cert_file is {{cert}}, {ABSENT}"),
-    "no key": (lambda files: files.key.unlink(), f"key_file is {{key}}, {ABSENT}"),
-    "no authority": (lambda files: files.ca.unlink(), f"ca_file is {{ca}}, {ABSENT}"),
-    "a folder": (lambda files: (files.ca.unlink(), files.ca.mkdir()), "ca_file is {ca}, which cannot be read: Is a directory"),
-    "empty certificate": (lambda files: files.put(cert=b""), f"cert_file is {{cert}}, {NO_PEM}"),
     "half a certificate": (lambda files: files.put(cert=files.cert.read_bytes()[:200]), f"cert_file is {{cert}}, {NO_PEM}"),
-    "bytes": (lambda files: files.put(cert=bytes(range(256))), f"cert_file is {{cert}}, {NO_PEM}"),
-    "half a key": (lambda files: files.put(key=files.key.read_bytes()[:100]), f"key_file is {{key}}, {NO_KEY}"),
     "a passphrase": (encrypt, f"key_file is {{key}}, {NO_KEY}"),
-    "empty authority": (lambda files: files.put(ca=b""), f"ca_file is {{ca}}, {NO_PEM}"),
     "another key": (swap_key, "key_file is {key}, which is not the key of the certificate in tls.cert_file, {cert}"),
     "another authority": (lambda files: files.put(ca=Authority().pem), f"cert_file is {{cert}}, {NOT_ACCEPTED}"),
     "everybody's key": (lambda files: files.key.chmod(0o644), f"key_file is {{key}}, {OPEN_KEY}"),
@@ -78,7 +71,7 @@ def test_what_is_wrong_at_the_start_is_one_line(files: Files, case: str) -> None
     assert str(refusal.value) == "tls." + line.format(cert=files.cert, key=files.key, ca=files.ca)
 
 
-@pytest.mark.parametrize("case", [case for case in WRONG if case != "a passphrase"])
+@pytest.mark.parametrize("case", ["no certificate", "another key", "another authority"])
 def test_what_is_wrong_later_leaves_what_was_right_in_use(files: Files, case: str) -> None:
     age(files)
     one = opened(files)
@@ -100,10 +93,7 @@ BOTH_USES = "whose extended key usage does not allow server and client authentic
     ("how", "is_server", "end"),
     [
         ({"days": -0.5}, True, EXPIRED),
-        ({"days": -0.5}, False, EXPIRED),
-        ({"from_days": 0.5}, True, "which is not accepted with tls.ca_file {ca}: certificate is not yet valid"),
         ({"purposes": (ExtendedKeyUsageOID.CLIENT_AUTH,)}, True, BOTH_USES),
-        ({"purposes": (ExtendedKeyUsageOID.SERVER_AUTH,)}, True, BOTH_USES),
         ({"purposes": (ExtendedKeyUsageOID.SERVER_AUTH,)}, False, BOTH_USES.replace("server and ", "")),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.chunk import ChunkPlan, largest_wire_bytes
-from transfer.errors import LayoutError, RemoteProtocolError
-from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder, routes, wire_dtype
+from transfer.chunk import ChunkPlan
+from transfer.errors import RemoteProtocolError
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry import convert
 from transfer.ring import Grant, Watermark
@@ -62,14 +61,6 @@ instances = st.builds(
     capabilities=st.frozensets(st.sampled_from(["a", "b", "c"])),
     version=st.text(max_size=8),
 )
-
-STATES = KVLayout(
-    layers=(
-        LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=12, k_head_dim=9, v_head_dim=0, dtype=DType.FLOAT32),
-        *(LayerSpec(num_kv_heads=12, k_head_dim=32, v_head_dim=32),) * 3,
-    ),
-    dtype=DType.BFLOAT16,
-)
 LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
 
 
@@ -104,12 +95,6 @@ def answer() -> AttachResponse:
 def test_an_instance_survives_the_wire(one: Instance) -> None:
     info = pb.InstanceInfo.FromString(convert.instance_to_proto(one).SerializeToString())
     assert convert.instance_from_proto(info) == one
-
-
-def test_both_sides_compute_the_same_routes() -> None:
-    prefill, decode = instance(shard=Shard(tp_size=4)), instance(shard=Shard(tp_size=2, pp_size=2, stage_layers=(3, 5)))
-    told = convert.instance_from_proto(convert.instance_to_proto(decode))
-    assert routes(LLAMA, prefill.shard, told.shard) == routes(LLAMA, prefill.shard, decode.shard)
 
 
 def test_a_shard_without_dtype_travels_with_the_layouts() -> None:
@@ -197,10 +182,7 @@ def test_a_watermark_survives_the_wire(position: int, gaps: list[tuple[int, int]
     ("ack", "named"),
     [
         (pb.WatermarkAck(tail=256), "tail is 256; it must be below the ring's 256 bytes"),
-        (pb.WatermarkAck(round=2**60), "round is"),
         (pb.WatermarkAck(released=[pb.ReleasedRange(begin=5, end=5)]), "empty or negative"),
-        (pb.WatermarkAck(tail=9, released=[pb.ReleasedRange(begin=9, end=20)]), "touches"),
-        (pb.WatermarkAck(released=[pb.ReleasedRange(begin=9, end=20), pb.ReleasedRange(begin=15, end=30)]), "touches"),
         (pb.WatermarkAck(released=[pb.ReleasedRange(begin=2 * i + 1, end=2 * i + 2) for i in range(65)]), "65 released ranges"),
     ],
 )
@@ -223,46 +205,13 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (_set("incarnation", 0), "incarnation is 0"),
         (_set("layout_fingerprint", "feed"), "layout_fingerprint is 'feed'"),
-        (_set("model_fingerprint", ""), "model_fingerprint is ''"),
         (_set("layout.dtype", "float7"), "dtype is 'float7'; known here: float32, bfloat16"),
-        (_set("layout.runs.0.kind", "conv"), "kind is 'conv'; known here: attention, mla"),
-        (_set("layout.runs.0.num_layers", 0), "runs have 0 layers"),
-        (_set("layout.runs.0.num_kv_heads", 0), "num_kv_heads is 0"),
-        (_set("layout.runs.0.k_head_dim", 0), "head dims are K 0"),
-        (_set("layout.runs.0.window_tokens", 5), "window_tokens is 5"),
-        (_set("layout.runs.0.dtype", "float32"), "dtype of a layer of kind attention is float32; it must be None"),
-        (_set("layout.runs.0.dtype", "f" * 9999), "dtype is 'fff"),
-        (_set("shard.tp_size", 0), "tp_size is 0"),
-        (_set("shard.pp_size", 0), "pp_size is 0"),
-        (_set("shard.page_size", 0), "page_size is 0"),
-        (_set("shard.dtype", ""), "shard.dtype is ''"),
-        (_set("shard.order", "XYZ"), "shard.order is 'XYZ'; known here: NHD, HND"),
-        (_set("transport", ""), "transport is empty"),
         (_set("layout.runs.0.num_layers", 4097), "runs have 4097 layers"),
-        (_set("layout.runs.0.num_kv_heads", 2**32 - 1), "num_kv_heads is 4294967295"),
         (_set("shard.tp_size", 1025), "tp_size is 1025, pp_size 1; an instance has at most 1024 ranks"),
-        (_set("shard.pp_size", 9), "pp_size is 9; a model of 8 layers"),
-        (lambda info: info.shard.stage_layers.extend([8, 8]), "stage_layers has 2 entries"),
         (lambda info: info.shard.stage_layers.append(7), "add up to 7"),
-        (lambda info: info.ClearField("protocol_versions"), "protocol_versions"),
-        (lambda info: info.layout.ClearField("runs"), "layers is empty"),
-        (lambda info: info.layout.runs.extend([pb.LayerRun()] * 4096), "runs has 4097 entries; there can be 4096"),
-        (lambda info: info.protocol_versions.extend(range(2, 258)), "protocol_versions has 257 entries; there can be 256"),
-        (lambda info: info.capabilities.extend(["a"] * 257), "capabilities has 257 entries"),
         (lambda info: info.capabilities.append("a" * 257), "capabilities has a text of 257 characters; it can have 256"),
-        (lambda info: info.shard.stage_layers.extend([1] * 1025), "shard.stage_layers has 1025 entries; there can be 1024"),
-        (lambda info: info.model_fields.update({str(i): "" for i in range(257)}), "model_fields has 257 entries"),
-        (lambda info: info.model_fields.update({"k" * 257: ""}), "model_fields has a text of 257 characters"),
-        (lambda info: info.model_fields.update(k="v" * 8193), "model_fields has a text of 8193 characters; it can have 8192"),
-        (_set("transport", "u" * 257), "transport has a text of 257 characters"),
-        (lambda info: info.ClearField("digests"), "digests is (); it must name one or more"),
-        (lambda info: info.digests.append("x" * 257), "digests has a text of 257 characters"),
-        (lambda info: info.digests.extend(["x"] * 255), "digests has 257 entries; there can be 256"),
         (lambda info: info.kv_scales.append(pb.KVScales(k=1, v=1)), "kv_scales has 1 entries; a pool of float32 has none"),
-        (lambda info: info.kv_scales.extend([pb.KVScales()] * 4097), "kv_scales has 4097 entries; there can be 4096"),
-        (_set("version", "0" * 257), "version has a text of 257 characters"),
         (lambda info: info.Clear(), "layout"),
     ],
 )
@@ -327,44 +276,3 @@ def test_the_largest_values_of_a_peer_are_taken() -> None:
         shard=Shard(pp_size=8, stage_layers=(1,) * 8, dtype=DType.FLOAT32),
     )
     assert convert.instance_from_proto(convert.instance_to_proto(largest)) == largest
-
-
-NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 8, 9, 1024, 4096, 2**31, 2**32 - 1])
-TEXTS = st.sampled_from(["", "x", "int8", "bfloat16", "float8_e4m3fn", "HND", "mla", "sliding_window", "\ud7ff", "a" * 300])
-
-
-@st.composite
-def hostile_attaches(draw: st.DrawFn) -> pb.AttachRequest:
-    """An attach that fits, with some of its fields put out of their range."""
-    layout = draw(st.sampled_from((LLAMA, STATES)))
-    request = attach(layout)
-    shard, run = request.prefill.shard, request.prefill.layout.runs[0]
-    for _ in range(draw(st.integers(1, 4))):
-        target = draw(st.sampled_from([request, request.prefill, shard, request.prefill.layout, run, request.chunk_plan]))
-        spoilable = [field for field in target.DESCRIPTOR.fields if field.message_type is None]
-        field = draw(st.sampled_from(spoilable))
-        kinds: dict[int, st.SearchStrategy[Any]] = {field.TYPE_STRING: TEXTS, field.TYPE_BYTES: st.binary(max_size=8)}
-        value = draw(kinds.get(field.type, NUMBERS))
-        if isinstance(getattr(target, field.name), str | bytes | int):
-            setattr(target, field.name, value)
-        else:
-            getattr(target, field.name).extend(draw(st.lists(kinds.get(field.type, NUMBERS), max_size=4)))
-    if draw(st.booleans()):  # told right, so that what lies behind the fingerprint is reached
-        with contextlib.suppress(RemoteProtocolError):
-            request.prefill.layout_fingerprint = convert.layout_from_proto(request.prefill.layout).fingerprint()
-    return request
-
-
-@given(request=hostile_attaches())
-def test_a_hostile_attach_is_computed_with_or_refused_and_never_a_bug(request: pb.AttachRequest) -> None:
-    """All that a decode rank works out of an attach; any other error would stop the rank."""
-    states = request.prefill.layout.runs[0].kind == LayerKind.RECURRENT_STATE
-    layout = STATES if states else LLAMA
-    ours = instance(layout=layout, shard=Shard(tp_size=4))
-    try:
-        attach = convert.attach_request_from_proto(request)
-        check_compatible(ours, attach.prefill)
-        sent = [route for route in routes(layout, attach.prefill.shard, ours.shard) if route.prefill_rank == attach.prefill_rank]
-        largest_wire_bytes(attach.chunk_plan, layout, sent, wire_dtype(layout, attach.prefill.shard, ours.shard))
-    except (RemoteProtocolError, LayoutError) as error:
-        assert len(str(error)) < 6000

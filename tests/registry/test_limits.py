@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -152,11 +151,3 @@ async def test_a_connection_that_says_nothing_is_closed_in_time(monkeypatch: pyt
             await until(lambda: all(task.done() for task in tasks))
     finally:
         await served.close()
-
-
-@pytest.mark.parametrize(
-    ("open_files", "most"),
-    [(1024, 256), (65_536, options.MAX_CONNECTIONS), (resource.RLIM_INFINITY, options.MAX_CONNECTIONS), (3, 1)],
-)
-def test_connections_leave_files_to_the_rest(open_files: int, most: int) -> None:
-    assert options.most_connections(open_files) == most

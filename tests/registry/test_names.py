@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,11 +16,10 @@ import pytest
 
 from tests.registry.secure_node import call
 from tests.runtime.instances import until
-from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.errors import PeerUnreachable
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry import connecting, peer_channel
-from transfer.registry.connecting import MAX_ADDRESSES, Lookups, addresses_of, connected
+from transfer.registry.connecting import Lookups, addresses_of, connected
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, serve
@@ -41,14 +40,9 @@ class NameServer:
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.asked = 0
-        self.refused: list[str] | None = None
-        """Addresses that were tried, where each try is refused."""
 
     def __call__(self, host: str | None, port: object, *args: Any, **kwargs: Any) -> Any:
         if host is None or not host.endswith(DOMAIN):
-            if host is not None and self.refused is not None:
-                self.refused.append(host)
-                raise ConnectionRefusedError(111, "Connection refused")
             return self._resolve(host, port, *args, **kwargs)
         self.asked += 1
         self.goes_on.wait(120)
@@ -159,12 +153,6 @@ async def test_whoever_is_in_a_hurry_has_another_channel(names: NameServer) -> N
                 assert after is not before and (await call(after, STATUS))[0] is grpc.StatusCode.OK
 
 
-async def test_the_first_address_that_takes_connections_is_used(names: NameServer) -> None:
-    names.says = ["::1", "127.0.0.3", "127.0.0.1"]  # as localhost has, where a server listens on one of them only
-    async with node() as server, channel(server.port) as peer:
-        assert (await call(await peer.ready(), STATUS))[0] is grpc.StatusCode.OK
-
-
 @contextlib.contextmanager
 def black_hole(host: str, port: int) -> Iterator[None]:
     """An address that drops whoever connects, as a firewall does, or a route that leads nowhere."""
@@ -228,23 +216,6 @@ async def test_an_address_that_is_silent_to_grpc_comes_last_the_next_time(
             assert (await call(await peer.ready(), STATUS))[0] is grpc.StatusCode.OK and names.asked == asked
 
 
-async def test_of_many_addresses_some_of_both_families_are_tried(names: NameServer) -> None:
-    async def tried(says: list[str], last: Sequence[str] = ()) -> list[str]:
-        names.says, names.refused = says, []
-        with pytest.raises(ConnectionRefusedError):
-            await connected(f"{NAME}:7100", last=last)
-        return names.refused
-
-    many = [*(f"2001:db8::{last:x}" for last in range(1, 40)), "192.0.2.1", "192.0.2.2"]
-    found = await tried(many)
-    assert found[:5] == ["2001:db8::1", "192.0.2.1", "2001:db8::2", "192.0.2.2", "2001:db8::3"]
-    assert len(found) == len(set(found)) == MAX_ADDRESSES
-    found = await tried(many, last=["192.0.2.1", "2001:db8::1"])
-    assert found[:3] == ["2001:db8::2", "192.0.2.2", "2001:db8::3"] and "192.0.2.1" not in found
-    found = await tried(["192.0.2.1", "192.0.2.2", "192.0.2.3"], last=["192.0.2.2", "192.0.2.1"])
-    assert found == ["192.0.2.3", "192.0.2.2", "192.0.2.1"]
-
-
 async def test_a_name_server_that_says_nothing_holds_up_nobody_else(names: NameServer) -> None:
     """As many threads as an executor has would be taken by the first few names."""
     names.goes_on.clear()
@@ -293,31 +264,6 @@ async def test_lookups_take_a_bounded_number_of_threads(names: NameServer) -> No
     assert await lookups.ask(f"prefill-5{DOMAIN}") == ("127.0.0.1",)
 
 
-async def test_no_thread_for_a_lookup_is_an_error_of_the_peer(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    names.says = ["127.0.0.1"]
-    async with node() as server, channel(server.port) as peer:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(PeerUnreachable, match=rf"^{NAME}:\d+: its name cannot be looked up: can't start new thread$"):
-                await peer.ready()
-        assert (await call(await peer.ready(), STATUS))[0] is grpc.StatusCode.OK
-
-
-def test_the_time_for_a_channel_covers_other_callers_tries(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    names.goes_on.clear()
-
-    async def main(loop: VirtualTimeLoop) -> None:
-        async with channel(7100) as peer:
-            ends = await asyncio.gather(*(peer.ready(timeout_s=0.5) for _ in range(20)), return_exceptions=True)
-        assert {str(end) for end in ends} == {f"{NAME}:7100: no answer within 0.5 s"}
-        assert loop.now_s == pytest.approx(0.5)
-
-    run_in_virtual_time(main, monkeypatch)
-
-
 @pytest.mark.parametrize("address", ["host", "host:", "host:0", "host:65536", "host:x", "unix:/tmp/x", "", "a\0b:1", ":1"])
 async def test_what_is_no_address_is_an_error_of_the_peer(address: str) -> None:
     """A peer says which addresses its ranks have, and can say anything."""
@@ -327,11 +273,6 @@ async def test_what_is_no_address_is_an_error_of_the_peer(address: str) -> None:
     with pytest.raises(PeerUnreachable):
         await peer.ready()
     await peer.close()
-
-
-async def test_an_address_is_looked_up_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting.socket, "getaddrinfo", lambda *_, **__: pytest.fail("it needs no lookup"))
-    assert await addresses_of("10.0.0.1") == ("10.0.0.1",) and await addresses_of("fe80::1") == ("fe80::1",)
 
 
 async def test_a_connection_that_is_reset_at_once_is_a_peer_that_is_unreachable(

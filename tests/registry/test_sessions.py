@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -14,20 +13,16 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
 from transfer.chunk import ChunkPlan
 from transfer.errors import (
     ConfigError,
-    EngineError,
     LayoutError,
-    LocalProtocolError,
     PeerUnreachable,
     RemoteProtocolError,
     StagingError,
-    TransferError,
     TransportTimeout,
 )
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
@@ -36,7 +31,6 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import SessionWatch, TransferControlClient, open_channel
 from transfer.registry.convert import attach_request_to_proto
-from transfer.registry.options import most_sessions
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Grant, RingView, Watermark
 
@@ -44,7 +38,6 @@ LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType
 CAPACITY = 1 << 20
 HEARTBEAT_S = 0.2
 DEADLINE_S = 60.0  # only ends a wait that would never end
-LINK = Link(prefill_rank=0, decode_rank=0, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=4e9)
 
 
 def instance(incarnation: int, **changes: Any) -> Instance:
@@ -179,15 +172,6 @@ async def joined(rank: DecodeRank, writer: Writer, **changes: Any) -> tuple[Atta
     return response, watch
 
 
-async def test_attach_carries_everything(rank: DecodeRank, writer: Writer) -> None:
-    request = attach_request(prefill_rank=1)
-    response = await writer.client.attach(request, timeout_s=DEADLINE_S)
-    assert rank.attached == [request]
-    assert (response.session_id, response.decode, response.decode_rank) == (101, rank.decode, 1)
-    assert response.answer == b"answer to offer"
-    assert rank.servicer.session_ids == (101,)
-
-
 async def test_attach_of_another_model_is_refused_with_everything_named(rank: DecodeRank, writer: Writer) -> None:
     other = KVLayout.uniform(num_layers=8, num_kv_heads=6, head_dim=32, dtype=DType.FLOAT32)
     with pytest.raises(LayoutError) as caught:
@@ -218,15 +202,6 @@ async def test_the_same_writer_attaches_once_and_again_after_its_session(rank: D
     watch.close()
     await until(lambda: bool(rank.lost), "the loss")
     await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
-
-
-async def test_two_attaches_of_one_writer_at_once_open_one_session(rank: DecodeRank, writer: Writer) -> None:
-    rank.before_answer = lambda: asyncio.sleep(0.1)
-    results = await asyncio.gather(
-        *(writer.client.attach(attach_request(), timeout_s=DEADLINE_S) for _ in range(3)), return_exceptions=True
-    )
-    assert sorted(type(result).__name__ for result in results) == ["AttachResponse", "PeerUnreachable", "PeerUnreachable"]
-    assert len(rank.attached) == 1
 
 
 async def test_a_writer_that_gives_up_in_mid_attach_leaves_nothing(rank: DecodeRank, writer: Writer) -> None:
@@ -317,39 +292,12 @@ async def test_an_attach_that_waits_while_the_rank_closes_is_refused(rank: Decod
     assert len(rank.attached) == 1 and rank.lost == [(101, "this rank is closing")]
 
 
-@pytest.mark.parametrize(
-    ("open_files", "sessions"), [(64, 1), (1024, 38), (5375, 255), (5376, 256), (1 << 20, 256), (resource.RLIM_INFINITY, 256)]
-)
-def test_what_a_limit_of_open_files_is_good_for(open_files: int, sessions: int) -> None:
-    assert most_sessions(open_files) == sessions
-
-
 @pytest.fixture
 async def complaints() -> list[str]:
     """What the loop's exception handler was told of: it ends a rank."""
     told: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(repr(context.get("exception"))))
     return told
-
-
-@pytest.mark.parametrize("bug", [KeyError("secret"), LocalProtocolError("a bug here")])
-@pytest.mark.parametrize("is_awaited", [True, False])
-async def test_an_owners_bug_in_attach_is_loud(
-    rank: DecodeRank, writer: Writer, complaints: list[str], bug: Exception, is_awaited: bool
-) -> None:
-    async def fail() -> None:
-        await asyncio.sleep(0 if is_awaited else 0.2)
-        raise bug
-
-    rank.before_answer = fail
-    with pytest.raises(TransferError) as caught:
-        await writer.client.attach(attach_request(), timeout_s=DEADLINE_S if is_awaited else 0.1)
-    assert isinstance(caught.value, EngineError if is_awaited else TransportTimeout)
-    assert "secret" not in str(caught.value)
-    await until(lambda: bool(complaints), "the complaint")
-    assert complaints == [repr(bug)]
-    rank.before_answer = None
-    await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
 
 
 async def test_what_others_can_bring_about_is_no_bug(rank: DecodeRank, writer: Writer, complaints: list[str]) -> None:
@@ -364,16 +312,6 @@ async def test_what_others_can_bring_about_is_no_bug(rank: DecodeRank, writer: W
         with pytest.raises(kind):
             await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
         errors.append(errors.pop(0))
-    async with open_channel(writer.client.address) as channel:
-        stub: Any = pb_grpc.TransferControlStub(channel)
-        for number in range(64):
-            request = attach_request_to_proto(attach_request())
-            spoilt = bytearray(request.SerializeToString())
-            spoilt[number * len(spoilt) // 64] ^= 0xFF
-            with contextlib.suppress(DecodeError):
-                request = pb.AttachRequest.FromString(bytes(spoilt))
-            with pytest.raises(grpc.aio.AioRpcError):
-                await stub.Attach(request)
     assert complaints == [] and rank.servicer.session_ids == ()
 
 
@@ -422,13 +360,6 @@ async def test_a_change_that_concerns_others_comes_with_the_next_heartbeat(rank:
     await until(lambda: len(writer.seen) > heard, "the heartbeat")
     assert writer.seen[-1].sequence == 4
     assert time.monotonic() - published_s > 0.5
-
-
-async def test_publishing_backwards_is_this_sides_bug(rank: DecodeRank) -> None:
-    rank.servicer.publish(watermark(5))
-    for wrong in (watermark(5), watermark(4), watermark(6, 5)):
-        with pytest.raises(LocalProtocolError, match="R2"):
-            rank.servicer.publish(wrong)
 
 
 async def test_an_idle_session_lives_on_its_beats(rank: DecodeRank, writer: Writer) -> None:
@@ -503,14 +434,6 @@ async def test_a_stopped_server_is_noticed_once(rank: DecodeRank, writer: Writer
     assert len(writer.lost) == 1 and len(rank.lost) == 1
 
 
-async def test_a_measured_link_is_reported_once(rank: DecodeRank, writer: Writer) -> None:
-    response, watch = await joined(rank, writer)
-    watch.report_link(LINK)
-    await until(lambda: bool(rank.links), "the link")
-    await asyncio.sleep(3 * HEARTBEAT_S)
-    assert rank.links == [(response.session_id, LINK)]
-
-
 async def test_a_stream_for_an_unknown_session_is_lost_at_once(rank: DecodeRank, writer: Writer) -> None:
     response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
     rank.servicer.close_session(response.session_id, "x")
@@ -569,17 +492,6 @@ async def test_a_broken_watermark_ends_the_session_with_the_reason(rank: DecodeR
     writer.watch(response, ring_capacity_bytes=4096)  # as if the peer had lied about its ring
     await until(lambda: bool(writer.lost), "the loss")
     assert "tail is" in writer.lost[0] and writer.seen == []
-
-
-async def test_a_rule_broken_in_the_callback_ends_the_session(rank: DecodeRank, writer: Writer) -> None:
-    response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
-
-    def refuse(_: Watermark) -> None:
-        raise RemoteProtocolError("watermark moved back (R2)")
-
-    writer.watch(response, on_watermark=refuse)
-    await until(lambda: bool(writer.lost) and bool(rank.lost), "the loss on both ends")
-    assert "R2" in writer.lost[0]
 
 
 async def test_an_owners_bug_in_the_callback_is_loud(rank: DecodeRank, writer: Writer, complaints: list[str]) -> None:

@@ -13,7 +13,6 @@ import transfer.registry.status as status_module
 from decode_node.request_state import is_retried, verdict_of
 from transfer.breaker import Verdict
 from transfer.errors import (
-    ConfigError,
     EngineError,
     NodeDraining,
     OutOfMemory,
@@ -89,15 +88,6 @@ def test_every_error_says_its_reason_and_when_to_try_again() -> None:
             assert status.details[1].Unpack(retry) and retry.retry_delay.ToTimedelta().total_seconds() == reason.retry_s
     assert reason_of(NodeDraining("")).word == "NODE_DRAINING" and reason_of(PeerUnreachable("")).word == "PEER_UNREACHABLE"
     assert reason_of(KeyError("")).word == "INTERNAL"
-
-
-def test_a_long_text_leaves_no_room_for_its_status() -> None:
-    assert packed(ConfigError("x" * MAX_DETAILS_CHARS)) is not None
-    assert packed(ConfigError("\N{GRINNING FACE}" * MAX_DETAILS_CHARS)) is None
-
-
-def test_a_status_without_text_says_its_name() -> None:
-    assert str(error_of(call_error(grpc.StatusCode.UNAVAILABLE, None), peer="p")) == "p: UNAVAILABLE"
 
 
 @pytest.mark.parametrize("error_type", all_error_types())

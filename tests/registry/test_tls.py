@@ -93,14 +93,6 @@ async def test_who_is_in_no_list_calls_nothing(node: Node, authority: Authority,
     assert not node.services.reached and len(node.refused) == len(METHOD_ROLES)
 
 
-async def test_a_method_that_nobody_has_is_unknown_and_not_refused(node: Node, authority: Authority, tmp_path: Path) -> None:
-    async with calling(node, authority.files(tmp_path / "caller", "other.example")) as peer:
-        begun = (await peer.ready()).unary_unary("/kvferry.v1.PrefillControl/NoSuch")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await begun(b"", timeout=60)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED and not node.refused
-
-
 async def test_a_method_without_roles_is_for_nobody(
     node: Node, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,18 +100,6 @@ async def test_a_method_without_roles_is_for_nobody(
     async with calling(node, authority.files(tmp_path / "caller", PEER, CLIENT)) as peer:
         code, text = await call(await peer.ready(), STATUS)
     assert code is DENIED and text.endswith("may not call DecodeControl/Status: it is not in any list of this node")
-
-
-async def test_one_name_in_both_lists_is_both(authority: Authority, tmp_path: Path) -> None:
-    one = Node(authority.files(tmp_path / "node", NODE))
-    await one.open(peers=("*.ops.example",), clients=("a.ops.example",))
-    try:
-        async with calling(one, authority.files(tmp_path / "caller", "a.ops.example")) as peer:
-            channel = await peer.ready()
-            assert (await call(channel, STATUS))[0] is OK
-            assert (await call(channel, "/kvferry.v1.TransferControl/Attach"))[0] is OK
-    finally:
-        await one.server.close()
 
 
 # Strangers
@@ -165,28 +145,6 @@ async def test_a_node_that_speaks_plain_text(authority: Authority, tmp_path: Pat
     text = await refusal(one, authority.files(tmp_path / "caller", PEER))
     await one.server.close()
     assert text == "what answers there does not speak TLS (a node with --insecure?)"
-
-
-async def test_nobody_there(node: Node, authority: Authority, tmp_path: Path) -> None:
-    await node.server.close()
-    assert await refusal(node, authority.files(tmp_path / "caller", PEER)) == "Connection refused"
-
-
-@pytest.mark.parametrize("host", ["a..b", f"{'x' * 70}.example", ".a"])
-async def test_a_host_that_is_no_name(authority: Authority, tmp_path: Path, host: str) -> None:
-    own = tls_of(authority.files(tmp_path / "own", NODE), peers=(NODE,)).files.current()
-    with pytest.raises(PeerUnreachable, match="its host is no name"):
-        await greet(f"{host}:7100", own, allowed=(NODE,), timeout_s=5)
-
-
-async def test_somebody_who_says_nothing(authority: Authority, tmp_path: Path) -> None:
-    silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(30), "127.0.0.1", 0)
-    address = "{}:{}".format(*silent.sockets[0].getsockname())
-    channel = PeerChannel(address, tls_of(authority.files(tmp_path / "caller", PEER), peers=(NODE,)))
-    with pytest.raises(PeerUnreachable, match=rf"{address}: no answer within 0.3 s"):
-        await channel.ready(timeout_s=0.3)
-    await channel.close()
-    silent.close()
 
 
 @pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3"])
@@ -333,33 +291,6 @@ async def test_a_new_authority_in_three_steps(node: Node, authority: Authority, 
     old = authority.files(tmp_path / "old", CLIENT)
     old.put(ca=authority.pem + new.pem)
     assert "does not accept this side's certificate" in await refusal(node, old)
-
-
-async def test_many_calls_at_once_share_one_connection(node: Node, authority: Authority, tmp_path: Path) -> None:
-    async with calling(node, authority.files(tmp_path / "caller", CLIENT)) as peer:
-        channels = await asyncio.gather(*(peer.ready() for _ in range(20)))
-        assert len({id(channel) for channel in channels}) == 1
-
-
-async def test_a_channel_that_is_closed_while_it_connects(
-    node: Node, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[grpc.aio.Channel] = []
-    secure_channel = grpc.aio.secure_channel
-
-    def make(*args: Any, **kwargs: Any) -> grpc.aio.Channel:
-        made.append(secure_channel(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(grpc.aio, "secure_channel", make)
-    peer = PeerChannel(node.address, tls_of(authority.files(tmp_path / "caller", CLIENT), peers=(NODE,)))
-    connecting = asyncio.ensure_future(peer.ready())
-    while not made:
-        await asyncio.sleep(0)
-    await peer.close()
-    with pytest.raises(PeerUnreachable, match="this side has closed the channel"):
-        await connecting
-    assert made[0].get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 # Without
