@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 
 import aiohttp
 import pytest
@@ -66,28 +65,6 @@ async def test_a_failed_decode_cancels_its_prefill_at_once() -> None:
         await settled(setup)
 
 
-async def test_a_prefill_that_fails_while_decode_streams_changes_nothing() -> None:
-    """Its tokens are there already: the KV has come, or decode has computed it."""
-
-    def alone(_: list[VllmServer], decode: list[VllmServer]) -> None:
-        decode[0].ignores_kv = True
-
-    async with routing(learnt=True, change=alone) as setup:
-        setup.prefill[0].gate.clear()
-        setup.prefill[0].answers.append(500)
-        setup.decode[0].word_gate.clear()
-        async with setup.client.session.post(
-            f"{setup.client.url}/v1/completions", json={"model": "tiny", "prompt": PROMPT, "stream": True}
-        ) as answer:
-            await answer.content.readany()
-            setup.prefill[0].gate.set()
-            await until(lambda: not setup.prefill[0].running, "prefill has failed")
-            setup.decode[0].word_gate.set()
-            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
-        await settled(setup)
-        assert setup.flow.prefill.servers[0].source is None, "it is learnt anew"
-
-
 async def test_a_prefill_that_hangs_after_decode_is_done_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.router.vllm_flow.PREFILL_GRACE_S", 0.3)
 
@@ -144,15 +121,6 @@ async def test_a_clients_error_is_passed_on_unchanged_and_not_tried_again(flow: 
         await settled(setup)
 
 
-@pytest.mark.parametrize("status", [401, 409, 422])
-async def test_other_errors_of_the_client_are_no_failures_of_the_server(status: int) -> None:
-    async with routing() as setup:
-        setup.prefill[0].answers.append(status)
-        assert (await setup.client.complete()).status == status
-        assert sent(setup.prefill) == 1
-        assert setup.flow.prefill.servers[0].breaker.num_openings == 0
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("flow", ["concurrent", "sequential"])
 async def test_a_client_that_goes_away_ends_both_requests(is_stream: bool, flow: str) -> None:
@@ -199,16 +167,6 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(is_chat: bool) 
         assert await setup.client.metric("requests_total", endpoint=endpoint, outcome="failed") == 1
 
 
-async def test_a_stream_that_breaks_off_before_its_first_token_is_tried_again() -> None:
-    async with routing(1, 2) as setup:
-        for server in setup.decode:
-            server.break_after = 1  # after the role
-        await setup.client.chat(stream=True)
-        setup.decode[0].break_after = None
-        answer = await setup.client.chat(stream=True)
-        assert answer.text == EXPECTED
-
-
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 async def test_a_server_that_is_gone_is_left_out_and_taken_back(tier: str) -> None:
     async with routing(2, 2, learnt=True) as setup:
@@ -245,16 +203,6 @@ async def test_no_server_at_all_is_said_by_name_and_the_last_choice_is_still_ask
         assert (await setup.client.complete()).text == EXPECTED
 
 
-async def test_a_server_whose_health_check_fails_is_left_out() -> None:
-    async with routing(1, 2) as setup:
-        setup.decode[0].health = 503
-        await until(lambda: bool(setup.flow.decode.servers[0].problem), "seen")
-        for _ in range(4):
-            assert (await setup.client.complete()).status == 200
-        assert [len(one.requests) for one in setup.decode] == [0, 4]
-        assert await setup.client.metric("servers", tier="decode", state="unhealthy") == 1
-
-
 async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it() -> None:
     async with routing(1, 2, learnt=True, lost_after_s=0.3) as setup:
         for server in setup.decode:
@@ -272,19 +220,6 @@ async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it() -> N
         assert await setup.client.metric("server_failures_total", tier="decode", reason="lost") == 1
 
 
-async def test_servers_with_other_models_are_not_used_and_named() -> None:
-    def other(prefill: list[VllmServer], _: list[VllmServer]) -> None:
-        prefill[1].model = "huge"
-
-    async with routing(2, 1, change=other) as setup:
-        for _ in range(3):
-            assert (await setup.client.complete()).text == EXPECTED
-        assert not setup.prefill[1].requests
-        models = await setup.client.get("/v1/models")
-        assert [one["id"] for one in models.json["data"]] == ["tiny", "adapter"]
-        assert await setup.client.metric("servers", tier="prefill", state="unfit") == 1
-
-
 async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
     kv = Kv()
     async with routing([VllmServer(kv=kv, model="huge")], [VllmServer(kv=kv)], is_ready=False) as setup:
@@ -297,33 +232,6 @@ async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
             await asyncio.sleep(0.05)
         for answer in (await setup.client.get("/v1/models"), await setup.client.complete()):
             assert answer.status == 503 and "it serves huge" in answer.error and "serves tiny" in answer.error
-
-
-async def test_names_behind_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with routing() as setup:
-        server = setup.flow.decode.servers[0]
-        setup.decode[0].key, server.are_names_due = "abc", True
-        await until(lambda: "VLLM_API_KEY" in server.problem, "it cannot look")
-        monkeypatch.setenv("VLLM_API_KEY", "abc")
-        await until(lambda: not server.problem, "it can")
-
-
-async def test_a_connection_that_nobody_takes_times_out() -> None:
-    """An address where no SYN is answered: a listener with a full backlog."""
-    with socket.socket() as full:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        fill = [socket.socket() for _ in range(4)]
-        try:
-            for one in fill:
-                one.setblocking(False)
-                one.connect_ex(full.getsockname())
-            async with routing(connect_timeout_s=0.3, retries=0) as setup:
-                setup.flow.decode.servers[0].url = f"http://127.0.0.1:{full.getsockname()[1]}"
-                assert (await setup.client.complete()).status == 503
-        finally:
-            for one in fill:
-                one.close()
 
 
 async def _stream_of_slow_words(setup: Setup) -> aiohttp.ClientResponse:

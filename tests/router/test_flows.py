@@ -31,14 +31,6 @@ async def test_an_answer_is_the_decode_servers_own(is_stream: bool, is_chat: boo
         await settled(setup)
 
 
-async def test_each_try_has_a_transfer_id_of_its_own_and_both_servers_the_same() -> None:
-    async with routing(learnt=True) as setup:
-        await asyncio.gather(*(setup.client.complete() for _ in range(10)))
-        ids = [params["transfer_id"] for params in setup.prefill[0].params]
-        assert len(set(ids)) == 10
-        assert sorted(params["transfer_id"] for params in setup.decode[0].params) == sorted(ids)
-
-
 async def test_prefill_is_asked_for_one_token_and_nothing_else() -> None:
     async with routing(flow=SEQUENTIAL) as setup:
         fields = {
@@ -145,37 +137,12 @@ async def test_an_engine_that_is_another_one_is_noticed_and_learnt_anew(is_waiti
         assert "remote_block_ids" not in setup.prefill[0].params[0], "concurrent again"
 
 
-async def test_engines_that_take_turns_behind_one_address_go_sequentially() -> None:
-    async with routing(learnt=True) as setup:
-        for number in range(4):
-            setup.prefill[0].move(f"turn-{number}")
-            assert (await setup.client.complete()).text == EXPECTED
-        setup.decode[0].requests.clear()
-        setup.prefill[0].move("turn-last")
-        assert (await setup.client.complete()).text == EXPECTED
-        assert [params["remote_engine_id"] for params in setup.decode[0].params] == ["turn-last"]
-
-
-async def test_an_engine_that_is_another_one_now_and_then_stays_concurrent() -> None:
-    async with routing(learnt=True) as setup:
-        for number in range(5):
-            setup.prefill[0].move(f"life-{number}")
-            for _ in range(12):
-                assert (await setup.client.complete()).text == EXPECTED
-        assert await setup.client.metric("server_failures_total", tier="decode", reason="stale") == 5
-        assert await setup.client.metric("flows_total", flow="concurrent") == 5 * 12
-
-
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
         ({"prompt": ["one", "two"]}, "several_prompts"),
-        ({"prompt": [[1, 2], [3]]}, "several_prompts"),
         ({"n": 2}, "several_choices"),
-        ({"best_of": 3}, "several_choices"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"echo": True, "logprobs": 1}, "prompt_logprobs"),
-        ({"truncate_prompt_tokens": -1}, "truncation"),
     ],
 )
 async def test_what_cannot_be_handed_over_is_left_to_decode(body: dict[str, object], reason: str) -> None:
@@ -203,20 +170,3 @@ async def test_headers_that_go_on_and_those_that_do_not() -> None:
             assert {name: got.get(name) for name in headers} == {**headers, "Cookie": None}
         answer = await setup.client.complete(headers={"X-Request-Id": "not one word"})
         assert answer.headers["X-Request-Id"] not in ("not one word", "")
-
-
-async def test_least_outstanding_prompt_tokens_and_requests_decide() -> None:
-    async with routing(2, 2, learnt=True) as setup:
-        for server in setup.prefill:
-            server.gate.clear()
-        long = asyncio.create_task(setup.client.complete("x" * 3000))
-        await until(lambda: sum(one.running for one in setup.prefill) == 1, "the long prompt is there")
-        (busy,) = [one for one in setup.prefill if one.running]
-        short = [asyncio.create_task(setup.client.complete("short")) for _ in range(5)]
-        await until(lambda: sum(one.running for one in setup.prefill) == 6, "the short ones, too")
-        assert busy.running == 1, "3000 characters weigh more than five short prompts"
-        assert sorted(one.running for one in setup.decode) == [3, 3]
-        for server in setup.prefill:
-            server.gate.set()
-        assert all(answer.status == 200 for answer in await asyncio.gather(long, *short))
-        await settled(setup)

@@ -13,20 +13,12 @@ from kvferry.router.metrics import ROUTER_METRICS
 from tests.router.conftest import routing, settled, until
 
 BAD_BODIES = [
-    (b"", "no JSON", None),
     (b"[1]", "must be an object", None),
     (b'{"prompt": "\xff"}', "no JSON", None),
     (b'{"prompt": "x", "temperature": NaN}', "NaN is no JSON number", None),
-    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply", None),
     (b'{"prompt": "x", "kv_transfer_params": null}', "kv_transfer_params is set by the router", "kv_transfer_params"),
-    (b'{"prompt": "x", "stream": 1}', "stream is 1; it must be true or false", "stream"),
     (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "nested too deeply; it must have at most 100", None),
-    (b'{"metadata": ' + b'{"a":' * 100 + b"1" + b"}" * 100 + b"}", "nested too deeply", None),
     (b'{"prompt": "x\\ud800y"}', '"prompt" has "\\ud800", half of a surrogate pair', "prompt"),
-    (b'{"prompt": "x", "cache_salt": "\\uDC00"}', '"cache_salt" has "\\udc00"', "cache_salt"),
-    (b'{"prompt": "x", "stop": [{"\\udfff": 1}]}', '"stop" has "\\udfff"', "stop"),
-    (b'{"prompt": "\xed\xa0\x80"}', "no JSON", None),
-    (b'{"prompt": "x", "temperature": 1, "top_p": 1e400}', "top_p has a number that is too large", "top_p"),
     (
         b'{"prompt": "x", "n": 2, "vllm_xargs": {"kv_transfer_params": "x"}}',
         "vllm_xargs has kv_transfer_params",
@@ -49,15 +41,6 @@ async def test_bodies_as_deep_as_allowed_and_whole_pairs_are_taken() -> None:
         body = b'{"model": "tiny", "prompt": "\\ud83d\\ude00\\\\ud800", "metadata": ' + b"[" * 99 + b"]" * 99 + b"}"
         assert (await setup.client.post("/v1/completions", body)).status == 200
         assert setup.decode[0].requests[0]["prompt"] == "\U0001f600\\ud800"
-
-
-async def test_strange_prompts_are_the_servers_to_judge() -> None:
-    async with routing() as setup:
-        for body in ({}, *({"prompt": given} for given in (None, {"a": 1}, 7, [[]], [None], [True]))):
-            setup.prefill[0].answers.append(400)
-            setup.prefill[0].requests.clear()
-            assert (await setup.client.post("/v1/completions", body)).status == 400
-            assert len(setup.prefill[0].requests) == 1
 
 
 async def test_bodies_have_a_largest_size() -> None:

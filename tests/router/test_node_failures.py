@@ -89,13 +89,9 @@ COMPLETION = {"prompt": "x", "max_tokens": 3}
     [
         (grpc.StatusCode.INVALID_ARGUMENT, 400, 1),
         (grpc.StatusCode.FAILED_PRECONDITION, 500, 1),
-        (grpc.StatusCode.ABORTED, 500, 1),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, 503, 2),
         (grpc.StatusCode.UNAVAILABLE, 503, 2),
-        (grpc.StatusCode.DATA_LOSS, 502, 2),
         (grpc.StatusCode.INTERNAL, 502, 2),
         (grpc.StatusCode.PERMISSION_DENIED, 502, 2),
-        (grpc.StatusCode.UNAUTHENTICATED, 502, 2),
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])

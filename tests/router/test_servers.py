@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvferry.router.servers import STATES, Lease, Server, Tier, compare_names
@@ -42,14 +40,6 @@ def test_the_least_loaded_first_and_in_turns_where_all_are_alike(tier: Tier[Serv
     assert taken(tier.lease(5)) == "b" and taken(tier.lease(1)) == "a"
 
 
-def test_a_lease_is_given_back_once(tier: Tier[Server]) -> None:
-    lease = tier.lease(7)
-    assert lease is not None and lease.server.outstanding == 7
-    lease.end()
-    lease.end()
-    assert lease.server.outstanding == 0
-
-
 def test_what_has_failed_a_request_is_its_last_choice(tier: Tier[Server]) -> None:
     a, b, c = tier.servers
     b.outstanding = c.outstanding = 5
@@ -84,15 +74,6 @@ def test_an_open_breaker_leaves_a_server_out_and_one_request_tries_it_again(tier
     assert b.state == "open", "three failures"
 
 
-def test_failures_that_lie_far_apart_open_nothing(tier: Tier[Server], clock: Clock) -> None:
-    for _ in range(10):
-        lease = Lease(tier.servers[0], 1)
-        lease.failed("500")
-        lease.end()
-        clock.now_s += 20.0
-    assert tier.servers[0].state == "healthy"
-
-
 def test_the_unhealthy_come_last_and_are_never_shut_out(tier: Tier[Server]) -> None:
     a, b, c = tier.servers
     a.check_failed("refused")
@@ -119,15 +100,3 @@ def test_what_does_not_fit_is_never_taken(tier: Tier[Server]) -> None:
     for server in tier.servers:
         server.misfit = "another model"
     assert tier.pick() is None and tier.lease(1) is None
-
-
-def test_a_breaker_that_opens_is_told_once_however_many_see_it(clock: Clock) -> None:
-    told: list[str] = []
-    on_opened: Callable[[str], None] = told.append
-    server = Server("a", "prefill", lost_after_s=1.0, clock=clock, on_opened=on_opened)
-    for _ in range(5):
-        server.lose("refused")
-    assert told == ["prefill"]
-    clock.now_s += 1.5
-    server.lose("refused")
-    assert told == ["prefill", "prefill"]

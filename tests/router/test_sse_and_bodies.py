@@ -72,11 +72,7 @@ def test_what_the_first_token_is_in_recorded_streams() -> None:
         ({"text": "", "finish_reason": None, "token_ids": [5]}, False),
         ({"text": " "}, False),
         ({"delta": {"role": "assistant"}}, True),
-        ({"delta": {"role": "assistant", "content": None, "reasoning": None}}, True),
-        ({"delta": {"reasoning": "hm"}}, False),
         ({"delta": {"tool_calls": [{"index": 0}]}}, False),
-        ({"delta": {}, "finish_reason": "length"}, False),
-        ({}, False),
     ],
 )
 def test_what_is_worth_holding_back(choice: dict[str, Any], is_empty: bool) -> None:
@@ -87,11 +83,8 @@ def test_what_is_worth_holding_back(choice: dict[str, Any], is_empty: bool) -> N
     ("content", "error"),
     [
         ({}, None),
-        ({"error": None}, None),
         ({"error": "gone"}, (500, "gone")),
         ({"error": {"message": "m", "code": 400}}, (400, "m")),
-        ({"error": {"message": "m", "code": "x"}}, (500, "m")),
-        ({"error": {"code": 7}}, (500, "")),
     ],
 )
 def test_errors_in_streams(content: dict[str, Any], error: tuple[int, str] | None) -> None:
@@ -120,13 +113,9 @@ def test_where_the_kv_is_by_the_answer() -> None:
     ("path", "body", "tokens"),
     [
         (COMPLETIONS, {"prompt": "x" * 400}, 100),
-        (COMPLETIONS, {"prompt": ["x" * 400]}, 100),
         (COMPLETIONS, {"prompt": [1, 2, 3]}, 3),
-        (COMPLETIONS, {"prompt": [[1, 2, 3]]}, 3),
         (COMPLETIONS, {}, 1),
-        (COMPLETIONS, {"prompt": {"strange": [None, 5.0]}}, 1),
         (CHAT, {"messages": [{"content": "x" * 200}, {"content": [{"type": "text", "text": "y" * 200}]}]}, 100),
-        (CHAT, {"messages": "no list"}, 2),
     ],
 )
 def test_estimates_of_prompts(path: str, body: dict[str, Any], tokens: int) -> None:

@@ -51,7 +51,6 @@ class VllmServer:
         words: What it generates, before the prompt's length.
         word_delay_s: Between two of them.
         gate: Nothing is computed before this is set.
-        word_gate: A stream stops after its first event while this is clear.
         answers: Statuses to fail the next requests with, one each, whatever they are.
         fail_in_stream: Statuses to fail the next streams with, in their first event.
         break_after: A stream breaks off after so many events; None: it does not.
@@ -68,7 +67,6 @@ class VllmServer:
     health: int = 200
     key: str | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    word_gate: asyncio.Event = field(default_factory=asyncio.Event)
     answers: list[int] = field(default_factory=list)
     fail_in_stream: list[int] = field(default_factory=list)
     break_after: int | None = None
@@ -82,7 +80,6 @@ class VllmServer:
 
     def __post_init__(self) -> None:
         self.gate.set()
-        self.word_gate.set()
         self._runner: web.AppRunner | None = None
 
     async def start(self, port: int = 0) -> None:
@@ -237,7 +234,6 @@ class VllmServer:
                 return response
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
             await asyncio.sleep(self.word_delay_s)
-            await self.word_gate.wait()
         await response.write(b"data: [DONE]\n\n")
         return response
 
