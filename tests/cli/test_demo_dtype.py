@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from embedded_engine.loading import load_engine
 from kvferry import reference_generate as reference
 from kvferry.demo import DemoOptions
 from kvferry.demo_dtype import chosen_dtype, model_dtype
-from kvferry.demo_print import print_report
 from kvferry.demo_prompts import BUILT_IN
-from kvferry.demo_report import RequestOutcome, make_report
-from kvferry.reference_generate import ReferenceResult
 from tests.engine.steps import generate_all
 from tests.runtime.instances import prefill_config
 from transfer.errors import ConfigError
 from transfer.layout import DType
-from transfer.pb import kvferry_pb2 as pb
 
 NUM_TOKENS = 10
 PROMPTS = BUILT_IN[:6]
@@ -81,22 +75,3 @@ def test_engine_and_reference_agree_in_float32_token_for_token(bfloat16_dir: Pat
     finally:
         engine.close()
     assert [tuple(generated[str(number)]) for number in range(len(PROMPTS))] == [result.token_ids for result in results]
-
-
-@pytest.mark.parametrize(("dtype", "is_said"), [("float32", False), ("bfloat16", True), ("as stored", True)])
-@pytest.mark.parametrize("token", [1, 2])
-def test_the_report_says_when_tokens_may_differ(dtype: str, is_said: bool, token: int) -> None:
-    report = make_report(
-        [RequestOutcome(prompt_tokens=1, token_ids=(token,), done=pb.GenerateDone())],
-        [ReferenceResult(prompt_tokens=1, token_ids=(1,))],
-        decode=pb.NodeStatus(),
-        leaked=(),
-        seconds=1.0,
-        generate_seconds=1.0,
-        dtype=dtype,
-        environment={},
-    )
-    output = io.StringIO()
-    print_report(Console(file=output, width=200), report)
-    assert (f"own dtype ({dtype})" in output.getvalue()) is is_said
-    assert report.is_success is (token == 1) and report.to_json()["dtype"] == dtype

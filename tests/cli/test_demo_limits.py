@@ -39,10 +39,3 @@ async def test_what_just_fits_is_taken(demo_dir: Path) -> None:
     await check_prompts_fit(demo_dir, BUILT_IN[:1], CONTEXT - prompt_tokens)
     with pytest.raises(ConfigError):
         await check_prompts_fit(demo_dir, BUILT_IN[:1], CONTEXT - prompt_tokens + 1)
-
-
-@pytest.mark.parametrize("config", [None, "{", "[]", "{}", '{"max_position_embeddings": null}'])
-async def test_a_model_that_does_not_tell_its_context_is_left_to_the_nodes(tmp_path: Path, config: str | None) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    await check_prompts_fit(tmp_path, BUILT_IN, 10**9)

@@ -10,19 +10,7 @@ import pytest
 from kvferry import doctor
 from kvferry.doctor import Finding, State
 from kvferry.loopback import LoopbackResult
-from transfer.errors import ConfigError, EngineError
-
-INFO = """
-#     component 0  :  self
-#      resource 0  :  md 0  dev 0  flags -- self/memory
-#      resource 11 :  md 1  dev 2  flags a- rc_mlx5/mlx5_0:1
-#      resource 2  :  md 1  dev 2  flags -- tcp/lo
-"""
-
-
-def test_resources_of_ucx_are_found_in_its_description() -> None:
-    assert doctor.parse_ucx_resources(INFO) == ["self/memory", "rc_mlx5/mlx5_0:1", "tcp/lo"]
-    assert doctor.parse_ucx_resources("") == []
+from transfer.errors import EngineError
 
 
 @pytest.mark.parametrize(
@@ -39,15 +27,10 @@ def test_resources_of_ucx_are_found_in_its_description() -> None:
         (doctor.check_shared_memory(1 << 30, 1 << 30), State.OK),
         (doctor.check_shared_memory(64 << 20, 64 << 20), State.WARN),
         (doctor.check_ptrace_scope(None), State.OK),
-        (doctor.check_ptrace_scope("0"), State.OK),
         (doctor.check_ptrace_scope("1"), State.WARN),
-        (doctor.check_memlock(8 << 20, has_rdma=False), State.OK),
         (doctor.check_memlock(8 << 20, has_rdma=True), State.WARN),
         (doctor.check_memlock(resource.RLIM_INFINITY, has_rdma=True), State.OK),
         (doctor.check_open_files(5375), State.WARN),
-        (doctor.check_open_files(5376), State.OK),
-        (doctor.check_open_files(resource.RLIM_INFINITY), State.OK),
-        (doctor.check_gpu(False, "2.13.0+cpu"), State.OK),
         (doctor.check_gpu(True, "2.13.0+cpu"), State.WARN),
         (doctor.check_gpu(True, "2.13.0+cu130"), State.OK),
     ],
@@ -55,18 +38,6 @@ def test_resources_of_ucx_are_found_in_its_description() -> None:
 def test_each_check_tells_right_from_wrong(finding: Finding, state: State) -> None:
     assert finding.state is state
     assert bool(finding.mend) == (state is not State.OK)
-
-
-def test_missing_packages_are_named() -> None:
-    finding = doctor.check_packages(lambda name: None if name in ("triton", "pyzmq") else "1")
-    assert finding.mend.endswith("triton pyzmq")
-
-
-def test_rdma_devices_that_ucx_cannot_use_are_named() -> None:
-    """Its wheels are built without verbs, so that a host full of network cards would quietly talk over TCP."""
-    finding = doctor.check_ucx("UCX 1", ["self/memory", "tcp/eth0"], ["mlx5_0", "mlx5_1"])
-    assert finding.text.endswith("none of the RDMA devices mlx5_0, mlx5_1, hosts would talk over TCP")
-    assert "nixl" in finding.mend
 
 
 def test_a_slow_transfer_warns_and_a_failed_one_fails() -> None:
@@ -82,28 +53,7 @@ def test_a_slow_transfer_warns_and_a_failed_one_fails() -> None:
     assert finding.state is State.FAIL and finding.text == "no way to the peer"
 
 
-def test_a_finding_that_is_not_ok_must_say_what_mends_it() -> None:
-    with pytest.raises(ConfigError, match="mend"):
-        Finding(name="x", state=State.WARN, text="y")
-    with pytest.raises(ConfigError, match="mend"):
-        Finding(name="x", state=State.OK, text="y", mend="z")
-
-
 def test_ports_can_be_had_here() -> None:
     found = doctor.check_ports()
     assert found.state is State.OK and "--node-config" in found.text, "it says what it has not looked at"
     assert os.environ.get("UCX_TLS") is None
-
-
-@pytest.mark.parametrize(
-    ("installed", "has_gpu", "transports"),
-    [
-        ((), True, ("ucx",)),
-        (("nixl-cu13",), False, ("ucx", "nixl")),
-        (("nixl-cu12", "cuda-bindings"), True, ("ucx", "nixl", "cuda_ipc")),
-        (("cuda-bindings",), False, ("ucx",)),
-    ],
-)
-def test_what_cannot_be_had_here_is_not_tried(installed: tuple[str, ...], has_gpu: bool, transports: tuple[str, ...]) -> None:
-    found = doctor.transports_here(lambda name: "1" if name in installed else None, has_gpu=has_gpu)
-    assert found == transports

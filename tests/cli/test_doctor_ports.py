@@ -30,16 +30,6 @@ def test_a_port_that_is_taken_is_told_and_one_that_is_free_is_not() -> None:
     assert states(ServerConfig(port=port)) == {"server.port": State.OK, "server.http_port": State.OK}, "it is let go again"
 
 
-@pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid"])
-def test_a_host_that_is_not_this_machine_is_a_failure(host: str) -> None:
-    grpc, _ = check_configured_ports(ServerConfig(host=host))
-    assert grpc.state is State.FAIL and "cannot be bound" in grpc.text and "server.host" in grpc.mend
-
-
-def test_every_address_is_tried_where_the_node_listens_on_all() -> None:
-    assert set(states(ServerConfig(host="0.0.0.0", advertise_host="here")).values()) == {State.OK}
-
-
 def test_a_configuration_of_either_tier_is_read(tmp_path: Path) -> None:
     for section in ("chunk:\n  chunk_tokens: 64\n", "peers:\n  prefill_nodes: ['h:1']\n"):
         file = tmp_path / "node.yaml"

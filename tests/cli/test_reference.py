@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvferry.reference_generate import ReferenceResult, generate_all, result_of
+from kvferry.reference_generate import ReferenceResult, generate_all
 
 PROMPTS = ("The captain counts the crates.", "Far away a bell rings seven times. " * 6)
 NUM_TOKENS = 12
@@ -31,11 +30,3 @@ def test_the_reference_is_greedy_over_the_whole_context(demo_dir: Path) -> None:
     found = list(generate_all(demo_dir, PROMPTS, NUM_TOKENS, dtype="float32"))
     assert found == [greedy_without_cache(model, tokenizer, prompt) for prompt in PROMPTS]
     assert tokenizer.bos_token_id == 0  # it has the id of padding here: a mask guessed from ids would hide it
-
-
-@pytest.mark.parametrize(
-    "line", ["{}", "[]", '{"prompt_tokens": 1}', '{"prompt_tokens": 1, "token_ids": [], "more": 1}', "warning"]
-)
-def test_lines_that_are_no_result(line: str) -> None:
-    with pytest.raises(ValueError):
-        result_of(line)
