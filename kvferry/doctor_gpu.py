@@ -34,17 +34,12 @@ class PeerAccess:
     reach: tuple[tuple[bool, ...], ...]
 
 
-def look_at_peers(*, script: str = _SCRIPT, timeout_s: float = _CHILD_S) -> PeerAccess | str:
-    """Ask torch in a process of its own, because CUDA stays in one that has looked; return why it cannot be known, if so.
-
-    Args:
-        script: Python that prints the answer as JSON.
-        timeout_s: Bound of that process.
-    """
+def look_at_peers() -> PeerAccess | str:
+    """Ask torch in a process of its own, because CUDA stays in one that has looked; return why it cannot be known, if so."""
     try:
-        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout_s)
+        run = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=_CHILD_S)
     except subprocess.TimeoutExpired:
-        return f"torch did not answer within {timeout_s:g} s"
+        return f"torch did not answer within {_CHILD_S:g} s"
     if run.returncode != 0:
         lines = run.stderr.strip().splitlines()
         return lines[-1] if lines else f"torch ended with {run.returncode}"

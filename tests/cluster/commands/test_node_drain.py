@@ -8,7 +8,6 @@ import sys
 from functools import partial
 from typing import Any
 
-import grpc
 import pytest
 
 from kvferry import exit_codes
@@ -49,20 +48,3 @@ async def test_a_node_is_said_to_be_drained_only_if_it_takes_no_requests(state: 
     assert result.returncode == exit_code, result.stderr
     assert ("is drained" in result.stdout) is (exit_code == exit_codes.OK)
     assert ("takes requests" in result.stderr) is (exit_code != exit_codes.OK)
-
-
-class Stopped(Drained):
-    """Has ended when it is asked how it is."""
-
-    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
-        return await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-
-
-async def test_a_node_that_ends_with_its_last_request_is_drained() -> None:
-    server = await serve("127.0.0.1", 0, prefill_control=Stopped("draining"))
-    try:
-        result = await node_command("drain", "--insecure", "--target", f"127.0.0.1:{server.port}", "--timeout", "5")
-    finally:
-        await server.close(grace_s=0)
-    assert result.returncode == exit_codes.OK, result.stderr
-    assert result.stdout.endswith(" is drained, and has ended\n")

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from tests.authority import Authority
 from tests.cluster.links.etcd_server import EtcdServer, etcd_server
 from tests.runtime.instances import until
 from transfer.config import DiscoveryConfig
-from transfer.errors import TransportError
 from transfer.registry.discovery import Discovery
 from transfer.registry.discovery.etcd import EtcdMembers, EtcdNodes
-from transfer.registry.discovery.etcd_client import Change, EtcdClient
+from transfer.registry.discovery.etcd_client import EtcdClient
 from transfer.registry.discovery.registration import Registration
 from transfer.registry.security import PlainText
 
@@ -109,17 +108,6 @@ async def test_nodes_are_seen_as_they_come_and_go(shared: EtcdServer, prefix: st
         assert told[0] == told[-1] == ()
 
 
-async def test_who_need_not_be_found_any_more_forgets_what_was_wrong(tmp_path: Path) -> None:
-    with etcd_server(tmp_path) as away:
-        config = settings(away, prefix="tests/")
-        async with registered(config, "127.0.0.1:7001") as (node,):
-            await until(lambda: node.view.problem, within_s=15)
-            node.want(False)
-            await until(lambda: not node.view.problem, within_s=15)
-            node.want(True)
-            await until(lambda: node.view.problem, within_s=15)
-
-
 async def test_a_node_that_is_killed_is_gone_with_its_lease(shared: EtcdServer, prefix: str) -> None:
     config = settings(shared, prefix=prefix)
     async with (
@@ -171,50 +159,6 @@ async def test_an_entry_that_somebody_deletes_is_put_again_with_its_lease(shared
     await client.close()
     told = [line["event"] for line in lines if line["event"].startswith(("registered", "registration"))]
     assert told == ["registered", "registration_was_deleted"]
-
-
-async def test_the_pause_before_a_node_registers_again_is_no_longer_than_from_beat_to_beat(tmp_path: Path, prefix: str) -> None:
-    with etcd_server(tmp_path) as away:
-        async with registered(settings(away, prefix=prefix), "127.0.0.1:7001") as (node,):
-            await until(lambda: node.view.failures >= 6, within_s=6)
-
-
-class NoWatch(EtcdClient):
-    """As through a proxy that cannot stream: reading works, and each watch ends, `is_begun`: after its first answer."""
-
-    is_begun = False
-    num_watches = 0
-
-    async def changes(self, prefix: str, *, after: int) -> AsyncGenerator[list[Change], None]:
-        NoWatch.num_watches += 1
-        if self.is_begun:
-            yield []
-        raise TransportError("the watch has ended")
-
-
-@pytest.mark.parametrize("is_begun", [False, True])
-@pytest.mark.parametrize("num_members", [1, 2])
-async def test_a_watch_that_fails_at_once_is_tried_again_with_pauses_and_told(
-    shared: EtcdServer, prefix: str, num_members: int, is_begun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(NoWatch, "num_watches", 0)
-    monkeypatch.setattr(NoWatch, "is_begun", is_begun)
-    endpoints = (shared.endpoint, shared.endpoint.replace("127.0.0.1", "localhost"))
-    config = settings(shared, prefix=prefix).model_copy(update={"etcd_endpoints": endpoints[:num_members]})
-    client = EtcdClient(shared.endpoint, config)
-    lease, _ = await client.grant(60)
-    await client.put(f"{prefix}a", b'{"address": "127.0.0.1:7001"}', lease=lease)
-    discovery = Discovery(EtcdNodes(config, EtcdMembers(config, NoWatch)), security=PlainText())
-    discovery.start()
-    try:
-        await asyncio.sleep(1.2)  # pauses of 0.5 s and 1 s
-        assert 1 <= NoWatch.num_watches <= 3 * num_members
-        assert discovery.view.failures >= 1 and discovery.view.problem == "the watch has ended"
-        assert discovery.addresses == ("127.0.0.1:7001",), "what can be read is used"
-    finally:
-        await discovery.close()
-        await client.revoke(lease, timeout_s=5)
-        await client.close()
 
 
 async def test_what_is_no_entry_is_refused_counted_and_named_once(shared: EtcdServer, prefix: str) -> None:
