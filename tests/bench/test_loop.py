@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from bench import loop, loop_cases
-from bench.loop import Case, measure, print_table
+from bench.loop import Case
 from bench.loop_models import layouts
 from bench.loop_turns import Watch
-from bench.table import outcomes_of
-from transfer.layout import LayerKind
-from transfer.memory.model_families import FAMILIES
 
 
 def burn(seconds: float) -> Callable[[Watch], None]:
@@ -51,26 +44,6 @@ def test_a_case_runs_to_its_end_and_has_turns(case: str) -> None:
     watch = Watch()
     CASES[case](watch)
     assert watch.num_turns and watch.worst.seconds > 0
-
-
-def test_every_family_of_the_planner_has_its_prompts() -> None:
-    names = " ".join(name for name, _ in loop_cases.prompts())
-    assert all(family.architecture.removesuffix("ForCausalLM") in names for family in FAMILIES)
-    kinds = {spec.kind for layout in layouts().values() for spec in layout.layers}
-    assert kinds == set(LayerKind)
-
-
-def test_the_table_and_what_the_suite_reads_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "NUM_EMPTY_TURNS", 100)
-    report = measure([Case(name="short", run=burn(0.0)), Case(name="long", run=burn(0.08))], bound_s=0.05)
-    shown = Console(file=io.StringIO(), width=200)
-    print_table(report, bound_s=0.05, console=shown)
-    lines = {line.split("│")[1].strip(): line for line in shown.file.getvalue().splitlines() if line.startswith("│")}  # type: ignore[attr-defined]
-    assert "yes" in lines["short"] and "NO" in lines["long"] and "work" in lines["long"]
-    report.write_json(tmp_path / "record.json")
-    outcomes = outcomes_of("loop", json.loads((tmp_path / "record.json").read_text()))
-    assert [(one.what, one.is_reached) for one in outcomes][:2] == [("longest turn, short", True), ("longest turn, long", False)]
-    assert outcomes[-1].unit == "us"
 
 
 @pytest.mark.parametrize(("option", "code"), [("--bound-ms=10", 1), ("--quick", 0), ("--only-measure", 0), ("--bound-ms=100", 0)])

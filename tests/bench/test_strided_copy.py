@@ -34,10 +34,3 @@ def test_part_of_each_row_is_copied(order: TokenOrder, held: tuple[int, int], si
     wire = memory[-memory.data_ptr() % 16 :][:WIRE_BYTES]
     strided_copies(geometry(held=held, order=order), side, wire)[STRIDED_TORCH]()
     assert bool(wire.eq(0 if side == "gather" else 7).all())
-
-
-@pytest.mark.parametrize("wire_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
-@pytest.mark.parametrize("side", ["gather", "scatter"])
-def test_whole_rows_and_conversions_have_none(side: Side, wire_dtype: DType) -> None:
-    held = (2, 2) if wire_dtype is DType.BFLOAT16 else (4, 4)
-    assert strided_copies(geometry(held=held, wire_dtype=wire_dtype), side, torch.zeros(WIRE_BYTES, dtype=torch.uint8)) == {}
