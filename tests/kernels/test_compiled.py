@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from tests.kernels.compiled_cases import NARROW, check_conversion, check_copy, check_page_move, check_pass, check_registers
-from transfer.kernels.copy_kernel import piece_words
 
 pytestmark = pytest.mark.skipif(
     bool(triton.knobs.runtime.interpret), reason="TRITON_INTERPRET is set: its functions are not compiled"
@@ -32,11 +31,3 @@ def test_pages_are_moved_16_bytes_at_a_time() -> None:
 
 def test_passes_over_a_wire_compile() -> None:
     check_pass(tl.uint64, 8)
-
-
-@pytest.mark.parametrize(
-    ("row", "most", "columns"),
-    [(1, 512, 1), (3, 512, 4), (16, 512, 16), (64, 512, 64), (144, 512, 16), (513, 512, 64), (130, 512, 16), (1024, 512, 512)],
-)
-def test_pieces_waste_little(row: int, most: int, columns: int) -> None:
-    assert piece_words(row, most) == columns

@@ -29,73 +29,6 @@ def test_agrees_with_the_reference(limits: dict[str, int], case: Case) -> None:
         assert_agrees(case, HostCopier)
 
 
-def uniform_pool(*, num_layers: int, num_pages: int, buffers: list[LayerBuffers] | None = None) -> PagedKVPool:
-    layout = KVLayout.uniform(num_layers=num_layers, num_kv_heads=2, head_dim=32, dtype=DType.FLOAT32)
-    return PagedKVPool(layout=layout, shard=Shard(page_size=4), num_pages=num_pages, buffers=buffers)
-
-
-def all_buffers(pool: PagedKVPool, tokens: Span, *, layers: list[int], num_heads: int) -> list[WireBuffer]:
-    row_bytes = num_heads * 32 * 4
-    keys = [(layer, is_v) for layer in layers for is_v in (False, True)]
-    return [
-        WireBuffer(layer=layer, is_v=is_v, tokens=tokens, row_bytes=row_bytes, offset_bytes=i * len(tokens) * row_bytes)
-        for i, (layer, is_v) in enumerate(keys)
-    ]
-
-
-def gathers_and_calls(pool: PagedKVPool, heads: Span, tokens: Span, layers: list[int]) -> int:
-    """Gather and scatter pages in no order as the reference does; returns torch's indexed copies."""
-    for layer in pool.layers:
-        for is_v in (False, True):
-            pool.buffer(layer, is_v=is_v).uniform_()
-    buffers = all_buffers(pool, tokens, layers=layers, num_heads=len(heads))
-    pages = torch.tensor([5, 0, 3, 6, 1])
-    wire, expected = (torch.zeros(sum(one.num_bytes for one in buffers), dtype=torch.uint8) for _ in range(2))
-    host, reference = (kind(pool, heads=heads, wire_dtype=DType.FLOAT32) for kind in (HostCopier, ReferenceCopier))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "MIN_BYTES_FOR_TORCH", 0)
-        select, calls = torch.index_select, []
-        patch.setattr(torch, "index_select", lambda *args, **out: (calls.append(args), select(*args, **out)))
-        host.plan(buffers).gather(pages, wire)
-    reference.plan(buffers).gather(pages, expected)
-    assert torch.equal(wire, expected) and bool(wire.any())
-    host.plan(buffers).scatter(pages.flip(0), wire)
-    reference.plan(buffers).gather(pages.flip(0), expected)
-    assert torch.equal(wire, expected)
-    return len(calls)
-
-
-WHOLE, PARTS = Span(begin=0, end=20), Span(begin=2, end=19)
-
-
-@pytest.mark.parametrize(
-    ("heads", "tokens", "layers", "num_calls"),
-    [
-        (Span(begin=0, end=2), WHOLE, [0, 1, 2, 3], 1),
-        (Span(begin=0, end=2), WHOLE, [1, 2], 1),
-        (Span(begin=0, end=2), WHOLE, [0, 2, 3], 2),  # a layer left out: what is behind it is another stack's part
-        (Span(begin=0, end=2), PARTS, [0, 1, 2, 3], 8),  # part pages between the buffers on the wire: one by one
-        (Span(begin=1, end=2), WHOLE, [0, 1, 2, 3], 8),  # heads with gaps: torch would copy the whole pool first
-    ],
-)
-def test_buffers_of_one_allocation_move_together(heads: Span, tokens: Span, layers: list[int], num_calls: int) -> None:
-    assert gathers_and_calls(uniform_pool(num_layers=4, num_pages=8), heads, tokens, layers) == num_calls
-
-
-def test_buffers_of_several_allocations_or_unevenly_spaced_are_stacks_of_their_own() -> None:
-    size = 8 * 4 * 2 * 32
-    first, second = torch.zeros(5 * size), torch.zeros(2 * size)
-    whole = [storage.view(-1, 8, 4, 2, 32) for storage in (first, second)]
-    uneven = [
-        LayerBuffers(k=whole[0][0], v=whole[0][1]),
-        LayerBuffers(k=whole[0][2], v=whole[0][4]),
-        LayerBuffers(k=whole[1][1], v=whole[1][0]),
-    ]
-    pool = uniform_pool(num_layers=3, num_pages=8, buffers=uneven)
-    # Layers 0 and K of 1 | V of 1, behind a gap | K of 2, in another allocation | V of 2, before it
-    assert gathers_and_calls(pool, Span(begin=0, end=2), WHOLE, [0, 1, 2]) == 4
-
-
 @settings(max_examples=50)
 @given(data=st.data(), page_size=st.integers(1, 9), num_pages=st.integers(1, 40))
 def test_a_plan_covers_each_token_once(data: st.DataObject, page_size: int, num_pages: int) -> None:
@@ -119,15 +52,6 @@ def test_a_plan_covers_each_token_once(data: st.DataObject, page_size: int, num_
                 token += 1
     expected = {token - begin: pages[token // page_size] * page_size + token % page_size for token in range(begin, end)}
     assert found == expected
-
-
-def test_consecutive_pages_are_one_copy_and_unordered_ones_are_indexed() -> None:
-    consecutive = plan_tokens(torch.arange(5, 105), Span(begin=0, end=1600), 16)
-    assert consecutive.runs == (PageRun(page=5, num_pages=100, begin=0, end=16, wire_token=0),)
-    assert consecutive.scattered is None
-    backwards = plan_tokens(torch.arange(100).flip(0), Span(begin=8, end=1600), 16)
-    assert backwards.runs == (PageRun(page=99, num_pages=1, begin=8, end=16, wire_token=0),)
-    assert backwards.scattered is not None and len(backwards.scattered) == 99
 
 
 @pytest.mark.parametrize("wire_dtype", [DType.FLOAT32, DType.BFLOAT16])

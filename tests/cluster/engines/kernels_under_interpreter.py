@@ -16,11 +16,10 @@ from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
 from tests.runtime.scattered_tiers import HYBRID
 from tests.runtime.test_piece_copier import carry_over, pages_of
 from transfer.chunk import ChunkPlan, Pieces, split_into_chunks
-from transfer.errors import LayoutError
-from transfer.kernels import add_digest, copier, device_page_mover, head_slice
-from transfer.kernels.digest import DIGEST_WORDS, STEP, HostDigest, digest
+from transfer.kernels import add_digest, copier, device_page_mover
+from transfer.kernels.digest import DIGEST_WORDS, STEP, digest
 from transfer.kernels.head_slice import TritonCopier, Tuning
-from transfer.kernels.launch import Launcher, Stream, upload
+from transfer.kernels.launch import Launcher
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
 from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer, routes, wire_dtype
@@ -129,35 +128,6 @@ def test_pages_outside_the_pool_are_left_out(monkeypatch: pytest.MonkeyPatch) ->
     assert wire.view(3, 16).tolist() == [[1] * 16, [9] * 16, [1] * 16]
 
 
-def test_equally_shaped_buffers_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[int, int, int]] = []
-    honest = Launcher.__call__
-
-    def counted(self: Launcher, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
-        launched.append(grid)
-        honest(self, stream, grid, arguments)
-
-    monkeypatch.setattr(Launcher, "__call__", counted)
-
-    def num_launches(layout: KVLayout, layers: list[int]) -> int:
-        pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2)
-        keys = [(layer, is_v) for layer in layers for is_v in (False, True)]
-        sizes = [2 * pool.head_dim(layer, is_v=is_v) * 2 for layer, is_v in keys]
-        buffers = [
-            WireBuffer(layer=layer, is_v=is_v, tokens=Span(begin=0, end=4), row_bytes=size, offset_bytes=4 * sum(sizes[:index]))
-            for index, ((layer, is_v), size) in enumerate(zip(keys, sizes, strict=True))
-        ]
-        plan = TritonCopier(pool, heads=Span(begin=0, end=2), wire_dtype=layout.dtype).plan(buffers)
-        launched.clear()
-        plan.gather(torch.tensor([1, 0]), torch.zeros(plan.num_wire_bytes, dtype=torch.uint8))
-        return len(launched)
-
-    shape: dict[str, Any] = {"num_layers": 40, "num_kv_heads": 2, "dtype": DType.FLOAT16}
-    assert num_launches(KVLayout.uniform(head_dim=8, **shape), list(range(40))) == 1
-    assert num_launches(KVLayout.uniform(head_dim=8, v_head_dim=4, **shape), list(range(40))) == 2
-    assert num_launches(KVLayout.uniform(head_dim=8, **shape), [0, 1, 3, 7, 8, 31]) == 1  # in no even distance
-
-
 WORDS = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from((0, 1, 2**63, 2**64 - 1, STEP)))
 
 
@@ -171,43 +141,6 @@ def test_a_pass_over_a_wire_is_the_words_digest(words: list[int], rest: bytes, s
     total = torch.full((1,), 3, dtype=torch.int64)
     add_digest(total, wire, len(payload))
     assert (int(total) - 3) % 2**64 == digest(payload, DIGEST_WORDS) == reference_words_sum(wire)
-
-
-def test_a_pass_takes_several_programs() -> None:
-    wire = torch.randint(256, (40_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    total = torch.zeros(1, dtype=torch.int64)
-    add_digest(total, wire, 33_333)
-    assert int(total) % 2**64 == digest(wire[:33_333], DIGEST_WORDS)
-
-
-@pytest.mark.parametrize(
-    ("total", "match"),
-    [
-        (torch.zeros(1), r"digest is torch.float32 \(1,\) on cpu; must be int64 \[1\]"),
-        (torch.zeros(2, dtype=torch.int64), r"digest is torch.int64 \(2,\)"),
-        (torch.zeros(1, dtype=torch.int64, device="meta"), "on meta"),
-    ],
-)
-def test_digests_of_the_wrong_kind(total: torch.Tensor, match: str) -> None:
-    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, v_head_dim=0, dtype=DType.INT8)
-    pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2)
-    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=4), row_bytes=8, offset_bytes=0)
-    plan = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
-    with pytest.raises(LayoutError, match=match):
-        plan.gather(torch.tensor([0, 1]), torch.zeros(32, dtype=torch.uint8), digest=total)
-    with pytest.raises(LayoutError, match="digest is a HostDigest"):
-        plan.gather(torch.tensor([0, 1]), torch.zeros(32, dtype=torch.uint8), digest=HostDigest(DIGEST_WORDS))
-
-
-def test_a_wire_off_whole_words_is_not_digested_on_the_way() -> None:
-    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, v_head_dim=0, dtype=DType.INT8)
-    pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2)
-    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=4), row_bytes=8, offset_bytes=0)
-    plan = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
-    memory = torch.zeros(64, dtype=torch.uint8)
-    wire = memory[-memory.data_ptr() % 8 + 4 :]
-    with pytest.raises(LayoutError, match="must begin on 8 bytes"):
-        plan.gather(torch.tensor([0, 1]), wire, digest=torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", [None, DType.FLOAT8_E4M3])
@@ -256,59 +189,6 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
                 assert piece.is_ready(wire, is_gather=is_gather)
         assert len(made) == num_warmed
     assert made
-
-
-@pytest.mark.parametrize("is_gather", [True, False])
-def test_of_a_new_prompt_length_tables_are_uploaded_by_whoever_makes_it_ready(
-    is_gather: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uploaded: list[int] = []
-
-    def counted(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-        uploaded.append(len(values))
-        return upload(values, device)
-
-    monkeypatch.setattr(head_slice, "upload", counted)
-    monkeypatch.setattr(piece_copier, "head_slice_copier", TritonCopier)
-    shard, plan = Shard(page_size=4), ChunkPlan(chunk_tokens=24, layers_per_group=HYBRID.num_layers)
-    pages = pages_of(shard, 90, seed=1, in_flight=90)
-    pages.cover("a", 90)
-    copier = PieceCopier(pages.pool)
-    route = routes(HYBRID, shard, shard)[0]
-    what: dict[str, Any] = {"heads": Span(begin=0, end=route.heads.count), "dtype": wire_dtype(HYBRID, shard, shard)}
-    copier.warm(HYBRID, route, plan, is_gather=is_gather, **what)
-    for num_tokens in (17, 19):
-        (chunk,) = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers)
-        tables = pages.allocator.tables("a")
-        piece = copier.prepare(HYBRID, route, chunk, request_id="a", num_tokens=num_tokens, tables=tables, **what)
-        wire = torch.zeros(piece.num_wire_bytes + 16, dtype=torch.uint8)
-        wire = wire[-wire.data_ptr() % 16 :]
-        assert not piece.is_ready(wire, is_gather=is_gather)
-        uploaded.clear()
-        piece.make_ready(wire, is_gather=is_gather)
-        assert uploaded and piece.is_ready(wire, is_gather=is_gather)
-        uploaded.clear()
-        total = torch.zeros(1, dtype=torch.int64)
-        (piece.gather if is_gather else piece.scatter)(wire, total)
-        assert not uploaded
-
-
-def test_a_piece_is_ready_for_the_wires_that_it_was_made_ready_for() -> None:
-    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=16, v_head_dim=0, dtype=DType.INT8)
-    pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2)
-    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=4), row_bytes=16, offset_bytes=0)
-    plan = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
-    memory = torch.zeros(128, dtype=torch.uint8)
-    aligned = memory[-memory.data_ptr() % 16 :]
-    gather = {"has_digest": True, "is_gather": True}
-    assert not plan.is_compiled(aligned, **gather)
-    for _ in range(2):
-        plan.compile(aligned, **gather)
-        assert plan.is_compiled(aligned, **gather) and plan.is_compiled(aligned[16:], **gather)
-    assert not plan.is_compiled(aligned[8:], **gather)
-    assert not plan.is_compiled(aligned, has_digest=True, is_gather=False)
-    assert not plan.is_compiled(aligned, has_digest=False, is_gather=True)
-    assert memory.eq(0).all()
 
 
 @pytest.mark.parametrize("side", ["save", "load", "copy"])
