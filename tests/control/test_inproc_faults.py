@@ -6,7 +6,6 @@ import pytest
 
 from transfer.control.base import QUEUE_PAYLOADS
 from transfer.control.inproc import Faults, InprocControlClient, InprocControlServer
-from transfer.errors import ConfigError
 
 SENT = [b"%d" % number for number in range(200)]
 
@@ -29,50 +28,22 @@ def delivered(faults: Faults, seed: int, *, num_ticks: int = 0) -> list[bytes]:
     return found
 
 
-def test_without_faults_nothing_goes_wrong() -> None:
-    assert delivered(Faults(), 1) == SENT
-
-
-def test_the_same_seed_gives_the_same_faults() -> None:
-    faults = Faults(loss=0.1, duplication=0.1, reordering=0.2, max_delay_ticks=3)
-    assert delivered(faults, 5, num_ticks=3) == delivered(faults, 5, num_ticks=3)
-    assert delivered(faults, 5, num_ticks=3) != delivered(faults, 6, num_ticks=3)
-
-
 @pytest.mark.parametrize(
     ("faults", "fewest", "most"),
-    [(Faults(loss=0.3), 100, 180), (Faults(duplication=0.3), 220, 300), (Faults(reordering=0.3), 200, 200)],
-    ids=["loss", "duplication", "reordering"],
+    [
+        (Faults(loss=0.3), 100, 180),
+        (Faults(duplication=0.3), 220, 300),
+        (Faults(reordering=0.3), 200, 200),
+        (Faults(max_delay_ticks=3), 200, 200),
+    ],
+    ids=["loss", "duplication", "reordering", "delay"],
 )
 def test_each_fault_happens_and_does_nothing_else(faults: Faults, fewest: int, most: int) -> None:
-    found = delivered(faults, 2)
+    found = delivered(faults, 2, num_ticks=3)
+    assert found == delivered(faults, 2, num_ticks=3)
     assert fewest <= len(found) <= most and found != SENT
     assert set(found) == set(SENT) or faults.loss
-    assert faults.reordering or sorted(found, key=SENT.index) == found
-
-
-def test_delay_holds_back_until_time_passes() -> None:
-    early = delivered(Faults(max_delay_ticks=3), 5)
-    late = delivered(Faults(max_delay_ticks=3), 5, num_ticks=3)
-    assert len(early) < 100
-    assert late[: len(early)] == early
-    assert sorted(late) == sorted(SENT)
-
-
-def test_faults_work_towards_the_client_too() -> None:
-    server = InprocControlServer(faults=Faults(loss=1.0), seed=1)
-    server.allow(1)
-    client = InprocControlClient(server.address, session_id=1)
-    assert server.send(1, b"lost")  # taken, as by a real network
-    assert client.receive() is None
-    client.close()
-    server.close()
-
-
-@pytest.mark.parametrize("wrong", [{"loss": 1.5}, {"duplication": -0.1}, {"reordering": 2}, {"max_delay_ticks": -1}])
-def test_impossible_faults_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Faults(**wrong)  # type: ignore[arg-type]
+    assert faults.reordering or faults.max_delay_ticks or sorted(found, key=SENT.index) == found
 
 
 def test_a_full_queue_is_not_yet_in_both_directions() -> None:

@@ -13,7 +13,6 @@ import pytest
 from tests.control.zmq_ends import DEADLINE_S, odd_peer, open_client, open_server, wait_for
 from transfer.control.base import WATCH_BATCH, Received
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
-from transfer.control.zmq_doorkeeper import Arrivals
 from transfer.errors import ConfigError, LocalProtocolError
 
 
@@ -83,22 +82,3 @@ def test_a_closed_client_does_not_connect_again(monkeypatch: pytest.MonkeyPatch)
         assert timers and all(timer.cancelled() for timer in timers) and not faults
 
     asyncio.run(play())
-
-
-def test_arrivals_count_who_did_not_come_in() -> None:
-    now_s = 100.0
-    arrivals = Arrivals(grace_s=5.0, clock=lambda: now_s)
-    for _ in range(10):
-        arrivals.accepted()
-    for _ in range(7):
-        arrivals.admitted()
-    arrivals.denied()
-    assert arrivals.num_refused == 1, "two more may still come in"
-    now_s = 104.9
-    arrivals.accepted()
-    arrivals.admitted()
-    assert arrivals.num_refused == 1
-    now_s = 107.0
-    assert arrivals.num_refused == 2, "who came in later is taken for one of the first ten, until it is as old as they"
-    now_s = 112.0
-    assert arrivals.num_refused == 3

@@ -7,11 +7,8 @@ import contextlib
 import itertools
 import os
 import random
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,10 +17,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.control.zmq_ends import DEADLINE_S, KEYS, SERVER_KEYS, odd_peer, open_client, open_server, wait_for
+from tests.control.zmq_ends import DEADLINE_S, odd_peer, open_client, open_server, wait_for
 from transfer.control import zmq_channel
 from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, Received
-from transfer.control.zmq_channel import HANDSHAKE_MS, HEARTBEAT_INTERVAL_MS, ZmqControlClient, ZmqControlServer
+from transfer.control.zmq_channel import HANDSHAKE_MS, HEARTBEAT_INTERVAL_MS, ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.messages import MAX_MESSAGE_BYTES
 
@@ -110,8 +107,12 @@ def test_a_session_survives_a_silent_network(server: ZmqControlServer) -> None:
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
     wait_for(server, client, b"one")
+    time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)  # its first beat tells the server when to give it up
     proxy.is_silent = True
-    time.sleep(1.2)
+    begin = time.monotonic()
+    while server.send(7, b"?"):
+        assert time.monotonic() - begin < DEADLINE_S, "a silent peer was not noticed"
+        time.sleep(0.05)
     proxy.cut()
     proxy.is_silent = False
     wait_for(server, client, b"two")
@@ -119,106 +120,11 @@ def test_a_session_survives_a_silent_network(server: ZmqControlServer) -> None:
     proxy.close()
 
 
-def test_a_frozen_peer_is_noticed(server: ZmqControlServer) -> None:
-    code = (
-        "import sys, time\n"
-        "from transfer.control.base import KeyPair\n"
-        "from transfer.control.zmq_channel import ZmqControlClient\n"
-        "server_key, public, secret = map(bytes.fromhex, sys.argv[2:])\n"
-        "keys = KeyPair(public=public, secret=secret)\n"
-        "client = ZmqControlClient(sys.argv[1], session_id=7, keys=keys, server_key=server_key)\n"
-        "client.send(b'here')\n"
-        "time.sleep(60)\n"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, server.address, SERVER_KEYS.public.hex(), KEYS.public.hex(), KEYS.secret.hex()]
-    )
-    try:
-        begin = time.monotonic()
-        while server.receive() is None:
-            assert time.monotonic() - begin < DEADLINE_S
-            time.sleep(0.01)
-        assert server.send(7, b"alive")
-        time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)  # its first beat tells the server when to give it up
-        os.kill(child.pid, signal.SIGSTOP)
-        begin = time.monotonic()
-        while server.send(7, b"?"):
-            assert time.monotonic() - begin < DEADLINE_S, "a frozen peer was not noticed"
-            time.sleep(0.05)
-    finally:
-        child.kill()
-        child.wait()
-
-
 def test_a_payload_above_the_limit_cuts_the_sender_off(server: ZmqControlServer) -> None:
     with odd_peer(server.address) as odd:
         odd.send(bytes(MAX_PAYLOAD_BYTES + 1))
         time.sleep(0.3)
         assert server.receive() is None
-
-
-PEER_THAT_FLOODS_AND_BREAKS_OFF = """
-import socket, struct, sys, time
-
-GREETING = bytes([255]) + bytes(8) + bytes([0x7F, 3, 1]) + b"NULL".ljust(20, bytes(1)) + bytes(32)
-PING = bytes([4, 7, 4]) + b"PING" + bytes([0, 6])
-
-def take(connection, size):
-    seen = b""
-    while len(seen) < size:
-        part = connection.recv(size - len(seen))
-        assert part, "hung up on"
-        seen += part
-    return seen
-
-def flood(connection, kind):
-    'ZMTP 3.1 of a `kind` socket: many frames, and beats among them, more than a queue of thousands takes; then a reset.'
-    connection.sendall(GREETING)
-    take(connection, len(GREETING))
-    ready = bytes([5]) + b"READY" + bytes([11]) + b"Socket-Type" + struct.pack(">I", len(kind)) + kind
-    connection.sendall(bytes([4, len(ready)]) + ready)
-    take(connection, take(connection, 2)[1])  # frames before the other end has sent its READY would break the handshake
-    connection.settimeout(1.0)
-    try:
-        for _ in range(500):
-            connection.sendall((bytes([0, 1]) + b"x") * 200 + PING)
-    except TimeoutError:
-        pass  # nobody takes more
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
-    time.sleep(1.0)  # several beats, with nobody reading
-"""
-
-FLOODED_SERVER = """
-from transfer.control.zmq_channel import ZmqControlServer
-server = ZmqControlServer("ipc://" + sys.argv[1])
-connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[1])
-flood(connection, b"DEALER")
-while server.has_pending():
-    server.receive()
-print("lives", server.num_dropped)
-"""
-
-FLOODED_CLIENT = """
-from transfer.control.zmq_channel import ZmqControlClient
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1])
-listener.listen()
-client = ZmqControlClient("ipc://" + sys.argv[1], session_id=7)
-flood(listener.accept()[0], b"ROUTER")
-print("lives", client.drain(lambda payload: None))
-"""
-
-
-@pytest.mark.parametrize("flooded", [FLOODED_SERVER, FLOODED_CLIENT], ids=["server", "client"])
-def test_a_flood_that_breaks_off_does_not_abort_the_process(flooded: str, tmp_path: Path) -> None:
-    """libzmq 4.3.5 aborts where a connection breaks whose receive queue was full; so there is no such queue."""
-    code = PEER_THAT_FLOODS_AND_BREAKS_OFF + flooded
-    command = [sys.executable, "-c", code, str(tmp_path / "x")]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert child.returncode == 0, child.stderr
-    assert int(child.stdout.split()[1]) > 2 * QUEUE_PAYLOADS
 
 
 def test_what_cannot_be_sent_is_not_yet_and_bounded(server: ZmqControlServer) -> None:
@@ -386,26 +292,6 @@ def test_a_watched_client_connects_again_though_it_sends_nothing(
     proxy.close()
 
 
-def test_an_unwatched_client_connects_again_though_it_only_receives(server: ZmqControlServer, quick_reconnect: None) -> None:
-    proxy = Proxy(port_of(server))
-    client = open_client(proxy.address)
-    wait_for(server, client, b"one")
-    proxy.spoils = "down"
-    begin = time.monotonic()
-    while client.send(b"drained") and time.monotonic() - begin < DEADLINE_S:
-        server.send(7, b"spoilt")
-        time.sleep(0.005)
-    heard = None
-    while heard != b"abort" and time.monotonic() - begin < DEADLINE_S:
-        server.receive()
-        server.send(7, b"abort")
-        heard = client.receive()
-        time.sleep(0.005)
-    assert heard == b"abort"
-    client.close()
-    proxy.close()
-
-
 def test_a_flood_of_an_attached_peer_that_breaks_off_does_not_abort(server: ZmqControlServer) -> None:
     """With keys too: beats among thousands of messages that nobody has taken, and then a reset."""
     proxy = Proxy(port_of(server))
@@ -481,13 +367,3 @@ def test_a_server_that_is_closed_leaves_no_thread_and_no_descriptor() -> None:
         open_server().close()
     assert len(os.listdir("/proc/self/fd")) <= before
     assert {thread.name for thread in threading.enumerate()} <= names
-
-
-@pytest.mark.parametrize("key", [bytes(32), b"\x01" + bytes(31)])
-def test_a_server_key_that_is_none_hurts_nobody(server: ZmqControlServer, key: bytes) -> None:
-    """Points of small order, with which nothing can be encrypted: a peer could answer an attach with one."""
-    client = ZmqControlClient(server.address, session_id=7, keys=KEYS, server_key=key)
-    client.send(b"hello")
-    time.sleep(0.5)
-    assert server.receive() is None
-    client.close()
