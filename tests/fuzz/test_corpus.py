@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from fuzz.plain import corpus_of, minimised
+from fuzz.plain import corpus_of
 from fuzz.target import CORPUS, NAMES, load
 
 MAX_FILES, MAX_BYTES = 500, 1_000_000
@@ -41,11 +41,3 @@ def test_the_corpus_is_small_and_of_the_targets_that_there_are() -> None:
     files = [path for path in CORPUS.rglob("*") if path.is_file()]
     assert len(files) <= MAX_FILES and sum(path.stat().st_size for path in files) <= MAX_BYTES
     assert {path.parent.name for path in files} == set(NAMES)
-
-
-def test_a_corpus_is_minimised_to_what_takes_new_ways() -> None:
-    target = load("messages")
-    seeds = list(target.seeds())
-    kept = minimised(target, [*seeds, *seeds, b"", b"\xc1", b"\xc1\xc1"])
-    assert set(kept) <= {*seeds, b"", b"\xc1", b"\xc1\xc1"} and 2 <= len(kept) < len(seeds)
-    assert minimised(target, kept) == kept

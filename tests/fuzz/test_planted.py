@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -135,24 +133,3 @@ def test_a_planted_fault_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -
     found = search(target, executions=EXECUTIONS, inputs=target.seeds())
     assert found is not None, f"{name}: nothing found in {EXECUTIONS} executions"
     print(f"{name}: found after {found.after} executions: {type(found.error).__name__}: {found.error!s:.200}")
-
-
-SOME_INPUTS = """
-import hashlib, random
-from fuzz.target import load
-target, rng, seen = load("registry"), random.Random(0), hashlib.sha256()
-for data in target.seeds() * 40:
-    for _ in range(4):
-        data = target.mutate(data, rng)
-        seen.update(data)
-print(seen.hexdigest())
-"""
-
-
-def test_the_same_seed_makes_the_same_inputs_in_another_process() -> None:
-    """A map of protobuf has another order in each process."""
-    made = {
-        subprocess.run([sys.executable, "-c", SOME_INPUTS], capture_output=True, text=True, timeout=60, check=True).stdout
-        for _ in range(2)
-    }
-    assert len(made) == 1
