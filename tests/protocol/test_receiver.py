@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -416,7 +417,7 @@ def test_settings_out_of_range_are_refused() -> None:
         rx.ReceiverSettings(is_one_sided=False, repeat_after_s=0.0)
 
 
-def test_a_spoilt_receiver_is_noticed() -> None:
+def test_a_spoilt_receiver_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = ReceiverHand()
     receiver.expect(num_tokens=4)
     receiver.ask(0)
@@ -428,6 +429,10 @@ def test_a_spoilt_receiver_is_noticed() -> None:
     pieces[0] = piece
     receiver.ring.assign(CELL)
     with pytest.raises(LocalProtocolError, match="2 live grants, 1 pieces hold one"):
+        receiver.machine.check_invariants()
+    accounts = replace(receiver.ring.accounts(), live_bytes=0)
+    monkeypatch.setattr(StagingAllocator, "accounts", lambda self: accounts)
+    with pytest.raises(LocalProtocolError, match="R4"):
         receiver.machine.check_invariants()
 
 
