@@ -54,19 +54,6 @@ def test_a_grant_whose_key_was_declined_is_not_taken(attempt: int) -> None:
     assert drops(sender.grant({0: cells(0, 2)})) == ["granted_twice"]
 
 
-def test_the_last_slot_waits_for_a_peer_that_has_grants_and_none() -> None:
-    sender = SenderHand(prefill_tp=1, decode_tp=2, num_slots=2)
-    sender.start(num_tokens=8)
-    sender.compute(0)
-    sender.grant({1: cells(0, 1)}, route=1)  # granted, not yet computed
-    assert len(of_type(sender.grant({0: cells(0, 1)}, route=0), tx.StartGather)) == 1
-    sender.start("second", num_tokens=4)
-    sender.compute(0, "second")
-    assert not of_type(sender.grant({0: cells(1, 2)}, "second", route=0), tx.StartGather)
-    (gather,) = of_type(sender.compute(1), tx.StartGather)
-    assert gather.route.decode_rank == 1
-
-
 def test_a_write_that_is_never_taken_over_ends_its_session() -> None:
     sender = SenderHand(write_timeout_s=5.0)
     sender.to_writing()

@@ -18,7 +18,6 @@ from tests.protocol.machines import (
     cells,
     count_lines,
     drops,
-    incoming,
     messages,
     of_type,
 )
@@ -63,15 +62,6 @@ def test_padding_is_published_for_a_grant_may_wait_for_nothing_else() -> None:
     assert receiver.grants_of(actions) == {1: cells(3, 5)}
     assert of_type(actions, rx.PublishWatermark)
     assert receiver.ring.watermark().released == (cells(2, 3),)
-
-
-def test_grants_that_wait_for_room_are_live_and_the_peak_is_a_full_ring() -> None:
-    receiver = ReceiverHand(ring_cells=4)
-    receiver.expect(num_tokens=12)
-    receiver.ask(0)
-    assert (receiver.ring.live_bytes, receiver.machine.ring_peak_bytes) == (2 * CELL, 2 * CELL)
-    receiver.ask(1, 2)
-    assert (receiver.ring.live_bytes, receiver.machine.ring_peak_bytes) == (6 * CELL, 4 * CELL)
 
 
 def two_writers(*, is_one_sided: bool) -> tuple[ReceiverHand, Callable[..., Grant], Callable[..., list[frozenset[int] | None]]]:
@@ -216,24 +206,6 @@ def test_a_receive_is_awaited_though_the_writer_said_that_it_drained() -> None:
     assert receiver.drained() == receiver.drained() == []  # said twice, it changes nothing
     assert receiver.ring.quarantined_bytes == 2 * CELL
     receiver.settled(grant, 0)
-    assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
-
-
-def test_a_grant_of_a_failed_request_is_posted_and_declined_before_it_is_released() -> None:
-    """Were it released without a receive, the writer's decline would stay in the transport for ever."""
-    receiver = ReceiverHand(ring_cells=2)
-    receiver.expect("first", num_tokens=4)
-    receiver.expect("second", num_tokens=4)
-    first = receiver.grants_of(receiver.ask(0, request_id="first"))[0]
-    second = receiver.grants_of(receiver.ask(0, request_id="second"))[0]
-    receiver.cancel("second")
-    receiver.drained("second")
-    assert receiver.ring.num_live_grants == 2
-    receiver.settled(first)
-    receiver.ready(0, first, request_id="first")
-    (post,) = of_type(receiver.scattered(first), rx.PostReceive)
-    assert post.grant == second
-    receiver.settled(second, 0)
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
 
 
@@ -493,15 +465,6 @@ def test_a_session_that_carries_nothing_of_a_request_is_lost_without_it() -> Non
     assert receiver.machine.is_known("r") and not receiver.machine.is_known("other")
 
 
-def test_a_request_that_has_failed_is_not_cancelled_again() -> None:
-    receiver = ReceiverHand()
-    receiver.expect()
-    receiver.ask(0)
-    first = receiver.tell(rx.RequestCancelled(request_id="r", reason="the client went away"))
-    assert first
-    assert receiver.tell(rx.RequestCancelled(request_id="r", reason="an operator")) == []
-
-
 def test_a_drained_writer_is_not_reminded_of_what_is_being_scattered() -> None:
     receiver = ReceiverHand(is_one_sided=True)
     receiver.expect(num_tokens=4)
@@ -541,38 +504,6 @@ def test_what_a_lost_writer_says_is_no_proof_either() -> None:
     assert receiver.ring.quarantined_bytes == 2 * CELL
 
 
-def test_a_writer_that_drained_before_its_session_was_lost_holds_nothing() -> None:
-    receiver = ReceiverHand(is_one_sided=True, prefill_tp=2)
-    receiver.expect(num_tokens=4)
-    half = WHOLE_CHUNK // 2
-    for route in (0, 1):
-        receiver.ask(0, route=route, num_bytes=half, session=1 + route)
-    receiver.cancel()
-    receiver.drained(route=0, session=1)
-    assert receiver.ring.quarantined_bytes == CELL
-    assert receiver.lose(1, is_over=False) == []
-    assert receiver.over(1) == []
-    assert receiver.ring.quarantined_bytes == CELL
-    receiver.drained(route=1, session=2)
-    assert receiver.machine.is_idle
-
-
-def test_each_writer_of_a_request_ends_its_own_quarantine() -> None:
-    receiver = ReceiverHand(is_one_sided=True, prefill_tp=2)
-    receiver.expect(num_tokens=4)
-    half = WHOLE_CHUNK // 2
-    for route in (0, 1):
-        receiver.ask(0, route=route, num_bytes=half, session=1 + route)
-    actions = receiver.lose(1, is_over=False)
-    assert [send.session for send in of_type(actions, rx.Send)] == [2]
-    assert not of_type(receiver.lose(2, is_over=False), rx.RequestFailed)
-    assert receiver.ring.quarantined_bytes == 2 * CELL
-    receiver.over(2)
-    assert receiver.ring.quarantined_bytes == CELL and receiver.machine.is_known("r")
-    receiver.over(1)
-    assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
-
-
 def test_only_the_requests_of_a_session_end_with_it() -> None:
     receiver = ReceiverHand(is_one_sided=True, prefill_tp=2)
     half = WHOLE_CHUNK // 2
@@ -598,34 +529,6 @@ def test_a_scatter_of_a_lost_session_finishes_before_its_pages_are_safe() -> Non
     assert of_type(actions, rx.RequestDrained)
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_known("r")
     assert receiver.over() == [] and receiver.machine.is_idle
-
-
-def test_a_scatter_that_ends_broken_after_its_session_waits_for_the_writers_end() -> None:
-    receiver = ReceiverHand(is_one_sided=True)
-    grant = receiver.to_scattering()
-    receiver.lose(is_over=False)
-    actions = receiver.scattered(grant, is_intact=False)
-    assert of_type(actions, rx.RequestDrained)
-    assert not of_type(actions, rx.Send)
-    assert receiver.ring.quarantined_bytes == 2 * CELL
-    receiver.over()
-    assert receiver.machine.is_idle
-
-
-def test_new_grants_step_around_what_a_lost_writer_may_still_write() -> None:
-    receiver = ReceiverHand(is_one_sided=True, ring_cells=4)
-    receiver.expect("lost", num_tokens=4)
-    receiver.ask(0, request_id="lost")
-    receiver.lose(is_over=False)
-    receiver.open(5)
-    mine = [rx.IncomingRoute(route=receiver.routes[0], session=5)]
-    receiver.tell(rx.RequestExpected(request=incoming("next", mine, num_tokens=8)))
-    first = receiver.grants_of(receiver.ask(0, request_id="next", session=5))[0]
-    assert first == cells(2, 4)
-    receiver.ready(0, first, request_id="next", session=5)
-    receiver.scattered(first)
-    second = receiver.grants_of(receiver.ask(1, request_id="next", session=5))[1]
-    assert second == cells(6, 8) and receiver.ring.is_writable(second)
 
 
 def test_a_request_over_a_session_that_is_not_over_has_nothing_to_wait_for() -> None:

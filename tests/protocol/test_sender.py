@@ -7,28 +7,22 @@ from collections.abc import Callable
 
 import pytest
 
-from decode_node import receiver_events as rx
-from decode_node.receiver_state import Request as IncomingState
 from prefill_node import sender as sender_module
 from prefill_node import sender_events as tx
-from prefill_node.sender_state import Piece, Request, SessionState, Stage, StagingSlots
+from prefill_node.sender_state import Piece, SessionState, Stage, StagingSlots
 from tests.protocol.machines import (
     CELL,
     DECODE_LIFE,
-    LAYOUT,
     PREFILL_LIFE,
     SenderHand,
     cells,
     count_lines,
     declined,
     drops,
-    incoming,
     messages,
     of_type,
-    outgoing,
 )
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, routes
 from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDrained
 from transfer.ring import Grant, RingView, Watermark, grant_key
 
@@ -50,28 +44,6 @@ def test_a_request_goes_from_start_to_sent() -> None:
     (sent,) = of_type(actions, tx.RequestSent)
     assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.writes_without_staging, sent.stats.resends) == (512, 1, 16, 0)
     assert sender.machine.is_idle
-
-
-MIXED = KVLayout(
-    layers=(
-        LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=4),
-        LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=4, v_head_dim=4, window_tokens=5),
-        LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=4, v_head_dim=0),
-    ),
-    dtype=DType.FLOAT16,
-)
-
-
-@pytest.mark.parametrize(
-    ("layout", "num_slices"),
-    [(LAYOUT, 13 * 2 * 2), (MIXED, 13 * 2 + 5 * 2 + 1)],
-    ids=["every token of every layer", "windows and a state"],
-)
-def test_slices_are_counted_where_they_travel(layout: KVLayout, num_slices: int) -> None:
-    mine = [tx.OutgoingRoute(route=route, session=1) for route in routes(layout, Shard(), Shard())]
-    request = Request.of(outgoing(incoming("r", (), num_tokens=13, layout=layout), mine))
-    pieces = [piece for route in request.routes.values() for piece in request.next_pieces(route, 99)]
-    assert sum(piece.num_slices for piece in pieces) == num_slices
 
 
 def test_the_times_of_a_transfer() -> None:
@@ -316,15 +288,6 @@ def test_a_request_fails_for_the_first_reason() -> None:
     assert sender.tell(tx.RequestAborted(request_id="r", reason="engine failed")) == []
     (failed,) = of_type(sender.written(0), tx.RequestFailed)
     assert failed.reason == "cancelled"
-
-
-def test_late_news_of_a_request_that_was_sent_declines_nothing() -> None:
-    sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
-    assert of_type(sender.watermark(2 * CELL), tx.RequestSent)
-    assert declined(sender.grant({0: cells(0, 2)})) == []
-    assert declined(sender.reject(0)) == []
 
 
 def test_what_was_declined_is_forgotten_when_the_ring_has_it_back() -> None:
@@ -710,18 +673,6 @@ def test_a_piece_without_a_grant_says_so() -> None:
     (piece,) = sender.machine.requests["r"].outstanding()
     with pytest.raises(LocalProtocolError, match="chunk 0 of request r has no grant at ASKED"):
         _ = piece.granted
-
-
-def test_chunks_that_a_window_has_passed_have_no_piece() -> None:
-    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=4, v_head_dim=4, window_tokens=4)
-    layout = KVLayout(layers=(window,), dtype=DType.FLOAT16)
-    (route,) = routes(layout, Shard(), Shard())
-    there = incoming("r", [rx.IncomingRoute(route=route, session=1)], num_tokens=20, layout=layout)
-    here = outgoing(there, [tx.OutgoingRoute(route=route, session=1)])
-    (source,), (target,) = Request.of(here).routes.values(), IncomingState.of(there).routes.values()
-    asked = [chunk.index for chunk, _ in source.unasked]
-    assert asked == [chunk.index for chunk, _ in target.expected]
-    assert 0 not in asked and 4 in asked
 
 
 def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:

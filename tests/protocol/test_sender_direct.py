@@ -8,7 +8,6 @@ from prefill_node import sender as sender_module
 from prefill_node import sender_events as tx
 from tests.protocol.machines import CELL, SenderHand, cells, declined, drops, messages, of_type
 from transfer.messages import ChunkReady, WriterDrained
-from transfer.ring import grant_key
 
 DIRECT = frozenset({1})
 DIRECT_0 = 2  # number of the first direct piece: behind the slots
@@ -107,16 +106,6 @@ def test_no_more_gathers_of_a_direct_session_are_queued_than_a_device_takes(monk
     assert [gather.chunk.index for gather in of_type(sender.gathered(again[0].slot), tx.StartGather)] == [3]
 
 
-def test_a_direct_session_takes_no_slot_from_the_others() -> None:
-    sender = SenderHand(decode_tp=2, direct=frozenset({2}), num_slots=2)
-    sender.start(num_tokens=8)
-    for route in (0, 1):
-        sender.grant({0: cells(0, 1), 1: cells(1, 2)}, route=route)
-    gathers = [gather for chunk in (0, 1) for gather in of_type(sender.compute(chunk), tx.StartGather)]
-    assert sorted(gather.session for gather in gathers) == [1, 1, 2, 2]  # also the last slot is not kept for session 2
-    assert sender.machine.num_slots_used == 2
-
-
 def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it() -> None:
     """The bytes lie in the grant: its key is spent, and a decline beside it would be a second answer to one question."""
     sender = SenderHand(direct=DIRECT)
@@ -133,31 +122,6 @@ def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it
     assert declined(sender.grant({0: cells(0, 2)})) == []  # the grant, said again
     sender.watermark(2 * CELL)
     assert not sender.machine.num_spent_keys
-
-
-def test_no_key_of_a_second_direct_gather_is_declined_after_a_failure() -> None:
-    sender = SenderHand(direct=DIRECT)
-    sender.to_gathering()
-    sender.gathered(DIRECT_0)
-    sender.reject(0)
-    sender.abort()
-    assert sender.machine.num_requests == 1
-    sender.gathered(DIRECT_0)
-    assert sender.machine.is_idle
-    assert declined(sender.grant({0: cells(0, 2)})) == []
-    assert declined(sender.reject(0)) == []
-
-
-def test_a_direct_chunk_that_was_written_is_dropped_with_its_request() -> None:
-    sender = SenderHand(direct=DIRECT)
-    sender.to_gathering()
-    sender.gathered(DIRECT_0)
-    actions = sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
-    assert declined(actions) == []
-    assert of_type(actions, tx.SourceReleased)
-    assert of_type(actions, tx.RequestFailed)
-    assert declined(sender.reject(0)) == [grant_key(0, 1)]  # the pages are another's by now: it is not gathered again
-    assert sender.machine.is_idle
 
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["first gather", "second gather"])
