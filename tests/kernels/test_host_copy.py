@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, cases
+from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, cases, fill
 from transfer.kernels import head_slice_copier, host_copy
 from transfer.kernels.host_copy import HostCopier, PageRun, plan_tokens
 from transfer.kernels.reference import ReferenceCopier
@@ -54,15 +55,23 @@ def test_a_plan_covers_each_token_once(data: st.DataObject, page_size: int, num_
     assert found == expected
 
 
-@pytest.mark.parametrize("wire_dtype", [DType.FLOAT32, DType.BFLOAT16])
-def test_works_on_an_engines_own_interleaved_tensors(wire_dtype: DType) -> None:
+def interleaved() -> list[LayerBuffers]:
     """K and V of a block beside each other, as vLLM keeps them: no buffer is contiguous."""
+    return [LayerBuffers(k=both[:, 0], v=both[:, 1]) for both in (torch.full((7, 2, 4, 4, 6), 7.0) for _ in range(2))]
+
+
+def uneven() -> list[LayerBuffers]:
+    """Three buffers in one allocation with a gap before the last, and the fourth as far away from it in another one."""
+    first, second = (torch.full((6, 7, 4, 4, 6), 7.0) for _ in range(2))
+    return [LayerBuffers(k=first[0], v=first[1]), LayerBuffers(k=first[3], v=second[5])]
+
+
+@pytest.mark.parametrize("wire_dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("own", [interleaved, uneven])
+def test_works_on_an_engines_own_tensors(own: Callable[[], list[LayerBuffers]], wire_dtype: DType) -> None:
     layout, shard = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=6, dtype=DType.FLOAT32), Shard(page_size=4)
-    storage = [torch.randn(7, 2, 4, 4, 6) for _ in range(2)]
-    pool = PagedKVPool(
-        layout=layout, shard=shard, num_pages=7, buffers=[LayerBuffers(k=both[:, 0], v=both[:, 1]) for both in storage]
-    )
-    assert not pool.buffer(0, is_v=False).is_contiguous()
+    pool, *targets = (PagedKVPool(layout=layout, shard=shard, num_pages=7, buffers=own()) for _ in range(3))
+    fill(pool, seed=1)
     element_bytes = wire_dtype.num_bytes
     buffers = [
         WireBuffer(
@@ -74,24 +83,14 @@ def test_works_on_an_engines_own_interleaved_tensors(wire_dtype: DType) -> None:
         )
         for index, (layer, is_v) in enumerate([(0, False), (0, True), (1, False), (1, True)])
     ]
-    wire, expected = (torch.zeros(4 * 15 * 12 * element_bytes, dtype=torch.uint8) for _ in range(2))
+    wires = [torch.zeros(4 * 15 * 12 * element_bytes, dtype=torch.uint8) for _ in range(2)]
     pages = torch.tensor([6, 0, 2, 3, 5])
-    HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, wire)
-    ReferenceCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, expected)
-    assert torch.equal(wire, expected) and bool(wire.any())
-    targets = [interleaved_like(pool), interleaved_like(pool)]
-    for kind, target in zip((HostCopier, ReferenceCopier), targets, strict=True):
-        kind(target, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, wire)
+    for kind, target, wire in zip((HostCopier, ReferenceCopier), targets, wires, strict=True):
+        kind(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, wire)
+        kind(target, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, wires[0])
+    assert torch.equal(*wires) and bool(wires[0].any())
     assert_same_pools(*targets)
-    assert not torch.equal(targets[0].buffer(0, is_v=False), interleaved_like(pool).buffer(0, is_v=False))
-
-
-def interleaved_like(pool: PagedKVPool) -> PagedKVPool:
-    """A pool of the same shapes in interleaved tensors of its own, filled with one number."""
-    shape = pool.buffer(0, is_v=False).shape
-    storage = [torch.full((shape[0], 2, *shape[1:]), 7.0) for _ in range(2)]
-    buffers = [LayerBuffers(k=both[:, 0], v=both[:, 1]) for both in storage]
-    return PagedKVPool(layout=pool.layout, shard=pool.shard, num_pages=shape[0], buffers=buffers)
+    assert not torch.equal(targets[0].buffer(0, is_v=False), own()[0].k)
 
 
 def test_nan_bits_survive_a_copy() -> None:
