@@ -31,7 +31,7 @@ from transfer.messages import (
     GrantsIssued,
     WriterDrained,
 )
-from transfer.ring import Grant, grant_key
+from transfer.ring import Grant, StagingAllocator, grant_key
 
 
 def test_a_request_goes_from_expected_to_complete() -> None:
