@@ -116,15 +116,6 @@ def test_younger_requests_take_only_what_is_free_beyond_the_need_of_the_oldest_t
     assert one.room.wanted.pages == PageCounts((2,))
 
 
-def test_a_slot_is_set_aside_as_well() -> None:
-    one = Asking(10, max_running=2)
-    assert one.ask("a", 1, accepted_s=0.0) and one.ask("b", 1, accepted_s=0.0)
-    assert not one.ask("oldest", 1, accepted_s=1.0)
-    one.room.release("a")
-    assert not one.ask("young", 1, accepted_s=2.0)
-    assert one.ask("oldest", 1, accepted_s=1.0)
-
-
 def test_nothing_is_set_aside_for_a_request_that_is_given_up_or_asks_no_more() -> None:
     one = Asking(10)
     assert one.ask("first", 5, accepted_s=0.0)
@@ -139,21 +130,6 @@ def test_nothing_is_set_aside_for_a_request_that_is_given_up_or_asks_no_more() -
     assert not one.ask("silent", 10, accepted_s=1.5) and not one.ask("other", 1, accepted_s=2.0), (
         "it asks again: its turn is back"
     )
-
-
-def test_another_attempt_of_a_request_has_its_place() -> None:
-    one = Asking(10)
-    assert one.ask("first", 5, accepted_s=0.0)
-    assert not one.ask("long.1", 10, accepted_s=1.0) and not one.ask("middle", 6, accepted_s=2.0)
-    one.room.stop_waiting("long.1")
-    assert one.room.wanted.pages == PageCounts((6,))
-    assert not one.ask("long.2", 10, accepted_s=1.0) and one.room.wanted.pages == PageCounts((10,))
-
-
-def test_what_the_pool_can_never_hold_has_nothing_set_aside() -> None:
-    one = Asking(10)
-    assert not one.ask("too long", 11, accepted_s=0.0)
-    assert one.room.wanted.pages == PageCounts((0,)) and one.ask("short", 10, accepted_s=1.0)
 
 
 def test_room_is_set_aside_in_each_group_of_layers() -> None:

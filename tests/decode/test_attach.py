@@ -9,15 +9,12 @@ from typing import Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from decode_node import attach as attach_module
 from decode_node.attach import Receiving, Unattached, WriterSessions, WritersOfInstance
-from decode_node.receiver_events import IncomingRoute
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.config import ServerConfig, TransportConfig
 from transfer.errors import ChunkTooLarge, LayoutError, StagingError
 from transfer.instance import AttachRequest, Instance, Link
-from transfer.layout import DType, routes
 from transfer.metrics import RankMetrics
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import PlainText
@@ -110,24 +107,6 @@ class Rank:
         families = self.metrics.snapshot({})["families"]
         text = "".join(lines for name, lines in families.items() if "_link_" in name)
         return [sample.labels for family in text_string_to_metric_families(text) for sample in family.samples]
-
-
-async def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, prefill = instance(DECODE_LIFE), instance(PREFILL_LIFE, tp_size=2)
-    rank = Rank(own=own)
-    sessions = [await rank.attach(prefill, number) for number in range(2)]
-
-    def not_again(*args: Any) -> None:
-        raise AssertionError("routes() depends on the instances alone, and takes long for wide ones")
-
-    every = routes(own.layout, prefill.shard, own.shard)
-    monkeypatch.setattr(attach_module, "routes", not_again)
-    assert rank.sessions.writers_of(PREFILL_LIFE) == WritersOfInstance(
-        wire_dtype=DType.FLOAT16,
-        routes=tuple(IncomingRoute(route=route, session=sessions[route.prefill_rank]) for route in every),
-        digest="xxh3-64",
-        scales=None,
-    )
 
 
 async def test_a_request_can_come_whole_from_all_its_writers_only() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import pytest
 
-from decode_node import admission as admission_module
 from decode_node.admission import Admission
 from decode_node.admission import page_needs as decode_needs
 from decode_node.offload.tiers import DeviceOnly, Prompt
@@ -52,7 +51,6 @@ class Cluster:
         self._accepted_s: dict[str, float] = {}
         self._num_tokens: dict[str, int] = {}
         self._join = new_join()
-        self.num_served = 0
         self.nodes: list[PrefillRequests] = []
         for index in range(num_nodes):
             node = PrefillRequests(
@@ -106,11 +104,7 @@ class Cluster:
         for name in last:
             node.on_pages_released(0, name)
             node.on_sent(0, RequestSent(request_id=name, stats=SentStats()))
-            self._loop.call_later(self._chance.uniform(*GENERATES_S), self._generated, name)
-
-    def _generated(self, name: str) -> None:
-        self._tiers.gone(name)
-        self.num_served += 1
+            self._loop.call_later(self._chance.uniform(*GENERATES_S), self._tiers.gone, name)
 
     async def close(self) -> None:
         for node in self.nodes:
@@ -161,25 +155,3 @@ def test_it_waits_no_longer_than_twice_the_time_of_first_come_first_served(
     fair_s, wait_s = waits_s
     assert 0.1 < fair_s < 2 * GENERATES_S[1]
     assert wait_s <= 2 * fair_s
-
-
-def test_short_requests_keep_most_of_their_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All requests are short and wait for room: little of the pool is idle while the oldest is about to ask."""
-
-    async def main(loop: VirtualTimeLoop) -> None:
-        cluster = Cluster(loop, 1, num_nodes=3)
-        for number in range(120):
-            cluster.submit(f"short-{number}", SHORT_PAGES)
-        await asyncio.sleep(2.0)
-        num_before, seconds = cluster.num_served, 8.0
-        await asyncio.sleep(seconds)
-        at_most = seconds / (sum(GENERATES_S) / 2) * DECODE_PAGES / SHORT_PAGES
-        assert cluster.num_served - num_before > 0.9 * at_most
-        await cluster.close()
-
-    run_in_virtual_time(main, monkeypatch, requests_module)
-
-
-def test_a_request_keeps_its_turn_while_its_prefill_node_asks_as_often_as_it_does() -> None:
-    """Ten questions can be lost or late before a request loses what is set aside for it."""
-    assert 10 * requests_module.RETRY_RESERVE_S <= admission_module.WAITS_S

@@ -210,13 +210,6 @@ async def test_a_drain_waits_for_a_text_that_is_being_tokenised(
         assert await draining == 0 == one.node.num_in_flight
 
 
-@in_virtual_time
-async def test_a_request_waits_for_a_prefill_node_unless_the_node_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tmp_path, monkeypatch) as one:
-        assert (await begin(one.generate(token_ids=(5, 6)))).accepted.prompt_tokens == 2
-        assert one.node.num_in_flight == 1
-
-
 @pytest.mark.parametrize("reads", [True, False])
 @in_virtual_time
 async def test_a_drain_waits_for_a_client_that_has_not_taken_all_of_its_tokens(
@@ -239,15 +232,6 @@ async def test_a_drain_waits_for_a_client_that_has_not_taken_all_of_its_tokens(
         else:
             await asyncio.sleep(READ_S)
         assert await draining == 0 == one.node.num_in_flight
-
-
-@pytest.mark.parametrize("looks_again", [False, True])
-async def test_how_often_discovery_looks_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_again: bool) -> None:
-    monkeypatch.setattr(node_module, "TextCodec", lambda directory: None)
-    found = {"discovery": {"file": tmp_path / "nodes", "interval_s": 7}, "peers": {"prefill_nodes": []}} if looks_again else {}
-    node = DecodeNode(DAEMON, decode_config(tmp_path, **found))
-    shown = 7.0 if looks_again else 0.0
-    assert f'kvferry_discovery_interval_seconds{{role="decode"}} {shown}\n' in node.render_metrics().decode()
 
 
 @in_virtual_time

@@ -14,9 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
-from decode_node.peers import FIRST_BACKOFF_S, MAX_BACKOFF_S, REASON_GRACE_S
+from decode_node.peers import MAX_BACKOFF_S, REASON_GRACE_S
 from decode_node.prefill_peer import PrefillPeer
-from node_runtime import reminders
 from tests.decode.local_nodes import BEAT_S, Tier, serve_locally, tier
 from tests.runtime.instances import instance, until
 from tests.runtime.virtual_time import VirtualTimeLoop, in_virtual_time
@@ -60,8 +59,7 @@ class PrefillNode:
             case "garbage":
                 yield pb.JoinEvent(joined=pb.Joined())
                 return
-        weights = "others" if self.mood == "another model" else "some"
-        joined = pb.Joined(prefill=instance_to_proto(instance(self.first_life + self.num_joins, weights=weights)))
+        joined = pb.Joined(prefill=instance_to_proto(instance(self.first_life + self.num_joins)))
         joined.chunk_plan.CopyFrom(chunk_plan_to_proto(ChunkPlan(chunk_tokens=8) if self.mood == "large pieces" else PLAN))
         for prefill_rank in range(2):
             is_slow = prefill_rank == 1 and self.mood == "slow link"
@@ -104,9 +102,7 @@ def joining(*addresses: str) -> AbstractAsyncContextManager[Tier]:
             f"ring.capacity_bytes is {RING_BYTES}; with chunks of 8 tokens and all layers one rank of prefill node "
             f"{FIRST} sends up to {2 * PIECE_BYTES} bytes at once: raise it, or lower chunk.piece_bytes",
         ),
-        ("another model", "model weights: others != some"),
         ("refuses", "the instances do not fit: layers: 2 != 3"),
-        ("busy", "the prefill node is starting"),
         ("beats first", "the first event of a join was beat"),
         ("garbage", ""),
     ],
@@ -177,20 +173,6 @@ async def test_a_node_that_goes_away_is_lost_once_and_joined_again(node: Prefill
 
 
 @in_virtual_time
-async def test_the_nodes_own_reason_comes_before_that_of_a_lost_link(node: PrefillNode) -> None:
-    async with joining() as one:
-        await one.until(joined=1)
-        one.peers.break_join(101, prefill_rank=1, decode_rank=0, reason="endpoint error")
-        node.mood = "ends"
-        await until(lambda: one.lost)
-        node.mood = "joined"
-        await asyncio.sleep(2 * (REASON_GRACE_S + FIRST_BACKOFF_S))
-        assert one.peer(FIRST).state == "joined"
-        ((_, _, reason),) = one.lost
-        assert "ended the join" in reason, "and the next join is not broken by the link of the one before"
-
-
-@in_virtual_time
 async def test_a_node_that_beats_on_while_a_link_to_it_is_lost_is_left_and_joined_again(node: PrefillNode) -> None:
     """Its leader may know nothing: a frozen rank tells nobody. Until it is joined again, it is given no requests."""
     async with joining() as one:
@@ -215,47 +197,6 @@ async def test_a_node_that_does_not_fit_is_asked_rarely(node: PrefillNode) -> No
         await until(lambda: node.num_joins >= 5)
     pauses_s = [later_s - earlier_s for earlier_s, later_s in itertools.pairwise(node.joined_s)]
     assert pauses_s == pytest.approx([MAX_BACKOFF_S] * 4, abs=0.01), "the longest pause, from the first refusal on"
-
-
-@pytest.mark.parametrize(("mood", "event"), [("refuses", "prefill_node_refuses"), ("busy", "prefill_node_unreachable")])
-@in_virtual_time
-async def test_a_node_that_was_never_joined_is_spoken_of_once_for_each_reason_and_then_now_and_then(
-    node: PrefillNode, mood: str, event: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reminders, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
-    node.mood = mood
-    with capture_logs() as lines:
-        async with joining() as one:
-            await until(lambda: node.num_joins >= 6)
-            assert [line["event"] for line in lines] == [event]
-            assert lines[0]["address"] == FIRST and lines[0]["reason"] == one.peer(FIRST).reason
-            node.mood = "beats first"
-            await until(lambda: len(lines) > 1)
-            node.mood = mood
-            await asyncio.sleep(10 * MAX_BACKOFF_S)
-            assert [line["event"] for line in lines] == [event, "prefill_node_unreachable"], "that reason is known"
-            await asyncio.sleep(reminders.REMINDER_S)
-            assert lines[-1]["reason"] == lines[0]["reason"]
-
-
-@in_virtual_time
-async def test_a_node_that_was_joined_is_lost_and_its_absence_is_news_again(node: PrefillNode) -> None:
-    node.mood = "busy"
-    with capture_logs() as lines:
-        async with joining() as one:
-            await until(lambda: lines)
-            node.mood = "joined"
-            await one.until(joined=1)
-            node.mood = "busy"
-            await until(lambda: len(lines) >= 5)
-    assert [line["event"] for line in lines] == [
-        "prefill_node_unreachable",
-        "joined_prefill_node",
-        "prefill_node_lost",
-        "breaker_opened",
-        "prefill_node_unreachable",
-    ]
-    assert lines[0]["reason"] == lines[4]["reason"] and lines[2]["reason"] == lines[3]["reason"]
 
 
 class StalledCall:
@@ -340,12 +281,6 @@ async def test_the_loss_of_a_node_opens_its_breaker_and_a_success_closes_it(node
     assert [line["pause_s"] for line in lines if line["event"] == "breaker_opened"] == [1.0, 2.0, 4.0]
 
 
-async def test_without_any_node_it_says_so() -> None:
-    async with tier() as one:
-        assert one.peers.pick() is None
-        assert one.peers.why_none() == "no prefill node is configured (peers.prefill_nodes)"
-
-
 @in_virtual_time
 async def test_a_bug_that_ends_a_join_is_said_and_counted_and_the_node_is_joined_again(
     node: PrefillNode, monkeypatch: pytest.MonkeyPatch
@@ -395,19 +330,6 @@ async def test_when_the_last_node_goes_the_others_are_joined_at_once(nodes: list
         await asyncio.sleep(SOON_S)
         assert one.peers.pick() is one.peer(SECOND) and other.num_joins == 2
         assert SECOND in one.changes, "requests that wait are told"
-
-
-@in_virtual_time
-async def test_once_for_each_that_goes_and_not_as_long_as_another_is_there(nodes: list[PrefillNode]) -> None:
-    first, other, third = nodes
-    async with joining(FIRST, SECOND, THIRD) as one:
-        await one.until(joined=2, lost=1)
-        first.mood = "drains"
-        await asyncio.sleep(SOON_S)
-        assert other.num_joins == 1, "the third one takes the requests"
-        third.mood = "ends"
-        await asyncio.sleep(SOON_S)
-        assert (other.num_joins, third.num_joins) == (2, 1), "and its own pause is not cut short"
 
 
 @in_virtual_time

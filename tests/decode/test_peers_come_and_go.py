@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from decode_node.peers import ALIAS_LOOK_S, SWEEP_S
 from decode_node.prefill_peer import peer_status
 from tests.decode.local_nodes import BEAT_S, serve_locally, tier
 from tests.prefill.join_server import JoinServer
-from tests.runtime.instances import instance, until
+from tests.runtime.instances import until
 from tests.runtime.virtual_time import in_virtual_time
 from transfer.errors import PeerUnreachable
 from transfer.instance import Link
@@ -26,21 +25,9 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.discovery import DiscoveryView
 
 GRACE_S = 30.0
-FIRST, SECOND, THIRD = "localhost:1", "localhost:2", "localhost:3"
+FIRST, SECOND = "localhost:1", "localhost:2"
 ONE_JOIN = frozenset({"one_join"})
 NOTHING_FOUND = DiscoveryView(where="the test", addresses=(), waiting={}, problem="", age_s=0.0, failures=0, refused={})
-
-
-class SlowPrefill(JoinServer):
-    """It takes a while before it says whose an address is."""
-
-    num_asked = 0
-
-    async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent, None]:
-        self.num_asked += 1
-        await asyncio.sleep(5.0)
-        async for event in super().Join(request, context):
-            yield event
 
 
 class OldPrefill(JoinServer):
@@ -94,29 +81,6 @@ async def test_a_node_that_is_named_is_joined_and_one_that_is_not_named_is_left_
 
 
 @in_virtual_time
-async def test_one_that_is_named_and_not_asked_yet_may_come(nodes: dict[str, JoinServer]) -> None:
-    """A request waits for it, also where the last one that was there is gone."""
-    view = NOTHING_FOUND
-    async with tier(view=lambda: view) as one:
-        assert not one.peers.may_come()
-        view = replace(view, waiting={"10.0.0.1:7100": "it is asked whether it serves"})
-        assert one.peers.may_come()
-
-
-@in_virtual_time
-async def test_one_that_is_named_again_in_time_was_never_away(nodes: dict[str, JoinServer]) -> None:
-    first, second = add(nodes, FIRST, SECOND)
-    async with tier(FIRST, SECOND) as one:
-        await one.until(joined=2)
-        one.peers.use([SECOND])
-        await asyncio.sleep(GRACE_S - 1)
-        one.peers.use([FIRST, SECOND])
-        await asyncio.sleep(2 * GRACE_S)
-        assert one.states() == {FIRST: "joined", SECOND: "joined"}
-        assert first.num_joins == second.num_joins == 1 and not one.lost
-
-
-@in_virtual_time
 async def test_the_last_joined_nodes_stay_until_one_that_is_named_takes_their_place(nodes: dict[str, JoinServer]) -> None:
     """An etcd that has lost its data, or a Service whose selector somebody broke, must not take a tier away that works."""
     add(nodes, FIRST, SECOND)
@@ -129,24 +93,6 @@ async def test_the_last_joined_nodes_stay_until_one_that_is_named_takes_their_pl
         await asyncio.sleep(2 * GRACE_S)
         assert one.states() == {SECOND: "joined"}
         assert one.lost == [(FIRST, 11, "it is named no longer")]
-
-
-@in_virtual_time
-async def test_the_first_that_is_named_again_does_not_cost_the_others_their_joins(nodes: dict[str, JoinServer]) -> None:
-    """Prefill nodes that did not reach etcd for longer than the grace register anew one after the other."""
-    three = add(nodes, FIRST, SECOND, THIRD)
-    async with tier(FIRST, SECOND, THIRD) as one:
-        await one.until(joined=3)
-        one.peers.use([])
-        await asyncio.sleep(2 * GRACE_S)
-        one.peers.use([FIRST])
-        await asyncio.sleep(GRACE_S - 1)
-        one.peers.use([FIRST, SECOND])
-        await asyncio.sleep(SWEEP_S)
-        await one.until(joined=3)
-        await asyncio.sleep(2)  # the third does not come back: its grace began with the first that did
-        assert one.states() == {FIRST: "joined", SECOND: "joined"}
-        assert [node.num_joins for node in three] == [1, 1, 1] and [lost[0] for lost in one.lost] == [THIRD]
 
 
 @in_virtual_time
@@ -191,50 +137,6 @@ async def test_two_addresses_of_one_node_are_one_join(nodes: dict[str, JoinServe
 
 
 @in_virtual_time
-async def test_when_one_address_of_a_node_no_longer_reaches_it_the_other_is_used(nodes: dict[str, JoinServer]) -> None:
-    (node,) = add(nodes, FIRST)
-    nodes[SECOND] = node
-    async with tier(FIRST, SECOND) as one:
-        await one.until(joined=1, alias=1)
-        (peer,) = [peer for peer in one.peers.peers if peer.state == "joined"]
-        assert peer.broken is not None
-        peer.broken.set_result("the link is cut")
-        await until(lambda: one.lost)
-        await one.until(joined=1, alias=1)
-        assert node.num_joins == 2 and len(one.lost) == 1
-
-
-@in_virtual_time
-async def test_another_life_at_the_same_address_is_another_node(nodes: dict[str, JoinServer]) -> None:
-    (node,) = add(nodes, FIRST)
-    async with tier(FIRST) as one:
-        await one.until(joined=1)
-        node.joins.forget_all(PeerUnreachable("the ranks have died"))
-        node.instance = instance(12)
-        await until(lambda: one.peer(FIRST).instance is not None and one.peer(FIRST).last_incarnation == 12)
-        assert [loss[1] for loss in one.lost] == [11]
-
-
-@in_virtual_time
-async def test_a_node_stays_named_by_its_other_address_while_that_is_asked_again(nodes: dict[str, JoinServer]) -> None:
-    add(nodes, THIRD)
-    slow = nodes[FIRST] = nodes[SECOND] = SlowPrefill(12, capabilities=ONE_JOIN)
-    async with tier(FIRST, THIRD) as one:
-        await one.until(joined=2)
-        one.peers.use([FIRST, SECOND, THIRD])
-        await one.until(joined=2, alias=1)
-        one.peers.use([SECOND, THIRD])
-        asked = slow.num_asked
-        await asyncio.sleep(3 * (ALIAS_LOOK_S + 10.0))
-        assert slow.num_asked >= asked + 3
-        assert one.states()[FIRST] == "joined" and not one.lost
-        assert one.peers.find(SECOND) is one.peer(FIRST), "while it is asked, too"
-        one.peers.use([THIRD])
-        await asyncio.sleep(2 * GRACE_S)
-        assert one.states() == {THIRD: "joined"}
-
-
-@in_virtual_time
 async def test_answers_that_change_and_change_do_not_have_ever_more_addresses_tried(
     nodes: dict[str, JoinServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,23 +177,6 @@ async def test_an_older_node_with_two_addresses_is_not_fought_over(nodes: dict[s
         await asyncio.sleep(2 * ALIAS_LOOK_S)
         await one.until(joined=1, alias=1)
         assert old.num_joins == 2, "the second join took the first one's place, once"
-
-
-@in_virtual_time
-async def test_an_address_that_was_an_alias_and_becomes_another_nodes_is_joined(nodes: dict[str, JoinServer]) -> None:
-    first, second = add(nodes, FIRST, SECOND)
-    nodes[SECOND] = first
-    with capture_logs() as lines:
-        async with tier(FIRST) as one:
-            await one.until(joined=1)
-            one.peers.use([FIRST, SECOND])
-            await one.until(joined=1, alias=1)
-            await asyncio.sleep(3 * ALIAS_LOOK_S)
-            assert first.num_joins == 1 and not one.lost
-            nodes[SECOND] = second
-            await asyncio.sleep(2 * ALIAS_LOOK_S)
-            assert {peer.instance.incarnation for peer in one.peers.peers if peer.instance} == {11, 12}
-    assert [line["event"] for line in lines].count("prefill_node_has_two_addresses") == 1, "not each time that it was asked"
 
 
 @in_virtual_time

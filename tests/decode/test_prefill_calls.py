@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node import prefill_peer as prefill_peer_module
 from decode_node.prefill_peer import PrefillPeer
 from tests.decode.local_nodes import Tier
 from transfer.engine_types import SamplingParams
@@ -86,30 +85,3 @@ async def test_a_node_that_does_not_listen_is_unreachable() -> None:
     with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1:1"):
         await anext(one.peers.peers[0].prefill("a", (1,), decode_incarnation=7, sampling=SamplingParams()))
     await one.peers.close()
-
-
-async def test_long_prompts_are_sent_one_a_turn(peer: PrefillPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To put a long prompt into a message takes milliseconds; many can begin at once, when a node comes or is lost."""
-    monkeypatch.setattr(prefill_peer_module, "LONG_PROMPT_TOKENS", 100)
-    turn, turns_of_questions = 0, []
-    question = pb.PrefillRequest
-
-    def asked(**fields: Any) -> pb.PrefillRequest:
-        turns_of_questions.append(turn)
-        return question(**fields)
-
-    monkeypatch.setattr(pb, "PrefillRequest", asked)
-
-    async def prefill(num_tokens: int) -> None:
-        async for _ in peer.prefill("r", tuple(range(num_tokens)), decode_incarnation=1):
-            return
-
-    calls = [asyncio.ensure_future(prefill(num_tokens)) for num_tokens in (100, 5, 100, 100, 5)]
-    while len(turns_of_questions) < len(calls):
-        turn += 1
-        await asyncio.sleep(0)
-    short, long = turns_of_questions[:2], turns_of_questions[2:]
-    assert len(set(short)) == 1 and len(set(long)) == 3
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
-from decode_node.peers import REASON_GRACE_S
-from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest, StepDone
+from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import MOVES, drained, play
 from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
@@ -23,14 +22,12 @@ from transfer.chunk import ChunkPlan
 from transfer.errors import (
     EngineError,
     LayoutError,
-    LocalProtocolError,
     OutOfMemory,
     PeerUnreachable,
     StagingError,
     TransferAborted,
     TransportClosed,
 )
-from transfer.instance import Instance
 from transfer.registry.status import status_of
 
 
@@ -101,37 +98,6 @@ async def test_a_request_waits_receives_generates_and_leaves(world: World) -> No
     world.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("order", ["token, whole", "whole, token"])
-@pytest.mark.parametrize("sent", ["early", "late"])
-async def test_first_token_and_kv_come_in_either_order(world: World, order: str, sent: str) -> None:
-    request = world.submit("a", new=1)
-    await turns()
-    world.reserve("a")
-    await turns()
-    for rank in range(2):
-        world.expected(rank, "a")
-    if order == "token, whole":
-        world.call("a").first_token()
-        if sent == "early":
-            world.call("a").sent()
-        await turns()
-    assert not take(request)
-    for rank in range(2):
-        world.complete(rank, "a")
-    if order == "whole, token":
-        world.call("a").first_token()
-        if sent == "early":
-            world.call("a").sent()
-        await turns()
-    if sent == "late":
-        assert [type(item) for item in take(request)] == [Tokens], "the statistics come with the last ack"
-        world.call("a").sent()
-        await turns()
-    assert isinstance(take(request)[-1], Done)
-    await drained(world)
-    assert world.outcomes == ["done"]
-
-
 async def test_an_end_token_ends_generation(world: World) -> None:
     request = world.submit("a", new=5, end_ids=frozenset({8}))
     await turns()
@@ -160,16 +126,6 @@ async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
     world.finish_step()
     assert [part.request_id for part in world.step.parts] == ["b"], "a has its three tokens"
     await drained(world)
-
-
-async def test_the_wait_for_room_is_observed_once_and_only_when_there_is_room(world: World, clock: HandClock) -> None:
-    await received(world, "a", num_tokens=20, new=4)
-    world.submit("b", 20, new=4)
-    await clock.advance(2.0)
-    assert await world.reserve("b") is None
-    assert world.queue_seconds == [0.0], "b waits on"
-    await drained(world)
-    assert world.queue_seconds == [0.0, pytest.approx(2.0)]
 
 
 @pytest.mark.parametrize("end", ["room", "abort"])
@@ -232,42 +188,6 @@ async def test_a_plan_of_too_many_pieces_is_refused_before_a_rank_hears_of_it(
     await drained(world)
 
 
-@pytest.mark.parametrize("stage", ["at once", "waiting", "reserving", "receiving", "running", "stepping"])
-async def test_an_abort_ends_a_request_wherever_it_stands(world: World, stage: str) -> None:
-    request = world.submit("a")
-    if stage in ("reserving", "receiving"):
-        await turns()
-        world.reserve("a")
-        await turns()
-        if stage == "receiving":
-            for rank in range(2):
-                world.expected(rank, "a")
-    elif stage in ("running", "stepping"):
-        world.leader.abort("a", TransferAborted("instead"))
-        take(request)
-        world.accepted.clear()
-        world.outcomes.clear()
-        request = await received(world, "b")
-        if stage == "stepping":
-            world.call("b").first_token()
-            await turns()
-            assert world.step is not None
-    elif stage == "waiting":
-        await turns()
-    name = request.request_id
-    assert world.leader.abort(name, TransferAborted("the client left"))
-    assert not world.leader.abort(name, TransferAborted("again"))
-    await turns()
-    assert all(call.is_over for call in world.peer.calls.values()), "the prefill node is told by the end of its call"
-    told = take(request)
-    assert isinstance(told[-1], TransferAborted)
-    if name in world.reserving and stage == "reserving":
-        with pytest.raises(PeerUnreachable, match="the client left"):
-            await world.reserving[name]
-    await drained(world)
-    assert world.outcomes == ["aborted"]
-
-
 async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World) -> None:
     world.submit("a", 3, new=3)
     await turns()
@@ -276,47 +196,6 @@ async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World
     assert world.leader.abort("a", TransferAborted("why\n" * (1 << 20)))
     (cancel,) = [message for message in world.sent if isinstance(message, CancelRequest)]
     assert len(cancel.reason) <= 512 and "\n" not in cancel.reason
-
-
-async def test_a_lost_prefill_node_fails_what_has_not_arrived_and_nothing_else(world: World) -> None:
-    whole = await received(world, "whole", new=2)
-    world.call("whole").first_token()
-    await turns()
-    assert world.peer.calls.keys() == {"whole"}
-    world.other.state = "lost"
-    receiving = world.submit("receiving")
-    await turns()
-    world.reserve("receiving")
-    waiting = world.submit("waiting")
-    await turns()
-    world.other.state = "joined"
-    elsewhere = world.submit("elsewhere")
-    await turns()
-    world.lose(world.peer)
-    for request in (receiving, waiting):
-        (error,) = take(request)
-        assert isinstance(error, PeerUnreachable) and "prefill node prefill:1 is lost: it is silent" in str(error)
-    world.finish_step()
-    await turns()
-    told = take(whole)
-    assert isinstance(told[-1], Done), "its statistics will never come, and it does not wait for them"
-    assert not take(elsewhere)
-    await drained(world)
-    assert sorted(world.outcomes) == ["done", "done", "failed", "failed"]
-
-
-async def test_a_request_that_is_done_but_for_its_statistics_is_in_flight(world: World) -> None:
-    request = await received(world, new=1)
-    world.call("a").first_token()
-    await turns()
-    for rank in range(2):
-        world.release(rank, "a")
-    assert world.leader.num_running == 1, "a drain must wait until its caller has been told"
-    assert world.admission.free_pages.by_group == (POOL_PAGES,)
-    world.lose(world.peer)
-    await turns()
-    assert isinstance(take(request)[-1], Done)
-    world.assert_nothing_is_left()
 
 
 async def test_the_prefill_nodes_reason_comes_before_a_ranks(world: World) -> None:
@@ -328,15 +207,6 @@ async def test_the_prefill_nodes_reason_comes_before_a_ranks(world: World) -> No
     world.call("a").fail(EngineError("prefill:1: the engine failed"))
     await turns()
     assert [str(error) for error in take(request)] == ["prefill:1: the engine failed"]
-
-
-async def test_a_prefill_node_without_room_refuses_the_request_and_does_not_fail_it(world: World) -> None:
-    request = world.submit("a")
-    await turns()
-    world.call("a").fail(StagingError("prefill:1: prefill queue is full"))
-    await turns()
-    assert [str(error) for error in take(request)] == ["prefill:1: prefill queue is full"]
-    assert world.outcomes == ["refused"]
 
 
 @pytest.mark.parametrize("spares_kv", [False, True])
@@ -351,16 +221,6 @@ async def test_kept_kv_is_forgotten_with_the_request_that_is_named_and_not_with_
     await turns()
     assert isinstance(take(request)[-1], EngineError)
     assert len(forgotten) == (0 if spares_kv else 1)
-
-
-async def test_a_ranks_reason_is_told_when_prefill_says_none(world: World, clock: HandClock) -> None:
-    request = world.submit("a")
-    await turns()
-    world.reserve("a")
-    await turns()
-    world.broken(0, "a", is_data_loss=False)
-    await clock.advance(REASON_GRACE_S)
-    assert [str(error) for error in take(request)] == ["decode rank 0: broke"]
 
 
 @pytest.mark.parametrize("how", ["without a word", "without a start"])
@@ -413,11 +273,6 @@ async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not(clock: Han
     await clock.advance(2.1, steps=21)
     assert world.hung == ["no step of the engine has ended for 2 s (limits.step_timeout_s)"]
     await world.leader.close(PeerUnreachable("the life was given up"))
-
-
-async def test_a_step_that_nobody_asked_for_is_a_bug(world: World) -> None:
-    with pytest.raises(LocalProtocolError, match="step 4 is done, but it is not the one under way"):
-        world.leader.on_step_done(StepDone(step=4, tokens={}, compute_s=0.0))
 
 
 async def test_what_cannot_be_taken_is_refused_at_once(world: World) -> None:
@@ -482,19 +337,3 @@ def test_every_request_ends_once_in_any_order_of_answers(
     moves: list[tuple[str, int]], retries: int, join_timeout_s: float
 ) -> None:
     asyncio.run(play(moves, World(prefill_retries=retries, join_timeout_s=join_timeout_s)))
-
-
-async def test_the_store_is_not_looked_into_for_who_computes_all_of_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    look_up = DeviceOnly.look_up
-
-    async def noted(tiers: DeviceOnly, token_ids: Sequence[int], salt: str, *, prefill: Instance, may_skip: bool) -> Prompt:
-        asked.append(may_skip)
-        return await look_up(tiers, token_ids, salt, prefill=prefill, may_skip=may_skip)
-
-    monkeypatch.setattr(DeviceOnly, "look_up", noted)
-    for name, can_start_late in (("a", True), ("b", False)):
-        world.peer.can_start_late = world.other.can_start_late = can_start_late
-        world.submit(name)
-        await turns()
-    assert asked == [True, False]

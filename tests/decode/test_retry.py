@@ -159,19 +159,6 @@ async def test_a_request_in_mid_transfer_is_tried_elsewhere_and_the_first_try_is
     world.assert_nothing_is_left()
 
 
-async def test_the_second_try_waits_for_room_that_only_the_first_ones_end_gives(world: World) -> None:
-    request = await receiving(world, num_tokens=20, new=4)
-    world.lose(world.peer)
-    await turns()
-    assert await world.reserve("a.2") is None, "no time passes that would free what a rank has not given back"
-    world.release(0, "a")
-    assert await world.reserve("a.2") is None
-    world.release(1, "a")
-    await served(world, "a.2")
-    assert isinstance(outcome(request), Done)
-    world.assert_nothing_is_left()
-
-
 async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(world: World) -> None:
     request = await waiting(world)
     reserving = world.reserve("a")
@@ -246,20 +233,6 @@ async def test_bytes_that_were_broken_twice_are_not_tried_again(world: World) ->
     assert isinstance(error, IntegrityError) and str(error) == "decode rank 0: broke" and not world.other.calls
 
 
-async def test_long_prompts_of_a_lost_node_are_tried_elsewhere_a_few_at_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another attempt takes time that grows with the prompt. The attempts of 32 long prompts in one turn took 175 ms."""
-    monkeypatch.setattr(requests_module, "PLACED_TOKENS_AT_ONCE", 5)
-    world.other.state = "draining"
-    requests = [await waiting(world, name) for name in "abc"]  # of three tokens each
-    world.other.state = "joined"
-    world.lose(world.peer)
-    assert sum(len(request.tries) for request in requests) == len(requests) + 2
-    await turns()
-    assert sorted(world.other.calls) == ["a.2", "b.2", "c.2"]
-
-
 async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(world: World, clock: HandClock) -> None:
     """Its leader may know nothing: a frozen rank tells nobody."""
     request = await receiving(world)
@@ -297,28 +270,6 @@ async def test_without_another_node_it_fails_at_once_with_the_reason(world: Worl
     world.assert_nothing_is_left()
 
 
-async def test_with_no_retries_it_fails_at_once_although_another_node_is_there() -> None:
-    world = World(prefill_retries=0)
-    request = await receiving(world)
-    world.lose(world.peer)
-    assert str(outcome(request)) == LOST and not world.other.calls
-    await release_all(world)
-    world.assert_nothing_is_left()
-
-
-async def test_the_second_loss_is_told(world: World) -> None:
-    request = await waiting(world)
-    world.lose(world.peer)
-    world.peer.state, world.peer.instance = "joined", instance(13)
-    await turns()
-    await give_room(world, "a.2")
-    world.lose(world.other)
-    assert str(outcome(request)) == "prefill node prefill:2 is lost: it is silent"
-    await release_all(world)
-    world.assert_nothing_is_left()
-    assert (world.num_retries, world.outcomes) == (1, ["failed"])
-
-
 @pytest.mark.parametrize(("life", "is_another"), [(11, False), (13, True)])
 async def test_another_life_of_the_same_node_is_another_node(world: World, life: int, is_another: bool) -> None:
     world.other.state = "lost"
@@ -350,65 +301,6 @@ async def test_after_the_first_token_the_prefill_node_is_needed_no_more(world: W
     assert isinstance(done, Done) and (done.retries, done.prefill_node) == (0, "prefill:1") and not world.other.calls
 
 
-async def test_a_node_that_has_sent_all_is_needed_no_more_although_a_rank_has_yet_to_say_so(world: World) -> None:
-    request = await receiving(world)
-    world.call("a").first_token()
-    world.call("a").sent()
-    world.complete(0, "a")
-    await turns()
-    world.lose(world.peer)
-    await turns()
-    assert not world.other.calls and not take(request)
-    world.complete(1, "a")
-    while world.step is not None:
-        world.finish_step()
-    assert isinstance(outcome(request), Done)
-    await release_all(world)
-    world.assert_nothing_is_left()
-
-
-async def test_kv_that_is_whole_without_a_first_token_is_made_again(world: World) -> None:
-    """Only prefill can sample it."""
-    request = await receiving(world)
-    for rank in range(2):
-        world.complete(rank, "a")
-    world.lose(world.peer)
-    await turns()
-    assert cancelled(world) == ["a"] and sorted(world.other.calls) == ["a.2"]
-    await served(world, "a.2")
-    assert isinstance(outcome(request), Done)
-
-
-@pytest.mark.parametrize("how", ["by the first id", "by the second id", "by its caller"])
-@pytest.mark.parametrize("stage", ["at once", "waiting", "reserving", "receiving"])
-async def test_an_abort_ends_the_second_try_wherever_it_stands(world: World, stage: str, how: str) -> None:
-    request = await receiving(world)
-    world.lose(world.peer)
-    if stage != "at once":
-        await turns()
-    if stage == "reserving":
-        world.reserve("a.2")
-        await turns()
-    elif stage == "receiving":
-        await give_room(world, "a.2")
-    error = TransferAborted("enough")
-    if how == "by its caller":
-        world.leader.give_up(request, error)
-        world.leader.give_up(request, error)
-    else:
-        name = "a" if how == "by the first id" else "a.2"
-        assert world.leader.abort(name, error) and not world.leader.abort(name, error)
-    await turns()
-    assert outcome(request) is error
-    assert cancelled(world) == (["a"] if stage in ("at once", "waiting") else ["a", "a.2"])
-    for rank in range(2):
-        for name in sorted(world.ranks[rank].unanswered):
-            world.expected(rank, name)
-    await release_all(world)
-    world.assert_nothing_is_left()
-    assert world.outcomes == ["aborted"]
-
-
 async def test_an_abort_by_the_first_id_is_heard_after_the_ranks_have_forgotten_it(world: World) -> None:
     request = await receiving(world)
     world.lose(world.peer)
@@ -432,40 +324,6 @@ async def test_the_wait_for_room_is_bounded_over_all_tries(clock: HandClock) -> 
     await turns()
     world.assert_nothing_is_left()
     assert world.num_retries == 1
-
-
-async def test_time_in_which_it_had_room_does_not_count_as_waiting(clock: HandClock) -> None:
-    world = World(prefill_retries=1, queue_timeout_s=100.0)
-    request = await receiving(world)
-    await clock.advance(1000.0)
-    world.lose(world.peer)
-    await turns()
-    await served(world, "a.2")
-    assert isinstance(outcome(request), Done)
-    assert world.queue_seconds == [0.0, 0.0], "each try's own wait"
-
-
-async def test_without_queue_time_left_it_is_not_tried_again(clock: HandClock) -> None:
-    world = World(prefill_retries=1, queue_timeout_s=100.0)
-    request = await waiting(world)
-    clock.now_s += 100.0  # no timer has run yet
-    world.lose(world.peer)
-    assert str(outcome(request)) == LOST and not world.other.calls
-
-
-async def test_the_end_of_a_life_ends_both_tries(world: World) -> None:
-    request = await receiving(world)
-    world.lose(world.peer)
-    await turns()
-    reserving = world.reserve("a.2")
-    await turns()
-    await world.leader.close(PeerUnreachable("rank 0 died"))
-    await turns()
-    with pytest.raises(PeerUnreachable, match="rank 0 died"):
-        await reserving
-    assert str(outcome(request)) == "rank 0 died" and world.outcomes == ["failed"]
-    assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0
-    assert all(call.is_over for peer in (world.peer, world.other) for call in peer.calls.values())
 
 
 OFTEN = (
@@ -520,35 +378,6 @@ async def test_a_node_that_was_lost_gets_nothing_while_another_is_there_then_one
     assert sorted(world.peer.calls) == ["closed0", "closed1", "closed2", "closed3", "half0"], "it has the least to do"
 
 
-@pytest.mark.parametrize("how", ["lost", "failed"])
-async def test_the_trial_of_a_node_that_fails_again_is_tried_elsewhere_and_its_pause_doubles(world: World, how: str) -> None:
-    world.lose(world.peer)
-    back(world.peer, 13)
-    world.now_s += 1.0
-    request = await waiting(world)
-    assert sorted(world.peer.calls) == ["a"]
-    if how == "lost":
-        world.lose(world.peer)
-        back(world.peer, 14)
-    else:
-        world.call("a").fail(PeerUnreachable("no"))
-    await turns()
-    assert sorted(world.other.calls) == ["a.2"] and (state(world.peer), world.peer.breaker.pause_left_s) == (OPEN, 2.0)
-    await served(world, "a.2")
-    assert isinstance(outcome(request), Done) and state(world.other) == CLOSED
-
-
-async def test_a_trial_that_is_given_up_leaves_room_for_the_next(world: World) -> None:
-    world.lose(world.peer)
-    back(world.peer, 13)
-    world.now_s += 1.0
-    await waiting(world, "a")
-    assert world.leader.abort("a", TransferAborted("the client left"))
-    await turns()
-    await waiting(world, "b")
-    assert sorted(world.peer.calls) == ["a", "b"] and state(world.peer) == HALF_OPEN
-
-
 async def test_what_was_cut_off_once_is_not_staked_on_a_node_that_has_to_be_tried(world: World) -> None:
     third = Peer("prefill:3", 30, Breaker(BREAKER, lambda: world.now_s))
     world.peers.peers.append(cast(PrefillPeer, third))
@@ -561,18 +390,6 @@ async def test_what_was_cut_off_once_is_not_staked_on_a_node_that_has_to_be_trie
     world.other.state = "draining"
     await waiting(world, "b")
     assert sorted(third.calls) == ["b"]
-
-
-async def test_where_nobody_else_is_left_requests_go_on(world: World) -> None:
-    """Never a blacklist: a breaker only ever sends requests elsewhere."""
-    world.other.state = "lost"
-    world.lose(world.peer)
-    back(world.peer, 13)
-    for number in range(3):
-        await waiting(world, f"a{number}")
-    assert sorted(world.peer.calls) == ["a0", "a1", "a2"] and state(world.peer) == OPEN
-    await served(world, "a1")
-    assert state(world.peer) == CLOSED, "any of them shows that it works"
 
 
 async def test_requests_that_fail_by_its_fault_open_a_breaker_and_others_do_not(world: World) -> None:

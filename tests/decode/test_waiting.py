@@ -13,7 +13,7 @@ from tests.decode.leader_world import OTHER_LIFE, World, take, turns
 from tests.decode.test_retry import LOST, cancelled, outcome, receiving, release_all, served, waiting
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
-from transfer.errors import PeerUnreachable, StagingError, TransferAborted, TransferError, TransportClosed
+from transfer.errors import PeerUnreachable, StagingError, TransferAborted, TransportClosed
 
 NEVER_S = 60.0
 NOBODY = "no prefill node is joined"
@@ -57,24 +57,6 @@ async def test_it_is_queued_and_sent_when_a_node_is_joined(world: World) -> None
     world.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("state", ["joining", "lost", "draining"])
-async def test_a_node_in_any_state_that_it_can_come_out_of_is_waited_for(world: World, state: str) -> None:
-    world.peer.unfit.set()
-    world.other.state = state
-    await waiting(world)
-    assert world.leader.num_queued == 1
-
-
-async def test_a_node_that_drains_no_longer_is_used(world: World) -> None:
-    world.join(world.peer, 30)
-    world.drain(world.peer)
-    await waiting(world)
-    assert not world.peer.calls
-    world.join(world.peer, 30)
-    await turns()
-    assert sorted(world.peer.calls) == ["a"]
-
-
 @pytest.mark.parametrize("why", ["none fits", "an alias is no node", "none is named", "it may not", "the setting is 0"])
 async def test_where_none_can_be_waited_for_it_is_refused_at_once(why: str) -> None:
     world = alone(World(join_timeout_s=0.0 if why == "the setting is 0" else NEVER_S))
@@ -102,17 +84,6 @@ async def test_the_wait_ends_with_the_reason_that_there_is_then(clock: HandClock
     world.assert_nothing_is_left()
 
 
-async def test_it_ends_at_once_when_none_can_come_any_more(world: World) -> None:
-    request = await waiting(world)
-    world.peer.unfit.set()
-    world.leader.place_waiting()
-    assert not take(request), "the other one may"
-    world.let_nobody_come()
-    error = outcome(request)
-    assert isinstance(error, PeerUnreachable) and str(error) == NOBODY
-    world.assert_nothing_is_left()
-
-
 async def test_the_time_in_the_queue_bounds_the_wait_and_the_wait_counts_as_time_in_the_queue(clock: HandClock) -> None:
     world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=5.0))
     request = await waiting(world)
@@ -132,28 +103,6 @@ async def test_the_time_in_the_queue_bounds_the_wait_and_the_wait_counts_as_time
     world.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("how", ["abort", "its caller", "the life ends"])
-async def test_it_can_be_given_up(world: World, how: str) -> None:
-    request, other = await waiting(world), await waiting(world, "b")
-    error: TransferError = TransferAborted("enough")
-    if how == "abort":
-        assert world.leader.abort("a", error) and not world.leader.abort("a", error)
-    elif how == "its caller":
-        world.leader.give_up(request, error)
-        world.leader.give_up(request, error)
-    else:
-        error = PeerUnreachable("rank 0 died")
-        await world.leader.close(error)
-        assert outcome(other) is error
-    assert outcome(request) is error
-    world.join(world.peer, 30)
-    await turns()
-    assert sorted(world.peer.calls) == ([] if how == "the life ends" else ["b"])
-    if how != "the life ends":
-        await served(world, "b")
-    world.assert_nothing_is_left()
-
-
 async def test_the_queue_is_bounded_for_those_that_wait_for_a_node_too() -> None:
     world = alone(World(max_queued=2, join_timeout_s=NEVER_S))
     for name in ("a", "b"):
@@ -163,16 +112,6 @@ async def test_the_queue_is_bounded_for_those_that_wait_for_a_node_too() -> None
     assert world.leader.abort("a", TransferAborted("enough"))
     await waiting(world, "c")
     await world.close()
-
-
-async def test_each_is_placed_with_what_was_sent_before_it_counted(world: World) -> None:
-    """Both nodes drain, and are back at once, as far as the requests see: they are shared."""
-    for name, tokens in (("a", 8), ("b", 3), ("c", 3), ("d", 3)):
-        await waiting(world, name, num_tokens=tokens)
-    world.peer.state, world.peer.instance = "joined", instance(30)
-    world.join(world.other, 31)
-    await turns()
-    assert (list(world.peer.calls), list(world.other.calls)) == (["a"], ["b", "c", "d"])
 
 
 # Another try
@@ -198,17 +137,6 @@ async def test_another_try_waits_for_a_node_that_the_request_has_not_been_on() -
     world.assert_nothing_is_left()
 
 
-async def test_another_try_that_waits_in_vain_ends_with_what_ended_the_first(clock: HandClock) -> None:
-    world = World(prefill_retries=1, join_timeout_s=5.0)
-    world.other.state = "lost"
-    request = await waiting(world)
-    world.lose(world.peer)
-    assert not take(request)
-    await clock.advance(5.0)
-    assert str(outcome(request)) == LOST and world.num_retries == 0 and world.outcomes == ["failed"]
-    world.assert_nothing_is_left()
-
-
 async def test_the_node_that_was_lost_with_a_request_is_not_waited_for_and_used_where_it_is_back_first() -> None:
     """It may be the request that kills it; and its caller is told within the time in which a dead node is noticed."""
     world = World(prefill_retries=1, join_timeout_s=NEVER_S)
@@ -231,37 +159,6 @@ async def test_the_node_that_was_lost_with_a_request_is_not_waited_for_and_used_
     assert isinstance(outcome(request), Done)
 
 
-async def test_the_life_that_had_it_is_not_used_again_and_stands_in_nobodys_way() -> None:
-    world = World(prefill_retries=1, join_timeout_s=NEVER_S)
-    world.other.state = "lost"
-    request = await waiting(world)
-    world.call("a").fail(PeerUnreachable("the connection broke"))
-    await turns()
-    assert not take(request) and sorted(world.peer.calls) == ["a"]
-    await waiting(world, "b")
-    assert sorted(world.peer.calls) == ["a", "b"], "who was not there goes there"
-    world.join(world.other, 30)
-    await turns()
-    assert sorted(world.other.calls) == ["a.2"]
-    await served(world, "a.2")
-    await served(world, "b")
-    world.assert_nothing_is_left()
-
-
-async def test_who_came_first_is_sent_first_also_on_another_try() -> None:
-    world = World(prefill_retries=1, join_timeout_s=NEVER_S)
-    world.other.state = "joining"
-    await waiting(world, "old")
-    world.drain(world.peer)
-    await waiting(world, "new")
-    world.lose(world.peer)
-    await turns()
-    world.join(world.other, 30)
-    await turns()
-    assert list(world.other.calls) == ["old.2", "new"]
-    await world.close()
-
-
 async def test_nodes_that_come_together_share_what_waited(world: World, clock: HandClock) -> None:
     """The first of two that are joined within milliseconds is not to have all of it."""
     for name in "abcd":
@@ -272,19 +169,6 @@ async def test_nodes_that_come_together_share_what_waited(world: World, clock: H
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0, "a moment later"
     await clock.advance(PLACE_AFTER_S)
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens > 0
-
-
-async def test_the_first_node_is_given_so_many_at_once_and_more_a_moment_later(
-    world: World, clock: HandClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(requests_module, "PLACED_AT_ONCE", 2)
-    for name in "abc":
-        await waiting(world, name)
-    world.join(world.peer, 30)
-    assert world.leader.num_without_node == 1
-    world.peer.state, world.other.state, world.other.instance = "draining", "joined", instance(31)
-    await clock.advance(PLACE_AFTER_S)
-    assert world.other.outstanding_tokens > 0
 
 
 async def test_long_prompts_are_placed_a_few_at_once(world: World, clock: HandClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,15 +196,6 @@ async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(
     await world.close()
 
 
-async def test_the_end_of_the_wait_that_is_the_end_of_its_time_in_the_queue(clock: HandClock) -> None:
-    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=5.0))
-    request = await waiting(world)
-    world.peer.state, world.peer.instance = "joined", instance(30)  # and nobody has said so yet
-    await clock.advance(5.0)
-    assert "no room within 5 s" in str(outcome(request)) and not world.peer.calls
-    world.assert_nothing_is_left()
-
-
 async def test_nobody_who_comes_later_overtakes_those_that_wait(
     world: World, clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,14 +214,3 @@ async def test_nobody_who_comes_later_overtakes_those_that_wait(
     await waiting(world, "g")
     await turns()
     assert list(world.peer.calls) == ["a", "b", "c", "d", "e", "f", "g"]
-
-
-async def test_one_that_may_not_wait_is_sent_at_once_where_a_node_is_joined(world: World, clock: HandClock) -> None:
-    await waiting(world, "a")
-    world.peer.state, world.peer.instance = "joined", instance(30)
-    world.leader.peers_changed()
-    world.submit("b", may_wait=False)
-    await turns()
-    assert list(world.peer.calls) == ["b"]
-    await clock.advance(PLACE_AFTER_S)
-    assert not world.leader.num_without_node
