@@ -89,7 +89,6 @@ class World:
         self.steps: dict[int, RunStep] = {}
         self.outcomes: list[str] = []
         self.broken: list[str] = []
-        self.short: list[list[str]] = [[]]  # requests without pages, whenever those were others
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.asked: list[str] = []
         self.answers: dict[str, bool | int | TransferError | asyncio.Future[bool]] = {}  # a number: reserved, from that token on
@@ -105,7 +104,6 @@ class World:
             reserve=self._reserve,
             on_broken=self.broken.append,
             on_outcome=self.outcomes.append,
-            on_short=lambda names: self.short.append(names) if names != self.short[-1] else None,
             loads=partial(make_loads, self._broadcast) if make_loads is not None else None,
         )
         self.leader.start()

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 
-from prefill_node import attach as attach_module
 from prefill_node.attach import DecodeSessions
 from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import instance, until
@@ -126,24 +125,6 @@ async def test_an_instance_that_is_closed_while_a_rank_attaches_is_not_opened_af
         assert not one.lost, "who closed it knows"
 
 
-async def test_an_instance_that_attaches_again_is_not_ended_by_its_first_attempt() -> None:
-    async with attaching() as one:
-        first = asyncio.ensure_future(one.sessions.open(instance(LIFE), (one.address,), join=1))
-        await until(lambda: one.num_attaches)
-        one.sessions.close(LIFE, "joined again")
-        decode = instance(LIFE)
-        second = asyncio.ensure_future(one.sessions.open(decode, ("127.0.0.1:1",), join=2))
-        await asyncio.sleep(0)
-        peer = one.sessions.of(LIFE)
-        assert peer is not None and peer.instance is decode and peer.digest == "xxh3-64" and peer.scales is None
-        one.gate.set()
-        with pytest.raises(PeerUnreachable, match="was closed while"):
-            await first
-        with pytest.raises(PeerUnreachable):
-            await second  # nobody listens there
-        assert one.sessions.of(LIFE) is None
-
-
 @pytest.mark.parametrize(
     ("answer", "error", "complaint"),
     [
@@ -226,14 +207,6 @@ async def test_a_decode_rank_without_room_for_another_session_is_asked_again_lat
         one.refusal = StagingError("256 sessions are open")
         with pytest.raises(DecodeSessions.PASSING, match="256 sessions are open"):
             await one.sessions.open(instance(LIFE), (one.address,), join=1)
-
-
-async def test_more_sessions_than_the_open_files_are_good_for_are_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach_module, "most_sessions", lambda open_files: 1)
-    async with attaching() as one:
-        with pytest.raises(StagingError, match="prefill rank 0 has 0 sessions; 2 more are above its 1"):
-            await one.sessions.open(instance(LIFE, tp_size=2), (one.address, one.address), join=1)
-        assert one.num_attaches == 0 and one.sessions.of(LIFE) is None
 
 
 class Sender:

@@ -13,7 +13,6 @@ from transfer.chunk import ChunkPlan
 from transfer.errors import ConfigError
 from transfer.instance import Link
 from transfer.layout import DType, KVLayout
-from transfer.memory.node_plan import chunk_plan, finest_chunk_plan
 
 LAYOUT = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=DType.FLOAT16)
 LAYER_BYTES = 128 * 8 * 128 * 2 * 2  # 512 KiB a chunk of 128 tokens
@@ -32,11 +31,8 @@ def chosen(folder: Path, ring_bytes: int = RING_BYTES, **chunk: Any) -> Cut:
     [
         ({}, RING_BYTES, 4, 4 * LAYER_BYTES),  # 2.3 MB (9 * 850 us * 0.3 GB/s) are four layers
         ({}, 4 << 20, 2, 2 * LAYER_BYTES),  # of which the ring holds several
-        ({"layers_per_group": 0}, RING_BYTES, 0, 32 * LAYER_BYTES),
         ({"layers_per_group": 5}, RING_BYTES, 5, 5 * LAYER_BYTES),
         ({"piece_bytes": "8MiB"}, RING_BYTES, 16, 16 * LAYER_BYTES),
-        ({"piece_bytes": "1KiB"}, RING_BYTES, 1, LAYER_BYTES),
-        ({"piece_bytes": "64MiB"}, 4 << 20, 8, 8 * LAYER_BYTES),
     ],
 )
 def test_a_setting_is_stronger_than_the_links(
@@ -44,13 +40,6 @@ def test_a_setting_is_stronger_than_the_links(
 ) -> None:
     cut = chosen(tmp_path, ring_bytes, **chunk)
     assert cut == Cut(plan=ChunkPlan(chunk_tokens=128, layers_per_group=layers), largest_piece_bytes=largest)
-
-
-def test_memory_is_sized_by_the_coarsest_plan_and_attach_by_the_finest(tmp_path: Path) -> None:
-    for layers, coarsest, finest in ((None, 0, 1), (0, 0, 0), (5, 5, 5)):
-        config = prefill_config(tmp_path, chunk={"chunk_tokens": 128, "layers_per_group": layers})
-        assert chunk_plan(config.chunk) == ChunkPlan(chunk_tokens=128, layers_per_group=coarsest)
-        assert finest_chunk_plan(config.chunk) == ChunkPlan(chunk_tokens=128, layers_per_group=finest)
 
 
 def test_two_ways_to_cut_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost,
 from tests.decode.leader_world import turns
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
-from transfer.errors import LayoutError, LocalProtocolError, PeerUnreachable, StagingError, TransferError
+from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
 from transfer.instance import Link
 
 LIFE = 5
@@ -150,16 +150,6 @@ async def test_the_end_of_the_ranks_ends_every_join_without_them() -> None:
     with pytest.raises(PeerUnreachable, match="rank 0 died"):
         await opening
     assert len(leader.lost) == 2 and not leader.detaches(), "there is nobody to tell"
-
-
-async def test_a_join_that_the_ranks_cannot_be_told_of_leaves_nothing() -> None:
-    def fail(message: object) -> None:
-        raise LocalProtocolError("too large for any message")
-
-    joins = Joins(2, fail, lambda join, error: None, lambda join: CUT)
-    with pytest.raises(LocalProtocolError):
-        await joins.open(instance(LIFE), "decode:1", ("a:1",))
-    assert not list(joins)
 
 
 async def test_joins_are_limited_and_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:

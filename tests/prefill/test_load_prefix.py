@@ -25,7 +25,6 @@ from prefill_node.rank_messages import (
     StepPart,
 )
 from prefill_node.scheduler import page_needs
-from tests.decode.leader_world import turns
 from tests.prefill.stored_pages import Prompt, cut
 from tests.prefill.test_prefix_loader import MIXED, PLAIN, shard
 from tests.prefill.workers import Sender, new_worker
@@ -71,7 +70,7 @@ class Engine:
 class Rank:
     """A worker with a pool and a store, and a sender that looks at every chunk when it is told of it."""
 
-    def __init__(self, prompt: Prompt, own: Shard, decode: Shard, store: Store, *, timeout_s: float) -> None:
+    def __init__(self, prompt: Prompt, own: Shard, decode: Shard, store: Store) -> None:
         layout, loop = prompt.layout, asyncio.get_running_loop()
         self.prompt, self.own, self.decode = prompt, cut(layout, own), cut(layout, decode)
         groups = layer_groups(layout)
@@ -95,7 +94,7 @@ class Rank:
             allocator=self.allocator,
             sender=Sender(self._on_chunk),
             peer=lambda: self.peer,
-            loader=PrefixLoader(self.client, pool=self.pool, own=self.own, lane=self.lane, timeout_s=timeout_s, batch_bytes=3000),
+            loader=PrefixLoader(self.client, pool=self.pool, own=self.own, lane=self.lane, timeout_s=10.0, batch_bytes=3000),
             loop=loop,
         )
 
@@ -174,8 +173,8 @@ class Rank:
 
 
 @asynccontextmanager
-async def rank_of(layout: KVLayout, own: Shard, decode: Shard, store: Store, *, timeout_s: float = 10.0) -> AsyncIterator[Rank]:
-    rank = Rank(Prompt(layout, NUM_TOKENS), own, decode, store, timeout_s=timeout_s)
+async def rank_of(layout: KVLayout, own: Shard, decode: Shard, store: Store) -> AsyncIterator[Rank]:
+    rank = Rank(Prompt(layout, NUM_TOKENS), own, decode, store)
     try:
         yield rank
     finally:
@@ -231,33 +230,6 @@ async def test_a_rank_that_has_loaded_in_vain_computes_everything(tmp_path: Path
         rank.assert_over()
 
 
-async def test_nothing_stored_is_everything_computed() -> None:
-    async with rank_of(MIXED, shard(), shard(), MemoryStore()) as rank:
-        rank.start()
-        assert await rank.load() == 0
-        await rank.compute(0)
-        rank.assert_over()
-
-
-async def test_a_request_that_was_not_looked_for_is_computed_as_ever() -> None:
-    async with rank_of(MIXED, shard(), shard(), MemoryStore()) as rank:
-        rank.start(start_token=9)
-        await rank.compute(0)
-        rank.assert_over()
-
-
-async def test_a_store_that_hangs_is_answered_for_in_time() -> None:
-    store = MemoryStore()
-    store.gate.clear()
-    async with rank_of(PLAIN, shard(), shard(), store, timeout_s=0.1) as rank:
-        rank.start()
-        rank.order_load()
-        await until(rank.loaded)
-        assert rank.loaded() == [0]
-        await rank.compute(0)
-        rank.assert_over()
-
-
 @pytest.mark.parametrize("order", ["load ends first", "gathers end first"])
 async def test_pages_of_what_is_given_up_are_kept_until_nothing_is_written_into_them(order: str) -> None:
     store = MemoryStore()
@@ -277,17 +249,3 @@ async def test_pages_of_what_is_given_up_are_kept_until_nothing_is_written_into_
             assert [type(message) for message in rank.said] == [PrefixLoaded]
             rank.worker.on_source_released("a")
         rank.assert_released()
-
-
-async def test_an_order_that_comes_behind_the_end_is_ignored() -> None:
-    async with rank_of(PLAIN, shard(), shard(), MemoryStore()) as rank:
-        rank.order_load()
-        await turns()
-        assert not rank.said and rank.worker.check_idle()
-
-
-async def test_without_the_decode_instance_there_is_nothing_to_load() -> None:
-    async with rank_of(PLAIN, shard(), shard(), MemoryStore()) as rank:
-        rank.start()
-        rank.peer = None
-        assert await rank.load() == 0

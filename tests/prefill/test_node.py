@@ -20,7 +20,6 @@ from prefill_node.requests import PrefillRequests, Request
 from tests.decode.leader_world import turns
 from tests.decode.local_nodes import LocalContext
 from tests.runtime.instances import hello, instance, prefill_config
-from transfer import chunk as chunk_module
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferAborted
@@ -151,16 +150,6 @@ async def test_a_prompt_that_is_not_queued_counts_as_refused(leader: Leader, fie
     assert REFUSED.search(leader.node.metrics.render([]).decode())
 
 
-async def test_a_prompt_of_too_many_pieces_is_refused_before_it_is_queued(
-    leader: Leader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await leader.joined(1)
-    monkeypatch.setattr(chunk_module, "MAX_PIECES", 0)
-    with pytest.raises(grpc.aio.AioRpcError, match=r"2 tokens .* layers are 2 chunks; a request on 1 routes can have 0"):
-        await leader.prefill()
-    assert leader.requests.num_in_flight == 0
-
-
 async def test_a_node_that_drains_takes_neither_prompts_nor_joins(leader: Leader) -> None:
     await leader.joined(1)
     await leader.node.drain()
@@ -186,16 +175,8 @@ async def test_a_group_that_broke_ends_its_requests_as_unreachable_and_one_faile
     assert isinstance(error, PeerUnreachable if is_fatal else EngineError)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"limits": {"max_step_tokens": 300_000}},
-        {"chunk": {"chunk_tokens": 300_000}, "pool": {"num_pages": 400_000}},
-        {"limits": {"max_running_requests": 2000, "max_step_tokens": 4000}},
-    ],
-)
-def test_a_step_larger_than_a_message_is_refused_before_anything_starts(tmp_path: Path, changes: dict[str, Any]) -> None:
-    config = prefill_config(tmp_path, **changes)
+def test_a_step_larger_than_a_message_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = prefill_config(tmp_path, limits={"max_step_tokens": 300_000})
     with pytest.raises(ConfigError, match=r"limits.max_step_tokens is \d+, .* takes 1048576; lower them"):
         PrefillNode(DAEMON, config)
 
@@ -208,22 +189,3 @@ def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path) -> No
         for part in range(1000)
     )
     assert len(CODEC.encode(RunStep(step=2**62, parts=parts))) <= MAX_PAYLOAD_BYTES
-
-
-async def test_a_node_that_registers_itself_shows_how_often_it_beats(tmp_path: Path) -> None:
-    daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, num_restarts=0))
-    etcd = {"kind": "etcd", "etcd_endpoints": ["http://127.0.0.1:1"], "lease_s": 9}
-    node = PrefillNode(daemon, prefill_config(tmp_path, discovery=etcd))
-    assert shown_of_discovery(node) == (0.0, 0.0), "it loads: nobody is to find it"
-    assert node.registration is not None
-    node.registration.want(True)
-    assert shown_of_discovery(node) == (3.0, -1.0)
-    node.registration.want(False)
-    assert shown_of_discovery(node) == (0.0, 0.0), "drained before it was registered"
-
-
-def shown_of_discovery(node: PrefillNode) -> tuple[float, float]:
-    """Seconds between two beats, and since the last one, as the node's metrics have them."""
-    lines = dict(line.rsplit(" ", 1) for line in node.render_metrics().decode().splitlines() if not line.startswith("#"))
-    interval, age = (lines[f'kvferry_discovery_{name}_seconds{{role="prefill"}}'] for name in ("interval", "age"))
-    return float(interval), float(age)

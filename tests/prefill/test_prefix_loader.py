@@ -25,7 +25,7 @@ from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.page_allocator import GroupAllocator
-from transfer.storage.base import USED_STEP_NS, Outcome, Store
+from transfer.storage.base import Outcome, Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.keys import fingerprint_of
@@ -96,27 +96,19 @@ def shard(tp_size: int = 1, page_size: int = 4, order: TokenOrder = NHD, **field
 @pytest.mark.parametrize(
     ("layout", "own", "decode"),
     [
-        (PLAIN, shard(), shard()),
         (PLAIN, shard(page_size=16), shard(page_size=4)),
-        (PLAIN, shard(page_size=2), shard(page_size=8)),
         (PLAIN, shard(page_size=3), shard(page_size=5)),
-        (PLAIN, shard(order=HND), shard(order=NHD)),
         (PLAIN, shard(order=NHD, page_size=8), shard(order=HND)),
-        (PLAIN, shard(tp_size=4), shard(tp_size=1)),
-        (PLAIN, shard(tp_size=1), shard(tp_size=4)),
         (PLAIN, shard(tp_size=2, order=HND), shard(tp_size=4, order=HND, page_size=8)),
         (PLAIN, shard(tp_size=8), shard(tp_size=2)),  # more ranks than heads, on either side
-        (PLAIN, shard(tp_size=2), shard(tp_size=8)),
         (PLAIN, shard(), shard(pp_size=2, tp_size=2)),
         (PLAIN, shard(dtype=DType.FLOAT32), shard(dtype=DType.BFLOAT16)),
         (PLAIN, shard(dtype=DType.FLOAT16), shard(dtype=DType.FLOAT32)),
         (PLAIN, shard(dtype=DType.INT8), shard(dtype=DType.INT8)),
-        (MIXED, shard(), shard()),
         (MIXED, shard(page_size=2), shard(page_size=8, tp_size=2)),
         (MIXED, shard(page_size=8, tp_size=4), shard(page_size=2, tp_size=2, order=HND)),
         (MIXED, shard(page_size=3), shard(page_size=4, dtype=DType.BFLOAT16)),
         (LATENT, shard(tp_size=2), shard(tp_size=4, page_size=8)),
-        (LATENT, shard(order=HND), shard(dtype=DType.FLOAT32)),
     ],
 )
 async def test_ranks_of_any_cut_read_what_ranks_of_any_cut_have_stored(
@@ -201,18 +193,6 @@ async def test_windows_need_no_pages_that_they_have_passed() -> None:
         prompt.check(rank.pool, instance, instance, rank.allocator.tables("a"), 44)
 
 
-async def test_a_prompts_beginning_counts_as_used_last(tmp_path: Path) -> None:
-    """Over all batches: what has to make room goes from the end."""
-    prompt, instance, store = Prompt(PLAIN, NUM_TOKENS), cut(PLAIN, shard(tp_size=2)), DirectoryStore(tmp_path)
-    prefix = prompt.store(store, instance)
-    async with rank_of(cut(PLAIN, shard()), store, batch_bytes=1000) as rank:
-        assert await rank.load(prefix) == 44
-        assert len(rank.seen.operations) > 2
-    keys = [key for page in range(prefix.num_pages) for key in key_of(prefix, GroupKind.FULL, page)]
-    times = [file_of(tmp_path, key).stat().st_mtime_ns for key in keys]
-    assert times == [times[0] - index * USED_STEP_NS for index in range(len(keys))]
-
-
 async def test_a_broken_page_is_a_miss(tmp_path: Path) -> None:
     prompt, instance, store = Prompt(PLAIN, NUM_TOKENS), cut(PLAIN, shard()), DirectoryStore(tmp_path)
     prefix = prompt.store(store, instance)
@@ -268,16 +248,3 @@ async def has_entered(store: MemoryStore, *, num_calls: int) -> None:
     """Wait until the store's threads have made so many more calls."""
     while num_calls:
         num_calls -= await asyncio.to_thread(store.entered.acquire)
-
-
-async def test_prompts_wait_for_each_other_no_longer_than_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, instance, store = Prompt(PLAIN, NUM_TOKENS), cut(PLAIN, shard()), MemoryStore()
-    prefix = prompt.store(store, instance)
-    await has_entered(store, num_calls=store.num_calls)
-    store.gate.clear()
-    async with rank_of(instance, store, timeout_s=2.0) as rank:
-        clock = HandClock(monkeypatch)
-        loading = asyncio.gather(*(rank.loader.load(prefix, [list(range(20))]) for _ in range(5)))
-        await has_entered(store, num_calls=1)
-        await clock.advance(2.0)
-        assert await loading == [0] * 5

@@ -27,7 +27,6 @@ from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable, TransferAborted
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
-from transfer.storage.base import Outcome
 from transfer.storage.client import StoreClient, StoreClientSettings
 
 NUM_TOKENS = 29  # seven whole pages of four
@@ -38,11 +37,11 @@ OWN = instance(1, tp_size=2)
 class Loading(World):
     """A leader with a store, to whose decode instance pages of four tokens belong."""
 
-    def __init__(self, store: MemoryStore, *, store_salt: str = "", failures: int = 100) -> None:
+    def __init__(self, store: MemoryStore, *, store_salt: str = "") -> None:
         self.store = store
         self.store_salt = store_salt
         self.seen = Seen()
-        breaker = BreakerSettings(failures=failures, window_s=60.0, pause_s=30.0, max_pause_s=30.0)
+        breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=30.0, max_pause_s=30.0)
         settings = StoreClientSettings(
             put_timeout_s=5.0, get_timeout_s=TIMEOUT_S, queue_bytes=1 << 20, threads=2, breaker=breaker
         )
@@ -125,15 +124,6 @@ async def test_a_prompt_that_is_not_stored_is_computed_whole() -> None:
         world.assert_nothing_is_left()
 
 
-async def test_a_prompt_below_a_page_is_not_looked_for() -> None:
-    async with opened() as world:
-        world.submit("a", 4)
-        await turns()
-        assert world.computed() == [(0, 4)] and not world.store.num_calls
-        world.settle()
-        world.assert_nothing_is_left()
-
-
 @pytest.mark.parametrize("loaded", [(0, 20), (20, 0), (0, 0)])
 async def test_one_rank_without_it_has_all_compute_everything(loaded: tuple[int, int]) -> None:
     async with opened() as world:
@@ -184,36 +174,6 @@ async def test_a_store_that_fails_costs_its_deadline_and_no_request(monkeypatch:
         world.assert_nothing_is_left()
 
 
-async def test_a_store_that_hangs_is_soon_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline is paid by a few requests, and not by all that come."""
-    clock, store = HandClock(monkeypatch, requests_module), MemoryStore()
-    store.gate.clear()
-    async with opened(store, failures=2) as world:
-        for index, name in enumerate("abcdefghij"):
-            world.submit(name, 8)
-            await turns()
-            if index < 2:
-                await asyncio.to_thread(store.entered.acquire)
-                await clock.advance(TIMEOUT_S)
-            world.settle()
-            assert world.outcomes == ["sent"] * (index + 1)
-        told = [outcome for _, outcomes in world.seen.operations for outcome in outcomes]
-        assert told == [Outcome.TIMEOUT] * 2 + [Outcome.CIRCUIT_OPEN] * 8
-        world.assert_nothing_is_left()
-
-
-async def test_others_are_computed_while_one_is_loaded() -> None:
-    async with opened() as world:
-        world.put(3)
-        world.submit("a", 16)
-        await until(world.orders)
-        world.submit("b", 3)
-        await turns()
-        assert world.computed() == [(0, 3)]
-        world.settle()
-        world.assert_nothing_is_left()
-
-
 @pytest.mark.parametrize("when", ["looked up", "loaded", "loaded in part"])
 @pytest.mark.parametrize("end", ["abort", "join", "rank"])
 async def test_a_request_that_ends_while_it_is_loaded_is_released_once(when: str, end: str) -> None:
@@ -252,21 +212,6 @@ def end_request(world: Loading, request: Request, how: str) -> None:
         world.leader.abort_join(world.join, PeerUnreachable("decode is gone"))
     else:
         world.fail_part(1, request.request_id)
-
-
-async def test_a_rank_is_heard_once() -> None:
-    async with opened() as world:
-        world.put(5)
-        world.submit("a", NUM_TOKENS)
-        await until(world.orders)
-        world.finish_load(0, "a", 8)
-        world.leader.on_prefix_loaded(0, PrefixLoaded(request_id="a", num_tokens=4))
-        await turns()
-        assert not world.computed()
-        world.finish_load(1, "a", 20)
-        assert world.computed()[0] == (8, 16)
-        world.settle()
-        world.assert_nothing_is_left()
 
 
 async def test_the_end_of_the_life_ends_loads_too() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefill_node import requests as requests_module
 from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest, StepDone
-from prefill_node.requests import RETRY_RESERVE_S, FirstToken, Sent, Started
+from prefill_node.requests import FirstToken, Sent, Started
 from prefill_node.scheduler import STEPS_AHEAD
 from tests.decode.leader_world import take, turns
 from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join
@@ -56,22 +56,6 @@ async def test_a_request_is_started_computed_in_cells_sent_and_forgotten(world: 
     assert world.leader.num_in_flight == 0
 
 
-@pytest.mark.parametrize("order", ["token, sent", "sent, token"])
-async def test_first_token_and_last_part_come_in_either_order(world: World, order: str) -> None:
-    request = world.submit("a", 3)
-    await turns()
-    if order == "token, sent":
-        world.finish_step()
-    for rank in range(2):
-        assert world.outcomes == []
-        world.send_part(rank, "a")
-    if order == "sent, token":
-        assert world.outcomes == []
-        world.finish_step()
-    assert world.outcomes == ["sent"]
-    assert [type(item) for item in take(request)] == [Started, FirstToken, Sent]
-
-
 async def test_pages_that_are_back_do_not_end_what_still_travels(world: World) -> None:
     world.submit("a", 3)
     await turns()
@@ -104,20 +88,6 @@ async def test_a_decode_instance_is_told_of_the_tokens_of_others_until_they_are_
     world.assert_nothing_is_left()
 
 
-async def test_not_yet_is_asked_again_and_another_one_starts_meanwhile(world: World, clock: HandClock) -> None:
-    world.answers["a"] = False
-    world.submit("a", 3)
-    world.submit("b", 3)
-    await clock.advance(6 * RETRY_RESERVE_S, steps=6)
-    assert world.asked.count("a") >= 3
-    assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["b"]
-    world.answers["a"] = True
-    await clock.advance(2 * RETRY_RESERVE_S)
-    assert world.accepted[0].progress.qsize() == 1
-    world.settle()
-    world.assert_nothing_is_left()
-
-
 async def test_a_silent_decode_node_delays_only_its_own_request(world: World) -> None:
     silent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     world.answers["a"] = silent
@@ -132,15 +102,6 @@ async def test_a_silent_decode_node_delays_only_its_own_request(world: World) ->
     await turns()
     world.settle()
     world.assert_nothing_is_left()
-
-
-async def test_a_refused_reservation_fails_the_request(world: World) -> None:
-    world.answers["a"] = PeerUnreachable("decode:1 is gone")
-    request = world.submit("a", 3)
-    await turns()
-    assert [str(item) for item in take(request)] == ["decode:1 is gone"]
-    assert world.outcomes == ["failed"] and world.leader.num_in_flight == 0
-    assert not world.sent, "no rank knew of it"
 
 
 async def test_room_for_a_request_that_was_given_up_meanwhile_starts_nothing(world: World) -> None:
@@ -158,59 +119,6 @@ async def test_room_for_a_request_that_was_given_up_meanwhile_starts_nothing(wor
     assert isinstance(take(again)[-1], Sent)
 
 
-async def test_a_refusal_that_comes_late_does_not_hit_the_next_request_of_that_id(world: World) -> None:
-    late: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    world.answers["a"] = late
-    world.submit("a", 3)
-    await turns()
-    world.leader.abort("a", TransferAborted("gone"))
-    world.submit("a", 3)
-    world.answers["a"] = True
-    late.set_exception(PeerUnreachable("no"))
-    await turns()
-    world.settle()
-    world.assert_nothing_is_left()
-    assert world.outcomes == ["aborted", "sent"]
-
-
-async def test_two_decode_nodes_that_accept_more_than_fits_are_served_one_after_the_other(world: World) -> None:
-    whole = POOL_PAGES * PAGE_SIZE
-    world.submit("a", whole)
-    second = world.submit("b", whole, join=new_join(6))
-    await turns()
-    assert world.asked == ["a", "b"], "both at once: neither waits for the other's answer"
-    assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["a"]
-    assert (world.leader.num_queued, world.leader.num_running) == (1, 1) and not take(second)
-    world.settle()
-    await turns()
-    assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["a", "b"]
-    assert world.asked == ["a", "b"], "its room at the decode node was kept, not asked for again"
-    world.settle()
-    assert world.outcomes == ["sent", "sent"] and world.scheduler.num_running == 0
-
-
-@pytest.mark.parametrize("end", ["abort", "deadline", "join"])
-async def test_an_accepted_request_that_is_not_started_in_time_tells_its_caller(clock: HandClock, end: str) -> None:
-    world = World(queue_timeout_s=5.0)
-    whole = POOL_PAGES * PAGE_SIZE
-    join = new_join(6)
-    world.submit("a", whole)
-    accepted = world.submit("b", whole, join=join)
-    await turns()
-    if end == "abort":
-        world.leader.abort("b", TransferAborted("gone"))
-    elif end == "join":
-        world.leader.abort_join(join, PeerUnreachable("it left"))
-    else:
-        await clock.advance(5.0)
-    (error,) = take(accepted)
-    assert isinstance(error, TransferAborted | StagingError | PeerUnreachable), "with which the decode node gives its room back"
-    assert not any(isinstance(message, AbortRequest) for message in world.sent), "no rank knows of it"
-    world.settle()
-    world.assert_nothing_is_left()
-    await world.close()
-
-
 @pytest.mark.parametrize("where", ["the loop", "an answer"])
 async def test_scheduling_that_breaks_is_said_and_not_silent(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     reason = "payload has 2000000 bytes"
@@ -225,41 +133,6 @@ async def test_scheduling_that_breaks_is_said_and_not_silent(monkeypatch: pytest
     await turns()
     assert reason in world.broken[0]
     await world.close()
-
-
-async def test_an_end_on_request_is_no_failure(world: World) -> None:
-    world.answers["a"] = asyncio.get_running_loop().create_future()
-    world.submit("a", 3)
-    await turns()
-    await world.close()
-    assert not world.broken
-
-
-@pytest.mark.parametrize("stage", ["waiting", "computing", "computed", "sent by one"])
-async def test_an_abort_ends_a_request_wherever_it_stands(world: World, stage: str) -> None:
-    if stage == "waiting":
-        world.answers["a"] = False
-    world.submit("a", 3)
-    await turns()
-    if stage in ("computed", "sent by one"):
-        world.finish_step()
-    if stage == "sent by one":
-        world.send_part(0, "a")
-    assert world.leader.abort("a", TransferAborted("the client left"))
-    assert not world.leader.abort("a", TransferAborted("again")), "for its caller it is over"
-    aborts = [message for message in world.sent if isinstance(message, AbortRequest)]
-    assert len(aborts) == (0 if stage == "waiting" else 1)
-    world.settle()
-    world.assert_nothing_is_left()
-    assert world.outcomes == ["aborted"]
-
-
-async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World) -> None:
-    world.submit("a", 3)
-    await turns()
-    assert world.leader.abort("a", TransferAborted("why\n" * (1 << 20)))
-    (abort,) = [message for message in world.sent if isinstance(message, AbortRequest)]
-    assert len(abort.reason) <= 512 and "\n" not in abort.reason
 
 
 async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not(clock: HandClock) -> None:
@@ -281,14 +154,6 @@ async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not(clock: Han
     await world.leader.close(PeerUnreachable("the life was given up"))
 
 
-async def test_a_first_token_after_the_end_is_not_told(world: World) -> None:
-    request = world.submit("a", 3)
-    await turns()
-    world.leader.abort("a", TransferAborted("gone"))
-    world.finish_step()
-    assert [type(item) for item in take(request)] == [Started, TransferAborted]
-
-
 @pytest.mark.parametrize(("is_out_of_memory", "kind"), [(False, EngineError), (True, OutOfMemory)])
 async def test_a_failed_step_fails_its_requests_and_the_others_go_on(
     world: World, is_out_of_memory: bool, kind: type[EngineError]
@@ -303,20 +168,6 @@ async def test_a_failed_step_fails_its_requests_and_the_others_go_on(
     world.settle()
     assert sorted(world.outcomes) == ["failed", "sent"]
     assert world.leader.num_in_flight == 0
-
-
-async def test_requests_that_wait_for_pages_are_named_for_as_long_as_they_do(world: World) -> None:
-    world.submit("a", POOL_PAGES * PAGE_SIZE - 1)
-    await turns()
-    assert world.short == [[]]
-    for name in ("b", "c"):
-        world.submit(name, 3)
-    await turns()
-    assert world.short[-1] == ["b", "c"]
-    world.settle()
-    await turns()
-    assert world.short[-1] == []
-    world.settle()
 
 
 async def test_a_request_that_a_step_names_fails_alone_and_its_kv_is_blamed(world: World) -> None:

@@ -44,15 +44,6 @@ def test_what_is_computed_of_a_request_is_known_while_it_is_started() -> None:
     assert one.num_computed("a") == 0
 
 
-def test_a_budget_below_a_chunk_still_computes_one_chunk() -> None:
-    one = scheduler(max_step_tokens=1)
-    for name in "ab":
-        submit(one, name, 8)
-        start(one, name)
-    assert [item.request_id for item in one.next_step()] == ["a"]
-    assert [item.request_id for item in one.next_step()] == ["b"]
-
-
 def test_what_does_not_fit_the_budget_is_not_overtaken() -> None:
     one = scheduler(max_step_tokens=10)
     for name, tokens in (("a", 8), ("b", 8), ("c", 1)):
@@ -79,32 +70,6 @@ def test_who_waits_for_pages_is_told_from_who_waits_for_something_else() -> None
     assert one.short_of_pages() == [], "it waits for one of those that run"
 
 
-def test_the_oldest_waits_for_its_pages_and_is_not_overtaken() -> None:
-    one = scheduler()
-    submit(one, "running", 10 * PAGE_SIZE)
-    start(one, "running")
-    submit(one, "big", 3 * PAGE_SIZE)
-    submit(one, "small", 1)
-    assert one.startable() == []
-    one.next_step()
-    assert not one.withdraw("running")
-    one.release("running")
-    assert one.startable() == ["big", "small"]
-
-
-def test_a_request_submitted_twice_is_refused_wherever_it_stands() -> None:
-    one = scheduler()
-    submit(one, "a", 8)
-    with pytest.raises(LocalProtocolError, match="a submitted twice"):
-        submit(one, "a", 8)
-    start(one, "a")
-    with pytest.raises(LocalProtocolError, match="a submitted twice"):
-        submit(one, "a", 8)
-    one.next_step()
-    with pytest.raises(LocalProtocolError, match="a submitted twice"):
-        submit(one, "a", 8)
-
-
 class Leaking(PrefillScheduler):
     """Loses a page with each request."""
 
@@ -113,13 +78,17 @@ class Leaking(PrefillScheduler):
         self._free_pages -= PageCounts((1,))
 
 
-def test_released_twice_or_pages_missing_is_noticed() -> None:
+def test_mistakes_are_named() -> None:
     one = scheduler(kind=Leaking)
     submit(one, "a", 8)
+    with pytest.raises(LocalProtocolError, match="a submitted twice"):
+        submit(one, "a", 8)
     start(one, "a")
+    one.hold("a")
+    for number in (-1, 8):
+        with pytest.raises(LocalProtocolError, match=f"{number} tokens of a were loaded, of 8; one is computed"):
+            one.begin_at("a", number)
     one.release("a")
-    with pytest.raises(KeyError):
-        one.release("a")
     with pytest.raises(LocalProtocolError, match="1 pages are missing"):
         one.check_idle()
 
@@ -132,45 +101,6 @@ def test_can_ever_hold_agrees_with_what_starts(num_tokens: int) -> None:
 
 
 BIG, SMALL = 8 * PAGE_SIZE, 1
-
-
-def test_a_destination_without_room_does_not_hold_up_the_others() -> None:
-    one = scheduler()
-    for index in range(5):
-        submit(one, f"full-{index}", 4 * PAGE_SIZE, destination=1)
-    submit(one, "idle", 4 * PAGE_SIZE, destination=2)
-    assert one.startable() == ["full-0", "full-1", "full-2", "idle"]
-    start(one, "idle")
-    assert one.startable() == ["full-0", "full-1"]
-
-
-def test_more_than_fits_may_be_accepted_and_starts_when_pages_are_back() -> None:
-    one = scheduler()
-    submit(one, "a", BIG, destination=1)
-    submit(one, "b", BIG, destination=2)
-    submit(one, "c", SMALL, destination=3)
-    for name in one.startable():
-        one.accept(name)
-    assert one.start_accepted() == ["a"], "c would fit, but b was accepted before it"
-    assert (one.num_waiting, one.num_running) == (2, 1)
-    assert one.startable() == [] == one.start_accepted()
-    assert one.withdraw("b"), "it was never started"
-    assert one.start_accepted() == ["c"]
-    one.withdraw("a")
-    one.release("a")
-    one.withdraw("c")
-    one.release("c")
-    one.check_idle()
-
-
-def test_an_accepted_request_s_pages_are_nobody_else_s() -> None:
-    one = scheduler()
-    submit(one, "running", 6 * PAGE_SIZE)
-    start(one, "running")
-    submit(one, "accepted", BIG, destination=2)
-    one.accept("accepted")
-    submit(one, "small", SMALL, destination=1)
-    assert one.startable() == [], "6 pages are free, and all of them are waited for"
 
 
 def test_one_that_others_overtook_is_asked_for_and_is_next() -> None:
@@ -226,20 +156,6 @@ def test_a_request_that_is_held_can_be_withdrawn() -> None:
     one.release("a")
     assert not one.withdraw("a"), "it is gone"
     one.check_idle()
-
-
-def test_what_cannot_have_been_loaded_is_refused() -> None:
-    one = scheduler()
-    submit(one, "a", 8)
-    start(one, "a")
-    with pytest.raises(LocalProtocolError, match="not held"):
-        one.begin_at("a", 4)
-    one.hold("a")
-    for number in (-1, 8):
-        with pytest.raises(LocalProtocolError, match=f"{number} tokens of a were loaded, of 8; one is computed"):
-            one.begin_at("a", number)
-    one.begin_at("a", 0)
-    assert [item.begin for item in one.next_step()] == [0]
 
 
 class Life(RuleBasedStateMachine):

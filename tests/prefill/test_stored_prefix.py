@@ -160,20 +160,6 @@ async def test_no_more_of_a_window_is_asked_for_than_it_takes(lookup: Lookup, ga
     assert sum(asked) <= 2 * (3 * gap + 3), "two ranks"
 
 
-async def test_a_large_window_is_asked_for_in_batches_from_its_end(lookup: Lookup) -> None:
-    wide = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=12000)
-    decode = cut(KVLayout(layers=(wide,), dtype=DType.FLOAT32), Shard(page_size=4))
-    prefix = StoredPrefix(decode=decode, hashes=tuple(index.to_bytes(32) for index in range(9000)))
-    lookup.put(prefix, 0, *range(5999, 9000))
-    assert await lookup.num_pages(prefix) == 9000
-    assert [len(outcomes) for _, outcomes in lookup.seen.operations] == [MAX_KEYS, MAX_KEYS, 3000 - 2 * MAX_KEYS]
-    lookup.seen.operations.clear()
-    del lookup.store.pages[prefix.keys(layer_groups(decode.layout), [8999])[0]]
-    assert await lookup.num_pages(prefix) == 8999
-    asked = [len(outcomes) for _, outcomes in lookup.seen.operations]
-    assert asked == [MAX_KEYS, MAX_KEYS, 3001 - 2 * MAX_KEYS], "nothing in vain, and nothing twice"
-
-
 async def test_windows_that_nobody_has_stored_are_given_up(lookup: Lookup) -> None:
     prefix = long_prefix(65536)
     lookup.put(prefix, 0, *range(65536))
@@ -185,11 +171,3 @@ async def test_a_model_of_windows_alone_needs_only_their_pages(lookup: Lookup) -
     prefix = stored(SLIDING)
     lookup.put(prefix, 0, 8, 9, 10)
     assert await lookup.num_pages(prefix) == 11
-
-
-async def test_what_is_not_answered_in_time_is_not_there(lookup: Lookup) -> None:
-    prefix = stored(PLAIN)
-    lookup.put(prefix, 0, *range(11))
-    deadline_s = asyncio.get_running_loop().time()
-    assert await num_stored_pages(prefix, lookup.client, deadline_s=deadline_s) == 0
-    assert not lookup.store.num_calls

@@ -166,22 +166,6 @@ def test_more_prompts_run_at_once_than_their_windows_have_tokens() -> None:
     rank.assert_nothing_is_left()
 
 
-def test_a_prompt_that_is_gathered_late_keeps_its_last_window_from_the_others() -> None:
-    rank = Rank(room_for(2))
-    rank.submit("a")
-    rank.start_all()
-    rank.compute_all()
-    for request_id in "bcde":  # each takes and gives back many pages, in the room that is left
-        rank.submit(request_id)
-        assert rank.start_all() == [request_id]
-        rank.compute_all()
-        rank.gather(request_id)
-        rank.scheduler.release(request_id)
-    rank.gather("a")
-    assert rank.released() == ["b", "c", "d", "e", "a"]
-    rank.assert_nothing_is_left()
-
-
 @pytest.mark.parametrize("order", ["gathers end first", "steps end first"])
 @pytest.mark.parametrize("num_steps_over", [0, 1, 4, 7])
 def test_an_abort_in_the_middle_gives_everything_back_once(num_steps_over: int, order: str) -> None:
