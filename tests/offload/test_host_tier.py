@@ -76,17 +76,6 @@ def test_what_is_only_copied_keeps_its_turn() -> None:
     tier.check_invariants()
 
 
-def test_a_second_page_of_a_hash_is_found_by_nobody() -> None:
-    tier = HostTier([2])
-    first, second = tier.take(0, name(1)), tier.take(0, name(1))
-    assert first is not None and second is not None
-    for page in (second, first):
-        tier.ready(page)
-        tier.let_go(page)
-    assert tier.find(0, name(1)) is first
-    assert tier.counts(0) == HostPageCounts(free=1, cached=1, held=0, promised=0)
-
-
 def test_a_discarded_page_that_nobody_uses_is_free_at_once() -> None:
     tier = HostTier([2])
     tier.discard(cached(tier, 1))

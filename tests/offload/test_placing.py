@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from decode_node.admission import Room
 from decode_node.offload.context import FULL
 from decode_node.offload.placing import refusal
-from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, number_on, placed
+from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, placed
 from transfer.errors import LayoutError
 from transfer.layer_groups import PageCounts
-from transfer.metrics import NodeMetrics
 
 
 def numbers(pages: list) -> list[int]:
@@ -50,38 +47,6 @@ def test_not_yet_takes_nothing() -> None:
     assert where.tier.promised("a", FULL) == 0 and not where.admission.holds("a")
 
 
-def test_host_memory_is_full_once_for_each_request_however_often_it_asks() -> None:
-    metrics = NodeMetrics(role="decode")
-    where = replace(context(host_pages=13), observer=metrics.tiers)
-
-    def num_full() -> float:
-        return number_on(metrics.render([]).decode(), "kvferry_offload_host_full_total")
-
-    assert where.tier.promise("other", FULL, 2)
-    for name in ("a", "a", "b", "a", "b"):
-        assert placed(where, name, chain(100), new=20) is None
-    assert num_full() == 2
-    where.tier.forget("other")
-    assert placed(where, "a", chain(100), new=20) is not None and num_full() == 2
-
-
-def test_what_is_set_aside_for_an_older_request_is_not_taken() -> None:
-    where = context()
-
-    def wants(num_pages: int) -> None:
-        where.admission.wait("older", Room(pages=PageCounts((num_pages,))), accepted_s=1.0)
-
-    wants(16)
-    assert placed(where, "a", chain(100), new=20, accepted_s=2.0) is None, "it needs five at least"
-    assert where.tier.promised("a", FULL) == 0 and not where.admission.holds("a")
-    wants(15)
-    assert placed(where, "a", chain(100), new=20, accepted_s=2.0).pages.by_group == (5,)
-    wants(10)
-    assert placed(where, "b", chain(16), new=4, accepted_s=2.0).pages.by_group == (5,)
-    where.admission.stop_waiting("older")
-    assert placed(where, "c", chain(16), new=4, accepted_s=2.0).pages.by_group == (5,)
-
-
 def test_host_memory_is_set_aside_for_the_oldest_as_well() -> None:
     where = context(device_pages=40, host_pages=30)
     assert where.tier.promise("other", FULL, 20)
@@ -115,14 +80,6 @@ def test_hits_are_the_leading_ready_pages_and_leave_a_token() -> None:
     assert [(run.first_entry, run.host_pages) for run in found.loads] == [(0, tuple(numbers(pages[:5])))]
     assert where.tier.counts(FULL).held == 5 and list(found.loaded_from) == pages[:5]
     assert found.num_device_hits == 0
-
-
-def test_a_prompt_has_no_more_hits_than_the_loop_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode_node.offload.placing.MAX_HITS", 3)
-    where = context()
-    keep(where, chain(30), range(6))
-    found = placed(where, "a", chain(30))
-    assert found.start_token == 3 * PAGE and len(found.hits) == 3
 
 
 def test_a_page_that_is_being_filled_ends_the_hits() -> None:

@@ -73,14 +73,6 @@ async def test_pages_of_an_8_bit_prefill_pool_are_not_those_of_a_wider_one(tmp_p
     assert not set(plain) & set(narrow) and not set(scaled) & {*plain, *narrow}
 
 
-async def test_an_8_bit_decode_pool_rounds_whatever_comes(tmp_path: Path) -> None:
-    """Both kinds of node then have their KV shared: the decode pool is what is narrowest."""
-    leader = tiers_of(node(2, DType.FLOAT8_E4M3), tmp_path).leader
-    chains = [(await looked_up(leader, one)).chain for one in (PLAIN, NARROW)]
-    assert chains[0] is not None and chains[1] is not None
-    assert chains[0].hashes == chains[1].hashes
-
-
 @pytest.mark.parametrize(("prefill", "num_hits"), [(PLAIN, 5), (OTHER_PLAIN, 5), (NARROW, 0), (SCALED, 0)])
 async def test_host_memory_answers_requests_of_the_same_precision_only(tmp_path: Path, prefill: Instance, num_hits: int) -> None:
     tiers = tiers_of(node(2, None), tmp_path)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
-
 from decode_node.offload.context import FULL, TierContext
-from decode_node.offload.leader import OffloadLeader
-from decode_node.offload.saving import MAX_SAVED_PAGES, next_save
+from decode_node.offload.saving import next_save
 from decode_node.offload.tiered_request import TieredRequest
-from decode_node.rank_messages import SavePages
-from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, placed
-from tests.runtime.instances import instance
+from tests.offload.tier_contexts import WINDOW, chain, context, keep, placed
 
 
 def running(where: TierContext, num_tokens: int, *, new: int = 8, name: str = "a") -> TieredRequest:
@@ -47,13 +40,6 @@ def test_strides_and_at_the_end_what_is_left() -> None:
     assert saved(where, request, is_last=True) is None
 
 
-def test_less_than_a_stride_at_the_end() -> None:
-    where = context(stride_pages=2)
-    request = running(where, 7)
-    assert saved(where, request, is_last=True) == [(FULL, 0, 1)]
-    assert where.tier.counts(FULL).cached == 1
-
-
 def test_known_pages_are_not_copied_again() -> None:
     where = context()
     keep(where, chain(30), range(3))
@@ -86,13 +72,6 @@ def test_without_room_it_goes_on_without() -> None:
     assert saved(where, request) is None and request.next_save == 2
 
 
-def test_a_save_has_its_most_pages() -> None:
-    where = context(device_pages=600, host_pages=600)
-    request = running(where, 4 * (MAX_SAVED_PAGES + 10))
-    assert saved(where, request) == [(FULL, 0, MAX_SAVED_PAGES)]
-    assert saved(where, request) == [(FULL, MAX_SAVED_PAGES, 10)]
-
-
 def test_what_may_be_damaged_is_saved_for_its_request_alone() -> None:
     """Its room on the device is no larger for that; a page that another one has computed is not mixed with it."""
     where = context(has_window=True)
@@ -113,36 +92,3 @@ def test_of_a_window_what_is_still_there_is_saved_once() -> None:
     request.num_computed = 28
     assert saved(where, request) == [(FULL, 6, 1), (WINDOW, 6, 1)]
     assert request.next_window_save == {WINDOW: 7}
-
-
-def test_a_window_without_room_is_not_saved() -> None:
-    where = context(has_window=True, window_pages=1)
-    request = running(where, 24)
-    save = next_save(where, request, is_last=False)
-    assert save is not None and [(run.group, run.first_entry) for run in save.runs] == [(FULL, 0), (WINDOW, 4)]
-    assert save.first_window_pages == {WINDOW: 4}
-    assert len(save.pages) == 7
-
-
-def test_a_prompt_that_is_known_is_passed_over() -> None:
-    where = context(has_window=True)
-    keep(where, chain(24), range(6))
-    keep(where, chain(24), range(4, 6), group=WINDOW)
-    request = running(where, 24)
-    request.chain.extend(range(24, 28))
-    request.num_computed = 28
-    assert saved(where, request) == [(FULL, 6, 1), (WINDOW, 6, 1)]
-
-
-async def test_a_request_that_ends_has_no_more_saves_ordered_than_the_loop_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode_node.offload.leader.MAX_LAST_SAVES", 3)
-    monkeypatch.setattr("decode_node.offload.leader.MAX_SAVES", 0)
-    monkeypatch.setattr("decode_node.offload.saving.MAX_SAVED_PAGES", 2)
-    orders: list[object] = []
-    where = replace(context(), broadcast=orders.append)
-    leader = OffloadLeader(where, slack_pages=0, seed_of=lambda salt, prefill: b"", store=None)
-    prompt = await leader.look_up(range(15 * PAGE), "", prefill=instance(1), may_skip=True)
-    assert leader.place("a", prompt, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True, accepted_s=0.0) is not None
-    leader.begin("a")
-    leader.finish("a")
-    assert [len(order.runs[0].host_pages) for order in orders if isinstance(order, SavePages)] == [2, 2, 2]

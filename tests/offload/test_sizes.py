@@ -44,11 +44,6 @@ def test_memory_is_shared_in_the_ratio_of_the_device_pools() -> None:
     assert counts(FULL, STATE, host_memory=50 * PAGE_BYTES) == (50, 0)
 
 
-def test_exactly_what_is_available_and_exactly_a_stride_will_do() -> None:
-    assert counts(host_ratio=1, available_bytes=100 * PAGE_BYTES) == (100,)
-    assert counts(host_ratio=0.04, stride_tokens=64) == (4,)
-
-
 def test_less_than_a_stride_is_refused() -> None:
     said = (
         r"offload.host_ratio is 0.03, which gives 3 host pages; one stride of offload.stride_tokens \(64\) takes 4 pages of 16 "

@@ -165,29 +165,6 @@ async def test_what_is_found_in_host_memory_counts_as_used_in_the_store_now_and_
     assert not one.sent
 
 
-async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_backup(clock: HandClock) -> None:
-    one = Leader(host_pages=6, page_bytes=40)  # one to a job
-    hot, new = one.ready(chain_of(2), 2), one.ready(chain_of(3), 3)[2:]
-    one.back_up(hot)
-    while one.sent:
-        one.answer()
-    await clock.advance(61.0)
-    one.back_up(hot)
-    one.back_up(hot)
-    assert len(one.sent) == 2, "what is under way is not ordered again"
-    one.answer(failed=(0,))
-    assert hot[0].stored_s is not None, "it is likely to be there all the same"
-    one.back_up(new)
-    for _ in range(20):
-        one.back_up(hot)
-    assert one.leader.num_queued == 2
-    one.answer()
-    await clock.advance(RETRY_S)
-    assert {one.answer().hashes[0] for _ in range(2)} == {new[0].page_hash, hot[0].page_hash}
-    assert not one.sent and not one.leader.num_queued
-    one.leader.close()
-
-
 async def test_a_prompt_counts_as_used_when_it_was_asked_for_its_end_a_little_earlier() -> None:
     """In however many jobs it comes, and however long they take."""
     one = Leader()
@@ -202,21 +179,6 @@ async def test_a_prompt_counts_as_used_when_it_was_asked_for_its_end_a_little_ea
     other.back_up(pages[:4])
     other.back_up(pages[4:])
     assert [other.answer().used_ns for _ in range(2)] == expected
-
-
-async def test_pages_of_two_requests_are_not_stored_in_one_job() -> None:
-    one = Leader(page_bytes=1)
-    pages = one.ready(chain_of(6), 6)
-    for page in pages[:JOBS_AT_ONCE]:
-        one.back_up([page])  # the others have to wait for these
-    later_ns = NOW_NS + 10**9
-    one.back_up(pages[2:4])
-    one.back_up(pages[4:], asked_ns=later_ns)
-    found = []
-    while one.sent:
-        message = one.answer()
-        found.append((len(message.hashes), message.used_ns))
-    assert found[2:] == [(2, NOW_NS - 2 * USED_STEP_NS), (2, later_ns - 4 * USED_STEP_NS)]
 
 
 async def test_pages_that_turn_out_to_be_damaged_on_their_way_are_found_nowhere() -> None:
@@ -234,19 +196,6 @@ async def test_pages_that_turn_out_to_be_damaged_on_their_way_are_found_nowhere(
     one.tier.check_invariants()
 
 
-async def test_behind_a_gap_nothing_is_fetched() -> None:
-    one = Leader()
-    fetching = asyncio.ensure_future(one.fetch(chain_of(40), 80))
-    num_answers = 0
-    while not fetching.done():
-        await asyncio.sleep(0)
-        if one.sent:
-            one.answer(failed=(2,))
-            num_answers += 1
-    assert num_answers <= JOBS_AT_ONCE + 1
-    one.tier.check_idle()
-
-
 def back_up_one_after_the_other(one: Leader, chain: PageHashes, *, most: int) -> None:
     """Back up the pages of a chain, which is longer than host memory."""
     for page_hash in chain.hashes:
@@ -256,17 +205,6 @@ def back_up_one_after_the_other(one: Leader, chain: PageHashes, *, most: int) ->
         one.tier.let_go(page)
         one.back_up([page])
         assert one.leader.num_queued <= most
-
-
-async def test_pages_that_failed_count_in_the_bound_of_the_queue() -> None:
-    one = Leader(host_pages=4, page_bytes=40)
-    back_up_one_after_the_other(one, chain_of(6), most=4)
-    for _ in range(JOBS_AT_ONCE):
-        one.answer(failed=(0,))
-    assert one.leader.num_queued == 6 and not one.sent
-    one.back_up([])
-    assert one.leader.num_queued == 4
-    one.leader.close()
 
 
 async def test_the_queue_is_bounded_and_its_oldest_go() -> None:
@@ -335,53 +273,6 @@ async def test_of_a_long_prompt_few_pages_are_asked_for() -> None:
         assert one.store.num_keys <= 11, "the first, the last, and by halving"
 
 
-async def test_the_look_up_leaves_time_for_what_it_finds(clock: HandClock) -> None:
-    one = Leader(host_pages=400, timeout_s=2.0)
-    one.store.seconds = 0.2
-    chain = chain_of(300)
-    one.store.missing = {f"{page_hash.hex()}-0" for page_hash in chain.hashes[200:]}
-    fetching = asyncio.ensure_future(one.fetch(chain, 601))
-    while not one.sent and not fetching.done():
-        await clock.advance(0.01)
-    assert one.sent, "all questions take longer than the request waits"
-    while not fetching.done():
-        for _ in range(len(one.sent)):
-            one.answer()
-        await asyncio.sleep(0)
-    assert len(await fetching) > 100, "halved once"
-
-
-async def test_what_is_fetched_never_takes_the_room_of_what_it_continues() -> None:
-    one = Leader(host_pages=10)
-    chain = chain_of(20)
-    one.ready(chain, 6)
-    other = PageHashes(page_size=PAGE, seed=b"t" * 32)
-    other.extend(range(8))
-    one.ready(other, 4)  # used later than the prefix: without a look at it, the prefix would go first
-    fetching = asyncio.ensure_future(one.fetch(chain, 40))
-    while not fetching.done():
-        await asyncio.sleep(0)
-        if one.sent:
-            one.answer()
-    assert len(await fetching) == 4
-    assert all(one.tier.find(FULL, page_hash) is not None for page_hash in chain.hashes[:10])
-
-
-async def test_a_second_request_waits_for_what_is_coming() -> None:
-    one = Leader()
-    chain = chain_of(5)
-    first = asyncio.ensure_future(one.fetch(chain, 10))
-    while not one.sent:
-        await asyncio.sleep(0)
-    num_asked = one.store.num_asked
-    second = asyncio.ensure_future(one.fetch(chain, 10))
-    await asyncio.sleep(0)
-    assert one.store.num_asked == num_asked
-    one.answer()
-    assert len(await first) == 4 and await second == frozenset()
-    assert not one.sent
-
-
 async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again(clock: HandClock) -> None:
     one = Leader()
     chain = chain_of(6)
@@ -421,28 +312,3 @@ async def test_what_is_put_while_it_is_deleted_is_deleted_again() -> None:
     one.back_up(again)
     assert len(one.sent) == 1, "the store has it no longer"
     one.leader.close()
-
-
-async def test_a_long_prompt_is_looked_at_over_several_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this bound, the leader would look up a hundred thousand pages of one token in one turn."""
-    monkeypatch.setattr("decode_node.offload.store_leader.PAGES_A_TURN", 4)
-    world, chain = Leader(), chain_of(21)
-    world.ready(chain, 12)
-    world.leader.delete([(FULL, chain.hashes[18])])
-    world.store.stuck |= {f"{chain.hashes[18].hex()}-{rank}" for rank in range(2)}
-    looked, find = list[int](), world.tier.find
-    monkeypatch.setattr(world.tier, "find", lambda *page: looked.append(1) or find(*page))
-    fetching = asyncio.ensure_future(world.fetch(chain, 42))
-    most = 0
-    while not world.sent:
-        before = len(looked)
-        await asyncio.sleep(0)
-        most = max(most, len(looked) - before)
-    assert most <= 2 * 4 + 4, "a turn has the end of one look and the beginning of the next, and what is taken for an order"
-    came: list[bytes] = []
-    while not fetching.done():
-        if world.sent:
-            came += world.answer().hashes
-        await asyncio.sleep(0)
-    assert came == chain.hashes[12:18], "up to the page that is damaged"
-    world.leader.close()

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.offload.tier_contexts import number_on
-from tests.offload.tiers_world import NUM_RANKS, PAGE, PREFILL, Job, World
-from transfer.errors import LocalProtocolError
+from tests.offload.tiers_world import PREFILL, World
 
 
 async def play(world: World, *, num_requests: int, prompts: list[list[int]], longest_new: int, give_up: float) -> None:
@@ -103,30 +102,6 @@ async def test_whoever_waits_for_copies_is_woken_by_them(windows: tuple[int, ...
     assert num_sleeps > 0
 
 
-async def test_windows_that_are_found_in_host_memory_count_as_used_in_the_store() -> None:
-    """As the other layers' pages do: the store, which has let go of them, gets them back."""
-    world = World(random.Random(1), device_pages=24, host_pages=30, window_tokens=None, windows=(6,))
-    assert world.submit(list(range(20)), 4) is not None
-    await asyncio.wait_for(world.drain(), 120)
-    stored = set(world.stored)
-    again = world.submit(list(range(20)), 4)
-    assert again is not None
-    chain = (await world.looking[again.request_id]).chain
-    assert chain is not None
-    window = world.groups[1]
-    reached = range(window.first_needed_token(20) // PAGE, 19 // PAGE)
-    for page_hash in chain.hashes:
-        for group in range(len(world.groups)):
-            if (page := world.tier.find(group, page_hash)) is not None and page.stored_s is not None:
-                page.stored_s -= 61.0
-    world.stored.clear()
-    await asyncio.wait_for(world.drain(), 120)
-    assert again.start_token == 19 // PAGE * PAGE
-    names = tuple(f"{chain.hashes[place].hex()}-{window.name}-" for place in reached)
-    wanted = {key for key in stored if any(name in key for name in names)}
-    assert len(wanted) == NUM_RANKS * len(reached) and wanted <= set(world.stored)
-
-
 async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
     stored: dict[str, bytes] = {}
     first = World(random.Random(1), windows=(), stored=stored)
@@ -137,37 +112,3 @@ async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
     async with asyncio.timeout(60):  # no rank answers, so whoever has it fetched waits
         known = await second.leader.look_up(list(range(20)), "", prefill=PREFILL, may_skip=False)
     assert known.chain is not None and not known.fetched and not second.sent
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("has_early_release", [True, False])
-async def test_room_that_comes_free_for_a_request_is_not_a_later_ones(seed: int, has_early_release: bool) -> None:
-    world = World(random.Random(seed), host_pages=90, window_tokens=2 if has_early_release else None, windows=())
-
-    async def asked(prompt: list[int], max_new: int) -> Job:
-        job = world.submit(prompt, max_new)
-        assert job is not None
-        await world.looking[job.request_id]
-        world.place(job)
-        return job
-
-    first = await asked(list(range(16)), 40 if has_early_release else 12)
-    assert first.is_placed and world.admission.free_pages.by_group[0] == 2
-    waits = await asked([7] * 20, 10)
-    later = [await asked([9 + number] * 2, 2) for number in range(8)]
-    while not waits.is_placed:
-        assert await world.turn()
-        assert not (first.is_over and has_early_release), "it gives up a part of its pages"
-        assert not any(job.is_placed for job in later)
-    await asyncio.wait_for(world.drain(), 120)
-
-
-@pytest.mark.parametrize("what", ["held", "promised"])
-async def test_a_lost_host_page_is_found_when_nothing_is_left(what: str) -> None:
-    world = World(random.Random(1))
-    if what == "held":
-        assert world.tier.take(0, None) is not None
-    else:
-        assert world.tier.promise("nobody", 0, 1)
-    with pytest.raises(LocalProtocolError, match="of the host pages of group 0"):
-        await play(world, num_requests=1, prompts=[list(range(9))], longest_new=3, give_up=0.0)
