@@ -353,6 +353,7 @@ class World:
         assert (self.leader.num_queued, self.leader.num_running, self.leader.num_without_node) == (0, 0, 0)
         assert (self.admission.free_pages, self.admission.num_running) == (PageCounts((POOL_PAGES,)), 0)
         assert not self.admission.num_waiting
+        assert not self.waiting, "a wait for room that nobody hears the end of"
         assert self.peer.outstanding_tokens == self.other.outstanding_tokens == 0
         assert all(call.is_over for peer in (self.peer, self.other) for call in peer.calls.values())
         self.now_s += BREAKER.max_pause_s

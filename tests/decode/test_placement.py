@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_node.placement import (
     BLOCK_TOKENS,
     MAX_BLOCKS_OF_A_PROMPT,
-    MAX_HOLDERS,
     MAX_TOLD_TOKENS,
     Candidate,
     PrefixMemory,
     block_hashes,
     place,
-    told_tokens,
 )
 
 CHOOSER = 7
@@ -67,12 +64,6 @@ def test_where_links_are_alike_each_decode_node_has_an_order_of_its_own_and_keep
         assert placed(*reversed(nodes)) == order[-1], "in whatever order they are known"
         nodes = [one for one in nodes if one.incarnation != order[-1]]
     assert len(set(order)) == 8
-
-
-@pytest.mark.parametrize("told", [-1, MAX_TOLD_TOKENS + 1, (1 << 64) - 1])
-def test_what_no_node_can_have_is_not_told(told: int) -> None:
-    assert told_tokens(told) is None
-    assert [told_tokens(number) for number in (0, 5, MAX_TOLD_TOKENS)] == [0, 5, MAX_TOLD_TOKENS]
 
 
 def test_a_prefix_is_worth_as_much_waiting_as_it_saves_and_no_more_than_is_allowed() -> None:
@@ -154,13 +145,6 @@ def test_what_was_sent_is_found_as_far_as_a_prompt_begins_alike() -> None:
     assert memory.held(block_hashes(prompt(5))) == {1: 3 * BLOCK_TOKENS, 2: BLOCK_TOKENS}
     assert memory.held(block_hashes(prompt(2, extra=7))) == {1: 2 * BLOCK_TOKENS, 2: BLOCK_TOKENS}
     assert memory.held(block_hashes(prompt(3, first=1))) == memory.held(()) == {}
-
-
-def test_a_block_is_remembered_of_a_few_lives() -> None:
-    memory = PrefixMemory()
-    for life in range(1, MAX_HOLDERS + 3):
-        memory.sent(block_hashes(prompt(1)), life)
-    assert sorted(memory.held(block_hashes(prompt(1)))) == list(range(3, MAX_HOLDERS + 3)), "the newest"
 
 
 def test_memory_is_bounded_and_beginnings_outlive_ends() -> None:

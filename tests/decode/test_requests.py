@@ -128,27 +128,6 @@ async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
     await drained(world)
 
 
-@pytest.mark.parametrize("end", ["room", "abort"])
-async def test_a_wait_for_room_is_told_of_until_it_ends(world: World, end: str) -> None:
-    await received(world, num_tokens=POOL_PAGES * PAGE_SIZE - 3)
-    request = world.submit("b")
-    await turns()
-    assert not world.waiting
-    for _ in range(2):
-        assert await world.reserve("b") is None
-    assert world.waiting == {"b"} and world.leader.num_queued == 1 and not world.admission.holds("b")
-    if end == "room":
-        world.leader.abort("a", TransferAborted("enough"))
-        for rank in range(2):
-            world.release(rank, "a")
-        world.reserve("b")
-        await turns()
-    else:
-        world.leader.give_up(request, TransferAborted("enough"))
-    assert not world.waiting
-    await drained(world)
-
-
 @pytest.mark.parametrize(
     ("name", "prefill", "decode", "complaint"),
     [

@@ -5,19 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
 from decode_node.peers import REASON_GRACE_S
-from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import CancelRequest, ExpectRequest
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import play
 from tests.decode.leader_world import (
-    BREAKER,
     FIRST_TOKEN,
     OTHER_LIFE,
     POOL_PAGES,
@@ -30,7 +28,6 @@ from tests.decode.leader_world import (
 )
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
-from transfer.breaker import Breaker
 from transfer.errors import (
     ConfigError,
     EngineError,
@@ -247,20 +244,6 @@ async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(wor
     assert isinstance(outcome(request), Done)
 
 
-async def test_a_rank_that_cannot_receive_from_one_node_can_from_another(world: World) -> None:
-    request = await waiting(world)
-    reserving = world.reserve("a")
-    await turns()
-    world.expected(0, "a")
-    world.expected(1, "a", "prefill rank 3 is not attached")
-    with pytest.raises(PeerUnreachable, match="decode rank 1: prefill rank 3 is not attached"):
-        await reserving
-    await turns()
-    assert cancelled(world) == ["a"] and sorted(world.other.calls) == ["a.2"] and world.call("a").is_over
-    await served(world, "a.2")
-    assert isinstance(outcome(request), Done)
-
-
 async def test_without_another_node_it_fails_at_once_with_the_reason(world: World) -> None:
     world.other.state = "draining"
     request = await receiving(world)
@@ -376,20 +359,6 @@ async def test_a_node_that_was_lost_gets_nothing_while_another_is_there_then_one
     for number in range(4):
         await waiting(world, f"closed{number}")
     assert sorted(world.peer.calls) == ["closed0", "closed1", "closed2", "closed3", "half0"], "it has the least to do"
-
-
-async def test_what_was_cut_off_once_is_not_staked_on_a_node_that_has_to_be_tried(world: World) -> None:
-    third = Peer("prefill:3", 30, Breaker(BREAKER, lambda: world.now_s))
-    world.peers.peers.append(cast(PrefillPeer, third))
-    third.breaker.lose()
-    await waiting(world)
-    world.now_s += 1.0
-    world.lose(world.peer)
-    await turns()
-    assert state(third) == HALF_OPEN and not third.calls and sorted(world.other.calls) == ["a.2"]
-    world.other.state = "draining"
-    await waiting(world, "b")
-    assert sorted(third.calls) == ["b"]
 
 
 async def test_requests_that_fail_by_its_fault_open_a_breaker_and_others_do_not(world: World) -> None:

@@ -10,7 +10,7 @@ from decode_node import requests as requests_module
 from decode_node.request_state import Done
 from decode_node.requests import PLACE_AFTER_S
 from tests.decode.leader_world import OTHER_LIFE, World, take, turns
-from tests.decode.test_retry import LOST, cancelled, outcome, receiving, release_all, served, waiting
+from tests.decode.test_retry import cancelled, outcome, receiving, release_all, served, waiting
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
 from transfer.errors import PeerUnreachable, StagingError, TransferAborted, TransportClosed
@@ -135,28 +135,6 @@ async def test_another_try_waits_for_a_node_that_the_request_has_not_been_on() -
     done = outcome(request)
     assert isinstance(done, Done) and (done.retries, done.prefill_node) == (1, "prefill:2")
     world.assert_nothing_is_left()
-
-
-async def test_the_node_that_was_lost_with_a_request_is_not_waited_for_and_used_where_it_is_back_first() -> None:
-    """It may be the request that kills it; and its caller is told within the time in which a dead node is noticed."""
-    world = World(prefill_retries=1, join_timeout_s=NEVER_S)
-    world.other.unfit.set()
-    world.other.state = "lost"
-    request = await waiting(world)
-    world.lose(world.peer)
-    assert str(outcome(request)) == LOST
-
-    world.other.unfit.clear()
-    world.join(world.peer, 30)
-    request = await waiting(world, "b")
-    world.lose(world.peer)
-    assert not take(request), "the other one may come"
-    world.join(world.peer, 31)
-    await turns()
-    assert sorted(world.peer.calls) == ["a", "b", "b.2"]
-    await served(world, "b.2")
-    await turns()
-    assert isinstance(outcome(request), Done)
 
 
 async def test_nodes_that_come_together_share_what_waited(world: World, clock: HandClock) -> None:
