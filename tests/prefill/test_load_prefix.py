@@ -208,16 +208,6 @@ async def test_what_was_loaded_is_sent_without_being_computed(
         rank.assert_over()
 
 
-async def test_a_rank_that_has_more_than_the_others_begins_where_they_do(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    async with rank_of(PLAIN, shard(), shard(), store) as rank:
-        rank.prompt.store(store, rank.decode)
-        rank.start()
-        assert await rank.load() == 44
-        await rank.compute(20)
-        rank.assert_over()
-
-
 @pytest.mark.parametrize("layout", [PLAIN, MIXED], ids=["plain", "windows"])
 async def test_a_rank_that_has_loaded_in_vain_computes_everything(tmp_path: Path, layout: KVLayout) -> None:
     """Another rank lacks a page. Windows have no page for what is before their reach, and get one after all."""

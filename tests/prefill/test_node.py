@@ -20,6 +20,7 @@ from prefill_node.requests import PrefillRequests, Request
 from tests.decode.leader_world import turns
 from tests.decode.local_nodes import LocalContext
 from tests.runtime.instances import hello, instance, prefill_config
+from transfer import chunk as chunk_module
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferAborted
@@ -148,6 +149,16 @@ async def test_a_prompt_that_is_not_queued_counts_as_refused(leader: Leader, fie
         await leader.prefill(**fields)
     assert leader.requests.num_in_flight == 0
     assert REFUSED.search(leader.node.metrics.render([]).decode())
+
+
+async def test_a_prompt_of_too_many_pieces_is_refused_before_it_is_queued(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await leader.joined(1)
+    monkeypatch.setattr(chunk_module, "MAX_PIECES", 0)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"2 tokens .* layers are 2 chunks; a request on 1 routes can have 0"):
+        await leader.prefill()
+    assert leader.requests.num_in_flight == 0
 
 
 async def test_a_node_that_drains_takes_neither_prompts_nor_joins(leader: Leader) -> None:

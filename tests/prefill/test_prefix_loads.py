@@ -115,15 +115,6 @@ async def test_what_every_rank_has_is_not_computed() -> None:
         world.assert_nothing_is_left()
 
 
-async def test_a_prompt_that_is_not_stored_is_computed_whole() -> None:
-    async with opened() as world:
-        world.submit("a", NUM_TOKENS)
-        await until(lambda: world.steps)
-        assert not world.orders() and world.computed()[0] == (0, CHUNK)
-        world.settle()
-        world.assert_nothing_is_left()
-
-
 @pytest.mark.parametrize("loaded", [(0, 20), (20, 0), (0, 0)])
 async def test_one_rank_without_it_has_all_compute_everything(loaded: tuple[int, int]) -> None:
     async with opened() as world:

@@ -70,6 +70,19 @@ def test_who_waits_for_pages_is_told_from_who_waits_for_something_else() -> None
     assert one.short_of_pages() == [], "it waits for one of those that run"
 
 
+def test_the_oldest_waits_for_its_pages_and_is_not_overtaken() -> None:
+    one = scheduler()
+    submit(one, "running", 10 * PAGE_SIZE)
+    start(one, "running")
+    submit(one, "big", 3 * PAGE_SIZE)
+    submit(one, "small", 1)
+    assert one.startable() == []
+    one.next_step()
+    assert not one.withdraw("running")
+    one.release("running")
+    assert one.startable() == ["big", "small"]
+
+
 class Leaking(PrefillScheduler):
     """Loses a page with each request."""
 
