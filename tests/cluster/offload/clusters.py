@@ -16,7 +16,6 @@ PAGE = 8
 CHUNK = 32
 DEVICE_TOKENS = 192
 HOST_TOKENS = 1536
-MAX_TOKENS = DEVICE_TOKENS + HOST_TOKENS
 EARLY: Mapping[str, object] = {
     "offload.host_ratio": HOST_TOKENS // DEVICE_TOKENS,
     "offload.device_window": 16,

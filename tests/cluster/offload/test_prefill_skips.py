@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.local_cluster import LocalCluster
-from tests.cluster.calls import Caller, Reference, prompt, until
+from tests.cluster.calls import Caller, Reference, prompt
 from tests.cluster.conftest import Start
 from tests.cluster.offload.clusters import (
     KEPT,
@@ -49,15 +49,6 @@ async def loaded(cluster: LocalCluster, reference: Reference, token_ids: tuple[i
     return await number(cluster.prefill, "kvferry_loaded_prompt_tokens_total")
 
 
-async def until_said(cluster: LocalCluster, name: str, **labels: str) -> None:
-    """Wait until a prefill rank has said that a number is above zero: it says so a second later at most."""
-
-    async def is_said() -> bool:
-        return await number(cluster.prefill, name, **labels) > 0
-
-    await until(is_said, f"{name} above zero, with {labels}")
-
-
 async def test_what_was_stored_is_not_computed_again(cluster: LocalCluster, reference: Reference) -> None:
     token_ids = prompt(LENGTH)
     since = await num_stored(cluster.decode)
@@ -66,4 +57,3 @@ async def test_what_was_stored_is_not_computed_again(cluster: LocalCluster, refe
     assert await loaded(cluster, reference, token_ids) == before + WHOLE
     longer = (*token_ids, *prompt(70, 1))
     assert await loaded(cluster, reference, longer) == before + 2 * WHOLE, "a prompt that goes on behind it"
-    await until_said(cluster, "kvferry_store_operations_total", op="get", outcome="ok")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import shutil
@@ -15,7 +14,7 @@ import pytest
 from kvferry.cluster_spec import Role
 from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from kvferry.node_client import NodeClient
-from tests.cluster.calls import Caller, Reference, prompt, until
+from tests.cluster.calls import Reference, prompt, until
 from tests.cluster.conftest import Start
 from tests.cluster.offload.clusters import (
     KEPT,
@@ -140,17 +139,3 @@ async def test_another_model_finds_nothing(
     assert await tier_of_next_request(cluster, Reference(other), token_ids) == ""
     await until_stored(cluster.decode, STORED, since=since)
     assert len(stored_files(directory)) == num_files + 2 * STORED
-
-
-async def test_a_shared_prefix_is_stored_once(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
-    num_files, since = len(stored_files(directory)), await num_stored(cluster.decode)
-    failed = await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed")
-    common, num_requests = prompt(64, 3), 12
-    async with Caller(cluster.decode.address) as caller:
-        prompts = [(*common, *prompt(9, variant)) for variant in range(num_requests)]
-        for token_ids, answer in zip(prompts, await asyncio.gather(*(caller.ask(ids, 4) for ids in prompts)), strict=True):
-            reference.check(token_ids, answer)
-    num_pages = len(common) // PAGE + num_requests  # and one of each request's own
-    await until_stored(cluster.decode, num_pages, since=since)
-    assert len(stored_files(directory)) == num_files + 2 * num_pages
-    assert await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed") == failed

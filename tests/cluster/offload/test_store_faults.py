@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 
 from kvferry.local_cluster import LocalCluster
@@ -33,7 +32,6 @@ pytestmark = pytest.mark.timeout(180)
 
 LENGTH, NEW = 161, 4
 WHOLE = LENGTH // PAGE
-STORED = (LENGTH + NEW - 1) // PAGE
 BEGINNING = 5
 """Pages of a prompt that are stored before the others, so that they are known."""
 
@@ -185,38 +183,6 @@ async def has_run_out_of_time(cluster: LocalCluster) -> bool:
     return await number(cluster.decode, "kvferry_store_operations_total", op="get", outcome="timeout", rank="1") > 0
 
 
-async def test_a_directory_that_is_gone_when_ranks_start_again_ends_nobody(
-    cluster: LocalCluster, reference: Reference, directory: Path
-) -> None:
-    token_ids, _ = await stored(cluster, reference, directory, 24)
-    aside = directory.rename(directory.with_name("aside"))
-    directory.touch()
-    try:
-        await another_life(cluster)
-        assert await check(cluster, reference, token_ids) == 0
-    finally:
-        directory.unlink()
-        aside.rename(directory)
-    await until_all_is_back(cluster.prefill, cluster.decode)
-    await another_life(cluster)
-    assert await check(cluster, reference, token_ids) == WHOLE * PAGE
-
-
-async def test_a_client_leaves_while_its_prompt_is_fetched(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
-    token_ids, files = await stored(cluster, reference, directory, 22)
-    with hanging(of_rank(files, 1)[5]):
-        async with Caller(cluster.decode.address) as caller:
-            _, task = caller.begin(token_ids, NEW)
-            await until(lambda: is_fetching(cluster), "host pages that are being filled")
-            task.cancel()
-        await until_all_is_back(cluster.prefill, cluster.decode)
-    await check(cluster, reference, token_ids)
-
-
-async def is_fetching(cluster: LocalCluster) -> bool:
-    return await number(cluster.decode, "kvferry_host_pages", state="held") > 0
-
-
 async def is_waiting_for_the_store(cluster: LocalCluster) -> bool:
     return await number(cluster.decode, "kvferry_offload_backup_queue") > 0
 
@@ -283,17 +249,3 @@ async def test_killed_in_mid_backup(cluster: LocalCluster, reference: Reference,
     assert await check(cluster, reference, token_ids) == (len(token_ids) - 1) // PAGE * PAGE
     await check(cluster, reference, prompt(40, 90 + len(who)))
     await until(lambda: not unfinished_files(directory), "what a killed writer left goes before the next one puts a page")
-
-
-async def test_killed_in_mid_fetch(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
-    token_ids, files = await stored(cluster, reference, directory, 50)
-    with hanging(of_rank(files, 1)[5]):
-        async with Caller(cluster.decode.address) as caller:
-            answer, task = caller.begin(token_ids, NEW)
-            await until(lambda: is_fetching(cluster), "host pages that are being filled")
-            killed(cluster)
-            await task
-            assert answer.code is grpc.StatusCode.UNAVAILABLE and not answer.tokens
-    await relaunched(cluster)
-    assert await check(cluster, reference, token_ids) < WHOLE * PAGE
-    await until_stored(cluster, reference, token_ids, lambda: all(path.exists() for path in files))
