@@ -65,17 +65,6 @@ def test_who_is_held_is_in_use_and_has_its_turn_again() -> None:
     tier.check_invariants()
 
 
-def test_what_is_only_copied_keeps_its_turn() -> None:
-    tier = HostTier([2])
-    first, second = cached(tier, 1), cached(tier, 2)
-    for page in (first, second):
-        assert tier.hold(page)
-    tier.let_go(second)
-    tier.let_go(first, was_used=False)
-    assert tier.take(0, None) is not None and tier.find(0, name(1)) is None and tier.find(0, name(2)) is second
-    tier.check_invariants()
-
-
 def test_a_discarded_page_that_nobody_uses_is_free_at_once() -> None:
     tier = HostTier([2])
     tier.discard(cached(tier, 1))

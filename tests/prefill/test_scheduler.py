@@ -116,6 +116,25 @@ def test_can_ever_hold_agrees_with_what_starts(num_tokens: int) -> None:
 BIG, SMALL = 8 * PAGE_SIZE, 1
 
 
+def test_more_than_fits_may_be_accepted_and_starts_when_pages_are_back() -> None:
+    one = scheduler()
+    submit(one, "a", BIG, destination=1)
+    submit(one, "b", BIG, destination=2)
+    submit(one, "c", SMALL, destination=3)
+    for name in one.startable():
+        one.accept(name)
+    assert one.start_accepted() == ["a"], "c would fit, but b was accepted before it"
+    assert (one.num_waiting, one.num_running) == (2, 1)
+    assert one.startable() == [] == one.start_accepted()
+    assert one.withdraw("b"), "it was never started"
+    assert one.start_accepted() == ["c"]
+    one.withdraw("a")
+    one.release("a")
+    one.withdraw("c")
+    one.release("c")
+    one.check_idle()
+
+
 def test_one_that_others_overtook_is_asked_for_and_is_next() -> None:
     one = scheduler()
     submit(one, "running", 6 * PAGE_SIZE)
