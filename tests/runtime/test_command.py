@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +60,6 @@ NO_TLS = (
     "this machine with --insecure"
 )
 TWICE = "without TLS it needs --insecure twice (tls.insecure: 2)"
-HEAVY = ("torch", "transformers", "grpc", "numpy", "ucxx")
 
 
 @pytest.fixture
@@ -114,10 +115,8 @@ APPS = pytest.mark.parametrize("app", [prefill_app, decode_app], ids=["prefill",
     [
         (("--tp", "5"), "the model's num_key_value_heads 12; must be one of 1, 2, 3, 4, 6, 12"),
         (("--set", "memory.device_memory=1MiB"), "no page of KV fits: of 1.0 MiB the largest terms are "),
-        (("--set", "memory.device_memory=100TiB"), "memory.device_memory is "),
         (("--set", "limits.max_seq_len=513"), "max_seq_len is 513; the model was made for at most 512 tokens"),
         (("--set", "engine=foo:bar"), "engine is foo:bar, which cannot be imported: No module named 'foo'"),
-        (("--set", "engine=json:no_such"), "engine is json:no_such, which cannot be imported: "),
     ],
 )
 def test_what_no_rank_could_start_with_is_refused(app: Typer, model: Path, arguments: tuple[str, ...], refusal: str) -> None:
@@ -125,16 +124,6 @@ def test_what_no_rank_could_start_with_is_refused(app: Typer, model: Path, argum
     code = exit_codes.NO_MEMORY if "device_memory" in arguments[-1] else exit_codes.BAD_CONFIG
     assert ended.exit_code == code and refusal in ended.output, ended.output
     assert len(ended.output.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("app", "setting"),
-    [(prefill_app, "limits.max_step_tokens=1000000"), (decode_app, "limits.max_running_requests=1000000")],
-    ids=["prefill", "decode"],
-)
-def test_a_step_larger_than_a_message_is_refused(app: Typer, setting: str, model: Path) -> None:
-    ended = check(app, model, "--set", setting)
-    assert ended.exit_code == exit_codes.BAD_CONFIG and "a message to the ranks takes 1048576" in " ".join(ended.output.split())
 
 
 @APPS
@@ -146,17 +135,6 @@ def test_settings_that_are_right_are_called_so(app: Typer, model: Path, argument
     role = "decode" if app is decode_app else "prefill"
     assert ended.stdout == f"{role}: the settings are right\n"
     assert ended.stderr == f"{role}-node: warning: {NODE_WARNING}\n"
-
-
-def test_a_decode_node_that_cannot_find_prefill_nodes_is_warned_of(model: Path) -> None:
-    ended = check(decode_app, model)
-    assert ended.exit_code == exit_codes.OK and ended.stdout == "decode: the settings are right\n"
-    assert ended.stderr.splitlines()[0] == (
-        "decode-node: warning: peers.prefill_nodes is empty, and discovery.kind is static without a discovery.file; "
-        "the node will never be ready"
-    )
-    ended = check(decode_app, model, "--set", "discovery.kind=dns", "--set", "discovery.dns_name=kvferry-prefill:7100")
-    assert ended.exit_code == exit_codes.OK and "never be ready" not in ended.stderr
 
 
 @APPS
@@ -196,79 +174,13 @@ def test_insecure_twice_goes_anywhere(app: Typer, model: Path) -> None:
     assert again.exit_code == exit_codes.OK
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=inherited | environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_wrong_settings_are_refused_before_anything_heavy_is_loaded(role: str, model: Path) -> None:
-    ended = run_python(f"""
-import atexit, sys
-atexit.register(lambda: print([name for name in {HEAVY} if name in sys.modules]))
-sys.argv = ["{role}-node", "serve", "--model", {str(model)!r}, "--tp", "5"]
-from {role}_node.__main__ import main
-main()
-""")
-    assert ended.returncode == exit_codes.BAD_CONFIG
-    assert ended.stderr.startswith(f"{role}-node: tp_size is 5, ") and len(ended.stderr.splitlines()) == 1
-    assert ended.stdout == "[]\n"
-
-
-def test_a_leaders_collector_spares_what_it_has_loaded(model: Path) -> None:
-    ended = run_python(f"""
-import gc, sys
-from node_runtime import daemon
-class Daemon:
-    def __init__(self, *arguments, other=None): pass
-    async def run(self):
-        print(gc.get_freeze_count())
-        return 0
-daemon.Daemon = Daemon
-sys.argv = ["prefill-node", "serve", "--insecure", "--model", {str(model)!r}]
-from prefill_node.__main__ import main
-main()
-""")
-    assert ended.returncode == exit_codes.OK, ended.stderr
-    assert int(ended.stdout) > 10_000
-
-
-SPEAKS = """
-import sys
-from node_runtime.command import prepare_process
-prepare_process()
-import asyncio, grpc
-async def main():
-    try:
-        grpc.aio.server().add_insecure_port("192.0.2.1:1")  # of no machine
-    except RuntimeError:
-        print("refused")
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize(("environment", "is_quiet"), [({}, True), ({"GRPC_VERBOSITY": "ERROR"}, False)])
-def test_grpc_writes_no_lines_of_its_own_unless_an_operator_wants_them(environment: dict[str, str], is_quiet: bool) -> None:
-    ended = run_python(SPEAKS, **environment)
-    assert ended.stdout == "refused\n", ended.stderr
-    assert ("add_port.cc" not in ended.stderr) is is_quiet
-
-
 @APPS
 def test_what_a_start_would_miss_in_the_model_directory_is_refused(app: Typer, model: Path) -> None:
-    def assert_refused(text: str, path: Path = model) -> None:
-        ended = check(app, path)
+    def assert_refused(text: str) -> None:
+        ended = check(app, model)
         assert ended.exit_code == exit_codes.BAD_CONFIG and text in ended.output
 
-    config, tokenizer = model / "config.json", model / "tokenizer.json"
+    tokenizer = model / "tokenizer.json"
     tokenizer.unlink()
     if app is decode_app:
         assert_refused("it has no tokenizer.json")
@@ -277,13 +189,19 @@ def test_what_a_start_would_miss_in_the_model_directory_is_refused(app: Typer, m
     tokenizer.touch()
     (model / "model.safetensors").unlink()
     assert_refused("has neither model.safetensors nor")
-    for flag in (("--set", "dummy_weights=true"), ("--dummy-weights",)):
-        assert check(app, model, *flag).exit_code == exit_codes.OK
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
-    assert_refused("quantization_config is set; must be a model with plain weights")
-    config.write_text("{ this is no JSON")
-    assert_refused("config.json is not valid JSON")
-    assert_refused("there is no such directory", Path("x" * 5000))
+    assert check(app, model, "--dummy-weights").exit_code == exit_codes.OK
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_that_is_refused_leaves_no_process(role: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"{role}_node", "serve", "--insecure", "--model", str(tmp_path)]
+    refused = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        _, errors = refused.communicate(timeout=60)  # ends when the last process of the node has closed its standard error
+        assert refused.returncode == 2 and "it has no config.json" in errors and len(errors.splitlines()) == 1
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(refused.pid, signal.SIGKILL)
 
 
 def tls_flags(files: Files) -> tuple[str, ...]:
@@ -324,8 +242,6 @@ def test_a_node_that_would_let_nobody_in_does_not_start(model: Path, tmp_path: P
             "tls.insecure is 1 and cert_file is c; set one of them",
         ),
         (("--peer-name", "10.0.0.1"), "'10.0.0.1' is no name; it must be a DNS name"),
-        (("--set", "tls.client_names=a.example,b c"), "'b c' is no name; it must be a DNS name"),
-        (("--insecure", "--insecure", "--insecure"), "tls.insecure is 3"),
     ],
 )
 def test_settings_of_tls_that_make_no_sense(model: Path, arguments: tuple[str, ...], complaint: str) -> None:

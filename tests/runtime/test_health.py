@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import AsyncIterator
 
@@ -47,19 +46,6 @@ async def test_metrics_are_what_prometheus_reads(asked: Asked) -> None:
     assert (status, text) == (200, "# TYPE a gauge\na 1\n")
     assert kind.startswith("text/plain; version=")
     assert (await answer(asked, "/other"))[0] == 404
-
-
-async def test_a_bug_of_this_side_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> bytes:
-        raise KeyError("metrics")
-
-    asked = Asked()
-    asked.server = HealthServer(lambda: asked.readiness, fail)
-    asked.port = await asked.server.start("127.0.0.1", 0)
-    assert (await answer(asked, "/metrics"))[0] == 500
-    await asked.server.stop()
-    (said,) = [record for record in caplog.records if record.name == "aiohttp.server"]
-    assert said.levelno == logging.ERROR and said.exc_info is not None
 
 
 async def test_a_taken_port_is_named() -> None:

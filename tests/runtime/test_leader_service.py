@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 import pytest
-from structlog.testing import capture_logs
 
 from node_runtime import leader_service
 from node_runtime.daemon import Daemon, NodeState
@@ -215,40 +212,6 @@ async def test_a_draining_leader_takes_no_new_work_and_goes_on_with_what_it_has(
         await leader.go_on()
 
 
-async def test_requests_without_a_life_or_to_a_draining_node_count_as_refused_and_are_logged_once(leader: Node) -> None:
-    assert await leader.take_request()
-    await leader.drain_for(0.0)
-    with capture_logs() as lines:
-        for _ in range(3):
-            with refused("UNAVAILABLE: the prefill node is draining"):
-                await leader.take_request()
-    assert [(line["event"], line["kind"], line["reason"]) for line in lines] == [
-        ("request_refused", "lost", "the prefill node is draining")
-    ]
-    await leader.undrain()
-    leader.end_life()
-    with refused("UNAVAILABLE: the prefill node is starting"):
-        await leader.take_request()
-    with refused("UNAVAILABLE: the prefill node is starting"):
-        await leader.take_work()  # of a join, which is no request
-    assert 'kvferry_requests_total{outcome="refused",role="prefill"} 4' in leader.page().replace(".0\n", "\n")
-
-
-async def test_a_status_says_what_is_there_and_whether_the_node_is_ready_as_readyz_does(leader: Node) -> None:
-    said = leader.status()
-    assert (said.role, said.state, said.restarts) == ("prefill", "starting", 4)
-    assert (said.queued_requests, said.running_requests, said.instance.incarnation) == (1, 2, 3)
-    assert [peer.address for peer in said.peers] == ["decode:1"]
-    assert (said.ready, said.not_ready_reason) == (True, "")
-    leader.asked.ready = Readiness(is_ready=False, reason="no prefill node is joined")
-    assert (leader.status().ready, leader.status().not_ready_reason) == (False, "no prefill node is joined")
-    leader.asked.ready = Readiness(is_ready=True, reason="the node is draining")
-    assert leader.status().not_ready_reason == ""
-    leader.end_life()
-    without = leader.status()
-    assert not without.HasField("instance") and without.running_requests == 0
-
-
 async def test_a_drain_is_undone(leader: Node) -> None:
     assert not await leader.undrain()
     await leader.drain_for(0.0)
@@ -265,14 +228,6 @@ async def test_an_undrain_ends_a_drain_that_waits(leader: Node) -> None:
     with refused("FAILED_PRECONDITION: the drain was undone with 3 requests in flight"):
         await draining
     assert not leader.is_draining
-
-
-async def test_a_node_that_is_being_stopped_is_not_undrained(leader: Node) -> None:
-    await leader.drain_for(0.0)
-    leader.asked.is_stopping = True
-    with refused("FAILED_PRECONDITION: the node is being stopped"):
-        await leader.undrain()
-    assert leader.is_draining
 
 
 async def test_requests_are_listed_the_oldest_first(leader: Node) -> None:
@@ -339,22 +294,6 @@ async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Pa
         assert shown("kvferry_certificate_stale") == 0 and shown(expiry) > before + 86_400
     finally:
         await one.close()
-
-
-async def test_a_leader_says_that_its_certificate_has_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_service, "CERTIFICATE_LOOK_S", 0.02)
-    in_two_days = SimpleNamespace(time=lambda: time.time() + 2 * 86_400, monotonic=time.monotonic)
-    monkeypatch.setattr(leader_service, "time", in_two_days)
-    tls = Authority().files(tmp_path / "tls", "node.example", days=1).tls(peer_names=("peer.example",))
-    one = PlainLeader(AskedDaemon(), prefill_config(tmp_path, tls=tls.model_dump(), server={"port": 0}))
-    with capture_logs() as lines:
-        await one.open()
-        try:
-            await until(lambda: lines)
-            await asyncio.sleep(0.1)
-        finally:
-            await one.close()
-    assert [(line["event"], line["names"]) for line in lines] == [("certificate_expired", "node.example")], "once a minute"
 
 
 @pytest.fixture
@@ -427,26 +366,6 @@ async def test_a_caller_that_goes_away_while_requests_are_in_flight_changes_noth
     assert await changing.undrain() is is_drained and not changing.is_draining
 
 
-@pytest.mark.parametrize("is_undrained", [False, True])
-async def test_what_an_operator_asks_for_while_ranks_change_is_kept_when_they_cannot(changing: Node, is_undrained: bool) -> None:
-    daemon = changing.asked
-    daemon.error = RankStartError("a bug", exit_code=4)
-    daemon.gate.clear()
-    if is_undrained:
-        await changing.drain_for(0.0)
-    asked = asyncio.ensure_future(changing.switch())
-    await until(lambda: daemon.num_switches)
-    if is_undrained:
-        assert await changing.undrain()
-        assert changing.is_draining, "its ranks are leaving: it can serve nothing yet"
-    else:
-        assert await changing.drain_for(0.0) == 0
-    daemon.gate.set()
-    with refused("INTERNAL: the node could not change its role"):
-        await asked
-    assert changing.is_draining is not is_undrained
-
-
 class Takeover(AskedDaemon):
     """Has the leader of the other role take over, as a daemon does, and the first one again where the ranks cannot."""
 
@@ -512,22 +431,10 @@ async def test_a_drain_of_an_operator_goes_on_whatever_the_node_is(tmp_path: Pat
         assert await now.undrain() and await now.take_work()
 
 
-async def test_an_undrain_while_ranks_change_is_of_the_node_too(tmp_path: Path) -> None:
-    async with takeover(tmp_path) as daemon:
-        await daemon.before.drain_for(0.0)
-        daemon.before.requests.num_running = 0
-        asked = asyncio.ensure_future(daemon.before.switch())
-        await until(lambda: daemon.num_switches)
-        assert await daemon.after.undrain()
-        daemon.gate.set()
-        assert (await asked).role == "decode" and not daemon.after.is_draining and not daemon.before.is_draining
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [
         (RankStartError("no room", exit_code=NO_MEMORY), "RESOURCE_EXHAUSTED: the node could not change its role, .*: no room"),
-        (RankStartError("a bug", exit_code=4), "INTERNAL: the node could not change its role, and keeps the one .*: a bug"),
         (PeerUnreachable("the node has shut down"), "UNAVAILABLE: the node has shut down"),
     ],
 )

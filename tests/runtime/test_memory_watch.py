@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import pytest
 from structlog.testing import capture_logs
 
-from node_runtime import memory_watch
-from node_runtime.memory_watch import MOST_IN_A_ROW, QUIET_S, FullPool, OutOfMemoryWatch
+from node_runtime.memory_watch import MOST_IN_A_ROW, QUIET_S, OutOfMemoryWatch
 
 
 class Watched:
@@ -54,47 +50,3 @@ def test_ranks_that_find_no_memory_at_all_are_given_up() -> None:
     for _ in range(3):
         watched.watch.step_failed("no memory for it")
     assert watched.hopeless == [f"{MOST_IN_A_ROW} steps in a row found no memory, the last one: no memory for it"]
-
-
-async def test_a_full_pool_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_watch, "LINGER_S", 0.0)
-    shown: list[int] = []
-    pool = FullPool(advice="raise memory.static_fraction", on_change=shown.append)
-    with capture_logs() as logs:
-        for name in ("a", "b", "a"):
-            pool.waits(name)
-        pool.waits_no_more("a")
-        pool.waits_no_more("a")
-        pool.waits_no_more("b")
-        pool.waits("c")  # at once: it is still the same fullness
-        pool.waits_no_more("c")
-        assert [(entry["event"], entry["log_level"], entry["advice"]) for entry in logs] == [
-            ("kv_pool_full", "warning", "raise memory.static_fraction")
-        ]
-        await turns()
-        assert [(entry["event"], entry["requests"]) for entry in logs[1:]] == [("kv_pool_has_room", 3)]
-        assert logs[1]["lasted_s"] >= 0
-        await turns()
-        pool.only(["d", "e"])
-        pool.only(["e"])
-        assert [entry["event"] for entry in logs[2:]] == ["kv_pool_full"]
-        pool.close()
-        assert [(entry["event"], entry["requests"]) for entry in logs[3:]] == [("kv_pool_has_room", 2)]
-        pool.close()
-        await turns()
-        assert len(logs) == 4
-    assert shown == [1, 2, 1, 0, 1, 0, 2, 1, 0]
-
-
-async def test_the_end_of_a_life_ends_a_fullness_that_lingers() -> None:
-    pool = FullPool(advice="", on_change=lambda number: None)
-    pool.waits("a")
-    pool.waits_no_more("a")
-    with capture_logs() as logs:
-        pool.close()
-    assert [entry["event"] for entry in logs] == ["kv_pool_has_room"]
-
-
-async def turns() -> None:
-    for _ in range(3):
-        await asyncio.sleep(0)

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from node_runtime import peer_look_client
-from node_runtime.peer_look_client import MAX_ASKED, MAX_STATUS_BYTES, MAX_STATUS_PARTS, PeerLook
+from node_runtime.peer_look_client import MAX_STATUS_BYTES, MAX_STATUS_PARTS, PeerLook
 from tests.authority import Authority
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -90,22 +90,6 @@ async def test_what_a_peer_does_not_tell_is_said(look: PeerLook, monkeypatch: py
     assert found["127.0.0.1:1"].status is None and found["127.0.0.1:1"].error
 
 
-async def test_of_very_many_peers_some_are_asked(look: PeerLook) -> None:
-    peer = Peer()
-    async with serving(peer) as address:
-        await look.look([address] + [f"127.0.0.1:{port}" for port in range(1, 1 + 2 * MAX_ASKED)])
-        assert look.num_connections <= MAX_ASKED
-
-
-async def test_connections_end_when_nobody_looks_any_more(look: PeerLook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_look_client, "IDLE_S", 0.2)
-    async with serving(Peer()) as address:
-        assert address in await look.look([address])
-        async with asyncio.timeout(10):
-            while look.num_connections:
-                await asyncio.sleep(0.02)
-
-
 async def test_with_TLS_a_peer_may_ask_and_a_stranger_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_look_client, "FIRST_WAIT_S", 10.0)
     authority = Authority()
@@ -126,16 +110,3 @@ async def test_with_TLS_a_peer_may_ask_and_a_stranger_may_not(tmp_path: Path, mo
             await look.close()
             assert (seen.status is not None) is is_let_in, seen
             assert is_let_in or "may not call" in seen.error
-
-
-async def test_it_is_closed_whatever_an_ask_met(look: PeerLook, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the first thing that a leader closes: what comes behind it must be closed, too."""
-
-    def broken(address: str, security: Security) -> Any:
-        raise OSError("nobody expected that")
-
-    monkeypatch.setattr(peer_look_client, "PeerChannel", broken)
-    before = asyncio.all_tasks()
-    await look.look(["127.0.0.1:9"])
-    await look.close()
-    assert asyncio.all_tasks() == before

@@ -13,17 +13,14 @@ from hypothesis import strategies as st
 from node_runtime.piece_copier import PieceCopier
 from tests.runtime.scattered_tiers import HYBRID, GroupPages
 from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
-from transfer.kernels import CopyPlan, Digest
+from transfer.kernels import Digest
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.kernels.reference import ReferenceCopier
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import PageNeeds, layer_groups
 from transfer.layout import (
     DType,
-    HeadSlice,
     KVLayout,
-    LayerKind,
-    LayerSpec,
     Route,
     Shard,
     Span,
@@ -162,97 +159,6 @@ def test_what_was_prepared_for_one_prompt_is_right_for_the_next(
                 assert torch.equal(wire, reference_wire(pages, route, chunk, num_tokens, dtype, num_bytes))
 
 
-def one_group_copier(page_size: int = 4) -> tuple[PieceCopier, KVLayout, Route]:
-    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
-    shard = Shard(page_size=page_size)
-    (route,) = routes(layout, shard, shard)
-    return PieceCopier(KVPool(layout=layout, shard=shard, num_pages=30)), layout, route
-
-
-def plan_of(copier: PieceCopier, layout: KVLayout, route: Route, chunk: Chunk, num_tokens: int) -> CopyPlan:
-    piece = copier.prepare(
-        layout,
-        route,
-        chunk,
-        heads=Span(begin=0, end=2),
-        num_tokens=num_tokens,
-        dtype=DType.FLOAT16,
-        tables=(list(range(-(-num_tokens // 4))),),
-        request_id="a",
-    )
-    (part,) = piece.parts
-    return part.plan
-
-
-def test_equal_chunks_are_laid_out_once() -> None:
-    """Laying a chunk out costs more than preparing its copy, on the loop that has everything else to do."""
-    copier, layout, route = one_group_copier()
-    plan = ChunkPlan(chunk_tokens=8)
-    found = [
-        plan_of(copier, layout, route, chunk, num_tokens)
-        for num_tokens in (24, 80)
-        for chunk in split_into_chunks(plan, num_tokens=num_tokens, num_layers=3)
-    ]
-    assert len(found) == 13 and all(plan is found[0] for plan in found)
-    shorter = split_into_chunks(plan, num_tokens=21, num_layers=3)[-1]
-    assert plan_of(copier, layout, route, shorter, 21) is not found[0]
-
-
-def test_chunks_that_a_window_leaves_whole_or_out_are_laid_out_once() -> None:
-    """However long the prompt is; only the chunk that a window begins in looks different."""
-    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=20)
-    full = LayerSpec(num_kv_heads=2, k_head_dim=4, v_head_dim=4)
-    layout, shard = KVLayout(layers=(full, window), dtype=DType.FLOAT16), Shard(page_size=4)
-    (route,) = routes(layout, shard, shard)
-    copier = PieceCopier(KVPool(layout=layout, shard=shard, num_pages=(60, 60)))
-    found: dict[int, set[int]] = {}
-    kept: list[object] = []
-    for num_tokens in (80, 82, 84, 86, 104, 160):
-        for chunk in split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=num_tokens, num_layers=2):
-            piece = copier.prepare(
-                layout,
-                route,
-                chunk,
-                request_id="a",
-                heads=Span(begin=0, end=2),
-                num_tokens=num_tokens,
-                dtype=DType.FLOAT16,
-                tables=(range(40), range(40)),
-            )
-            kept.append(piece)
-            if len(chunk.tokens) == 8:
-                found.setdefault(max(0, min(8, num_tokens - 20 - chunk.tokens.begin)), set()).add(id(piece.plan))
-    assert sorted(found) == [0, 2, 4, 6, 8] and all(len(plans) == 1 for plans in found.values())
-
-
-def test_equal_routes_and_scales_share_what_is_laid_out() -> None:
-    """They are decoded anew for each session, and may be made anew for each request."""
-    copier, layout, route = one_group_copier()
-    (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)
-    what: dict[str, Any] = {
-        "heads": Span(begin=0, end=2),
-        "num_tokens": 8,
-        "dtype": DType.FLOAT8_E4M3,
-        "tables": ((3, 1),),
-        "request_id": "a",
-    }
-    first = copier.prepare(layout, route, chunk, scales={(0, False): 2.0}, **what).plan
-    for _ in range(2100):  # more than are known by identity
-        assert copier.prepare(layout, replace(route), chunk, scales={(0, False): 2.0}, **what).plan is first
-    assert copier.prepare(layout, route, chunk, scales={(0, False): 3.0}, **what).plan is not first
-
-
-def test_every_head_slice_has_a_copier_of_its_own() -> None:
-    """Instances of several cuts can be attached to one rank; slices may begin or end alike."""
-    copier, layout, route = one_group_copier()
-    (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)
-    for heads in (Span(begin=0, end=2), Span(begin=1, end=2), Span(begin=0, end=1)):
-        of_slice = replace(route, heads=HeadSlice(source_start=heads.begin, target_start=0, count=len(heads)))
-        what: dict[str, Any] = {"num_tokens": 8, "dtype": DType.FLOAT16, "tables": ((3, 1),), "request_id": "a"}
-        (part,) = copier.prepare(layout, of_slice, chunk, heads=heads, **what).parts
-        assert {buffer.row_bytes for buffer in part.plan.buffers} == {len(heads) * 4 * 2}
-
-
 def test_scales_are_of_the_peer() -> None:
     """Two instances with other scales for one and the same piece."""
     layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
@@ -274,38 +180,3 @@ def test_scales_are_of_the_peer() -> None:
         wire = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8)
         piece.gather(wire)
         assert wire[:32].view(torch.float8_e4m3fn).float().eq(3.0 / (scale or 1.0)).all()
-
-
-def test_another_layout_forgets_what_the_last_one_had() -> None:
-    copier, layout, route = one_group_copier()
-    chunk = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)[0]
-    before = plan_of(copier, layout, route, chunk, 8)
-    same = KVLayout(layers=layout.layers, dtype=layout.dtype)  # what another attach has decoded: equal, another object
-    again = plan_of(copier, same, route, chunk, 8)
-    assert again.buffers == before.buffers and again is not before
-
-
-def test_pages_are_those_of_the_groups_own_table() -> None:
-    """A window that begins pages behind the chunk's first one: what the table has there is no page."""
-    window = replace(HYBRID.layers[2], num_kv_heads=4)
-    layout = KVLayout(layers=(LayerSpec(num_kv_heads=4, k_head_dim=8, v_head_dim=6), window), dtype=DType.BFLOAT16)
-    shard = Shard(page_size=4)
-    pool = KVPool(layout=layout, shard=shard, num_pages=(30, 30))
-    (route,) = routes(layout, shard, shard)
-    (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=64), num_tokens=50, num_layers=2)
-    full = list(range(13))
-    windows = [-1] * 7 + [20, 21, 22, 23, 24, 25]  # of tokens 30 to 49
-    piece = PieceCopier(pool).prepare(
-        layout,
-        route,
-        chunk,
-        heads=Span(begin=0, end=4),
-        num_tokens=50,
-        dtype=DType.BFLOAT16,
-        tables=(full, windows),
-        request_id="a",
-    )
-    first, second = piece.parts
-    assert first.pages.tolist() == full and second.pages.tolist() == windows[7:]
-    assert {buffer.tokens for buffer in first.plan.buffers} == {Span(begin=0, end=50)}
-    assert {buffer.tokens for buffer in second.plan.buffers} == {Span(begin=2, end=22)}

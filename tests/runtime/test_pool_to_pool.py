@@ -106,16 +106,6 @@ async def test_a_cancelled_request_leaves_nothing_and_harms_nobody(tiers: Scatte
     await settled(tiers)
 
 
-async def test_a_prefill_failure_reaches_every_decode_rank_with_its_reason(tiers: ScatteredTiers) -> None:
-    tiers.start("a", 60)
-    for sender in tiers.senders:
-        sender.loop.abort_request("a", "the engine failed")
-    await until(lambda: all("a" in receiver.drained for receiver in tiers.receivers))
-    assert all("a" in receiver.failed for receiver in tiers.receivers)
-    assert not any(is_data_loss for receiver in tiers.receivers for _, is_data_loss in receiver.failed.values())
-    await settled(tiers)
-
-
 async def test_a_closed_session_fails_what_used_it_on_both_sides(tiers: ScatteredTiers) -> None:
     tiers.start("a", 100)
     session = tiers.senders[0].sessions[0]

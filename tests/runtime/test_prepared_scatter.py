@@ -24,30 +24,6 @@ async def tiers() -> AsyncIterator[TwoTiers]:
     tiers.close()
 
 
-async def test_pieces_are_prepared_before_their_bytes_come_and_only_once(
-    tiers: TwoTiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (receiver,), (sender,) = tiers.receivers, tiers.senders
-    prepared: list[int] = []
-    prepare = receiver.loop.copier.prepare
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        prepared.append(arguments[2].index)
-        return prepare(*arguments, **options)
-
-    monkeypatch.setattr(receiver.loop.copier, "prepare", counted)
-    tiers.start("a", 40)
-    await until(lambda: len(prepared) == receiver.loop.ring.num_live_grants > 0)
-    granted = list(prepared)
-    assert not receiver.complete and "a" not in sender.sent
-    assert len(receiver.pages.allocator.pages("a")) > 0, "its pages are bound"
-    await tiers.compute("a", 40)
-    await until(lambda: "a" in receiver.complete and "a" in sender.sent)
-    tiers.assert_arrived("a", 40)
-    assert prepared[: len(granted)] == granted and len(set(prepared)) == len(prepared), "no scatter prepared its piece again"
-    assert receiver.loop.num_prepared == 0
-
-
 async def test_what_was_prepared_for_a_request_that_is_given_up_is_dropped(tiers: TwoTiers) -> None:
     (receiver,), (sender,) = tiers.receivers, tiers.senders
     tiers.start("a", 40)

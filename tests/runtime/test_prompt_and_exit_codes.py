@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from node_runtime import exit_codes
 from node_runtime.daemon import restart_pause_s
@@ -56,11 +54,6 @@ def test_stop_tokens_are_few_and_of_the_vocabulary() -> None:
         checked_stop_tokens([5, 100], vocab_size=VOCABULARY)
 
 
-@given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=CONTEXT - 1))
-def test_every_other_prompt_is_taken(token_ids: list[int]) -> None:
-    assert checked_prompt(token_ids, max_context_tokens=CONTEXT, vocab_size=VOCABULARY) == tuple(token_ids)
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -75,11 +68,6 @@ def test_every_other_prompt_is_taken(token_ids: list[int]) -> None:
 )
 def test_each_error_has_its_exit_code(error: Exception, code: int) -> None:
     assert exit_codes.exit_code_of(error) == code
-
-
-def test_exit_codes_differ() -> None:
-    codes = [value for name, value in vars(exit_codes).items() if name.isupper()]
-    assert sorted(codes) == list(range(7))
 
 
 def test_the_pause_before_a_restart_doubles_up_to_its_limit() -> None:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 
 from decode_node import rank_messages as decode_messages
 from node_runtime.rank_link import LeaderLink, RankAddress, RankCodec, RankLink
-from node_runtime.rank_report import RankHello, RankReport
 from prefill_node import rank_messages as prefill_messages
 from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
@@ -35,14 +33,6 @@ LINK = Link(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-6, bandw
     ("codec", "message"),
     [
         (prefill_messages.CODEC, prefill_messages.AttachDecode(join=3, instance=instance(7), rank_addresses=("a:1", "b:2"))),
-        (prefill_messages.CODEC, prefill_messages.DecodeAttached(join=3, incarnation=2**63 + 5, links=(LINK,), ring_bytes=2**40)),
-        (prefill_messages.CODEC, prefill_messages.StepDone(step=4, first_tokens={"a": 3}, compute_s=0.5)),
-        (
-            prefill_messages.CODEC,
-            prefill_messages.RunStep(
-                step=1, parts=(prefill_messages.StepPart(request_id="a", token_ids=(1, 2), first_token=0, is_last=True),)
-            ),
-        ),
         (
             decode_messages.CODEC,
             decode_messages.ExpectRequest(
@@ -56,13 +46,6 @@ LINK = Link(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-6, bandw
                 sampling=SamplingParams(temperature=0.5, seed=2**62),
             ),
         ),
-        (decode_messages.CODEC, RankReport(rank=1, status={"pid": 4}, metrics={"families": {"a": [["b", {}, 1.5]]}})),
-        (
-            decode_messages.CODEC,
-            RankHello(
-                rank=0, pid=1, instance=instance(9), pool_pages=(4,), max_context_tokens=8, vocab_size=5, eos_token_ids=(1, 2)
-            ),
-        ),
     ],
 )
 def test_a_message_arrives_as_it_was(codec: RankCodec, message: object) -> None:
@@ -71,21 +54,11 @@ def test_a_message_arrives_as_it_was(codec: RankCodec, message: object) -> None:
 
 @pytest.mark.parametrize(
     "payload",
-    [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x92\x91\x01\x80", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"\x92\xa1x\x80\x00"],
+    [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x91" * 5000, b"\x92\xa1x\x80\x00"],
 )
 def test_bytes_that_are_no_message_of_the_link_are_refused(payload: bytes) -> None:
     with pytest.raises(LocalProtocolError, match=f"{len(payload)} bytes are no message of a rank link"):
         prefill_messages.CODEC.decode(payload)
-
-
-def test_what_is_no_message_of_the_link_is_refused_on_both_ends() -> None:
-    with pytest.raises(LocalProtocolError, match="RankAddress is no message of this link"):
-        CODEC.encode(RankAddress(endpoint="x", token=1))
-    for packed in (("Other", {}), ("Note", {"text": 5}), ("Note", {"number": 5})):
-        with pytest.raises(LocalProtocolError, match=f"message '?{packed[0]}'? of a rank link does not fit"):
-            CODEC.decode(msgpack.packb(packed))
-    with pytest.raises(TypeError, match="Path cannot travel"):
-        RankCodec(RankReport).encode(RankReport(rank=0, metrics=Path()))
 
 
 async def test_every_rank_hears_broadcasts_in_one_order_and_answers_under_its_own_number(tmp_path: Path) -> None:

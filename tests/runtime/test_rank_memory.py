@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
 import pytest
 from structlog.testing import capture_logs
 
@@ -24,7 +22,6 @@ from transfer.memory.model_directory import ModelDirectory
 from transfer.memory.model_shape import read_model_shape
 from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
 from transfer.memory.plan import MemoryPlan, make_plan
-from transfer.metrics import NodeMetrics, RankMetrics
 from transfer.pb import kvferry_pb2 as pb
 
 WEIGHTS = 1 << 20
@@ -73,39 +70,6 @@ def test_what_is_not_as_planned_is_a_warning_with_both_numbers(plan: MemoryPlan)
     assert [entry["difference"] for entry in logs if entry["log_level"] == "warning"] == list(memory.warnings)
 
 
-def test_page_tables_and_graphs_are_held_against_their_lines(plan: MemoryPlan) -> None:
-    with_tables = engine(plan)
-    with_tables.page_table_bytes, with_tables.cuda_graph_bytes = 0, 3 << 20
-    memory = rank_memory(with_tables, {})
-    assert (memory.real["page_tables"], memory.real["cuda_graphs"]) == (0, 3 << 20)
-    assert [warning.partition(":")[0] for warning in memory.warnings] == ["cuda_graphs"], "a prefill rank plans none"
-
-
-def test_wrong_estimates_and_a_pool_smaller_than_set_are_told_too(plan: MemoryPlan) -> None:
-    asked = dataclasses.replace(plan, inputs=dataclasses.replace(plan.inputs, max_total_tokens=200))
-    with_estimate = engine(asked)
-    with_estimate.memory_warnings = ("weights: planned less",)
-    with capture_logs() as logs:
-        warnings = rank_memory(with_estimate, {"staging": plan.inputs.staging_bytes}).warnings
-    assert not [entry for entry in logs if entry["log_level"] == "warning"], "whoever found it has logged it"
-    assert warnings == ("weights: planned less",), "200 tokens are 12 whole pages of 16"
-    asked = dataclasses.replace(plan, inputs=dataclasses.replace(plan.inputs, max_total_tokens=208))
-    warnings = rank_memory(engine(asked), {"staging": plan.inputs.staging_bytes}).warnings
-    assert warnings == ("pool: 208 tokens are set, the plan has room for 192",)
-
-
-def test_an_engine_need_not_know_what_its_weights_take(plan: MemoryPlan) -> None:
-    bare = engine(plan)
-    del bare.weights_bytes
-    memory = rank_memory(bare, {"staging": plan.inputs.staging_bytes})
-    assert "weights" not in memory.real and memory.real["pool_full"] and not memory.warnings
-
-
-def test_an_engine_without_a_plan_says_nothing() -> None:
-    assert rank_memory(engine(None), {"ring": 5}) == rank_memory(SimpleNamespace(), {}) == RankMemory()
-    assert memory_to_proto([RankMemory(), RankMemory()]) is None
-
-
 def test_it_travels_to_the_leader_and_from_there_to_everybody(plan: MemoryPlan) -> None:
     first = rank_memory(engine(plan), {"staging": plan.inputs.staging_bytes})
     said = RankMemory(plan=first.plan, real=first.real, warnings=("pool: too large",))
@@ -123,12 +87,3 @@ def test_it_travels_to_the_leader_and_from_there_to_everybody(plan: MemoryPlan) 
     assert content["max_total_tokens"] == 192 and content["warnings"] == ["rank 1: pool: too large"]
     assert {line["name"]: line["real_bytes"] for line in content["lines"]}["reserve"] is None
     assert status_to_json(pb.NodeStatus())["memory_plan"] is None
-
-
-def test_planned_and_real_are_metrics(plan: MemoryPlan) -> None:
-    metrics = RankMetrics(role="prefill", rank=3)
-    memory = rank_memory(engine(plan), {"staging": 7})
-    metrics.memory(memory.planned, memory.real)
-    page = NodeMetrics(role="prefill").render([msgpack.unpackb(msgpack.packb(metrics.snapshot({})))]).decode()
-    assert 'kvferry_memory_planned_bytes{line="weights",rank="3",role="prefill"} 1048576.0' in page
-    assert 'kvferry_memory_real_bytes{line="staging",rank="3",role="prefill"} 7.0' in page

@@ -41,7 +41,6 @@ def test_each_entry_is_taken_in_once() -> None:
     ("added", "problem"),
     [
         ([1, 7], "has page 7 twice"),
-        ([3, 4, 3], "has page 3 twice"),
         ([1, 8], r"has page 8; the pool's are \[0, 8\)"),
         ([-2, 1], r"has page -2; the pool's are \[0, 8\)"),
     ],
@@ -72,49 +71,6 @@ def test_pages_that_a_window_has_passed_may_come_again() -> None:
         entries.check(3, 6)
 
 
-def test_entries_move_to_a_larger_array() -> None:
-    entries, _ = entries_of(8, room=2)
-    entries.update([6, 2])
-    larger = np.zeros(4, dtype=np.int64)
-    entries.move_to(larger)
-    assert entries.room == 4
-    entries.update([NO_PAGE, 2, 6])
-    assert larger.tolist() == [6, 2, 6, 0]
-
-
-def test_the_same_tuple_is_read_once_and_a_list_again() -> None:
-    entries, array = entries_of(8)
-    entries.update(table := (3, 4))
-    array[0] = 5
-    entries.update(table)
-    changing = [3, 4]
-    entries.update(changing)
-    changing.append(6)
-    entries.update(changing)
-    assert (entries.num_known, array[:3].tolist()) == (3, [5, 4, 6])
-
-
-@pytest.mark.parametrize(
-    ("table", "missing", "complete"),
-    [
-        ([NO_PAGE, NO_PAGE, 5, 3], (1, 4), (2, 4)),
-        ([6, NO_PAGE, NO_PAGE, 3], (0, 4), (3, 4)),
-        ([6, 2, NO_PAGE], (1, 3), (0, 2)),
-        ([NO_PAGE, 2, NO_PAGE, 3], (1, 4), (1, 2)),
-        ([NO_PAGE, NO_PAGE], (1, 2), (2, 2)),
-    ],
-)
-def test_entries_without_a_page_anywhere(table: list[int], missing: tuple[int, int], complete: tuple[int, int]) -> None:
-    for known in range(len(table) + 1):
-        entries, array = entries_of(8)
-        entries.update(table[:known])
-        entries.update(table)
-        entries.check(*complete)
-        assert array[: len(table)].tolist() == table
-        with pytest.raises(LayoutError, match="is no page"):
-            entries.check(*missing)
-
-
 def test_nothing_of_a_table_is_left_to_the_next_one() -> None:
     entries, array = entries_of(8)
     entries.update([NO_PAGE, 7, 3, NO_PAGE])
@@ -133,22 +89,6 @@ def tables_on_host(**options: Any) -> RequestTables:
     return RequestTables(torch.device("cpu"), 3000, **options)
 
 
-def test_memory_is_used_again_when_a_request_is_forgotten() -> None:
-    tables = tables_on_host()
-    used = {}
-    for request_id, first in (("a", 0), ("b", 256), ("c", 512)):
-        used[request_id] = tables.cover(request_id, tuple(range(first, first + 256)), 0, 256).use()
-    places = {memory.data_ptr() for memory in used.values()}
-    assert len(places) == 3
-    for number, request_id in enumerate(used):
-        tables.forget(request_id)
-        tables.forget(request_id)
-        again = tables.cover(f"again {number}", tuple(range(100, 300)), 0, 200).use()
-        assert again.data_ptr() == used[request_id].data_ptr()
-        assert again[:200].tolist() == list(range(100, 300))
-    assert len({memory.data_ptr() for memory in used.values()}) == 3
-
-
 def test_a_table_grows_while_its_pieces_are_under_way() -> None:
     tables = tables_on_host()
     pages = torch.randperm(3000, generator=torch.Generator().manual_seed(3)).tolist()
@@ -163,24 +103,6 @@ def test_a_table_grows_while_its_pieces_are_under_way() -> None:
     tables.forget("a")
     found = [tables.cover(f"again {number}", pages[:100], 0, 100).use() for number in range(2)]
     assert found[0].data_ptr() == before.data_ptr() != found[1].data_ptr()
-
-
-def test_each_stream_has_a_copy_that_it_fills_itself() -> None:
-    """In host memory there are no streams; a GPU's own are in tests/gpu."""
-    current = [1]
-    tables = tables_on_host(current_stream=lambda device: current[0])
-    table = tables.cover("a", [4, 7], 0, 2)
-    first = table.use()
-    current[0] = 2
-    tables.cover("a", [4, 7, 9], 0, 3)
-    second = table.use()
-    assert first.data_ptr() != second.data_ptr()
-    assert second[:3].tolist() == [4, 7, 9]
-    current[0] = 1
-    assert table.use() is first and first[:3].tolist() == [4, 7, 9]
-    tables.forget("a")
-    current[0] = 2
-    assert tables.cover("b", [1], 0, 1).use() is second
 
 
 @pytest.mark.parametrize("num_tokens", range(121, 201, 9))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from node_runtime.role_service import RoleServices, service_of
+from node_runtime.role_service import RoleServices
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.config import NodeConfig
 from transfer.pb import kvferry_pb2 as pb
@@ -106,15 +104,3 @@ async def test_calls_go_to_the_role_that_the_node_has(tmp_path: Path) -> None:
     finally:
         await channel.close()
         await server.close()
-
-
-async def test_a_stream_that_nobody_reads_any_more_is_closed_in_the_leader(tmp_path: Path) -> None:
-    leader = Leader(prefill_config(tmp_path))
-    stream: Any = RoleServices(leader).prefill_control.Join
-    async with aclosing(stream(pb.JoinRequest(), SimpleNamespace())) as events:
-        await anext(events)
-    assert leader.ended.is_set()
-
-
-def test_each_role_has_a_service_of_its_own() -> None:
-    assert (service_of("prefill"), service_of("decode")) == ("kvferry.v1.PrefillControl", "kvferry.v1.DecodeControl")
