@@ -170,11 +170,6 @@ class SourceRequests:
         return len(self._transfers)
 
     @property
-    def num_awaited(self) -> int:
-        """Transfer ids that are asked for, and not offered yet."""
-        return len(self._waiting)
-
-    @property
     def request_ids(self) -> tuple[str, ...]:
         return tuple(self._transfers)
 

@@ -17,7 +17,6 @@ from decode_node.target_requests import PromptState
 from kvferry.engines.hosted import TARGET, HostedEngine, Sides
 from kvferry.engines.hosted_leader import HostedLeader
 from kvferry.engines.hosted_rank import HostedRank
-from node_runtime.loop_thread import LoopThread
 from prefill_node.source_rank import Free
 from prefill_node.source_requests import Transfer
 from transfer.config import HostedConfig
@@ -50,13 +49,6 @@ def wait_for(look: Callable[[], _T | None], what: str, timeout_s: float = TIMEOU
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.002)
     return found
-
-
-def on_loop(function: Callable[..., object], *args: Any) -> None:
-    """Have the loop of this process's kvferries call it."""
-    thread = LoopThread.shared()
-    thread.call(function, *args)
-    thread.release()
 
 
 class Instance:

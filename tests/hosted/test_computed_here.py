@@ -80,18 +80,6 @@ def test_who_asked_goes_away_before_the_engine_has_it(pair: Pair, front: Front) 
     decode.assert_idle()
 
 
-def test_who_asked_goes_away_when_it_is_computed(pair: Pair, front: Front) -> None:
-    """Its pages are free at once, not after limits.hold_s."""
-    source, decode, transfer_id = asked(pair, front)
-    computed(source, "a", transfer_id)
-    source.finish("a", first_token=7)
-    decode.wait_until_ready("b")
-    decode.leader.cancel("b", "its client went away")
-    assert "gave the request up" in source.freed("a").failure
-    source.assert_idle()
-    decode.assert_idle()
-
-
 def test_the_engine_refuses_it(pair: Pair, front: Front) -> None:
     front.failure = ConfigError("the engine's API refuses (400): too long")
     _, decode, _ = asked(pair, front)

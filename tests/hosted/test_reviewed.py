@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import secrets
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -17,11 +14,8 @@ import pytest
 
 from decode_node import peers as peers_module
 from decode_node.prefill_peer import PrefillPeer
-from kvferry.engines import hosted_rank
 from kvferry.engines.hosted import SOURCE
-from kvferry.engines.hosted_leader import HostedLeader
 from node_runtime.hosted_link import hosted_address
-from node_runtime.loop_thread import LoopThread
 from node_runtime.piece_copier import PieceCopy
 from prefill_node import source_requests
 from prefill_node.joins import Join, Reservation
@@ -29,13 +23,9 @@ from prefill_node.reserve_client import ReserveClient
 from prefill_node.source_messages import CloseSource, FreeSource, SourceIdle
 from prefill_node.source_requests import SourceRequests
 from tests.hosted.conftest import Start
-from tests.hosted.instances import FROM, LAYOUT, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
-from transfer.config import HostedConfig
+from tests.hosted.instances import PROMPT, TIMEOUT_S, Instance, hand_over, wait_for
 from transfer.config.hosted import HostedLimitsConfig
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable
-from transfer.kv_pool import KVPool
-from transfer.layout import Shard
-from transfer.load_config import load_config
+from transfer.errors import LocalProtocolError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 
@@ -182,20 +172,6 @@ def test_a_prompt_that_ends_before_all_of_it_is_computed(pair: Pair) -> None:
     hand_over(source, decode, "next")
 
 
-def test_a_prompt_is_given_up_while_only_its_note_is_missing(pair: Pair) -> None:
-    """Medium: it was not given up before the other side's engine had ended it."""
-    source, decode = pair({"settings": {"limits.hold_s": 2.0}})
-    decode.fetches("b", "t", source, needs_note=True)
-    source.computes("a", "t")
-    wait_for(lambda: bool(decode.pools[0].buffer(3, is_v=True)[TO[-1], 3].any()), "the KV of the last token is there")
-    wait_for(lambda: decode.ranks[0].num_transfers == 0, "all KV is there")
-    decode.leader.cancel("b", "its client went away")
-    assert decode.settled("b").failure == "its client went away"
-    source.finish("a", note=b"too late")
-    source.freed("a")
-    hand_over(source, decode, "next")
-
-
 def test_kv_that_comes_without_its_note(pair: Pair) -> None:
     source, decode = pair()
     decode.fetches("b", "t", source, needs_note=True)
@@ -203,89 +179,7 @@ def test_kv_that_comes_without_its_note(pair: Pair) -> None:
     assert "without the note that goes with it" in decode.settled("b").failure
 
 
-def test_the_prefill_side_has_started_again(pair: Pair, start: Start) -> None:
-    """Medium: a prompt that died with the other side held pages for a minute, and then asked the next life for it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    source, decode = pair({"settings": {"server.port": port}})
-    decode.fetches("b", "t", source)
-    source.computes("a", "t", end=40)
-    wait_for(lambda: decode.ranks[0].num_transfers > 0, "it is under way")
-    began = time.monotonic()
-    source.close()
-    again = start(SOURCE, settings={"server.port": port})
-    said = decode.settled("b").failure
-    assert "has started again, and what its engine had is gone" in said or f"prefill node 127.0.0.1:{port} is" in said
-    assert time.monotonic() - began < 30
-    wait_for(decode.joined, "joined again")
-    hand_over(again, decode, "next")
-
-
 # Beginnings and ends
-
-
-def config(**settings: Any) -> HostedConfig:
-    return load_config(HostedConfig, flags={"tls.insecure": 1, "ring.capacity_bytes": 1 << 20} | settings)
-
-
-def bare_rank(settings: HostedConfig, name: str, sides: Any = SOURCE) -> hosted_rank.HostedRank:
-    shard = Shard(tp_size=1, page_size=16)
-    engine = hosted_rank.HostedEngine(
-        layout=LAYOUT,
-        shard=shard,
-        pool=KVPool(layout=LAYOUT, shard=shard, num_pages=4),
-        model_fields={"name": "numbers"},
-        max_context_tokens=1024,
-        vocab_size=1000,
-    )
-    return hosted_rank.HostedRank(settings, instance=name, rank=0, sides=sides, engine=engine)
-
-
-def test_a_leader_whose_http_port_is_taken_leaves_nothing() -> None:
-    """Low: its gRPC server stayed."""
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        settings = config(**{"server.port": port, "server.http_port": taken.getsockname()[1]})
-        name = secrets.token_hex(8)
-        rank = bare_rank(settings, name)
-        leader = HostedLeader(settings, instance=name, num_ranks=1, sides=SOURCE)
-        with pytest.raises(ConfigError, match="http_port"):
-            leader.start()
-        leader.close()
-        rank.close()
-        with socket.create_server(("127.0.0.1", port)):
-            pass
-
-
-def test_calls_after_the_end(pair: Pair) -> None:
-    """While another instance of the process goes on, whose thread they share."""
-    source, decode = pair()
-    source.computes("a", "t", end=40)
-    for _ in range(2):
-        source.close()
-    source.leader.offer("c", "u", PROMPT)
-    source.leader.begin("a")
-    source.compute("a", FROM, PROMPT, 40, 100)
-    source.ranks[0].pause(["a"], "preempted")
-    source.finish("a")
-    source.leader.withdraw("a", "given up")
-    with pytest.raises(LocalProtocolError, match="closed"):
-        source.leader.start()
-    time.sleep(0.1)
-    assert source.ranks[0].take_news() == []
-    decode.leader.want("b", "t", source.leader.address, PROMPT)
-    decode.leader.cancel("b", "given up")
-    decode.close()
-    decode.fetches("b", "t", source)
-    decode.leader.cancel("b", "given up")
-    assert decode.leader.view("b") is None
-    decode.ranks[0].pause(["b"], "nothing")
-    thread = LoopThread.shared()
-    thread.check()
-    thread.release()
 
 
 def test_a_rank_that_is_gone_is_told_to_the_engine(pair: Pair) -> None:
@@ -316,43 +210,3 @@ def test_no_file_of_a_name_is_left(start: Start) -> None:
         start(SOURCE, name="comes-and-goes").close()
         endpoint = Path(hosted_address("comes-and-goes", 0).endpoint.removeprefix("ipc://"))
         assert list(endpoint.parent.glob(f"{endpoint.name}*")) == []
-
-
-def in_a_fork(found: Any) -> None:
-    try:
-        bare_rank(config(), "forked").close()
-    except LocalProtocolError as error:
-        found.send(str(error))
-    else:
-        found.send("it went on")
-
-
-def test_a_process_that_was_forked_from_one_with_a_kvferry(start: Start) -> None:
-    """Medium: threads do not come along, and every call waited for the one that is not there."""
-    instance = start(SOURCE)
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    child = context.Process(target=in_a_fork, args=(there,))
-    child.start()
-    try:
-        assert here.poll(30)
-        assert "was forked from" in here.recv()
-    finally:
-        child.kill()
-        child.join()
-    instance.leader.check()
-
-
-def test_news_is_as_much_as_there_are_prompts(pair: Pair) -> None:
-    """An engine that never asks, and a decode side that asks again and again."""
-    source, decode = pair({"settings": {"limits.hold_s": 30}})
-    source.leader.offer("a", "t", PROMPT)
-    for index in range(30):
-        decode.leader.want(f"b{index}", "t", source.leader.address, PROMPT)
-        wait_for(lambda: source.leader.source.requests.num_transfers == 1, "asked")
-        decode.leader.cancel(f"b{index}", "given up", is_wanted_again=True)
-        wait_for(lambda: source.leader.source.requests.num_transfers == 0, "given up")
-    assert len(source.ranks[0].take_news()) <= 2
-    source.leader.withdraw("a", "given up")
-    source.ranks[0].finish("a")
-    source.freed("a")
