@@ -15,13 +15,6 @@ def settings(environment: dict[str, str]) -> HostedConfig:
     return sglang_settings(environment, device="cpu", meet_timeout_s=300.0)
 
 
-def test_where_nothing_is_set_they_fit_sglang() -> None:
-    found = settings({"KVFERRY_TLS__INSECURE": "1", "SGLANG_LOG_MS": "1"})
-    assert found.join_on_request and found.device == "cpu"
-    assert (found.limits.meet_timeout_s, found.limits.hold_s, found.limits.prefill_retries) == (300.0, 2.0, 0)
-    assert found.heartbeat.interval_s == 2.0
-
-
 def test_what_is_set_stays(tmp_path: Path) -> None:
     file = tmp_path / "kvferry.yaml"
     file.write_text("limits: {hold_s: 7, prefill_retries: 1}\nheartbeat: {interval_s: 0.25}\n", encoding="utf-8")

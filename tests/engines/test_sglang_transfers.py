@@ -220,15 +220,6 @@ def test_an_abort_on_decode_fails_there_once_nothing_writes_and_prefill_soon(eng
     until_empty(engines)
 
 
-def test_an_abort_before_pages_are_taken_is_over_at_once(engines: Engines) -> None:
-    prompt = engines.incoming.add(engines.room(), "bootstrap:1")
-    prompt.fail()
-    assert prompt.poll() is Poll.FAILED and prompt.failure == "the engine gave the request up"
-    out = engines.outgoing.add(engines.room())  # refused by the scheduler before it was offered
-    out.fail("too long")
-    assert out.poll() is Poll.FAILED and len(engines.outgoing) == 0
-
-
 def test_a_prefill_engine_of_another_model_fails_at_once(engines: Engines) -> None:
     other = Host(f"test-sglang-other-{time.monotonic_ns()}", SOURCE, 4, model="letters")
     begin = time.monotonic()
@@ -281,17 +272,6 @@ def test_nobody_asks_and_nobody_sends_end_by_their_times(engines: Engines) -> No
     finally:
         engines.outgoing.clock = engines.incoming.clock = time.monotonic
     until_empty(engines)
-
-
-def test_a_prefix_that_ends_inside_a_page_of_prefill_is_named(engines: Engines) -> None:
-    room, tokens = engines.room(), tuple(range(12))
-    prompts = OutgoingPrompts(rank=engines.prefill.rank, leader=None, page_size=16, read_note=lambda index: b"", timeout_s=30.0)
-    out = prompts.add(room)
-    out.offer(tokens)
-    out.on_wanted(8)
-    out.begin(1, note_index=0)
-    out.send([1], 4, None)
-    assert "start_token is 8; must be a multiple of the pool's page_size, 16" in out.failure
 
 
 def until_empty(engines: Engines) -> None:

@@ -96,21 +96,10 @@ def test_facts_of_a_worker() -> None:
     assert [spec.kind for spec in facts.model_layers] == [LayerKind.ATTENTION] * 4
 
 
-@pytest.mark.parametrize(("role", "is_consumer"), [("kv_producer", False), ("kv_consumer", True), ("kv_both", True)])
-def test_who_takes_kv_of_others(role: str, is_consumer: bool) -> None:
-    facts = read_facts(config(kv_transfer_config={"kv_role": role}), groups(attention_spec()))
-    assert facts.is_consumer is is_consumer
-
-
 def test_the_rank_of_this_process() -> None:
     parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "rank": 7}  # of the second data-parallel replica
     facts = read_facts(config(parallel_config=parallel), groups(attention_spec()))
     assert (facts.tp_rank, facts.pp_rank, facts.stage_layers) == (1, 1, (2, 2))
-
-
-def test_the_scheduler_knows_no_modules() -> None:
-    facts = read_facts(config(compilation_config={"static_forward_context": {}}), groups(attention_spec()))
-    assert (facts.layers[0].backend, facts.layers[0].isa) == ("", "")
 
 
 def test_layers_of_one_group_with_specs_of_their_own() -> None:
@@ -145,8 +134,7 @@ def test_windows_scales_states_and_packings() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_head_slots": 4}, {"state_content_bytes": 656}, {"tokens_per_state": 4}, {"cache_role": "indexer"},
-        {"model_version": "deepseek_v4"},
+        {"num_head_slots": 4}, {"tokens_per_state": 4}, {"model_version": "deepseek_v4"},
     ],
 )  # fmt: skip
 def test_what_is_packed_otherwise(changes: dict[str, Any]) -> None:
@@ -159,8 +147,6 @@ def test_what_is_packed_otherwise(changes: dict[str, Any]) -> None:
         ({"lora_config": {"max_loras": 3}}, "lora", "max_loras 3"),
         ({"speculative_config": {"method": "eagle"}}, "speculative decoding", "eagle"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size", "2"),
-        ({"parallel_config": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size", "4"),
-        ({"model_config": {"runner_type": "pooling"}}, "runner", "pooling"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder model", "LlamaForCausalLM"),
     ],
 )
@@ -176,13 +162,6 @@ def test_layers_that_use_the_kv_of_others_are_told() -> None:
     modules[name_of(1)].kv_sharing_target_layer_name = name_of(0)
     facts = read_facts(config(compilation_config={"static_forward_context": modules}), groups(attention_spec()))
     assert facts.shared_layers == {name_of(1): name_of(0)}
-
-
-def test_an_architecture_that_is_not_known_and_one_whose_weights_are_quantised() -> None:
-    far_away = SimpleNamespace(to_dict=lambda: {**LLAMA, "architectures": ["FarAway"]})
-    assert read_facts(config(model_config={"hf_config": far_away}), groups(attention_spec())).model_layers == ()
-    packed = SimpleNamespace(to_dict=lambda: {**LLAMA, "quantization_config": {"quant_method": "compressed-tensors"}})
-    assert len(read_facts(config(model_config={"hf_config": packed}), groups(attention_spec())).model_layers) == 4
 
 
 def test_another_vllm_is_refused() -> None:
