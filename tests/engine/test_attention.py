@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -64,35 +63,6 @@ def test_agrees_with_the_formula(
     torch.testing.assert_close(found, by_the_formula(query, key, value, mask, scores), atol=2e-5, rtol=1e-4)
 
 
-def test_torch_gets_no_mask_together_with_shared_heads_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its fast kernels take one of them."""
-    seen: list[bool] = []
-    torch_attention: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(*arguments: Tensor, enable_gqa: bool = False, **options: Any) -> Tensor:
-        seen.append(enable_gqa)
-        return torch_attention(*arguments, enable_gqa=enable_gqa, **options)
-
-    monkeypatch.setattr(attention_module.functional, "scaled_dot_product_attention", watched)
-    query, key = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 9, 8)
-    attention(query, key, key, torch.zeros(5, 9), Scores(scale=0.3), takes_shared_heads=False)
-    assert seen == [False]
-
-
-@pytest.mark.parametrize("scores", [Scores(scale=0.1), Scores(scale=0.1, softcap=3.0), Scores(scale=0.1, sinks=torch.zeros(32))])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_what_heads_share_is_never_repeated(rows: int, scores: Scores) -> None:
-    """32 query heads on one KV head: expanded, K alone would be 32 times as large as it is."""
-    query, key = torch.randn(1, 32, rows, 64), torch.randn(1, 1, 4000, 64)
-    mask = torch.zeros(rows, 4000)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, torch.inference_mode():
-        attention(query, key, key, mask, scores)
-    allocated = max(event.cpu_memory_usage for event in profiler.events())
-    weights = 32 * rows * 4000 * 4
-    assert allocated <= max(3 * weights, key.numel() * 4), f"{allocated} bytes; expanded K has {32 * key.numel() * 4}"
-    assert 3 * weights < 32 * key.numel() * 4 / 4
-
-
 def peak_bytes(compute: Callable[[], Tensor]) -> int:
     """The most that was allocated at once beyond what was there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, torch.inference_mode():
@@ -129,21 +99,6 @@ def test_memory_does_not_grow_with_the_context(
     torch.testing.assert_close(found, whole, **close)
     expected = by_the_formula(query.float(), key.float(), value.float(), mask.float(), scores)
     torch.testing.assert_close(found.float(), expected, **close)
-
-
-@pytest.mark.parametrize("rows", [7, 128])
-def test_a_mask_is_not_repeated_without_bound(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """As on a GPU, where the heads that share a KV head attend as rows of one."""
-    query, key = torch.randn(1, 32, rows, 16), torch.randn(1, 2, 3000, 16)
-    mask = torch.full((rows, 3000), -torch.inf).triu(3000 - rows + 1)
-    expected = attention(query, key, key, mask, Scores(scale=0.2))
-    monkeypatch.setattr(attention_module, "ATTENTION_BYTES", 1 << 20)
-
-    def joined() -> Tensor:
-        return attention(query, key, key, mask, Scores(scale=0.2), takes_shared_heads=False)
-
-    assert peak_bytes(joined) < (1 << 20) + 6 * query.numel() * 4
-    torch.testing.assert_close(joined(), expected)
 
 
 class Heads:
@@ -224,7 +179,3 @@ def test_groups_hold_each_row_once_in_order_and_of_similar_length(lengths: list[
         assert group == sorted(group)
         own = [lengths[row] for row in group]
         assert max(own) <= 2 * min(own)
-
-
-def test_one_group_of_rows_of_rising_length_keeps_the_steps_order() -> None:
-    assert rows_of_similar_length([100, 120, 130]) == [[0, 1, 2]]

@@ -26,7 +26,7 @@ from tests.engine.test_model_files import edit_config
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
 from transfer.kv_pool import KVPool
-from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
+from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, LayerKind, Shard, TokenOrder
 from transfer.memory.model_shape import read_model_shape
 
@@ -91,9 +91,7 @@ def test_the_layout_is_what_transformers_builds(family_dir: Directory, family: s
     ("family", "values", "field"),
     [
         ("gemma3", {"sliding_window": 20}, "sliding_window"),
-        ("gemma2", {"attn_logit_softcapping": 6.0}, "attn_logit_softcapping"),
         ("deepseek_v3_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("qwen3_next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim"),
     ],
 )
@@ -182,27 +180,6 @@ def test_what_a_transfer_moves_is_all_that_decode_needs(
     assert found == {name: generate(directory, own, NUM_TOKENS) for name, own in chosen.items()}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
-def test_layers_are_reported_once_each_in_order(family_dir: Directory, prompts: Prompts, family: str) -> None:
-    directory = family_dir(family)
-    files = read_model_files(directory)
-    num_pages = pages_for(layer_groups(files.layout()), 20)
-    engine = EmbeddedEngine(files, shard=Shard(), num_pages=num_pages, layers_per_group=1)
-    book = PageBook.of(engine, {"a": 64})
-    seen: list[int] = []
-
-    def on_layers_written(layers_done: int, event: object) -> None:
-        layer = layers_done - 1
-        part = engine.pool.part_of(layer)
-        table = book.at("a", 0)[engine.pool.group_of(layer)]
-        assert not engine.pool.read(layer, torch.tensor([table[0] * part.page_size]))[0].isnan().any()
-        seen.append(layers_done)
-
-    items = [PrefillItem(request_id="a", token_ids=prompts[64], first_token=0, page_tables=book.at("a", 0), is_last=True)]
-    engine.prefill(items, on_layers_written)
-    assert seen == list(range(1, engine.layout.num_layers + 1))
-
-
 def test_half_precision_keeps_states_whole(family_dir: Directory, prompts: Prompts) -> None:
     directory = family_dir("qwen3_next")
     groups = layer_groups(read_model_files(directory).layout())
@@ -210,45 +187,6 @@ def test_half_precision_keeps_states_whole(family_dir: Directory, prompts: Promp
     assert engine.pool.buffer(0, is_v=False).dtype is torch.float32
     assert engine.pool.buffer(1, is_v=False).dtype is torch.float16
     assert len(generated(engine, {"64": prompts[64], "5": prompts[5]}, 30)["5"]) == NUM_TOKENS
-
-
-def items_of(engine: EmbeddedEngine, **tables: tuple[list[int], ...]) -> list[PrefillItem]:
-    return [
-        PrefillItem(request_id=name, token_ids=(5,) * 4, first_token=40, page_tables=own, is_last=True)
-        for name, own in tables.items()
-    ]
-
-
-def test_tables_of_windows_are_checked_where_they_are_read(family_dir: Directory) -> None:
-    """Window of 18 tokens, pages of 4: the step over [40, 44) reads from token 23 on."""
-    engine = make_engine(family_dir("gemma3"), Shard(page_size=4))
-    full = list(range(11))
-    needed = [NO_PAGE] * 5 + list(range(6))
-    engine.prefill(items_of(engine, a=(full, needed)))
-    with pytest.raises(EngineError, match=r"request 'a', window_18 has pages -1 to 4; the pool's are in \[0, 160\)"):
-        engine.prefill(items_of(engine, a=(full, [NO_PAGE] * 6 + list(range(5)))))
-    with pytest.raises(EngineError, match=r"request 'a', full has pages -1 to 10"):
-        engine.prefill(items_of(engine, a=([NO_PAGE, *full[1:]], needed)))
-    with pytest.raises(EngineError, match="window_18 has pages 0 to 160"):
-        engine.prefill(items_of(engine, a=(full, [*needed[:-1], 160])))
-    with pytest.raises(EngineError, match="window_18 has 10 pages of 4 tokens; 44 tokens need 11"):
-        engine.prefill(items_of(engine, a=(full, needed[:-1])))
-    with pytest.raises(EngineError, match="has 1 page tables; the model has one for each of: full, window_18"):
-        engine.prefill(items_of(engine, a=(full,)))
-    late = DecodeItem(request_id="a", token_id=5, position=41, page_tables=(full, [NO_PAGE] * 6 + list(range(5))))
-    assert engine.decode([late]), "a decode step at 41 reads from token 24 on"
-
-
-def test_tables_of_states_are_checked(family_dir: Directory) -> None:
-    engine = make_engine(family_dir("qwen3_next"), Shard(page_size=4))
-    pages = {"a": list(range(11)), "b": list(range(11, 22))}
-    engine.prefill(items_of(engine, a=(pages["a"], [0]), b=(pages["b"], [1])))
-    with pytest.raises(EngineError, match=r"request 'a', state has pages 8 to 8; the pool's are in \[0, 8\)"):
-        engine.prefill(items_of(engine, a=(pages["a"], [8])))
-    with pytest.raises(EngineError, match="request 'a', state has 0 pages of 1 tokens; 44 tokens need 1"):
-        engine.prefill(items_of(engine, a=(pages["a"], [])))
-    with pytest.raises(EngineError, match="requests 'a' and 'b' both have the state in row 3"):
-        engine.prefill(items_of(engine, a=(pages["a"], [3]), b=(pages["b"], [3])))
 
 
 def test_a_decode_step_may_be_a_request_s_first(family_dir: Directory) -> None:

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 from torch import Tensor
 
-from embedded_engine import device_decode, loading
+from embedded_engine import device_decode
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
-from embedded_engine.loading import load_engine
-from tests.runtime.instances import decode_config, prefill_config
 from transfer.engine_types import DecodeItem
-from transfer.errors import ConfigError, EngineError, OutOfMemory
+from transfer.errors import EngineError, OutOfMemory
 from transfer.layout import Shard
 
 VOCABULARY = 7
@@ -31,8 +28,6 @@ class FakeCuda:
         events: Everything that happened, in order.
         waits: Whether a step waits for the device.
         reserved_bytes: Of this process; a capture of n rows takes n.
-        num_returned_bytes: What is given back while graphs are captured.
-        num_streams: That were made.
         graphs: That were made.
     """
 
@@ -40,8 +35,6 @@ class FakeCuda:
         self.events: list[Any] = []
         self.waits = False
         self.reserved_bytes = 1000
-        self.num_returned_bytes = 0
-        self.num_streams = 0
         self.is_strict = False
         self.capturing: FakeGraph | None = None
         self.error: Exception | None = None
@@ -50,7 +43,7 @@ class FakeCuda:
         fakes: dict[str, Any] = {
             "device": lambda device: nothing(),
             "stream": lambda stream: nothing(),
-            "Stream": self.stream,
+            "Stream": lambda device: FakeStream(),
             "current_stream": lambda: FakeStream(),
             "graph_pool_handle": lambda: "pool",
             "synchronize": lambda: None,
@@ -67,10 +60,6 @@ class FakeCuda:
     def new_graph(self) -> FakeGraph:
         self.graphs.append(FakeGraph())
         return self.graphs[-1]
-
-    def stream(self, device: torch.device) -> FakeStream:
-        self.num_streams += 1
-        return FakeStream()
 
     def set_sync_debug_mode(self, mode: str) -> None:
         self.is_strict = mode == "error"
@@ -94,7 +83,7 @@ class FakeCuda:
         kind = "capture" if self.capturing is not None else "check" if self.is_strict else "run"
         self.events.append((kind, size))
         if self.capturing is not None:
-            self.reserved_bytes += size - self.num_returned_bytes
+            self.reserved_bytes += size
             self.capturing.size = size
         return torch.full((size, VOCABULARY), float(size))
 
@@ -127,19 +116,6 @@ def test_every_size_is_warm_before_the_largest_is_captured_first(cuda: FakeCuda)
     assert cuda.events == warm + [event for size in (4, 2, 1) for event in (("load", size), ("capture", size))]
     assert graphs.batch_sizes == (1, 2, 4) and graphs.num_bytes == 4 + 2 + 1
     assert not cuda.is_strict
-
-
-def test_a_process_captures_on_one_stream_however_often_it_does(cuda: FakeCuda) -> None:
-    device = torch.device("cpu", 1)  # of which no other test captures
-    first = DecodeGraphs((1, 2), cuda.load, cuda.step, device)
-    DecodeGraphs((1, 2), cuda.load, cuda.step, device, beside=first)
-    DecodeGraphs((4,), cuda.load, cuda.step, device)
-    assert cuda.num_streams == 1
-
-
-def test_what_graphs_took_is_never_negative(cuda: FakeCuda) -> None:
-    cuda.num_returned_bytes = 50
-    assert captured(cuda, 4, 8).num_bytes == 0
 
 
 def test_a_step_takes_the_next_larger_graph(cuda: FakeCuda) -> None:
@@ -180,34 +156,6 @@ def test_a_capture_without_memory_names_its_step_and_the_setting(cuda: FakeCuda,
     captured(cuda, 1, 4)
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
-def test_so_does_the_step_before_it(cuda: FakeCuda, error: Exception) -> None:
-    def step(size: int) -> Tensor:
-        raise error
-
-    with pytest.raises(OutOfMemory, match=r"^out of memory while running decode steps before .*; lower cuda_graph_max_bs"):
-        DecodeGraphs((1,), cuda.load, step, torch.device("cpu"))
-    assert not cuda.is_strict
-
-
-def test_what_no_graph_can_hold_is_said_once(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise CannotBeCaptured("a decode step waits for the device")
-
-    monkeypatch.setattr(device_decode, "DecodeGraphs", refuse)
-    settings: dict[str, Any] = {"max_running_requests": 4, "cuda_graph_batch_sizes": (1, 4), "max_seq_len": 64}
-    with capture_logs() as logs:
-        engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=4, has_decode_kernels=True, **settings)
-    (entry,) = [entry for entry in logs if entry["event"] == "no_cuda_graphs"]
-    assert "waits for the device" in entry["reason"]
-    assert engine.captured_batch_sizes == () and engine.cuda_graph_bytes == 0
-
-
-def test_on_a_cpu_none_of_it_exists(demo_dir: Path) -> None:
-    engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=4, max_running_requests=4, cuda_graph_batch_sizes=(1, 4))
-    assert (engine.page_table_bytes, engine.cuda_graph_bytes, engine.captured_batch_sizes) == (0, 0, ())
-
-
 @pytest.mark.parametrize("behind", [-3, 160, 2**40, 2**70])
 def test_a_step_uses_the_pages_that_were_checked_and_no_others(
     demo_dir: Path, monkeypatch: pytest.MonkeyPatch, behind: int
@@ -226,33 +174,3 @@ def test_a_step_uses_the_pages_that_were_checked_and_no_others(
     table[:] = [-1, behind]
     assert engine.forward_batch(batch).tokens() == {"a": 0}
     assert [one.page_tables for one in loaded] == [((3, 1),)]
-
-
-@pytest.mark.parametrize(("running", "sizes"), [(4, (1, 5)), (4, (0,)), (None, (1,))])
-def test_a_graph_is_of_a_step_that_there_can_be(demo_dir: Path, running: int | None, sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=f"cuda_graph_batch_sizes has {sizes[-1]}; a decode step has between 1 and"):
-        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=4, max_running_requests=running, cuda_graph_batch_sizes=sizes)
-
-
-def test_a_decode_rank_on_a_gpu_gets_page_tables_and_graphs(
-    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(loading, "NodeEngine", lambda files, **settings: made.append(settings) or SimplePlan())
-    monkeypatch.setattr(loading, "MemoryPlanner", lambda *_: SimplePlan())
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    limits = {"max_running_requests": 12}
-    for config in (
-        decode_config(demo_dir, limits=limits, device="cuda"),
-        decode_config(demo_dir, limits=limits, device="cuda", cuda_graph_max_bs=0),
-        decode_config(demo_dir, limits=limits),
-        prefill_config(demo_dir, limits=limits, device="cuda"),
-    ):
-        load_engine(config, rank=0, rendezvous=tmp_path / "unused")
-    found = [(one.get("max_running_requests"), one.get("cuda_graph_batch_sizes", ())) for one in made]
-    assert found == [(12, (1, 2, 4, 8, 12)), (12, ()), (12, ()), (None, ())]
-
-
-class SimplePlan:
-    plan = None
-    warnings = ()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from embedded_engine.engine import EmbeddedEngine, LoadedWeights
+from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.loading import load_engine
 from embedded_engine.model_files import read_model_files
+from embedded_engine.tensor_parallel import init_distributed
 from tests.runtime.instances import prefill_config
-from transfer.errors import ConfigError
-from transfer.layer_groups import layer_groups
+from transfer.errors import ConfigError, EngineError
 from transfer.layout import Shard
 
 
@@ -28,25 +27,10 @@ def test_gpus_that_are_not_there_are_refused_by_every_rank(demo_dir: Path, tmp_p
             load_engine(config, rank=rank, rendezvous=tmp_path / "unused")
 
 
-def test_pages_are_planned_with_the_weights_in_place(demo_dir: Path) -> None:
-    asked: list[LoadedWeights] = []
-
-    def plan(weights: LoadedWeights) -> Sequence[int]:
-        asked.append(weights)
-        return (7,)
-
-    engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=plan)
-    assert engine.pool.num_pages == (7,)
-    (weights,) = asked
-    assert weights.num_bytes == sum(tensor.num_bytes for tensor in engine.files.tensors)
-    assert (weights.layout, weights.shard, weights.device) == (engine.layout, Shard(), torch.device("cpu"))
-
-
-def test_pages_for_other_groups_than_the_model_s_are_refused_before_weights_are_loaded(demo_dir: Path) -> None:
-    for num_pages in ((1, 2), (), (0,)):
-        with pytest.raises(ConfigError, match=r"num_pages is .*; must be at least 1 for each group of layers \(full\)"):
-            EmbeddedEngine(demo_dir, shard=Shard(), num_pages=num_pages)
-    assert len(layer_groups(read_model_files(demo_dir).layout())) == 1
+def test_joining_alone_ends_and_says_where(tmp_path: Path) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    with pytest.raises(EngineError, match=f"rank 0 of 2 did not meet the others at {store}"):
+        init_distributed(0, 2, store, timeout_s=0.2)
 
 
 class PeakMemory:

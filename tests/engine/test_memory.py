@@ -43,13 +43,6 @@ def test_the_pool_has_the_pages_that_were_planned_and_the_plan_knows_the_weights
     assert not [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
 
 
-def test_settings_only_lower_what_is_planned(demo_dir: Path, tmp_path: Path) -> None:
-    assert load(tmp_path, demo_dir).pool.num_pages == (CPU_POOL_PAGES,)
-    assert load(tmp_path, demo_dir, pool={"num_pages": 9}).pool.num_pages == (9,)
-    few = load(tmp_path, demo_dir, pool={"num_pages": 5000}, memory={"device_memory": 150 * MIB}, limits={"max_seq_len": 64})
-    assert few.pool.num_pages[0] < 5000 and few.max_context_tokens == 64
-
-
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,23 +51,6 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(
         load(tmp_path, demo_dir, memory={"device_memory": 30 * MIB}, ring={"capacity_bytes": MIB})
     with pytest.raises(ConfigError, match="max_seq_len is 5000; the model was made for at most 4096"):
         load(tmp_path, demo_dir, limits={"max_seq_len": 5000})
-
-
-def test_an_estimate_that_was_wrong_is_a_warning_with_both_numbers(demo_dir: Path, tmp_path: Path) -> None:
-    """Weights that are computed in half of what they are stored in are half as large, and the plan knows that too."""
-    with capture_logs() as logs:
-        engine = load(tmp_path, demo_dir, dtype="bfloat16")
-    assert engine.memory_plan is not None and engine.memory_plan.weights_bytes < 20 * MIB
-    assert not [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
-    config = prefill_config(demo_dir)
-    planner = MemoryPlanner(config, read_model_files(demo_dir), Shard(), torch.device("cpu"), None)
-    loaded = LoadedWeights(
-        num_bytes=2 * planner.plan.weights_bytes, device=torch.device("cpu"), layout=planner.plan.inputs.layout, shard=Shard()
-    )
-    with capture_logs() as logs:
-        planner(loaded)
-    (warning,) = [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
-    assert "weights: planned 34.1 MiB" in warning["difference"] and "+100.0 %" in warning["difference"]
 
 
 class Group(TensorParallelGroup):

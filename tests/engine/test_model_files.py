@@ -1,4 +1,4 @@
-"""Every way in which a model directory or a step can be wrong: one line, with the value and what would be right."""
+"""Model directories and steps that are wrong: one line, with the value and what would be right; what makes two models equal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from embedded_engine import model_files
+from embedded_engine.architectures import check_cut
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
-from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.engine_types import PrefillItem
 from transfer.errors import ConfigError, EngineError, TransferError
-from transfer.layout import DType, Shard
+from transfer.layout import Shard
 
 Edit = Callable[[Path], None]
 
@@ -51,32 +52,18 @@ def message_of(error_type: type[TransferError], action: Callable[[], object]) ->
     ("edit", "named"),
     [
         (lambda d: shutil.rmtree(d), ["not a directory", "must be a local Hugging Face model directory"]),
-        (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
         (lambda d: (d / "config.json").write_text("{"), ["config.json is not valid JSON"]),
-        (lambda d: (d / "config.json").write_text("[]"), ["JSON list", "must be an object"]),
-        (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json is not valid JSON"]),
-        (lambda d: (d / "config.json").write_text('{"a":' * 100_000), ["config.json is nested too deeply"]),
-        (lambda d: edit_config(d, architectures=[["LlamaForCausalLM"]]), ["architectures is [['Llama", "must name one of"]),
         (lambda d: edit_config(d, architectures=["MambaForCausalLM"]), ["MambaForCausalLM", "Qwen3ForCausalLM"]),
-        (lambda d: edit_config(d, architectures="absent"), ["architectures is None", "LlamaForCausalLM"]),
-        (lambda d: edit_config(d, model_type="mistral"), ["model_type is 'mistral'", "'llama'"]),
         (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), ["quantization_config", "plain weights"]),
-        (lambda d: edit_config(d, hidden_size="absent"), ["hidden_size is None", "positive integer"]),
         (lambda d: edit_config(d, num_hidden_layers=-3), ["num_hidden_layers is -3"]),
-        (lambda d: edit_config(d, vocab_size="many"), ["vocab_size is 'many'"]),
         (lambda d: edit_config(d, num_key_value_heads=7), ["num_key_value_heads is 7", "divide num_attention_heads 24"]),
         (lambda d: edit_config(d, hidden_size=100), ["does not describe a LlamaForCausalLM", "100"]),
         (
             lambda d: edit_config(d, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
             ["rope_type is 'dynamic'", "llama3"],
         ),
-        (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "x"}'), ["eos_token_id is 'x'"]),
         (lambda d: (d / "model.safetensors").unlink(), ["neither model.safetensors nor model.safetensors.index.json"]),
-        (lambda d: (d / "model.safetensors").write_bytes(b""), ["not a safetensors file", "file of 0"]),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 4096), ["not a safetensors file"]),
-        (lambda d: (d / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"notjson!"), ["not valid JSON"]),
-        (lambda d: (d / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b'{"a":{}}'), ["header is damaged"]),
-        (lambda d: (d / "model.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"{}"), ["holds no tensors"]),
         (
             lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
             ["model.safetensors is damaged", "must be copied again"],
@@ -93,14 +80,7 @@ def test_a_wrong_directory_is_refused(copied: Path, edit: Edit, named: list[str]
     ("family", "values", "named"),
     [
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
-        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
-        ("gemma3", {"sliding_window": None}, "sliding_window is None; must be a positive integer"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
-        (
-            "gemma3",
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}}},
-            "rope_type is 'dynamic'",
-        ),
     ],
 )
 def test_layers_that_the_engine_does_not_run_are_refused(
@@ -114,12 +94,8 @@ def test_layers_that_the_engine_does_not_run_are_refused(
 @pytest.mark.parametrize(
     ("weight_map", "named"),
     [
-        ([], "weight_map must map"),
-        ({}, "weight_map must map"),
-        ({"a": "two\nlines.safetensors"}, "weight_map must map"),
         ({"a\nb": "weights.safetensors"}, "weight_map must map"),
         ({"a": "../model.safetensors"}, "in the same directory"),
-        ({"a": "gone.safetensors"}, "gone.safetensors cannot be read"),
         ({"nothing.weight": "weights.safetensors"}, "places nothing.weight in weights.safetensors"),
     ],
 )
@@ -137,22 +113,12 @@ def test_a_wrong_index_is_refused(copied: Path, weight_map: Any, named: str) -> 
             b'{"a\\nb": {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}}',
             "its header is damaged: a name that cannot be printed",
         ),
-        *(
-            (
-                b'{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, %s]}}' % (size, end),
-                f"its header is damaged: {named} where a size or an offset belongs",
-            )
-            for size, end, named in (
-                (b"-Infinity", b"0", "-inf"),
-                (b"1.5", b"0", "1.5"),
-                (b"true", b"0", "True"),
-                (b"-1", b"0", "-1"),
-                (b"1", b"1e999", "inf"),
-                (b"1", b'"4"', "'4'"),
-            )
+        (
+            b'{"a": {"dtype": "F32", "shape": [-Infinity], "data_offsets": [0, 0]}}',
+            "its header is damaged: -inf where a size or an offset belongs",
         ),
     ],
-    ids=["nested", "unprintable", "endless", "broken size", "bool", "negative", "endless offset", "text"],
+    ids=["nested", "unprintable", "endless"],
 )
 def test_a_hostile_header_is_refused(copied: Path, header: bytes, named: str) -> None:
     (copied / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -186,6 +152,38 @@ def test_weights_of_a_type_that_is_no_float_are_refused(copied: Path) -> None:
     assert "I32" in message_of(ConfigError, lambda: read_model_files(copied).layout())
 
 
+DIVISIBLE = {
+    "num_key_value_heads": 6,
+    "num_attention_heads": 6,
+    "intermediate_size": 96,
+    "vocab_size": 240,
+    "num_hidden_layers": 4,
+}
+EXPERTS = {"moe_intermediate_size": 2048, "shared_expert_intermediate_size": 512}
+
+DENSE = [
+    ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 4}),
+    ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 5}),
+    ("Qwen3NextForCausalLM", {"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}),
+]
+WITH_EXPERTS = [
+    ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 3}),
+    ("Qwen3MoeForCausalLM", {"num_experts": 8}),
+    ("Qwen3NextForCausalLM", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_experts": 8}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), DENSE)
+def test_sizes_of_experts_that_no_layer_has_forbid_nothing(name: str, fields: dict[str, Any]) -> None:
+    check_cut(name, 3, DIVISIBLE | EXPERTS | fields)
+
+
+@pytest.mark.parametrize(("name", "fields"), WITH_EXPERTS)
+def test_sizes_of_experts_are_cut_where_a_layer_has_them(name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="tp_size is 3, which does not divide the model's moe_intermediate_size 2048"):
+        check_cut(name, 3, DIVISIBLE | EXPERTS | fields)
+
+
 @pytest.mark.parametrize("tp_size", [5, 7, 8, 24])
 def test_a_tp_size_that_does_not_divide_is_refused(demo_dir: Path, tp_size: int) -> None:
     text = message_of(ConfigError, lambda: read_model_files(demo_dir).check_shard(Shard(tp_size=tp_size)))
@@ -203,30 +201,12 @@ def test_each_cut_size_is_checked(demo_dir: Path, copied: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"shard": Shard(tp_size=2, tp_rank=1)}, "shard is rank 1 of 2, the process group rank 0 of 1"),
-        ({"num_pages": 0}, "num_pages is 0"),
-        ({"layers_per_group": 0}, "layers_per_group is 0"),
-        ({"num_threads": 0}, "num_threads is 0"),
-        ({"shard": Shard(dtype=DType.INT8)}, "int8"),
-    ],
-)
-def test_wrong_settings_are_refused_before_weights_are_loaded(demo_dir: Path, settings: dict[str, Any], named: str) -> None:
-    values: dict[str, Any] = {"shard": Shard(), "num_pages": 1} | settings
-    assert named in message_of(ConfigError, lambda: EmbeddedEngine(demo_dir, **values))
-
-
-@pytest.mark.parametrize(
     ("values", "named"),
     [
         ({"token_ids": (5, 768)}, "token 768; the model's token ids are in [0, 768)"),
-        ({"token_ids": (-1,)}, "token -1"),
         ({"first_token": 4090, "token_ids": (1,) * 7}, "ends at token 4097; the model's context is 4096"),
-        ({"page_tables": ([],)}, "has 0 pages of 16 tokens; 5 tokens need 1"),
         ({"first_token": 16, "page_tables": ([1],)}, "has 1 pages of 16 tokens; 21 tokens need 2"),
         ({"page_tables": ([10],)}, "pages 10 to 10; the pool's are in [0, 10)"),
-        ({"page_tables": ([-1],)}, "pages -1 to -1"),
     ],
 )
 def test_items_that_do_not_fit_are_refused(engine: EmbeddedEngine, values: dict[str, Any], named: str) -> None:
@@ -240,27 +220,6 @@ def test_items_that_do_not_fit_are_refused(engine: EmbeddedEngine, values: dict[
     text = message_of(EngineError, lambda: engine.prefill([PrefillItem(**(fitting | values))]))
     assert named in text and "'r1'" in text
     assert engine.prefill([PrefillItem(**fitting)]), "the engine goes on"
-
-
-def test_decode_items_that_do_not_fit_are_refused(engine: EmbeddedEngine) -> None:
-    for position, table, named in ((16, [3], "17 tokens need 2"), (4096, [3] * 300, "context is 4096"), (3, [77], "pages 77")):
-        item = DecodeItem(request_id="r1", token_id=1, position=position, page_tables=(table,))
-        assert named in message_of(EngineError, lambda item=item: engine.decode([item]))
-    twice = [DecodeItem(request_id="r1", token_id=1, position=0, page_tables=([page],)) for page in (1, 2)]
-    assert "twice" in message_of(EngineError, lambda: engine.decode(twice))
-    assert "position" in message_of(EngineError, lambda: DecodeItem(request_id="a", token_id=1, position=-1, page_tables=([],)))
-    wrong = {"request_id": "a", "page_tables": ([],), "is_last": True}
-    assert "is empty" in message_of(EngineError, lambda: PrefillItem(token_ids=(), first_token=0, **wrong))
-    assert "first_token" in message_of(EngineError, lambda: PrefillItem(token_ids=(1,), first_token=-1, **wrong))
-
-
-def test_a_closed_engine_says_so(demo_dir: Path) -> None:
-    engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=1)
-    engine.close()
-    engine.close()
-    item = DecodeItem(request_id="a", token_id=1, position=0, page_tables=([0],))
-    assert "closed" in message_of(EngineError, lambda: engine.decode([item]))
-    assert engine.pool.num_pages == (1,)
 
 
 def test_fields_are_equal_for_equal_models_and_do_not_depend_on_the_path(demo_dir: Path, copied: Path, qwen_dir: Path) -> None:
@@ -283,12 +242,8 @@ def test_fields_are_equal_for_equal_models_and_do_not_depend_on_the_path(demo_di
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"max_position_embeddings": 2048}, "max_position_embeddings"),
-        ({"num_attention_heads": 12}, "num_attention_heads"),
-        ({"head_dim": 16}, "head_dim"),
         ({"vocab_size": 780}, "vocab_size"),
     ],
 )

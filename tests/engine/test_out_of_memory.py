@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from embedded_engine import device_decode, tensor_parallel
+from embedded_engine import tensor_parallel
 from embedded_engine.engine import EmbeddedEngine
 from transfer.errors import EngineError, OutOfMemory
 from transfer.layout import Shard
@@ -31,24 +31,10 @@ def test_a_pool_that_the_system_refuses(demo_dir: Path) -> None:
         EmbeddedEngine(demo_dir, shard=Shard(page_size=1), num_pages=2**45)
 
 
-def test_a_pool_that_the_system_refuses_when_the_role_changes(demo_dir: Path) -> None:
-    engine = EmbeddedEngine(demo_dir, shard=Shard(page_size=1), num_pages=2)
-    engine.release_pool()
-    with pytest.raises(OutOfMemory, match="while allocating the KV pool of 35184372088832 pages"):
-        engine.open_pool(2**45, shard=Shard(page_size=1))
-    engine.open_pool(2, shard=Shard(page_size=1))
-
-
 def test_weights_that_do_not_fit_where_they_go(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreTrainedModel, "to", refuse)
     says = r"^out of memory while loading the weights: [\d.]+ MiB asked for, .*; raise parallel.tp_size"
     with pytest.raises(OutOfMemory, match=says):
-        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2)
-
-
-def test_weights_that_do_not_fit_while_they_are_read(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
-    with pytest.raises(OutOfMemory, match=r"^out of memory while loading the weights: 2.00 GiB asked for, .*; raise "):
         EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2)
 
 
@@ -65,23 +51,3 @@ def test_a_loader_that_hides_why_it_failed(demo_dir: Path, monkeypatch: pytest.M
     with pytest.raises(EngineError) as failed:
         EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2)
     assert isinstance(failed.value, OutOfMemory) is (num_after == 2)
-
-
-def test_page_tables(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_decode, "PageTable", refuse)
-    with pytest.raises(OutOfMemory, match=r"^out of memory while allocating the page tables: .*; lower limits.max_seq_len, "):
-        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2, max_running_requests=4, has_decode_kernels=True)
-
-
-def test_graphs(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_decode, "DecodeGraphs", refuse)
-    with pytest.raises(OutOfMemory, match=r"^out of memory while capturing the CUDA graphs .*; lower "):
-        EmbeddedEngine(
-            demo_dir,
-            shard=Shard(),
-            num_pages=2,
-            max_running_requests=4,
-            cuda_graph_batch_sizes=(1,),
-            max_seq_len=64,
-            has_decode_kernels=True,
-        )

@@ -1,4 +1,4 @@
-"""Decode attention and row writes: the reference against torch, and every check."""
+"""Decode attention and row writes: the reference against torch, and calls that do not fit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall, WriteCall
-from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.reference import reference_decode_attention, reference_write_rows
-from embedded_engine.kernels.write_rows import write_rows
 from tests.engine.decode_cases import GQA, MHA, DecodeCase
 from transfer.errors import ConfigError, LayoutError
 from transfer.kv_pool import PagedKVPool
@@ -85,28 +83,9 @@ def test_rows_are_written_as_the_pool_writes_them(order: TokenOrder) -> None:
 
 WRONG: list[tuple[str, Any, str]] = [
     ("query", torch.zeros(4, 4, 32, dtype=torch.float64), "query is torch.float64"),
-    ("query", torch.zeros(4, 8), "query is .*; must be \\[B, query heads, k_dim\\]"),
-    ("query", torch.zeros(4, 32, 8).transpose(1, 2), "query is .*elements adjacent"),
     ("query", torch.zeros(4, 7, 32), "query has 7 heads; must be a multiple of k's 2"),
-    ("query", torch.zeros(4, 4, 16), "k has 32 elements per head; query has 16"),
-    ("k", torch.zeros(6, 16, 2, 32, dtype=torch.int8), "k is torch.int8"),
-    ("k", torch.zeros(6, 16, 2), "k is .*must have 4 dimensions"),
-    ("k", torch.zeros(6, 16, 32, 2).transpose(2, 3), "k is .*a head's elements adjacent"),
-    ("v", torch.zeros(6, 16, 4, 32), "v is .*must be as k"),
-    ("v", torch.zeros(6, 16, 2, 32, dtype=torch.float16), "v is torch.float16"),
-    ("v", None, "v_dim is None; without v it must be in \\[1, 32\\]"),
-    ("v_dim", 32, "v_dim is 32; where v is given"),
     ("slots", torch.zeros(4, 544, dtype=torch.int64), "slots is torch.int64"),
-    ("slots", torch.zeros(544, 4, dtype=torch.int32).T, "slots is .*row by row"),
-    ("rows", torch.zeros(5, dtype=torch.int32), "rows is .*must be int32 \\[4\\]"),
-    ("rows", torch.zeros(4, dtype=torch.int64), "rows is torch.int64"),
-    ("lengths", torch.zeros(8, dtype=torch.int32)[::2], "lengths is .*contiguous"),
-    ("sinks", torch.zeros(2), "sinks is .*must be floating point \\[4\\]"),
-    ("out", torch.zeros(4, 4, 16), "out is .*must be torch.float32 \\(4, 4, 32\\)"),
     ("out", torch.zeros(4, 32, 4).transpose(1, 2), "out is .*head by head"),
-    ("scale", float("inf"), "scale is inf"),
-    ("window_tokens", -1, "window_tokens is -1"),
-    ("softcap", 0.0, "softcap is 0.0"),
 ]
 
 
@@ -115,57 +94,3 @@ def test_an_attention_call_that_does_not_fit_is_refused(name: str, value: Any, m
     arguments = DecodeCase(lengths=(20, 5)).arguments()
     with pytest.raises((LayoutError, ConfigError), match=message):
         paged_decode_attention(**arguments | {name: value})
-
-
-WRONG_WRITES: list[tuple[str, Any, str]] = [
-    ("new_k", torch.zeros(3, 2, 16), "new_k is .*must be floating point \\(3, 2, 8\\)"),
-    ("new_k", torch.zeros(3, 8, 2).transpose(1, 2), "new_k is .*head by head"),
-    ("new_v", torch.zeros(3, 2, 4, dtype=torch.int32), "new_v is torch.int32"),
-    ("new_v", None, "v, but no new_v is given"),
-    ("v", None, "no v, but new_v is given"),
-    ("v", torch.zeros(4, 4, 2, 4), "v is .*must be as k"),
-    ("slots", torch.zeros(3, dtype=torch.int64), "slots is torch.int64"),
-    ("slots", torch.zeros(6, dtype=torch.int32)[::2], "slots is .*contiguous"),
-    ("k", torch.zeros(0, 4, 2, 8), "k is .*not empty"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "message"), WRONG_WRITES)
-def test_a_write_that_does_not_fit_is_refused(name: str, value: Any, message: str) -> None:
-    arguments = {
-        "k": torch.zeros(3, 4, 2, 8),
-        "v": torch.zeros(3, 4, 2, 4),
-        "new_k": torch.zeros(3, 2, 8),
-        "new_v": torch.zeros(3, 2, 4),
-        "slots": torch.zeros(3, dtype=torch.int32),
-    }
-    with pytest.raises(LayoutError, match=message):
-        write_rows(**arguments | {name: value})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"total": torch.zeros(2, 3, 4, dtype=torch.float16)}, "total is torch.float16"),
-        ({"part": torch.zeros(2, 3, 5)}, r"part is \(2, 3, 5\), .*must be \(2, 3, 4\)"),
-        ({"part": torch.zeros(2, 4, 3).transpose(1, 2)}, "its last elements adjacent"),
-        ({"part_lse": torch.zeros(3, 3)}, "part_lse is"),
-        ({"total_lse": torch.zeros(2, 6)[:, :3]}, "both log-sum-exps contiguous"),
-    ],
-)
-def test_a_merge_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
-    numbers, lses = torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3)
-    tensors = {"total": numbers[0], "total_lse": lses[0], "part": numbers[1], "part_lse": lses[1]}
-    with pytest.raises(LayoutError, match=message):
-        merge_partial(**tensors | changes)
-
-
-def test_on_a_cpu_the_kernels_say_who_does_it_there() -> None:
-    arguments = DecodeCase(lengths=(20, 5)).arguments()
-    with pytest.raises(LayoutError, match=r"query is on cpu; .*reference_decode_attention"):
-        paged_decode_attention(**arguments)
-    with pytest.raises(ConfigError, match="num_splits is 0"):
-        paged_decode_attention(**arguments, num_splits=0)
-    k, v, slots = arguments["k"], arguments["v"], torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(LayoutError, match=r"k is on cpu; .*PagedKVPool\.write"):
-        write_rows(k, v, torch.zeros(2, 2, 32), torch.zeros(2, 2, 32), slots)

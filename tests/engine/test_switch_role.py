@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from embedded_engine import engine as engine_module
 from embedded_engine.loading import NodeEngine, load_engine
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
-from transfer.errors import EngineError, MemoryPlanError
+from transfer.errors import MemoryPlanError
 
 PROMPT = tuple(range(3, 28))
 
@@ -69,17 +68,6 @@ def test_each_role_computes_what_an_engine_that_was_loaded_for_it_computes(
     engine.close()
 
 
-def test_the_plan_of_the_second_role_counts_the_weights_once(demo_dir: Path, tmp_path: Path) -> None:
-    engine = load_engine(prefill_config(demo_dir), rank=0, rendezvous=tmp_path / "first")
-    engine.switch_role(decode_config(demo_dir))
-    plan = engine.memory_plan
-    assert plan is not None
-    lines = {line.name: line.num_bytes for line in plan.lines}
-    assert lines["weights"] == engine.weights_bytes and not engine.memory_warnings
-    assert lines["ring"] and "staging" not in {name for name, num_bytes in lines.items() if num_bytes}
-    engine.close()
-
-
 def test_an_engine_that_has_no_room_for_a_role_goes_back_to_the_other(demo_dir: Path, tmp_path: Path) -> None:
     first = prefill_config(demo_dir, pool={"num_pages": 8})
     engine = load_engine(first, rank=0, rendezvous=tmp_path / "first")
@@ -87,19 +75,4 @@ def test_an_engine_that_has_no_room_for_a_role_goes_back_to_the_other(demo_dir: 
     with pytest.raises(MemoryPlanError):
         engine.switch_role(decode_config(demo_dir, ring={"capacity_bytes": 1 << 50}))
     assert engine.switch_role(first) is engine and prefill(engine) == token
-    engine.close()
-
-
-def test_a_broken_engine_changes_no_more(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load_engine(prefill_config(demo_dir), rank=0, rendezvous=tmp_path / "first")
-
-    def break_device(*_: Any) -> Any:
-        raise torch.AcceleratorError("an illegal memory access was encountered", 700)
-
-    monkeypatch.setattr(engine_module, "sample_on_device", break_device)
-    with pytest.raises(EngineError, match="an illegal memory access"):
-        prefill(engine)
-    with pytest.raises(EngineError, match="the engine failed in an earlier step and must be restarted") as caught:
-        engine.switch_role(decode_config(demo_dir))
-    assert caught.value.is_fatal and torch.is_inference_mode_enabled() is False
     engine.close()

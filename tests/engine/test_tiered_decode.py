@@ -4,32 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embedded_engine.attention import Scores
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.host_tier import HostTier, cut_into_blocks
+from embedded_engine.host_tier import cut_into_blocks
 from embedded_engine.model_files import read_model_files
-from embedded_engine.paged_attention import GatherDecodePlan
-from embedded_engine.tiered_decode import LoadedBlocks
 from tests.engine.conftest import Generate
 from tests.engine.families import FAMILIES
-from tests.engine.steps import PageBook, decode_all, pages_for, prefill_all
+from tests.engine.steps import PageBook, pages_for, prefill_all
 from tests.engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from transfer.engine_types import DecodeItem
 from transfer.errors import ConfigError, EngineError
 from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
-from transfer.layout import DType, KVLayout, Shard, TokenOrder
+from transfer.layout import Shard, TokenOrder
 
 Directory = Callable[[str], Path]
 Prompts = dict[int, tuple[int, ...]]
@@ -90,46 +83,6 @@ def test_any_share_may_be_in_host_memory(demo_dir: Path, prompts: Prompts, gener
         assert found == {name: generate(demo_dir, prompts[length], NUM_TOKENS) for name, length in LENGTHS.items()}
 
 
-def test_rows_without_host_pages_are_computed_as_ever() -> None:
-    """Bit for bit, alone and beside a row that has some."""
-    layout = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=8, dtype=DType.FLOAT32)
-    pool = KVPool(layout=layout, shard=Shard(page_size=4), num_pages=20)
-    host = HostPool(pool, num_pages=[4])
-    generator = torch.Generator().manual_seed(3)
-    for part in (pool, host.part(0)):
-        for is_v in (False, True):
-            part.buffer(0, is_v=is_v).normal_(generator=generator)
-    tier = HostTier(pool, host, block_bytes=1 << 12)
-    tables = {"a": (7, 3, 5), "b": (1, 2, 4, 6, 8, 9), "c": (NO_PAGE, NO_PAGE, 10, 11)}
-    positions, hosts = {"a": 9, "b": 23, "c": 14}, {"a": (), "b": (), "c": ((0, 2),)}
-    query, key, value = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2, 2))
-
-    def attended(*names: str) -> torch.Tensor:
-        items = [
-            DecodeItem(
-                request_id=name, token_id=5, position=positions[name], page_tables=(tables[name],), host_tables=hosts[name]
-            )
-            for name in names
-        ]
-        arrays = [(np.array(tables[name]),) for name in names]
-        plan = GatherDecodePlan(items, arrays, pool, torch.float32, tier)
-        own = [["a", "b", "c"].index(name) for name in names]
-        return plan.attend(0, query[:, :, own], key[:, :, own], value[:, :, own], Scores(scale=0.3))
-
-    together = attended("a", "b", "c")
-    assert torch.equal(attended("a", "b"), together[:, :2])
-    torch.testing.assert_close(attended("c"), together[:, 2:], rtol=0, atol=0)
-
-
-def test_a_pool_narrower_than_the_model(qwen_dir: Path, prompts: Prompts) -> None:
-    shard = Shard(page_size=4, dtype=DType.FLOAT16)
-    found = tiered_tokens(make_engine(qwen_dir, shard), prompts, ENDS)
-    engine = make_engine(qwen_dir, shard)
-    book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in LENGTHS.items()})
-    first = prefill_all(engine, {name: prompts[length] for name, length in LENGTHS.items()}, book)
-    assert found == decode_all(engine, first, LENGTHS, book, NUM_TOKENS)
-
-
 @pytest.mark.parametrize("family", ["glm", "deepseek_v2"])
 def test_a_request_longer_than_the_device_pool(family_dir: Directory, prompts: Prompts, generate: Generate, family: str) -> None:
     """Six pages on the device, a prompt of 32 and more: the tokens of one process with a large pool."""
@@ -165,24 +118,6 @@ def test_a_request_longer_than_the_device_pool(family_dir: Directory, prompts: P
     assert tokens == generate(directory, prompts[length], num_tokens)
 
 
-def test_an_engine_takes_one_host_pool_that_is_its_own(demo_dir: Path, family_dir: Directory) -> None:
-    engine = make_engine(demo_dir, Shard(page_size=4))
-    host = host_pool_of(engine, 4)
-    size = largest_slice(host, 0)
-    with pytest.raises(ConfigError, match=f"block_bytes is {size - 1}; must be at least {size}"):
-        engine.use_host_pool(host, block_bytes=size - 1)
-    other = KVPool(layout=engine.layout, shard=Shard(page_size=8), num_pages=1)
-    with pytest.raises(ConfigError, match="another layout or shard"):
-        engine.use_host_pool(HostPool(other, num_pages=[1]), block_bytes=1 << 20)
-    engine.use_host_pool(host, block_bytes=size)
-    with pytest.raises(ConfigError, match="has a host pool already"):
-        engine.use_host_pool(host, block_bytes=size)
-    mixed = make_engine(family_dir("gemma2"), Shard(page_size=4))
-    counts = [0 if group.kind is GroupKind.FULL else 2 for group in mixed.pool.groups]
-    with pytest.raises(ConfigError, match="full attention must have at least 1 host page"):
-        mixed.use_host_pool(HostPool(mixed.pool, num_pages=counts), block_bytes=1 << 20)
-
-
 @pytest.mark.parametrize("family", WITHOUT_FULL_ATTENTION)
 def test_a_model_without_full_attention_takes_none(family_dir: Directory, family: str) -> None:
     engine = make_engine(family_dir(family), Shard(page_size=4))
@@ -200,14 +135,9 @@ def host_item(**changes: Any) -> DecodeItem:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"host_tables": ((3,), ())}, "has 2 host tables; the model has one for each of: full"),
         ({"host_tables": ((4,),)}, r"has host pages 4 to 4; the host pool's are in \[0, 4\)"),
-        ({"host_tables": ((-1,),)}, "has host pages -1 to -1"),
         ({"host_tables": ((0, 1),)}, "has 2 host pages; so many entries of its page table must begin it as -1"),
-        ({"page_tables": ((0, 1, 2),)}, "has 1 host pages; so many entries"),
         ({"host_tables": ((0, 1, 2),)}, "has 3 host pages; position 9 is written on the device, so at most 2"),
-        ({"host_tables": ()}, r"has pages -1 to 2; the pool's are in \[0, "),
-        ({"host_tables": ((),)}, r"has pages -1 to 2"),
     ],
 )
 def test_items_whose_tables_do_not_fit_are_refused(demo_dir: Path, changes: dict[str, Any], message: str) -> None:
@@ -219,14 +149,6 @@ def test_items_whose_tables_do_not_fit_are_refused(demo_dir: Path, changes: dict
         engine.decode_batch([host_item(**changes)])
     (kept,) = engine.decode_batch([host_item()]).decode_items
     assert kept.page_tables == ((NO_PAGE, 1, 2),) and kept.host_tables == ((3,),)
-
-
-def test_only_full_attention_leaves_the_device(family_dir: Directory) -> None:
-    engine = make_engine(family_dir("gemma2"), Shard(page_size=4))
-    engine.use_host_pool(host_pool_of(engine, 4), block_bytes=1 << 20)
-    tables = ((NO_PAGE, 1, 2), (NO_PAGE, 1, 2))
-    with pytest.raises(EngineError, match="has 1 host pages; only full attention can leave the device"):
-        engine.decode_batch([host_item(page_tables=tables, host_tables=((), (3,)))])
 
 
 @settings(max_examples=50)
@@ -251,25 +173,3 @@ def test_blocks_hold_every_page_once_and_say_whose_it_is(counts: list[int], page
             found[row] += pages[first // page_size : (first + count) // page_size]
     assert found == [list(table) for table in tables]
     assert [block.begin for block in cut.blocks] == [0, *(block.end for block in cut.blocks[:-1])]
-
-
-def test_what_is_loaded_for_a_replayed_step_stays_until_something_else_fits() -> None:
-    tier: Any = SimpleNamespace(pages_per_block=3, page_size=4)
-    loaded = LoadedBlocks(tier, max_rows=6, device=torch.device("cpu"))
-    blocks = loaded.blocks_of(5, num_splits=1)
-    assert blocks.counts is not None
-    firsts, counts = (
-        [one[block.first_part :][:5] for block in blocks.blocks] for one in (blocks.first_tokens, blocks.num_tokens)
-    )
-    long, short = (5, 6, 7, 8), (9,)
-    for tables in ([long, (), short], [(0,)], [long, (), short]):
-        assert loaded.load(tables)
-    assert blocks.counts.tolist() == [3, 2]
-    assert blocks.pages.view(2, 3)[:, :2].tolist() == [[5, 6], [8, 9]] and blocks.pages[2] == 7
-    assert [one.tolist() for one in counts] == [[12, 0, 0, 0, 0], [4, 0, 4, 0, 0]]
-    assert (firsts[1][0], firsts[1][2]) == (0, 4)
-    before = blocks.pages.clone()
-    assert not loaded.load([tuple(range(7))]), "seven pages do not fit twice three"
-    assert loaded.load([long, (), short]) and torch.equal(blocks.pages, before)
-    assert loaded.load([short])
-    assert blocks.counts.tolist() == [1, 0] and counts[0].tolist() == [4, 0, 0, 0, 0] and not counts[1].any()
