@@ -37,7 +37,6 @@ KINDS: dict[str, Callable[[], tuple[Transport, Transport]]] = {
     "nixl-net": lambda: (NixlTransport(lane="net"), NixlTransport(lane="net")),
     "cuda_ipc-twin": _twin,
 }
-INPROC = [kind for kind in KINDS if kind.startswith("inproc")]
 UCX = [kind for kind in KINDS if kind.startswith("ucx")]
 NIXL = [kind for kind in KINDS if kind.startswith("nixl")]
 ONE_SIDED = ["inproc-one-sided", *NIXL, "cuda_ipc-twin"]

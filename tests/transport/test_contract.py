@@ -13,16 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.transport.contract import (
-    INPROC,
     KINDS,
-    ONE_SIDED,
     TWO_SIDED,
     UCX,
     Pair,
     open_pair,
     open_sessions,
 )
-from tests.transport.payload import PATTERN, noise, rng
+from tests.transport.payload import PATTERN, rng
 from transfer.errors import ConfigError, LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import ReceiveHandle, WriteHandle
 from transfer.transport.inproc import InprocHub, InprocTransport
@@ -63,15 +61,6 @@ def test_64_mb_in_one_write(kind: str) -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("kind", INPROC)  # the others may copy a small source and be done
-def test_an_inproc_write_is_pending_until_progress(kind: str) -> None:
-    pair = open_pair(kind)
-    handle = pair.writer.write(pair.source_memory, rng(0, 10), rng(0, 10), 1)
-    assert not handle.poll()
-    assert (pair.ring == PATTERN).all()
-    pair.close()
-
-
 def test_a_write_does_not_land_before_it_is_expected(two_sided: Pair) -> None:
     write = two_sided.writer.write(two_sided.source_memory, rng(0, 1 << 20), rng(0, 1 << 20), 1)
     two_sided.turn(200)
@@ -89,24 +78,6 @@ def test_the_target_decides_where_bytes_land(two_sided: Pair) -> None:
     two_sided.drive(receive, write)
     assert (two_sided.ring[512:1024] == two_sided.source[:512]).all()
     assert (two_sided.ring[:512] == PATTERN).all()
-
-
-@pytest.mark.parametrize("size", [100, 20_000])
-def test_many_in_flight_in_any_order(pair: Pair, size: int) -> None:
-    order = np.random.default_rng(7).permutation(50)
-    keys = [int(key) for key in order]
-    handles: list[WriteHandle | ReceiveHandle] = []
-    if not pair.is_one_sided:
-        handles += [pair.target.expect(pair.ring_memory, rng(key * size, (key + 1) * size), key) for key in range(0, 50, 2)]
-    for key in keys:
-        place = rng(key * size, (key + 1) * size)
-        handles.append(pair.writer.write(pair.source_memory, place, place, key))
-    pair.turn()
-    if not pair.is_one_sided:
-        handles += [pair.target.expect(pair.ring_memory, rng(key * size, (key + 1) * size), key) for key in range(49, 0, -2)]
-    pair.drive(*handles)
-    assert (pair.ring[: 50 * size] == pair.source[: 50 * size]).all()
-    assert (pair.ring[50 * size :] == PATTERN).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,51 +122,6 @@ def test_random_schedules(kind: str) -> None:
         run()
     finally:
         pair.close()
-
-
-def test_both_directions_of_a_two_sided_session(two_sided: Pair) -> None:
-    """The same key in both directions at once; the probe needs it."""
-    two_sided.ring[:] = noise(two_sided.ring.nbytes, seed=5)
-    back_array = np.zeros(10_000, dtype=np.uint8)
-    back_memory = two_sided.writer_transport.register(back_array)
-    there = two_sided.target.expect(two_sided.ring_memory, rng(500_000, 510_000), 4)
-    back = two_sided.writer.expect(back_memory, rng(0, 10_000), 4)
-    first = two_sided.writer.write(two_sided.source_memory, rng(0, 10_000), rng(500_000, 510_000), 4)
-    second = two_sided.target.write(two_sided.ring_memory, rng(0, 10_000), rng(0, 10_000), 4)
-    two_sided.drive(there, back, first, second)
-    assert (two_sided.ring[500_000:510_000] == two_sided.source[:10_000]).all()
-    assert (back_array == two_sided.ring[:10_000]).all()
-
-
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_what_a_one_sided_transport_does_not_do(kind: str) -> None:
-    pair = open_pair(kind)
-    with pytest.raises(LocalProtocolError, match="offered no memory"):
-        pair.target.write(pair.ring_memory, rng(0, 1), rng(0, 1), 1)
-    with pytest.raises(LocalProtocolError, match="one-sided"):
-        pair.target.expect(pair.ring_memory, rng(0, 1), 1)
-    assert pair.writer.decline(1).poll()
-    pair.close()
-
-
-# Declines
-
-
-@pytest.mark.parametrize("expect_first", [True, False])
-@pytest.mark.parametrize("num_bytes", [1, 100_000])
-def test_decline_settles_the_receive_and_touches_nothing(two_sided: Pair, expect_first: bool, num_bytes: int) -> None:
-    handles = []
-    if not expect_first:
-        handles.append(two_sided.writer.decline(7))
-        two_sided.turn()
-    receive = two_sided.target.expect(two_sided.ring_memory, rng(0, num_bytes), 7)
-    if expect_first:
-        two_sided.turn()
-        assert not receive.poll()
-        handles.append(two_sided.writer.decline(7))
-    two_sided.drive(receive, *handles)
-    assert receive.num_bytes == 0
-    assert (two_sided.ring == PATTERN).all()
 
 
 # A peer that breaks the rules
@@ -269,23 +195,6 @@ def test_keys_are_checked_and_the_largest_works(pair: Pair) -> None:
                 pair.target.expect(pair.ring_memory, rng(0, 1), key)
     pair.move(rng(0, 10), rng(0, 10), key=2**62 - 1)
     assert (pair.ring[:10] == pair.source[:10]).all()
-
-
-def test_a_pending_key_is_refused_twice(two_sided: Pair) -> None:
-    two_sided.target.expect(two_sided.ring_memory, rng(0, 100), 5)
-    with pytest.raises(LocalProtocolError, match="expected already"):
-        two_sided.target.expect(two_sided.ring_memory, rng(0, 100), 5)
-    two_sided.writer.write(two_sided.source_memory, rng(0, 1 << 20), rng(0, 1 << 20), 6)
-    with pytest.raises(LocalProtocolError, match="on its way already"):
-        two_sided.writer.write(two_sided.source_memory, rng(0, 1 << 20), rng(0, 1 << 20), 6)
-
-
-def test_unregistered_memory_is_refused(pair: Pair) -> None:
-    foreign = InprocTransport(InprocHub()).register(bytearray(64))
-    with pytest.raises(LocalProtocolError, match="not registered"):
-        pair.writer.write(foreign, rng(0, 1), rng(0, 1), 1)
-    with pytest.raises(LocalProtocolError, match="not registered"):
-        pair.writer_transport.deregister(foreign)
 
 
 def test_memory_in_use_cannot_be_deregistered(pair: Pair) -> None:
@@ -499,14 +408,6 @@ def test_wrong_blobs_are_refused_in_one_line(pair: Pair) -> None:
     good.close()
     good.close()
     other.close()
-
-
-@given(blob=st.binary(max_size=200))
-def test_random_blobs_never_do_more_than_raise_config_error(blob: bytes) -> None:
-    transport = InprocTransport(InprocHub())
-    memory = transport.register(bytearray(8))
-    with pytest.raises(ConfigError):
-        transport.accept(blob, memory)
 
 
 def test_an_offer_that_is_closed_leaves_nothing(pair: Pair) -> None:

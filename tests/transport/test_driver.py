@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +12,8 @@ import pytest
 
 from tests.transport.contract import NIXL, TWO_SIDED, Pair, open_pair, open_sessions
 from tests.transport.payload import rng
-from transfer.errors import LocalProtocolError, TransferError, TransportClosed, TransportTimeout, WriteFailed
+from transfer.errors import TransferError, TransportClosed, TransportTimeout, WriteFailed
 from transfer.transport.driver import SessionDriver
-from transfer.transport.fine_timer import FineTimer
 
 
 @pytest.fixture(params=TWO_SIDED)
@@ -87,21 +84,6 @@ async def test_deadline(pair: Pair) -> None:
     remove_all(driver, pair)
 
 
-async def test_cancelled_wait_is_forgotten(pair: Pair) -> None:
-    driver = driver_of(pair)
-    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
-    waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
-    await asyncio.sleep(0.01)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
-    # Both at once: a two-sided session without a descriptor is looked at only while somebody waits on it, and it is the target
-    # that lands the bytes.
-    await asyncio.gather(driver.wait(pair.writer, write, deadline_s=60), driver.wait(pair.target, receive, deadline_s=60))
-    remove_all(driver, pair)
-
-
 async def test_remove_settles_the_waiting_exactly_once(pair: Pair) -> None:
     driver = driver_of(pair)
     heard: list[TransferError | None] = []
@@ -118,18 +100,6 @@ async def test_remove_settles_the_waiting_exactly_once(pair: Pair) -> None:
     await asyncio.sleep(0.01)
     assert [type(error) for error in heard] == [TransportClosed]
     driver.remove(pair.writer)
-
-
-async def test_close_without_remove_is_heard(pair: Pair) -> None:
-    driver = driver_of(pair)
-    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
-    waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
-    await asyncio.sleep(0.01)
-    pair.target.close()
-    driver.watch(pair.target, receive, lambda *_: None)  # whatever is asked of it next
-    with pytest.raises(TransportClosed):
-        await waiting
-    remove_all(driver, pair)
 
 
 async def test_a_dead_peer_is_heard_while_sleeping(pair: Pair) -> None:
@@ -167,17 +137,6 @@ async def test_a_failing_callback_reaches_the_loop_and_not_the_others(pair: Pair
     remove_all(driver, pair)
 
 
-async def test_mistakes_are_refused(pair: Pair) -> None:
-    driver = driver_of(pair)
-    with pytest.raises(LocalProtocolError, match="driven already"):
-        driver.add(pair.writer)
-    driver.remove(pair.writer)
-    write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
-    with pytest.raises(LocalProtocolError, match="not driven"):
-        driver.watch(pair.writer, write, lambda *_: None)
-    driver.remove(pair.target)
-
-
 async def test_a_reused_descriptor_number_wakes_its_new_session(pair: Pair) -> None:
     """A session that is closed first and removed later must not take its number's successor with it."""
     driver = driver_of(pair)
@@ -212,31 +171,6 @@ async def test_idle_costs_nothing(pair: Pair) -> None:
     remove_all(driver, pair)
 
 
-async def test_a_fine_timer_fires_once_and_not_early() -> None:
-    loop = asyncio.get_running_loop()
-    fired = asyncio.Event()
-    count = 0
-
-    def fire() -> None:
-        nonlocal count
-        count += 1
-        fired.set()
-
-    timer = FineTimer(loop, fire)
-    for _ in range(30):
-        begun = time.perf_counter()
-        timer.start(100e-6)
-        await fired.wait()
-        assert time.perf_counter() - begun >= 100e-6
-        fired.clear()
-    assert count == 30
-    timer.start(0.001)
-    timer.cancel()
-    await asyncio.sleep(0.01)
-    assert count == 30
-    timer.close()
-
-
 @pytest.mark.parametrize("kind", NIXL)
 async def test_one_sided_writes_settle_in_turns_with_the_loop(kind: str) -> None:
     """A bulk write is not one long step of the loop."""
@@ -263,24 +197,6 @@ async def test_one_sided_writes_settle_in_turns_with_the_loop(kind: str) -> None
     pair.close()
 
 
-async def test_out_of_descriptors_who_waits_is_still_served() -> None:
-    pair = open_pair("nixl-net", source_bytes=16 << 20, ring_bytes=16 << 20)
-    pair.move(rng(0, 4096), rng(0, 4096), 1)  # connects
-    driver = SessionDriver(asyncio.get_running_loop())
-    driver.add(pair.writer)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        with pytest.raises(OSError, match="timerfd_create failed"):
-            FineTimer(asyncio.get_running_loop(), lambda: None)
-        write = pair.writer.write(pair.source_memory, rng(0, 16 << 20), rng(0, 16 << 20), 2)
-        await driver.wait(pair.writer, write, deadline_s=60)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    driver.remove(pair.writer)
-    pair.close()
-
-
 async def test_a_busy_session_does_not_starve_the_loop() -> None:
     pair = open_pair("inproc-two-sided")
     driver = driver_of(pair)
@@ -299,42 +215,6 @@ async def test_a_busy_session_does_not_starve_the_loop() -> None:
     running[0] = False
     assert next(keys) > 50
     remove_all(driver, pair)
-    pair.close()
-
-
-@pytest.mark.parametrize("kind", ["ucx-shm", "ucx-net"])
-def test_two_loops_in_two_threads(kind: str) -> None:
-    """Both ends sleep on their own descriptors: a wake-up that is lost would hang one of them."""
-    pair = open_pair(kind)
-    failures: list[BaseException] = []
-
-    async def end(is_writer: bool) -> None:
-        session = pair.writer if is_writer else pair.target
-        driver = SessionDriver(asyncio.get_running_loop())
-        driver.add(session)
-        for key in range(100):
-            size = 3000 if key % 2 else 200_000
-            if is_writer:
-                handle: Any = session.write(pair.source_memory, rng(0, size), rng(0, size), key)
-            else:
-                handle = session.expect(pair.ring_memory, rng(0, size), key)
-            await driver.wait(session, handle, deadline_s=60)
-            if key % 25 == 0:
-                await asyncio.sleep(0.01)
-        driver.remove(session)
-
-    def run(is_writer: bool) -> None:
-        try:
-            asyncio.run(end(is_writer))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(is_writer,)) for is_writer in (True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not failures
     pair.close()
 
 

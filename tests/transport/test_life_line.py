@@ -46,10 +46,3 @@ def test_addresses_are_checked(place: int, value: object) -> None:
         wire[0] = value
     with pytest.raises(ConfigError):
         LineAddress.from_wire(wire)
-
-
-def test_other_things_are_no_addresses() -> None:
-    values: list[object] = [None, 3, {}, [], [1, 2, 3, 4]]
-    for value in values:
-        with pytest.raises(ConfigError):
-            LineAddress.from_wire(value)

@@ -53,10 +53,7 @@ def test_host_buffers(buffer: Any, num_bytes: int) -> None:
         (b"abc", "read-only"),
         (bytearray(0), "0 bytes"),
         (np.zeros((4, 4))[:, 1], "not contiguous"),
-        (torch.zeros(4, 4).t(), "not contiguous"),
-        (torch.zeros(4, device="meta"), "device meta"),
         ([1, 2], "buffer protocol"),
-        (None, "buffer protocol"),
     ],
 )
 def test_bad_buffers(buffer: Any, words: str) -> None:
@@ -103,15 +100,6 @@ def test_the_device_of_a_buffer_that_is_not_torchs() -> None:
         memory_of(_Silent())
 
 
-@pytest.mark.parametrize(
-    ("interface", "words"),
-    [({"strides": (2, 8)}, "not contiguous"), ({"data": (0x1000, True)}, "read-only"), ({"shape": (0,)}, "0 bytes")],
-)
-def test_bad_device_buffers(interface: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        memory_of(_Device(**interface))
-
-
 def test_claims_in_claims_take_no_memory() -> None:
     """With room made for what each of them claims a blob of 64 KB would take 80 MB."""
     for claim in (b"\xdd\x00\x00\xff\x00", b"\xdf\x00\x00\xff\x00", b"\xdc\x00\x21"):
@@ -152,10 +140,8 @@ def test_proof_of_readable_memory() -> None:
     ("made", "settings", "words"),
     [
         (UcxTransport, {"lane": ""}, "use auto, shm or net"),
-        (UcxTransport, {"lane": None}, "use auto, shm or net"),
         (UcxTransport, {"options": {"RNDV_SCHEME": "nonsense"}}, "UCX refused the options"),
         (UcxTransport, {"lane": "net", "options": {"TLS": "cma,self"}}, "leaves nothing for lane net"),
-        (NixlTransport, {"lane": "fast"}, "lane 'fast' of transport nixl is unknown"),
         (NixlTransport, {"backend": "NOSUCH"}, r"backend NOSUCH of transport nixl is not installed; this NIXL has .*UCX"),
         (NixlTransport, {"backend": "LIBFABRIC", "options": {"TLS": "tcp"}}, "takes no UCX options"),
     ],
