@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -74,10 +73,3 @@ def test_the_element_type_comes_from_config_json_or_from_the_caller(demo_dir: Pa
     assert files.layout(DType.FLOAT16).dtype is DType.FLOAT16
     with pytest.raises(ConfigError, match=r"config\.json says dtype None; dummy weights need one of float32, bfloat16, float16"):
         files.layout()
-
-
-def test_a_quantised_model_is_made_up_without_its_quantisation(demo_dir: Path, tmp_path: Path) -> None:
-    directory = bare(demo_dir, tmp_path / "bare")
-    edit_config(directory, quantization_config={"quant_method": "fp8"})
-    quantised: Any = read_model_files(directory, dummy_seed=0)
-    assert EmbeddedEngine(quantised, shard=Shard(), num_pages=1).weights_bytes > 0
