@@ -14,12 +14,7 @@ import torch
 from tests.transport.cuda_ipc_ends import Place, Remote, attach
 from tests.transport.cuda_ipc_scenarios import *  # noqa: F403
 from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
-from transfer.errors import ConfigError
-from transfer.kernels import head_slice_copier
-from transfer.kv_pool import PagedKVPool
-from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, wire_buffers
 from transfer.staging import StagingBuffer
-from transfer.transport.base import ByteRange
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK_HZ = 2_000_000_000  # at most, of an H200's multiprocessors
@@ -96,20 +91,6 @@ def test_nothing_that_a_killed_writer_had_queued_lands_once_it_is_gone(places: P
     assert target.do("is_stamp", value=4)
 
 
-def test_closing_waits_for_no_kernel_and_its_target_for_those_that_store(places: Places, make: Make) -> None:
-    writer, target = make(places.writer), make(places.target)
-    warm_up(writer, target)
-    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=CLOCK_HZ)
-    target.do("close")
-    assert target.do("is_stamp", value=1)
-    begun = time.monotonic()
-    writer.do("close")
-    assert time.monotonic() - begun < 0.2  # the GPU sleeps for half a second or more
-    assert not target.do("is_over")
-    assert target.do("is_over_within", seconds=10)
-    assert target.do("holds", begin=0, end=MiB, seed=3, source_begin=0, around=0)
-
-
 def test_a_writer_whose_device_is_broken_is_over_only_when_it_is_gone(places: Places, make: Make) -> None:
     writer, target = make(places.writer), make(places.target)
     attach(writer, target)
@@ -125,39 +106,6 @@ def test_a_writer_whose_device_is_broken_is_over_only_when_it_is_gone(places: Pl
     other = make(places.writer)
     attach(other, target)
     assert moves_bytes(other, target, MiB)  # noqa: F405
-
-
-def test_a_gather_straight_into_the_peers_ring(places: Places, make: Make) -> None:
-    """The real kernel, the real session: the same bytes as a gather into memory of its own, and the same digest."""
-    from transfer.transport.cuda_ipc import CudaIpcTransport
-
-    layout = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=64, dtype=DType.BFLOAT16)
-    pool = PagedKVPool(layout=layout, shard=Shard(page_size=16), num_pages=32, device="cuda:0")
-    for layer in range(4):
-        for is_v in (False, True):
-            pool.buffer(layer, is_v=is_v).normal_()
-    pages = torch.randperm(32, device="cuda:0")
-    tokens, layers = Span(begin=0, end=500), Span(begin=0, end=4)
-    heads = HeadSlice(source_start=1, target_start=0, count=2)
-    route = Route(index=0, prefill_rank=0, decode_rank=0, layers=layers, heads=heads)
-    buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=500, dtype=DType.BFLOAT16)
-    plan = head_slice_copier(pool, heads=Span(begin=1, end=3), wire_dtype=DType.BFLOAT16).plan(buffers)
-    local = torch.zeros(plan.num_wire_bytes, dtype=torch.uint8, device="cuda:0")
-    digests = torch.zeros(2, dtype=torch.int64, device="cuda:0")
-    target = make(places.target, num_bytes=plan.num_wire_bytes + 8192)
-    transport = CudaIpcTransport(device_index=0)
-    offer = transport.offer()
-    session = offer.complete(target.do("accept", blob=offer.blob))
-    ring = session.direct(ByteRange(begin=4096, end=4096 + plan.num_wire_bytes))
-    assert ring is not None
-    plan.gather(pages, ring, digest=digests[:1])
-    plan.gather(pages, local, digest=digests[1:])
-    torch.cuda.synchronize()
-    assert target.do("content")[4096:-4096] == local.cpu().numpy().tobytes()
-    assert digests[0] == digests[1] != 0
-    transport.close()
-    target.do("close")
-    assert target.do("is_over")
 
 
 def test_a_ring_is_an_allocation_of_its_own() -> None:
@@ -179,14 +127,6 @@ def test_a_ring_is_an_allocation_of_its_own() -> None:
     assert not view.any()
 
 
-def test_host_memory_is_refused() -> None:
-    from transfer.transport.cuda_ipc import CudaIpcTransport
-
-    for buffer in (torch.zeros(8), torch.zeros(8).pin_memory(), bytearray(8)):
-        with pytest.raises(ConfigError, match=r"is host memory: put it on device cuda, or choose transport: ucx"):
-            CudaIpcTransport().register(buffer)
-
-
 def test_memory_that_cannot_be_exported_names_the_setting() -> None:
     code = (
         "import torch\n"
@@ -202,12 +142,3 @@ def test_memory_that_cannot_be_exported_names_the_setting() -> None:
     )
     assert done.stdout.startswith("ConfigError the ring's memory cannot be shared over CUDA IPC"), done
     assert "expandable_segments:True" in done.stdout and "PYTORCH_CUDA_ALLOC_CONF" in done.stdout
-
-
-@needs_two
-def test_another_device_than_the_transports_is_refused() -> None:
-    from transfer.transport.cuda_ipc import CudaIpcTransport
-
-    transport = CudaIpcTransport(device_index=0)
-    with pytest.raises(ConfigError, match=r"lies on device 1 \([0-9a-f-]{36}\), and this cuda_ipc transport serves device 0"):
-        transport.register(torch.zeros(8, dtype=torch.uint8, device="cuda:1"))

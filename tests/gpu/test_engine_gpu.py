@@ -24,7 +24,7 @@ from tests.runtime.instances import decode_config
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
-from transfer.layout import DType, Shard, TokenOrder
+from transfer.layout import DType, Shard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,25 +84,11 @@ def test_a_replayed_step_of_half_precision_computes_what_a_launched_one_does(
     assert_replayed_as_launched(model(name), prompts, sizes_that_are_captured(name, DType.BFLOAT16), record_property)
 
 
-@pytest.mark.parametrize(
-    "shard",
-    [Shard(page_size=16, order=TokenOrder.HND), Shard(page_size=1), Shard(page_size=16, dtype=DType.FLOAT8_E4M3)],
-    ids=["HND", "tokens", "float8"],
-)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
-def test_a_replayed_step_over_pools_of_other_kinds(
-    model: Directory, prompts: Prompts, name: str, shard: Shard, record_property: Record
-) -> None:
-    assert_replayed_as_launched(model(name), prompts, CAPTURED, record_property, shard=shard)
-
-
-def assert_replayed_as_launched(
-    directory: Path, prompts: Prompts, captured: tuple[int, ...], record_property: Record, shard: Shard | None = None
-) -> None:
+def assert_replayed_as_launched(directory: Path, prompts: Prompts, captured: tuple[int, ...], record_property: Record) -> None:
     """The logits of steps of captured sizes, in half precision: the kernels are the same, so nearly all bits are."""
     logits: dict[str, list[Tensor]] = {"launched": [], "replayed": []}
     for way, wanted in (("launched", ()), ("replayed", CAPTURED)):
-        engine = make_engine(directory, "cuda", captured=wanted, shard=shard, dtype=DType.BFLOAT16)
+        engine = make_engine(directory, "cuda", captured=wanted, dtype=DType.BFLOAT16)
         if wanted:
             record_property("captured", f"{directory.name} bfloat16: {engine.captured_batch_sizes}")
         lengths = {key: PROMPTS[key] for key in ("a", "b", "c", "d")}

@@ -9,13 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from embedded_engine.kernels.arguments import DecodeCall
-from embedded_engine.kernels.reference import reference_decode_attention
 from embedded_engine.sampling import sample_on_device
 from tests.engine.decode_cases import (
     MODEL_DTYPES,
     POOL_DTYPES,
-    TOLERANCES,
     DecodeCase,
     assert_attends,
     assert_writes,
@@ -113,46 +110,6 @@ def test_offsets_beyond_32_bits() -> None:
     new = torch.full((1, 8, 128), 2.0, device="cuda", dtype=torch.bfloat16)
     write_rows(k, v, new, new, torch.tensor([num_slots - 1], dtype=torch.int32, device="cuda"))
     assert k[-1, -1].float().eq(2).all() and v[-1, -1].float().eq(2).all() and k[0, 0].float().eq(0).all()
-
-
-@pytest.mark.parametrize("pool_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
-def test_a_captured_step_is_replayed_while_requests_grow_come_and_go(pool_dtype: DType) -> None:
-    """Write and attention of one batch size, captured once: later only the contents of its input tensors change."""
-    from embedded_engine.kernels.write_rows import write_rows
-
-    case = DecodeCase(heads=(16, 4), k_dim=64, v_dim=64, dtype=DType.BFLOAT16, pool_dtype=pool_dtype, lengths=(500, 301, 40, 0))
-    arguments = case.arguments("cuda") | {"window_tokens": 0}
-    shape = (len(arguments["rows"]), 4, 64)
-    new_k, new_v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    new_slots = torch.full(shape[:1], -1, dtype=torch.int32, device="cuda")
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        write_rows(arguments["k"], arguments["v"], new_k, new_v, new_slots)
-        return attend(arguments)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step()
-    rows, lengths, slots = arguments["rows"], arguments["lengths"], arguments["slots"]
-    dummy = slots.shape[0] - 1
-    steps = [([1, 2, 3, dummy], [1, 300, 40, 0]), ([1, 2, 3, dummy], [500, 301, 2, 0]), ([2, dummy, dummy, 1], [129, 0, 0, 128])]
-    for step_rows, step_lengths in steps:
-        rows[:4] = torch.tensor(step_rows, dtype=torch.int32)
-        lengths[:4] = torch.tensor(step_lengths, dtype=torch.int32)
-        new_slots[:4] = slots[rows[:4].long(), lengths[:4].long() - 1]
-        new_k.normal_(), new_v.normal_()
-        graph.replay()
-        expected, expected_lse = reference_decode_attention(DecodeCall(**arguments))
-        tolerance = TOLERANCES[torch.bfloat16]
-        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
-        written = int(new_slots[0])
-        assert torch.equal(arguments["k"][written // 16, written % 16].float(), new_k[0].to(arguments["k"].dtype).float())
 
 
 def test_the_page_table_is_written_behind_the_current_stream() -> None:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from node_runtime.piece_copier import PieceCopier
 from node_runtime.request_tables import RequestTables
 from tests.gpu.busy import occupy
-from tests.kernels.kernel_cases import START, Case, assert_agrees, cases
-from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.errors import LayoutError
+from tests.kernels.kernel_cases import Case, assert_agrees, cases
 from transfer.kernels import add_digest, head_slice_copier
-from transfer.kernels.digest import DIGEST_WORDS, HostDigest, digest
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
-from transfer.kv_pool import TORCH_DTYPES, KVPool, PagedKVPool, as_words
-from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, TokenOrder, WireBuffer, routes, wire_buffers
+from transfer.kv_pool import TORCH_DTYPES, PagedKVPool, as_words
+from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, TokenOrder, WireBuffer, wire_buffers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,62 +132,6 @@ def test_offsets_beyond_32_bits() -> None:
     assert (int(sent) - parts) % 2**64 == 0
 
 
-@dataclass(frozen=True)
-class AddressOnly:
-    """A wire that is known as a peer's ring is: by address, and by the device whose kernels may use it."""
-
-    memory: torch.Tensor
-    device_index: int
-
-    def data_ptr(self) -> int:
-        return self.memory.data_ptr()
-
-    def numel(self) -> int:
-        return self.memory.numel()
-
-
-def test_a_wire_that_is_only_an_address() -> None:
-    case = shape(DType.BFLOAT16, DType.BFLOAT16, 16, 128, TokenOrder.NHD)
-    pool, wire, expected = case.pool("cuda", seed=9), case.wire("cuda"), case.wire("cuda")
-    from transfer.kernels.head_slice import TritonCopier
-
-    plan, table, index = case.plan(TritonCopier, pool), case.table("cuda"), wire.device.index
-    plan.gather(table, expected)
-    total = torch.full((1,), START, dtype=torch.int64, device="cuda")
-    plan.gather(table, AddressOnly(wire, index), digest=total)
-    assert torch.equal(wire, expected)
-    assert (int(total) - START) % 2**64 == reference_words_sum(wire[: plan.num_wire_bytes])
-    with pytest.raises(LayoutError, match="for kernels of device 63"):
-        plan.gather(table, AddressOnly(wire, 63))
-    with pytest.raises(LayoutError, match=r"out is torch.uint8 .* on cpu; must be contiguous uint8"):
-        plan.gather(table, wire.cpu())
-    with pytest.raises(LayoutError, match="digest is a HostDigest"):
-        plan.gather(table, wire, digest=HostDigest(DIGEST_WORDS))
-    with pytest.raises(LayoutError, match=r"pages is torch.int64 .* on cpu"):
-        plan.gather(table.cpu(), wire)
-
-
-def test_pages_outside_the_pool_are_left_out() -> None:
-    """A table on a GPU is not checked: the kernel must not follow it out of the pool."""
-    case = shape(DType.BFLOAT16, DType.BFLOAT16, 16, 128, TokenOrder.NHD)
-    from transfer.kernels.head_slice import TritonCopier
-
-    pool, wire, expected = case.pool("cuda", seed=9), case.wire("cuda"), case.wire("cuda")
-    plan, table = case.plan(TritonCopier, pool), case.table("cuda")
-    table[3], table[7] = case.num_pages, -1
-    plan.gather(table, wire)
-    torch.cuda.synchronize()
-    case.plan(ReferenceCopier, pool).gather(case.table("cuda"), expected)
-    row, begin = 2 * 128 * 2, 5  # bytes of a token, and the first token
-    for buffer in plan.buffers:
-        found, right = (
-            one[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes].view(-1, row) for one in (wire, expected)
-        )
-        for page in range(12):
-            tokens = slice(max(0, page * 16 - begin), (page + 1) * 16 - begin)
-            assert bool((found[tokens] == 0xA5).all()) if page in (3, 7) else torch.equal(found[tokens], right[tokens])
-
-
 def test_runs_behind_the_current_stream_and_waits_for_nothing() -> None:
     """A gather queued behind a slow fill of the pool sees what was filled, and the call is over long before."""
     case = shape(DType.BFLOAT16, DType.BFLOAT16, 16, 128, TokenOrder.NHD)
@@ -215,51 +154,6 @@ def test_runs_behind_the_current_stream_and_waits_for_nothing() -> None:
     event.synchronize()
     assert bool((out[: plan.num_wire_bytes].view(torch.bfloat16) == 3.0).all())
     assert int(total) % 2**64 == reference_words_sum(out[: plan.num_wire_bytes])
-
-
-def test_pieces_of_two_requests_with_tables_that_grow() -> None:
-    """Chunk by chunk, with page tables that get longer, over two streams; nothing waits once a piece's shape is known."""
-    layout = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=64, dtype=DType.BFLOAT16)
-    shard, tokens, page_size = Shard(page_size=4), 3000, 4
-    pool = KVPool(layout=layout, shard=shard, num_pages=2000, device="cuda")
-    for layer in range(4):
-        for is_v in (False, True):
-            pool.buffer(layer, is_v=is_v).normal_()
-    host = KVPool(layout=layout, shard=shard, num_pages=2000)
-    for layer in range(4):
-        for is_v in (False, True):
-            host.buffer(layer, is_v=is_v).copy_(pool.buffer(layer, is_v=is_v))
-    order = torch.randperm(2000, generator=torch.Generator().manual_seed(2)).tolist()
-    tables = {"a": order[:750], "b": order[750:1500]}
-    (route,) = routes(layout, shard, shard)
-    chunks = split_into_chunks(ChunkPlan(chunk_tokens=512), num_tokens=tokens, num_layers=4)
-    copier, on_host = PieceCopier(pool), PieceCopier(host)
-    what = {"heads": Span(begin=0, end=4), "num_tokens": tokens, "dtype": DType.BFLOAT16}
-    streams = {"a": torch.cuda.Stream(), "b": torch.cuda.Stream()}
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    torch.cuda.synchronize()
-    for number, chunk in enumerate(chunks):
-        for request_id, table in tables.items():
-            known = (table[: -(-chunk.tokens.end // page_size)],)
-            piece = copier.prepare(layout, route, chunk, request_id=request_id, tables=known, **what)
-            wire = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8)
-            on_host.prepare(layout, route, chunk, request_id=request_id, tables=known, **what).gather(wire)
-            out = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8, device="cuda")
-            total = torch.zeros(1, dtype=torch.int64, device="cuda")
-            streams[request_id].wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(streams[request_id]):
-                if 0 < number < len(chunks) - 1:
-                    with nothing_waits():
-                        piece.gather(out, total)
-                else:
-                    piece.gather(out, total)
-            found.append((wire, out, total))
-    torch.cuda.synchronize()
-    for wire, out, total in found:
-        assert torch.equal(out.cpu(), wire)
-        assert int(total) % 2**64 == digest(wire, DIGEST_WORDS)
-    for request_id in (*tables, *tables):
-        copier.forget(request_id)
 
 
 def test_a_stream_that_is_slow_with_a_table_holds_no_other_up() -> None:
@@ -299,32 +193,3 @@ def test_a_stream_that_is_slow_with_a_table_holds_no_other_up() -> None:
         found.clear()
         tables.forget(f"request {number}")
     assert len(set(places)) == 2, "the same memory for every request"
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("is_gather", [True, False])
-def test_pieces_of_a_route_that_was_warmed_compile_nothing(is_gather: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transfer.kernels import copy_kernel
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    layout = KVLayout.uniform(num_layers=3, num_kv_heads=3, head_dim=96, dtype=DType.BFLOAT16)
-    shard, plan = Shard(page_size=16), ChunkPlan(chunk_tokens=64)
-    copier = PieceCopier(KVPool(layout=layout, shard=shard, num_pages=32, device="cuda"))
-    (route,) = routes(layout, shard, shard)
-    what = {"heads": Span(begin=0, end=3), "dtype": DType.BFLOAT16}
-    copier.warm(layout, route, plan, is_gather=is_gather, **what)
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise AssertionError("a kernel is compiled")
-
-    monkeypatch.setattr(copy_kernel.copy_pieces, "warmup", refuse)
-    total = torch.zeros(1, dtype=torch.int64, device=device)
-    for num_tokens in (1, 63, 64, 65, 200):
-        for chunk in split_into_chunks(plan, num_tokens=num_tokens, num_layers=3):
-            tables = [range(32)]
-            piece = copier.prepare(layout, route, chunk, request_id="a", num_tokens=num_tokens, tables=tables, **what)
-            wire = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8, device=device)
-            piece.make_ready(wire, is_gather=is_gather)
-            with nothing_waits():
-                (piece.gather if is_gather else piece.scatter)(wire, total)
-    torch.cuda.synchronize()

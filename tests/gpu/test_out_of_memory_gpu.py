@@ -132,14 +132,6 @@ def test_the_capture_of_a_graph(model: Directory, ballast: Ballast, monkeypatch:
     assert engine.captured_batch_sizes == CAPTURED and tokens_of(engine) == tokens
 
 
-def test_the_steps_before_a_capture(model: Directory, ballast: Ballast) -> None:
-    engine = engine_of(model)
-    ballast.fill()
-    said = out_of_memory_in(lambda: engine.capture_cuda_graphs(CAPTURED))
-    assert re.match("out of memory while (capturing the|running decode steps before their) CUDA graphs? ", said)
-    assert "; lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction" in said
-
-
 @pytest.mark.parametrize("captured", [(), CAPTURED], ids=["launched", "replayed"])
 def test_steps(model: Directory, ballast: Ballast, captured: tuple[int, ...]) -> None:
     """Only the failed step's request fails. Memory is released, and the KV of other requests does not change."""

@@ -8,16 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from node_runtime.piece_copier import PieceCopier
 from tests.gpu.busy import occupy
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
 from transfer import host_pool
-from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.errors import MemoryPlanError
-from transfer.host_pool import HostPool, mixed_pool
+from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover, movement_of
 from transfer.kv_pool import KVPool
-from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, routes
+from transfer.layout import DType, KVLayout, Shard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,43 +52,6 @@ def test_moves_what_the_reference_moves(side: Side, min_run_bytes: int, case: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_page_mover, "MIN_RUN_BYTES", min_run_bytes)
         assert_moves(case, side, movement_of, "cuda")
-
-
-@pytest.mark.parametrize("order", list(TokenOrder))
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_what_has_been_compiled_is_all_that_is_launched(
-    order: TokenOrder, page_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transfer.kernels.page_kernel import copy_segments
-
-    pool = KVPool(layout=LAYOUT, shard=Shard(page_size=page_size, order=order), num_pages=40, device="cuda")
-    host = HostPool(pool, num_pages=[40])
-    mover = PageMover(pool, host, buffer_bytes=8 * host.page_bytes[0])
-    mover.compile()
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise AssertionError("a kernel is compiled")
-
-    monkeypatch.setattr(copy_segments, "warmup", refuse)
-    for host_pages in (list(range(40)), list(range(0, 40, 2))):
-        moves = [PageMove(group=0, device_pages=list(range(len(host_pages))), host_pages=host_pages)]
-        assert mover.save(moves) == mover.load(moves) == len(host_pages) * host.page_bytes[0]
-
-
-@pytest.mark.parametrize("order", list(TokenOrder))
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_many_pages_come_back_through_small_buffers(page_size: int, order: TokenOrder) -> None:
-    pool = KVPool(layout=LAYOUT, shard=Shard(page_size=page_size, order=order), num_pages=300, device="cuda")
-    pool.buffer(2, is_v=True).normal_()
-    expected = pool.buffer(2, is_v=True).clone()
-    host = HostPool(pool, num_pages=[300])
-    mover = PageMover(pool, host, buffer_bytes=8 * host.page_bytes[0])
-    device_pages = torch.randperm(300, generator=torch.Generator().manual_seed(1)).tolist()
-    host_pages = list(range(300))
-    assert mover.save([PageMove(group=0, device_pages=device_pages, host_pages=host_pages)]) == 300 * host.page_bytes[0]
-    pool.buffer(2, is_v=True).zero_()
-    mover.load([PageMove(group=0, device_pages=device_pages, host_pages=host_pages)])
-    assert torch.equal(pool.buffer(2, is_v=True), expected)
 
 
 def test_a_save_waits_for_its_event_and_for_nothing_else() -> None:
@@ -173,15 +134,6 @@ def repeat_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(host_pool, "zeroed_bytes", repeated)
 
 
-def test_a_pool_that_nobody_closes_is_unpinned_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory can be pinned again: a second pool lies at the same addresses."""
-    repeat_memory(monkeypatch)
-    pool, host = make_pools()
-    del host
-    assert HostPool(pool, num_pages=[96]).is_pinned
-    torch.ones(1, device="cuda")  # no error is left for others
-
-
 def test_memory_that_cannot_be_pinned_is_told_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the same memory, which CUDA refuses."""
     repeat_memory(monkeypatch)
@@ -189,40 +141,3 @@ def test_memory_that_cannot_be_pinned_is_told_with_numbers(monkeypatch: pytest.M
     with pytest.raises(MemoryPlanError, match=rf"could not pin the host pool's {host.num_bytes} bytes"):
         HostPool(pool, num_pages=[96])
     torch.ones(1, device="cuda")  # no error is left for others
-
-
-@pytest.mark.parametrize("order", list(TokenOrder))
-def test_a_prompt_is_scattered_straight_into_host_pages(order: TokenOrder) -> None:
-    """By the existing copiers, over a mixed pool: what a gather from the host pages gives again."""
-    shard = Shard(page_size=16, order=order)
-    pool = KVPool(layout=LAYOUT, shard=shard, num_pages=2, device="cuda")
-    host = HostPool(pool, num_pages=[40])
-    copier = PieceCopier(mixed_pool(pool, host, 0))
-    (route,) = routes(LAYOUT, shard, shard)
-    num_tokens = 500
-    (chunk,) = split_into_chunks(
-        ChunkPlan(chunk_tokens=512, layers_per_group=LAYOUT.num_layers), num_tokens=num_tokens, num_layers=LAYOUT.num_layers
-    )
-    table = torch.randperm(40, generator=torch.Generator().manual_seed(2))[:32].tolist()
-    piece = copier.prepare(
-        LAYOUT,
-        route,
-        chunk,
-        request_id="a",
-        heads=Span(begin=0, end=8),
-        num_tokens=num_tokens,
-        dtype=DType.BFLOAT16,
-        tables=[table],
-    )
-    wire = torch.randint(0, 256, (piece.num_wire_bytes,), dtype=torch.uint8, device="cuda")
-    total, expected = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
-    piece.scatter(wire, total)
-    back = torch.zeros_like(wire)
-    piece.gather(back, expected)
-    torch.cuda.synchronize()
-    assert torch.equal(back, wire) and int(total) == int(expected)
-    words = wire.view(torch.int16)[: num_tokens * 8 * 128].view(num_tokens, 8, 128)  # K of layer 0
-    pages = host.part(0).buffer(0, is_v=False).view(torch.int16)
-    tokens = pages if order is TokenOrder.NHD else pages.transpose(1, 2)
-    found = tokens[table].reshape(-1, 8, 128)[:num_tokens]
-    assert torch.equal(found, words.cpu())

@@ -24,7 +24,7 @@ from transfer.engine_types import DecodeItem
 from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import NO_PAGE, layer_groups
-from transfer.layout import DType, Shard, TokenOrder
+from transfer.layout import DType, Shard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,15 +54,6 @@ def test_tokens_are_those_of_the_cpu(
     assert tiered_tokens(engine, prompts, pages_per_block) == on_cpu
     # A model that waits for the device in mid-step, as some experts do, has no graphs.
     assert replayed == [NUM_ROWS] * (NUM_TOKENS - 1 if engine.captured_batch_sizes and pages_per_block == REPLAYED else 0)
-
-
-@pytest.mark.parametrize("pages_per_block", [1, 5, 1000])
-@pytest.mark.parametrize(
-    "shard", [Shard(page_size=16, order=TokenOrder.HND), Shard(page_size=1), Shard(page_size=16)], ids=["HND", "tokens", "NHD"]
-)
-def test_pools_and_blocks_of_other_kinds(model: Directory, prompts: Prompts, shard: Shard, pages_per_block: int) -> None:
-    on_cpu = tiered_tokens(roomy_engine(model("llama"), "cpu", shard=shard), prompts, pages_per_block)
-    assert tiered_tokens(roomy_engine(model("llama"), "cuda", shard=shard), prompts, pages_per_block) == on_cpu
 
 
 class LongRequest:
@@ -196,17 +187,3 @@ def test_buffers_are_never_read_before_they_are_filled_nor_filled_before_they_ar
         is_over.set()
         thread.join(60)
     assert all(torch.equal(one, expected) for one in found)
-
-
-def test_steps_of_every_kind_follow_each_other_unwaited_for(long_context: Path) -> None:
-    """On the device, replayed over host memory and launched over more of it: the same bits in whatever order they come."""
-    request = LongRequest(long_context, dtype=DType.BFLOAT16, is_replayed=True, num_tokens=4800)
-    most = 2 * request.pages_per_block
-    assert request.num_in_host > most
-    kinds = [[request.item(count)] for count in (0, 3, most // 2, most, most + 1, request.num_in_host)]
-    expected = [request.logits(items) for items in kinds]
-    steps = [request.engine.decode_batch(items) for items in kinds]
-    order = torch.randint(len(kinds), (60,), generator=torch.Generator().manual_seed(8)).tolist()
-    found = [request.queued(steps[kind]) for kind in order]
-    torch.cuda.synchronize()
-    assert all(torch.equal(logits, expected[kind]) for kind, logits in zip(order, found, strict=True))
