@@ -35,6 +35,13 @@ def test_the_request_that_was_asked_for_longest_ago_loses_its_row() -> None:
     assert table.slots[rows["c"], :4].tolist() == [12, 13, 14, 15]
 
 
+def test_the_last_page_may_reach_beyond_the_longest_request() -> None:
+    table = PageTable(num_rows=3, max_seq_len=60, page_size=48)
+    first, second = table.rows_of([("a", (0, 1), 60), ("b", (2, 3), 60)])
+    assert shown(table, first, 64) == list(range(64)) and shown(table, second, 64) == list(range(96, 160))
+    assert table.slots[table.dummy_row].eq(NO_SLOT).all()
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     table = PageTable(num_rows=3, max_seq_len=40, page_size=4)
     table.rows_of([("a", (1,), 4)])
