@@ -102,6 +102,18 @@ async def test_remove_settles_the_waiting_exactly_once(pair: Pair) -> None:
     driver.remove(pair.writer)
 
 
+async def test_close_without_remove_is_heard(pair: Pair) -> None:
+    driver = driver_of(pair)
+    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
+    waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
+    await asyncio.sleep(0.01)
+    pair.target.close()
+    driver.watch(pair.target, receive, lambda *_: None)  # whatever is asked of it next
+    with pytest.raises(TransportClosed):
+        await waiting
+    remove_all(driver, pair)
+
+
 async def test_a_dead_peer_is_heard_while_sleeping(pair: Pair) -> None:
     driver = driver_of(pair)
     first = pair.target.expect(pair.ring_memory, rng(0, 8), 1)

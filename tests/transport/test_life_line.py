@@ -20,6 +20,8 @@ def test_both_ends_in_one_process(tmp_path: Path) -> None:
     assert not line.has_left and not line.is_over
     with open(tmp_path / "file", "w") as file, pytest.raises(PeerUnreachable, match="is not its life line"):
         PeerLine(replace(own.address, fd=file.fileno(), inode=os.fstat(file.fileno()).st_ino))
+    with pytest.raises(PeerUnreachable, match="is not its life line"):
+        PeerLine(replace(own.address, inode=own.address.inode + 1))
     own.end()
     own.end()
     assert line.is_over
