@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as functional
 
 from embedded_engine.sampling import sample_on_device
 from tests.engine.decode_cases import (
@@ -74,22 +73,6 @@ def test_shapes_of_real_models(name: str, num_splits: int | None) -> None:
 def test_written_rows_are_the_reference_s(dtype: DType, pool_dtype: DType, order: TokenOrder) -> None:
     assert_writes(dtype, pool_dtype, order, device="cuda")
     assert_writes(dtype, pool_dtype, order, device="cuda", has_v=False)
-
-
-def test_float32_is_that_of_torch_without_tf32() -> None:
-    """Held to torch's attention in float64, at a length where TF32's 10 bits would show at once."""
-    generator = torch.Generator().manual_seed(5)
-    num_tokens, page_size = 8000, 16
-    k, v = (torch.randn(num_tokens // page_size, page_size, 2, 128, generator=generator).cuda() for _ in range(2))
-    query = torch.randn(1, 8, 128, generator=generator).cuda()
-    slots = torch.randperm(num_tokens, generator=generator).to(torch.int32)[None].cuda()
-    arguments = call(query, k, v, slots, rows=[0], lengths=[num_tokens])
-    out, _ = attend(arguments)
-    keys, values = (buffer.view(num_tokens, 2, 128)[slots[0].long()].transpose(0, 1).double() for buffer in (k, v))
-    right = functional.scaled_dot_product_attention(
-        query[0][:, None].double(), keys, values, scale=arguments["scale"], enable_gqa=True
-    )
-    torch.testing.assert_close(out[0].double(), right[:, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_offsets_beyond_32_bits() -> None:
