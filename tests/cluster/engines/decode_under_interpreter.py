@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from embedded_engine.kernels.paged_decode import paged_decode_attention
-from embedded_engine.kernels.write_rows import write_rows
 from tests.engine.decode_cases import (
     COLUMNS,
     MODEL_DTYPES,
@@ -43,18 +42,6 @@ def test_lengths_are_cut_at_the_columns() -> None:
     assert paged_decode_attention(**arguments)[0][0].eq(0).all()
 
 
-def test_outputs_over_two_parts_merge_by_their_log_sum_exp() -> None:
-    arguments = DecodeCase(lengths=(500,), has_sinks=True).arguments()
-    whole, whole_lse = paged_decode_attention(**arguments)
-    late = arguments | {"sinks": None, "window_tokens": 180}
-    early = arguments | {"lengths": arguments["lengths"].clamp(max=320)}
-    (first, first_lse), (second, second_lse) = paged_decode_attention(**early), paged_decode_attention(**late)
-    both = torch.logaddexp(first_lse, second_lse)
-    merged = first * (first_lse - both).exp()[..., None] + second * (second_lse - both).exp()[..., None]
-    torch.testing.assert_close(both[0], whole_lse[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(merged[0], whole[0], rtol=1e-5, atol=1e-6)
-
-
 def test_a_number_that_is_none_stays_one() -> None:
     """The engine tells damaged KV by logits that are not finite: no kernel may turn it into zeros."""
     arguments = DecodeCase(lengths=(200, 20)).arguments()
@@ -62,24 +49,6 @@ def test_a_number_that_is_none_stays_one() -> None:
     arguments["k"][slot // 16, slot % 16, 1, 3] = float("nan")
     out = paged_decode_attention(**arguments)[0]
     assert out[0, 2:].isnan().all() and not out[0, :2].isnan().any() and not out[1].isnan().any()
-
-
-def test_the_output_goes_where_it_is_wanted() -> None:
-    arguments = DecodeCase(lengths=(70, 3)).arguments()
-    wide = torch.full((4, 6, 40), 7.0)
-    out, _ = paged_decode_attention(**arguments, out=wide[:, 1:5, 4:36])
-    assert out.data_ptr() == wide[:, 1:5, 4:36].data_ptr()
-    assert torch.equal(out, paged_decode_attention(**arguments)[0])
-    assert wide[:, 0].eq(7).all() and wide[:, 5].eq(7).all() and wide[..., :4].eq(7).all() and wide[..., 36:].eq(7).all()
-
-
-def test_nobody_to_attend_or_to_write() -> None:
-    arguments = DecodeCase(lengths=(9,)).arguments()
-    empty = arguments | {name: arguments[name][:0] for name in ("query", "rows", "lengths")}
-    out, lse = paged_decode_attention(**empty)
-    assert tuple(out.shape) == (0, 4, 32) and tuple(lse.shape) == (0, 4)
-    k, v = arguments["k"], arguments["v"]
-    write_rows(k, v, torch.empty(0, 2, 32), torch.empty(0, 2, 32), torch.empty(0, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))

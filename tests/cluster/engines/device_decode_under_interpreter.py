@@ -16,20 +16,18 @@ from torch import Tensor
 from embedded_engine import device_decode
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
-from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, PROMPTS, tokens_of_a_life
-from tests.engine.steps import PageBook, decode_all, fill_with_nan, pages_for, prefill_all
-from transfer.engine_types import GREEDY, DecodeItem, SamplingParams
-from transfer.errors import EngineError
+from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
+from tests.engine.steps import fill_with_nan, pages_for
+from transfer.engine_types import DecodeItem
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
-from transfer.layout import DType, Shard, TokenOrder
+from transfer.layout import Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
 Directory = Callable[[str], Path]
 Prompts = dict[int, tuple[int, ...]]
 NUM_STEPS = 2  # of each phase; an interpreted kernel takes as long as thousands of compiled ones
-PLAIN = "glm"  # K and V in every layer, of few heads: for what does not depend on the model
 
 
 class Relaunched:
@@ -96,22 +94,6 @@ def made_on_cpu(directory: Path, *, shard: Shard) -> EmbeddedEngine:
     return make_engine(directory, shard=shard, has_decode_kernels=False)
 
 
-def tokens_of_steps(
-    made: EmbeddedEngine, prompts: Prompts, *steps: tuple[str, ...], sampling: SamplingParams = GREEDY
-) -> dict[str, list[int]]:
-    """All tokens of three requests, after decode steps of some of them each."""
-    lengths = {name: PROMPTS[name] for name in ("a", "b", "c")}
-    book = PageBook.of(made, {name: length + len(steps) for name, length in lengths.items()})
-    first = prefill_all(made, {name: prompts[length] for name, length in lengths.items()}, book, sampling=sampling)
-    found = {name: [token] for name, token in first.items()}
-    for step in steps:
-        at = {name: lengths[name] + len(found[name]) - 1 for name in step}
-        last = {name: found[name][-1] for name in step}
-        for name, tokens in decode_all(made, last, at, book, 2, sampling=sampling).items():
-            found[name].append(tokens[1])
-    return found
-
-
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_tokens_are_those_of_the_cpu_s_path(
     graphs: list[Relaunched], family_dir: Directory, prompts: Prompts, family: str
@@ -122,24 +104,6 @@ def test_tokens_are_those_of_the_cpu_s_path(
     found = tokens_of_a_life(made, prompts, NUM_STEPS)
     assert found == tokens_of_a_life(made_on_cpu(directory, shard=Shard(page_size=4)), prompts, NUM_STEPS)
     assert graphs[0].replayed == [size for size in (4, 2, 4, 2) for _ in range(NUM_STEPS)]
-
-
-@pytest.mark.parametrize(
-    "shard", [Shard(page_size=16, order=TokenOrder.HND), Shard(page_size=1, dtype=DType.FLOAT16)], ids=["HND", "narrower pool"]
-)
-def test_pools_of_other_kinds(qwen_dir: Path, prompts: Prompts, shard: Shard) -> None:
-    """No graph at all: every step is launched at its own size."""
-    steps = (("c", "a", "b"),)
-    found = tokens_of_steps(make_engine(qwen_dir, shard=shard), prompts, *steps)
-    assert found == tokens_of_steps(made_on_cpu(qwen_dir, shard=shard), prompts, *steps)
-
-
-def test_larger_steps_than_any_captured_are_launched(graphs: list[Relaunched], family_dir: Directory, prompts: Prompts) -> None:
-    made = make_engine(family_dir(PLAIN), shard=Shard(), batch_sizes=(2,))
-    steps = (("c", "a", "b"), ("b", "a"))
-    found = tokens_of_steps(made, prompts, *steps)
-    assert found == tokens_of_steps(made_on_cpu(family_dir(PLAIN), shard=Shard()), prompts, *steps)
-    assert graphs[0].replayed == [2]
 
 
 @pytest.mark.usefixtures("graphs")
@@ -167,23 +131,3 @@ def test_a_request_begins_without_a_state(family_dir: Directory) -> None:
 
 def contents(pool: KVPool) -> list[Tensor]:
     return [pool.buffer(layer, is_v=False).clone() for layer in range(pool.layout.num_layers)]
-
-
-@pytest.mark.usefixtures("graphs")
-def test_sampled_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prompts) -> None:
-    sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, seed=3)
-    made = make_engine(family_dir(PLAIN), shard=Shard(), batch_sizes=(4,))
-    steps = (("c", "a", "b"),)
-    found = tokens_of_steps(made, prompts, *steps, sampling=sampling)
-    assert found == tokens_of_steps(made_on_cpu(family_dir(PLAIN), shard=Shard()), prompts, *steps, sampling=sampling)
-
-
-@pytest.mark.usefixtures("graphs")
-def test_a_step_of_too_many_is_refused_and_the_engine_goes_on(family_dir: Directory) -> None:
-    made = make_engine(family_dir(PLAIN), shard=Shard(), batch_sizes=(1, 4))
-    items = [DecodeItem(request_id=str(n), token_id=5, position=0, page_tables=((n,),)) for n in range(5)]
-    with pytest.raises(EngineError, match="the step has 5 requests; max_running_requests is 4"):
-        made.decode(items)
-    assert len(made.decode(items[:4])) == 4
-    assert made.page_table_bytes == 5 * MAX_SEQ_LEN * 4 and made.cuda_graph_bytes == 0
-    assert made.captured_batch_sizes == (1, 4)

@@ -111,7 +111,6 @@ def book_of(directory: Path, lengths: dict[str, int]) -> PageBook:
     [
         ("gpt_oss", 2, "must be 1, the embedded engine does not cut a GptOssForCausalLM"),
         ("qwen3_next", 8, "does not divide the model's num_key_value_heads 4; must be one of 1, 2, 4"),
-        ("deepseek_v3", 3, "does not divide the model's num_key_value_heads 4"),
     ],
 )
 def test_cuts_that_the_engine_does_not_serve_are_refused_before_and_by_the_ranks(
