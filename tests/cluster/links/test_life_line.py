@@ -89,19 +89,6 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_peer_that_lets_go(peer: Peer) -> None:
-    before = num_descriptors()
-    line = PeerLine(peer.address)
-    assert num_descriptors() == before + 2
-    assert not line.has_left and not line.is_over
-    peer.tell("end")
-    assert line.is_over and line.has_left
-    line.close()
-    line.close()
-    assert line.is_over
-    assert num_descriptors() == before
-
-
 def test_a_forked_child_holds_the_end_up(peer: Peer) -> None:
     """It holds its parent's descriptors, the device's too, and with them work that the parent had queued."""
     line = PeerLine(peer.address)
@@ -127,15 +114,6 @@ def test_a_forked_child_does_not_speak_for_its_parent(peer: Peer) -> None:
     line.close()
 
 
-def test_all_that_look_see_the_end(peer: Peer) -> None:
-    """An offer may be accepted twice, when its answer was lost on the way."""
-    lines = [PeerLine(peer.address) for _ in range(3)]
-    peer.tell("end")
-    assert all(line.is_over for line in lines)
-    for line in lines:
-        line.close()
-
-
 def test_a_peer_elsewhere_is_refused(peer: Peer) -> None:
     for identity in (
         replace(peer.address.identity, boot_id="another", host="far"),
@@ -143,20 +121,6 @@ def test_a_peer_elsewhere_is_refused(peer: Peer) -> None:
     ):
         with pytest.raises(PeerUnreachable, match=r"pid namespace \(docker --pid=host.*choose transport: ucx or nixl"):
             PeerLine(replace(peer.address, identity=identity))
-
-
-def test_a_descriptor_that_is_something_else_is_never_opened(peer: Peer, tmp_path: Path) -> None:
-    before = num_descriptors()
-    for fd, inode in ((0, peer.address.inode), (peer.address.fd, peer.address.inode + 1)):
-        with pytest.raises(PeerUnreachable, match=f"descriptor {fd} of peer process .* is not its life line"):
-            PeerLine(replace(peer.address, fd=fd, inode=inode))
-    with open(tmp_path / "file", "w") as file:
-        own = LifeLine()
-        address = replace(own.address, fd=file.fileno(), inode=os.fstat(file.fileno()).st_ino)
-        with pytest.raises(PeerUnreachable, match="is not its life line"):
-            PeerLine(address)
-        own.end()
-    assert num_descriptors() == before
 
 
 def test_a_process_of_another_user_is_refused() -> None:

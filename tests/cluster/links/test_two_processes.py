@@ -212,17 +212,6 @@ def _num_mappings_of(num_bytes: int) -> int:
     return sum(1 for begin, end in ends if int(end, 16) - int(begin, 16) == num_bytes)
 
 
-def test_deregistered_memory_is_refused_and_can_be_registered_again(writer: Ends) -> None:
-    writer.send(0, 1 << 20, key=1)
-    place = rng(1 << 20, 2 << 20)
-    writer.transport.deregister(writer.memory)
-    with pytest.raises(LocalProtocolError, match="not registered"):
-        writer.session.write(writer.memory, place, place, 2)
-    writer.memory = writer.transport.register(writer.array)
-    writer.send(place.begin, place.end, key=3)
-    assert writer.peer.do("is_noise", begin=place.begin, end=place.end, seed=SEED, seed_begin=place.begin)
-
-
 def test_a_target_that_is_gone_before_the_answer_arrives() -> None:
     peer = RemotePeer("nixl-net", "target", 1 << 20)
     transport = NixlTransport(lane="net")

@@ -53,7 +53,3 @@ def test_ucx_without_memory_hooks_is_refused(environment: dict[str, str]) -> Non
     done = run(["ucx-net"], environment)
     assert done.returncode == 1
     assert "its registration cache needs its memory hooks: take UCX_MEM_EVENTS" in done.stderr.splitlines()[-1]
-
-
-def test_nixl_needs_no_memory_hooks() -> None:
-    assert run(["nixl-net", "nixl-shm"], {"UCX_MEM_EVENTS": "n"}).returncode == 0
