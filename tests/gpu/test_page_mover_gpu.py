@@ -60,6 +60,8 @@ def test_a_save_waits_for_its_event_and_for_nothing_else() -> None:
     mover = PageMover(pool, host, buffer_bytes=BUFFER_BYTES)
     pages = list(range(32))
     mover.save([PageMove(group=0, device_pages=pages, host_pages=pages)])  # compiles
+    pool.buffer(1, is_v=False).fill_(0.0)  # the first launch of a kernel loads it, and waits for the whole device
+    torch.cuda.synchronize()
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
         occupy(4_000_000_000)  # some two seconds
