@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +92,8 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
 
 
 async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_that_id(leader: Leader) -> None:
-    join, following = await leader.joined(1), list[Request]()
+    silent = socket.create_server(("127.0.0.1", 0))  # a decode leader that refused would end the following request, too
+    join, following = await leader.joined(1, f"127.0.0.1:{silent.getsockname()[1]}"), list[Request]()
 
     async def abort(*details: Any, **values: Any) -> None:
         following.append(leader.requests.submit("a", (1, 2), 0, SamplingParams(), join))
@@ -104,6 +106,7 @@ async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_th
     await asyncio.gather(reading, return_exceptions=True)
     assert following and not following[0].is_over
     assert leader.requests.request_ids == ("a",)
+    silent.close()
 
 
 async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
