@@ -33,7 +33,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-rdma test-vllm test-sglang check lint types spelling docs docs-check dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-rdma test-vllm test-sglang check lint types spelling docs docs-check proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -154,15 +154,11 @@ proto-lint: $(PROTO_STAMP) # its form, and that nothing that the last release sp
 	$(PROTO_VENV)/bin/buf lint proto
 	$(PROTO_VENV)/bin/buf breaking proto --against "$$(ls proto/released/*.binpb)"
 
-docs: setup ## write what docs/, SECURITY.md and deploy/ repeat from the code
+docs: setup ## write the tables, dashboards, alert rules and manifests that repeat the code
 	@$(BIN)/python -m docs.tables --write
 
 docs-check: setup # what make docs writes is committed
 	@$(BIN)/python -m docs.tables --check
-
-dashboards: setup ## write what of deploy/ is generated anew: dashboards, alert rules, the manifest with the alerts
-	@$(BIN)/python -m deploy.monitoring
-	@$(BIN)/python -m deploy.kubernetes
 
 clean: ## remove .venv, tools, caches and build outputs (not model folders made by hand)
 	rm -rf .venv $(PROTO_VENV) .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
