@@ -1,4 +1,4 @@
-"""What somebody is told of. Every alert has its heading in docs/runbooks.md, and cases in tests/deploy/monitoring/alert_cases.py.
+"""The alerts. Every alert has its heading in docs/runbooks.md, and cases in tests/deploy/monitoring/alert_cases.py.
 
 None of them fires on a cluster without load. Windows are long enough for a scrape each minute. ``job`` is the operator's; that of
 the nodes must have "kvferry" in it (`KvferryTargetDown`).

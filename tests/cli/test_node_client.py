@@ -1,4 +1,4 @@
-"""The client and `kvferry generate` against a decode node that says what it is told to: streams, errors, cancelling."""
+"""The client and `kvferry generate` against a decode node with prepared answers: streams, errors, cancelling."""
 
 from __future__ import annotations
 

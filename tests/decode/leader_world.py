@@ -389,14 +389,14 @@ TOLD: WeakKeyDictionary[object, list[object]] = WeakKeyDictionary()
 
 
 def told_of(request: Any) -> list[object]:
-    """Return all that the request's caller was told."""
+    """Return all events that were sent to the request's caller."""
     told = TOLD.setdefault(request.progress, [])
     told += [request.progress.get_nowait() for _ in range(request.progress.qsize())]
     return told
 
 
 def take(request: Any) -> list[object]:
-    """Return what the request's caller was told since this was called last."""
+    """Return the events that were sent to the request's caller since the last call."""
     num_known = len(TOLD.get(request.progress, ()))
     return told_of(request)[num_known:]
 

@@ -240,7 +240,10 @@ async def test_neither_log_nor_span_quotes_a_request_that_is_wrong(tmp_path: Pat
     span = SimpleNamespace(end=ended.append, set=lambda **_: None)
     async with serving(tmp_path, monkeypatch) as one:
         one.node.tracer = cast(Any, SimpleNamespace(begin=lambda *_, **__: span))
-        with capture_logs() as lines, pytest.raises(grpc.aio.AioRpcError, match="987654"):  # its caller is told
+        with (
+            capture_logs() as lines,
+            pytest.raises(grpc.aio.AioRpcError, match="987654"),
+        ):  # the caller gets the value, the log does not
             await begin(one.generate(token_ids=(5, 987_654)))
     (line,) = [line for line in lines if line["event"] == "request_refused"]
     assert ended == [line["reason"]] == ["the request is wrong; its caller was told what of it"]

@@ -315,7 +315,7 @@ async def test_when_the_last_node_goes_the_others_are_joined_at_once(nodes: list
         first.mood = mood
         await asyncio.sleep(SOON_S)
         assert one.peers.pick() is one.peer(SECOND) and other.num_joins == 2
-        assert SECOND in one.changes, "requests that wait are told"
+        assert SECOND in one.changes, "waiting requests are notified"
 
 
 @in_virtual_time

@@ -31,7 +31,7 @@ NOTHING_FOUND = DiscoveryView(where="the test", addresses=(), waiting={}, proble
 
 
 class OldPrefill(JoinServer):
-    """Of a version that tells nothing of others, and cannot tell two addresses of one life from a join that begins anew."""
+    """An older version: it reports no other nodes, and takes a second address of one life for a new join."""
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent, None]:
         request.prefill_address = ""

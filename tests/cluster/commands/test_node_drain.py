@@ -1,4 +1,4 @@
-"""`kvferry node drain` as a process, against a node that says what it is told to."""
+"""`kvferry node drain` as a process, against a node with prepared answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transfer.registry.server import serve
 
 
 class Drained(pb_grpc.PrefillControlServicer):
-    """Answers a drain; says of itself what it was told to."""
+    """Answer a drain, and report the prepared status."""
 
     def __init__(self, state: str) -> None:
         self.state = state

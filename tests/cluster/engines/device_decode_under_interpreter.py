@@ -1,6 +1,6 @@
 """Whole models whose decode steps go as on a GPU, under Triton's interpreter; run by test_under_interpreter.py.
 
-What takes the place of CUDA graphs launches the step anew at every replay: everything else of a replayed step is as on a GPU.
+A stand-in for CUDA graphs launches the step again at every replay. Everything else of a replayed step is as on a GPU.
 """
 
 from __future__ import annotations

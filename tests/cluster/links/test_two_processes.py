@@ -198,7 +198,7 @@ def test_an_idle_target_sleeps_and_still_serves(target: Ends) -> None:
 
 @pytest.mark.parametrize("target", **only_nixl)
 def test_attaching_again_and_again(target: Ends) -> None:
-    """The same memory, offered anew each time; no mapping of a session before is kept."""
+    """Each session offers the same memory again, and keeps no mapping of an earlier session."""
     before = _num_mappings_of(SIZE)
     for key in range(1, 6):
         target.receive(0, 100_000, key=key)

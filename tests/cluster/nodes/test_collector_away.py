@@ -32,7 +32,7 @@ async def test_a_collector_that_is_away_is_logged_once_and_harms_no_request(serv
         return Counter((node.role, line.get("rank")) for node in cluster.nodes for line in node.log.events(event))
 
     async def is_there() -> bool:
-        """Whoever took the collector for away has found it again: on a busy machine an export may have taken too long."""
+        """Return whether every process that logged the collector as away has logged its return; a busy machine exports late."""
         if logged("tracing_collector_away") == logged("tracing_collector_back"):
             return True
         await generate(serving, sampled, variant=9)

@@ -1,4 +1,4 @@
-"""A change of role, with real rank processes and roles that do nothing: who lives on, who is told, what becomes of failures."""
+"""A change of role, with real rank processes and roles that do nothing: processes that stay, reports, and failures."""
 
 from __future__ import annotations
 
