@@ -34,10 +34,17 @@ REFUSED = re.compile(r'kvferry_requests_total\{outcome="refused",role="prefill"\
 
 
 class Leader:
-    """A prefill leader with one rank, which is the test."""
+    """A prefill leader with one rank, which is the test.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: For its files.
+        decode_address: Of the decode leaders that join. Nobody answers there. If it refused connections, a request for
+            them would end at some moment.
+    """
+
+    def __init__(self, folder: Path, decode_address: str) -> None:
         self.node = PrefillNode(DAEMON, prefill_config(folder))
+        self._decode_address = decode_address
 
     @property
     def requests(self) -> PrefillRequests:
@@ -49,8 +56,8 @@ class Leader:
         assert self.node.life is not None
         return self.node.life.joins
 
-    async def joined(self, number: int, address: str = NOWHERE) -> Join:
-        opening = asyncio.ensure_future(self.joins.open(instance(100 + number), address, ("rank:1",)))
+    async def joined(self, number: int, address: str | None = None) -> Join:
+        opening = asyncio.ensure_future(self.joins.open(instance(100 + number), address or self._decode_address, ("rank:1",)))
         await turns()
         self.node.ranks.on_message(0, DecodeAttached(join=number, incarnation=100 + number, links=()))
         return await opening
@@ -65,10 +72,11 @@ class Leader:
 
 @pytest.fixture
 async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
-    one = Leader(tmp_path)
-    await one.node.begin_life((hello(0),))
-    yield one
-    await one.node.end_life(PeerUnreachable("the test is over"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        one = Leader(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}")
+        await one.node.begin_life((hello(0),))
+        yield one
+        await one.node.end_life(PeerUnreachable("the test is over"))
 
 
 async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +88,7 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
         closed.append(channel.address)
 
     monkeypatch.setattr(PeerChannel, "close", noted)
-    joins = [await leader.joined(1), await leader.joined(2)]
+    joins = [await leader.joined(number, NOWHERE) for number in (1, 2)]
     with pytest.raises(PeerUnreachable):
         await leader.node.reserve(joins[0], "a")
     leader.joins.leave(joins[0], PeerUnreachable("it left"))
@@ -92,8 +100,7 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
 
 
 async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_that_id(leader: Leader) -> None:
-    silent = socket.create_server(("127.0.0.1", 0))  # a decode leader that refused would end the following request, too
-    join, following = await leader.joined(1, f"127.0.0.1:{silent.getsockname()[1]}"), list[Request]()
+    join, following = await leader.joined(1), list[Request]()
 
     async def abort(*details: Any, **values: Any) -> None:
         following.append(leader.requests.submit("a", (1, 2), 0, SamplingParams(), join))
@@ -106,7 +113,6 @@ async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_th
     await asyncio.gather(reading, return_exceptions=True)
     assert following and not following[0].is_over
     assert leader.requests.request_ids == ("a",)
-    silent.close()
 
 
 async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
