@@ -2,58 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
 
-import typer
-
-from decode_node.role import ROLE
-from node_runtime import command
-from transfer.config import DecodeNodeConfig
-
-app = command.daemon_app("Receives the KV of prompts and generates from it.")
-
-
-@app.command()
-def serve(
-    context: typer.Context,
-    config: command.ConfigFile = None,
-    model: command.Model = None,
-    dummy_weights: command.DummyWeights = None,
-    tp: command.TensorParallel = None,
-    page_size: command.PageSize = None,
-    host: command.Host = None,
-    port: command.Port = None,
-    http_port: command.HttpPort = None,
-    transport: command.TransportName = None,
-    prefill_node: Annotated[
-        list[str] | None, typer.Option(metavar="HOST:PORT", help="A prefill node, once for each (peers.prefill_nodes).")
-    ] = None,
-    ready_file: command.ReadyFile = None,
-    log_level: command.LogLevel = None,
-    log_format: command.LogFormat = None,
-    tls_cert: command.TlsCert = None,
-    tls_key: command.TlsKey = None,
-    tls_ca: command.TlsCa = None,
-    peer_name: command.PeerName = None,
-    client_name: command.ClientName = None,
-    insecure: command.Insecure = 0,
-    set_: command.Overrides = None,
-    check_config: command.CheckConfig = False,
-) -> None:
-    """Run a decode node until SIGTERM or SIGINT."""
-    command.run_daemon(
-        context,
-        DecodeNodeConfig,
-        ROLE.load_leader,
-        check_step_fits=ROLE.check_step_fits,
-        file=config,
-        overrides=set_,
-        is_check_only=check_config,
-    )
+from node_runtime.early_start import start_early
 
 
 def main() -> None:
     """Entry point of the `decode-node` script."""
+    start_early(sys.argv[1:])
+    from decode_node.command import app
+
     app()
 
 

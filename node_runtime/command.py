@@ -1,7 +1,6 @@
 """The command line that both daemons share: one settings file, the environment, and flags over them.
 
-Importing this module loads only what the settings need. As soon as they are known, the fork server begins to import torch; the
-leader imports its own modules meanwhile.
+Importing this module loads only what the settings need. The fork server imports torch meanwhile, see `node_runtime.early_start`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import typer
 import transfer
 from node_runtime import exit_codes
 from node_runtime.collector import spare_what_lives
+from node_runtime.early_start import prepare_process
 from node_runtime.fork_server import end_fork_server, start_fork_server
 from node_runtime.node_role import node_role
-from node_runtime.open_files import raise_open_files
 from node_runtime.preloading import preloaded_modules
 from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.errors import TransferError
@@ -199,18 +198,3 @@ def _other_role(config: NodeConfig) -> OtherRole:
 
     make_role = node_role(config.role).load_leader()
     return OtherRole(config=config, make_role=lambda daemon: make_role(daemon, config))
-
-
-def prepare_process() -> None:
-    """Do what only a daemon may do to its process: raise its limits, and set the environment that libraries read when loaded.
-
-    Called before those libraries are loaded, here or in the fork server.
-    """
-    raise_open_files()
-    # UCX writes its own log to standard output, and warns about peers that have died, which this node notices by itself.
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-    # gRPC's core writes lines of its own form to standard error, of what its callers are told anyway; it reads this when loaded.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,11 +1,12 @@
 """The process that a node's ranks are forked from.
 
 It imports the modules that every rank needs, which takes seconds, and nothing else. It has no threads of ours, no sockets of its
-own and no CUDA context. The leader starts it as soon as the settings are known, and imports its own modules meanwhile.
+own and no CUDA context. The leader starts it before it knows its settings, and imports its own modules meanwhile.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
@@ -17,8 +18,26 @@ from typing import Final
 
 from node_runtime.streaming_copies import streaming_copies
 
+MODULES_AT: Final = "KVFERRY_FORK_SERVER_MODULES"
+"""In the fork server's environment: path at which `begin_fork_server` lets it read the names of modules, one per line."""
 _FIRST: Final = "node_runtime.fork_server_first"
+_NAMED: Final = "node_runtime.fork_server_named"
 _LAST: Final = "node_runtime.fork_server_last"
+_pipe: list[int] = []  # of a fork server that waits for names: where it reads, and where they are written
+
+
+def begin_fork_server() -> None:
+    """Start the fork server, as `start_fork_server` does, before it is known which modules the ranks need.
+
+    It imports torch, and then waits until `start_fork_server` names the others or this process has ended.
+    """
+    atexit.register(end_fork_server)  # for a command line that is refused
+    _pipe.extend(os.pipe())
+    os.environ[MODULES_AT] = f"/proc/{os.getpid()}/fd/{_pipe[0]}"
+    try:
+        _start(("torch", _NAMED))
+    finally:
+        del os.environ[MODULES_AT]
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
@@ -30,6 +49,13 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     Args:
         preload: Modules to import, in order. A module that cannot be imported is left to the ranks, which report it.
     """
+    if len(_pipe) > 1:  # not named yet
+        os.write(_pipe[1], "\n".join(preload).encode())
+        os.close(_pipe.pop())
+    _start(preload)  # starts one that has ended again
+
+
+def _start(preload: Sequence[str]) -> None:
     multiprocessing.resource_tracker.ensure_running()  # would take the block away, if it had to be started later
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -52,6 +78,8 @@ def end_fork_server() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         stop()
+    while _pipe:
+        os.close(_pipe.pop())
 
 
 def fork_server_pid() -> int | None:

@@ -82,7 +82,7 @@ DEVICE_FILES = (
     "transfer/kv_pool.py", "transfer/host_pool.py", "transfer/staging.py", "transfer/out_of_memory.py",
     "transfer/kernels/*", "transfer/memory/*", "transfer/transport/*", *NODES,
 )  # fmt: skip
-CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/__main__.py", "decode_node/__main__.py")
+CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/command.py", "decode_node/command.py")
 
 
 # Libraries of others: the distribution that pyproject.toml must declare, and the files that may import it.

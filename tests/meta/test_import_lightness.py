@@ -33,9 +33,11 @@ def _modules_loaded_by(statement: str) -> set[str]:
         ("import transfer.messages", HEAVY),
         # The leaders compute nothing: two seconds of every node's start went into torch, which only its ranks need.
         ("import prefill_node.node, decode_node.node", COMPUTE),
-        # Until a node's settings are known, nothing is loaded that they do not need: its fork server starts only then.
-        ("import decode_node.__main__", BEYOND_SETTINGS),
-        ("import prefill_node.__main__", BEYOND_SETTINGS),
+        # A node's fork server imports torch before anything else happens, and until its settings are known, nothing is loaded
+        # that they do not need.
+        ("import decode_node.__main__", BEYOND_SETTINGS | {"pydantic", "typer"}),
+        ("import decode_node.command", BEYOND_SETTINGS),
+        ("import prefill_node.command", BEYOND_SETTINGS),
     ],
 )
 def test_import_loads_nothing_heavy(statement: str, unwanted: set[str]) -> None:

@@ -15,9 +15,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner, Result
 
-from decode_node.__main__ import app as decode_app
+from decode_node.command import app as decode_app
 from node_runtime import command, exit_codes
-from prefill_node.__main__ import app as prefill_app
+from prefill_node.command import app as prefill_app
 from tests.authority import Authority, Files
 from transfer.config import NodeConfig
 from transfer.plain_text import NODE_WARNING

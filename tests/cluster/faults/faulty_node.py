@@ -126,7 +126,7 @@ def run_faulty_decode_rank(spec: RankSpec) -> None:
 
 def main(role: str) -> None:
     """The role's daemon with other ranks."""
-    command: Any = importlib.import_module(f"{role}_node.__main__")
+    command: Any = importlib.import_module(f"{role}_node.command")
     load = command.ROLE.load_leader
 
     def load_leader() -> Any:
@@ -138,7 +138,7 @@ def main(role: str) -> None:
         return leader
 
     command.ROLE = dataclasses.replace(command.ROLE, load_leader=load_leader)
-    command.main()
+    command.app()
 
 
 if __name__ == "__main__":

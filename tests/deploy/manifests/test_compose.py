@@ -13,9 +13,9 @@ import yaml
 from typer.testing import CliRunner
 
 import transfer
-from decode_node.__main__ import app as decode_app
+from decode_node.command import app as decode_app
 from node_runtime.supervisor import STOP_GRACE_S
-from prefill_node.__main__ import app as prefill_app
+from prefill_node.command import app as prefill_app
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 from transfer.load_config import load_config
 

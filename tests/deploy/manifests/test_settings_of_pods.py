@@ -16,9 +16,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from decode_node.__main__ import app as decode_app
+from decode_node.command import app as decode_app
 from node_runtime.health import HealthServer, Readiness
-from prefill_node.__main__ import app as prefill_app
+from prefill_node.command import app as prefill_app
 from tests.authority import Authority
 from tests.deploy.manifests.containers import POD_IP, Disk, environment
 from tests.deploy.manifests.kustomize import RDMA, ROOT, VARIANTS, Manifest, Pod, of_kind, pods, pods_and_variants, role_of

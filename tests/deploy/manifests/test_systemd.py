@@ -15,10 +15,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from decode_node.__main__ import app as decode_app
+from decode_node.command import app as decode_app
 from node_runtime import exit_codes, until_ready
 from node_runtime.supervisor import STOP_GRACE_S
-from prefill_node.__main__ import app as prefill_app
+from prefill_node.command import app as prefill_app
 from tests.authority import Authority, Files
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 
