@@ -223,3 +223,29 @@ def test_a_grant_that_has_to_be_looked_at_is_not_taken_for_one_that_was_given_up
     assert waiting.has_later and not waiting.has_free
     waiting.begin_turn()
     assert not waiting.has_free and len(waiting) == 1
+
+
+class CountedSize(int):
+    """A size that counts with how many gaps it is compared."""
+
+    num_compared = 0
+
+    def __radd__(self, offset: int) -> int:
+        CountedSize.num_compared += 1
+        return offset + int(self)
+
+
+def test_a_search_that_found_no_gap_is_not_repeated_until_an_interval_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountedSize, "num_compared", 0)
+    covered = CoveredOffsets(1000)
+    for begin in range(0, 1000, 10):
+        covered.add(begin, begin + 8)
+    assert covered.first_gap(0, CountedSize(3)) is None
+    searched = CountedSize.num_compared
+    assert searched >= 100
+    assert covered.first_gap(500, CountedSize(3)) is None
+    assert covered.first_gap(0, CountedSize(4)) is None
+    assert CountedSize.num_compared == searched
+    assert covered.first_gap(0, CountedSize(2)) == 8
+    covered.remove(500, 508)
+    assert covered.first_gap(0, CountedSize(3)) == 498
