@@ -33,7 +33,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-rdma test-vllm test-sglang check lint types spelling docs docs-check proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-gpu test-rdma test-vllm test-sglang check lint types spelling docs docs-check proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,11 @@ check-deploy: setup ## manifests, dashboards, alerts and the status page, with t
 
 test-all: ## the three above, one after the other
 	@$(MAKE) --no-print-directory --keep-going test test-cluster check-deploy
+
+# One process per file: a file leaves the next one the whole GPU.
+test-gpu: setup ## kernels, engines and nodes on an NVIDIA GPU, one file after another
+	@failed=""; for file in tests/gpu/test_*.py; do $(BIN)/python -m pytest --quiet "$$file" $(TEST_ARGS) || failed="$$failed $$file"; done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 test-rdma: setup ## transports and a transfer over RDMA verbs, in a guest with soft-RoCE; needs QEMU
 	@$(BIN)/python tests/rdma/boot.py $(RDMA_ARGS) $(TEST_ARGS)

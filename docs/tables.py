@@ -146,10 +146,12 @@ def message_limits(rows: list[Row]) -> list[Row]:
     """Write the number of each limit that names its constant.
 
     Raises:
-        Stale: A constant that bounds a message has no row.
+        Stale: A constant that bounds a message has no row, or a row names no test.
     """
     found = []
     for plane, what, limit, constant, shown_by in rows:
+        if "`test_" not in shown_by:
+            raise Stale(f"{what}: name a test that shows the limit")
         if constant:
             module, _, name = constant.strip("`").rpartition(".")
             limit = re.sub(r"^[\d,]+", f"{int(getattr(importlib.import_module(module), name)):,}", limit)

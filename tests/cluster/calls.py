@@ -31,8 +31,8 @@ ANSWER_S = 60.0
 
 
 def prompt(num_tokens: int, variant: int = 0) -> tuple[int, ...]:
-    """Token ids of the demo model's vocabulary; another variant differs from the first token on."""
-    return tuple((position * 37 + 11 * variant + 5) % 700 + 3 for position in range(num_tokens))
+    """Return token ids of the demo model's vocabulary. Any two variants differ in one of the first two tokens."""
+    return tuple((position * (37 + variant // 700) + 11 * variant + 5) % 700 + 3 for position in range(num_tokens))
 
 
 @dataclass(slots=True, kw_only=True)

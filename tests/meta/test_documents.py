@@ -76,6 +76,13 @@ def test_tests_that_documents_name_exist() -> None:
     assert missing == []
 
 
+def test_security_names_a_test_for_all_that_an_attacker_cannot_do() -> None:
+    rows = [line.split("|")[1:-1] for line in (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines()]
+    shown = {what: "`test_" in tests for verb, what, tests in (row for row in rows if len(row) == 3) if verb.strip() == "cannot"}
+    assert len(shown) > 20
+    assert [what for what, is_shown in shown.items() if not is_shown] == []
+
+
 def test_make_targets_that_documents_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     named = {
