@@ -76,7 +76,7 @@ Insecure = Annotated[
     typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure)."),
 ]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Any setting, by its path.")]
-CheckConfig = Annotated[bool, typer.Option("--check-config", help="Say whether the settings are right, and end.")]
+CheckConfig = Annotated[bool, typer.Option("--check-config", help="Check the configuration and exit.")]
 
 
 AnyNodeConfig = TypeVar("AnyNodeConfig", bound=NodeConfig)
@@ -140,7 +140,7 @@ def run_daemon(
                 )
             if warning is not None:
                 print(f"{config.role}-node: warning: {warning}", file=sys.stderr)
-            print(f"{config.role}: the settings are right")
+            print(f"{config.role}: the configuration is valid")
             sys.exit(exit_codes.OK)
         code = _serve(config, load_role, other_config, warning)
     except TransferError as error:

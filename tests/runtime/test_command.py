@@ -128,12 +128,12 @@ def test_what_no_rank_could_start_with_is_refused(app: Typer, model: Path, argum
 
 @APPS
 @pytest.mark.parametrize("arguments", [("--tp", "4"), ("--set", "engine=json:loads")])
-def test_settings_that_are_right_are_called_so(app: Typer, model: Path, arguments: tuple[str, ...]) -> None:
+def test_check_config_reports_a_valid_configuration(app: Typer, model: Path, arguments: tuple[str, ...]) -> None:
     named = ("--prefill-node", "localhost:1") if app is decode_app else ()
     ended = check(app, model, *arguments, *named)
     assert ended.exit_code == exit_codes.OK
     role = "decode" if app is decode_app else "prefill"
-    assert ended.stdout == f"{role}: the settings are right\n"
+    assert ended.stdout == f"{role}: the configuration is valid\n"
     assert ended.stderr == f"{role}-node: warning: {NODE_WARNING}\n"
 
 

@@ -59,7 +59,7 @@ def test_a_node_starts_with_what_it_is_given(role: str, model: Path, tmp_path: P
         monkeypatch.setenv(name, value.replace("/models", str(tmp_path / "models")))
     result = CliRunner().invoke(APPS[role], [*arguments, "--check-config"])
     assert result.exit_code == 0, result.output
-    assert f"{role}: the settings are right" in result.output and "never be ready" not in result.output
+    assert f"{role}: the configuration is valid" in result.output and "never be ready" not in result.output
 
 
 def test_the_nodes_meet_on_loopback_and_are_asked_where_they_listen() -> None:

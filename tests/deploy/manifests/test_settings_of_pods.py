@@ -71,7 +71,7 @@ def test_the_command_line_of_each_container_is_accepted(
                         patch.setenv(name, value)
                 result = CliRunner().invoke(APPS[role], [*map(disk.here, container["args"]), *without_gpu, "--check-config"])
             assert result.exit_code == 0, f"{pod.of} {container['name']}: {result.output}"
-            assert f"{role}: the settings are right" in result.output
+            assert f"{role}: the configuration is valid" in result.output
             assert "never be ready" not in result.output
             assert ("without TLS" in result.output) is (variant == "dev-tcp")
 

@@ -121,4 +121,4 @@ def test_a_node_starts_with_the_settings_of_the_example(
     file.write_text(here, encoding="utf-8")
     result = CliRunner().invoke(APPS[role], [*arguments[:-1], str(file), "--check-config"])
     assert result.exit_code == exit_codes.OK, result.output
-    assert f"{role}: the settings are right" in result.output and "never be ready" not in result.output
+    assert f"{role}: the configuration is valid" in result.output and "never be ready" not in result.output
