@@ -1,4 +1,4 @@
-"""The generator of tables in documents reports what is stale, and what only a person can write. `make docs-check` runs it."""
+"""`docs.tables` rewrites only the marked regions of a document, and reports stale regions as differences."""
 
 from __future__ import annotations
 

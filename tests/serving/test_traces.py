@@ -1,4 +1,4 @@
-"""One trace from client to ranks of both tiers, in a real collector; and a collector that is away harms nobody."""
+"""Traces of requests to the running cluster, as an OpenTelemetry collector receives them."""
 
 from __future__ import annotations
 

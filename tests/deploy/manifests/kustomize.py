@@ -22,7 +22,7 @@ _FROM_NPM: Final = (
 )
 _BUILD_S: Final = 60.0
 OLDEST: Final = (4, 5, 4)
-"""The version of kustomize that the manifests need, as in deploy/README.md and .ci/run."""
+"""The oldest version of kustomize that builds the manifests, as in deploy/README.md and .ci/tools."""
 
 Manifest = dict[str, Any]
 
