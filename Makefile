@@ -1,13 +1,15 @@
-# What people and CI call. `make help` lists it. Settings, on the command line:
-#   PYTHON=python3.12     the interpreter for .venv (default: the first of python3, python3.13, 3.12, 3.11, 3.14 that will do)
+# Targets for people and CI. `make help` lists them. Settings on the command line:
+#   PYTHON=python3.12     the interpreter for .venv (default: the first usable one of python3, python3.13, 3.12, 3.11, 3.14)
 #   EXTRAS=ucx-cu12,nixl-cu12,dev   the extras of pyproject.toml to install (default: ucx-cu13,nixl,dev)
-#   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
-#                         gigabytes of CUDA libraries
+#   TORCH_INDEX=URL       the package index for torch; PyTorch's CPU index avoids gigabytes of CUDA libraries on a machine
+#                         without a GPU
 #   JOBS="nodes faults"   the jobs of `make test-cluster`, each a folder of tests/cluster (default: all)
-#   SIDE_BY_SIDE=4        how many of them run at once (default: 2)
-#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS, MODEL_ARGS, RDMA_ARGS    passed on to `kvferry demo` or `demo-cluster`, pytest, the
-#                         benchmarks, the mutation check, the model check and the guest of `make test-rdma`
-#   MINUTES=10            how long `make fuzz` searches, all targets together; FUZZ_ARGS: passed on to it
+#   SIDE_BY_SIDE=4        the number of jobs that run in parallel (default: 2)
+#   DEMO_ARGS             arguments for `kvferry demo` or `kvferry demo-cluster`
+#   TEST_ARGS             arguments for pytest
+#   BENCH_ARGS, MUTATION_ARGS, MODEL_ARGS, RDMA_ARGS, FUZZ_ARGS    arguments for the benchmarks, the mutation check, the model
+#                         check, the guest of `make test-rdma` and the fuzzer
+#   MINUTES=10            the time limit of `make fuzz`, for all targets together
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -35,14 +37,14 @@ PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
 .PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-gpu test-rdma test-vllm test-sglang check lint types spelling docs docs-check proto proto-check proto-lint coverage mutation bench fuzz model clean
 
-help: ## this list
+help: ## list targets and settings
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@sed -n '/^# What/,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '/^# Targets/,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP) ## create .venv and install kvferry into it (does nothing when that is up to date)
+setup: $(STAMP) ## create .venv and install kvferry into it; do nothing if it is up to date
 	@:
 
-# Settings that are given count also where .venv is there already.
+# Settings on the command line apply even if .venv exists.
 ifneq ($(filter command,$(origin EXTRAS) $(origin TORCH_INDEX)),)
 .PHONY: $(STAMP)
 endif
@@ -51,48 +53,48 @@ $(STAMP): pyproject.toml constraints.txt .ci/setup
 	@PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" TORCH_INDEX="$(TORCH_INDEX)" bash .ci/setup
 	@touch $@
 
-demo: setup ## both tiers on this machine: prompts in, tokens out, proof and report
+demo: setup ## run both tiers on this machine, check the tokens of some prompts and print a report
 	@$(BIN)/kvferry demo $(DEMO_ARGS)
 
-demo-cluster: setup ## two nodes in each tier under load, watched by Prometheus where there is one
+demo-cluster: setup ## run two nodes in each tier under load, with Prometheus if it is installed
 	@$(BIN)/kvferry demo-cluster $(DEMO_ARGS)
 
-# Three workers: one runs clusters and waits for them most of the time.
-test: setup ## what CI runs: logic, protocol, kernels, storage, one cluster
+# Three workers, because one of them runs clusters and is mostly idle.
+test: setup ## run the tests of CI: logic, protocol, kernels, storage, one cluster
 	@$(BIN)/python -m pytest -n 3 --dist loadfile $(TEST_ARGS)
 
-test-cluster: setup ## whatever else starts processes, networks or faults; JOBS run side by side
+test-cluster: setup ## run all other tests with processes, networks or faults; JOBS run in parallel
 	@bash .ci/tools etcd
 	@$(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=$(SIDE_BY_SIDE) $(JOBS:%=test-cluster-%)
 
 test-cluster-%: setup
 	@echo "job $*:"; $(BIN)/python -m pytest --quiet tests/cluster/$* $(TEST_ARGS)
 
-check-deploy: setup ## manifests, dashboards, alerts and the status page, with the tools that they are for
+check-deploy: setup ## test manifests, dashboards, alerts and the status page with Kubernetes' and Prometheus' tools and a browser
 	@bash .ci/tools deploy
 	@$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
-test-all: ## the three above, one after the other
+test-all: ## run test, test-cluster and check-deploy, one after the other
 	@$(MAKE) --no-print-directory --keep-going test test-cluster check-deploy
 
-# One process per file: a file leaves the next one the whole GPU.
-test-gpu: setup ## kernels, engines and nodes on an NVIDIA GPU, one file after another
+# Each file runs in a separate process, so that the whole GPU is free for the next file.
+test-gpu: setup ## test kernels, engines and nodes on an NVIDIA GPU, one file after another
 	@failed=""; for file in tests/gpu/test_*.py; do $(BIN)/python -m pytest --quiet "$$file" $(TEST_ARGS) || failed="$$failed $$file"; done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
-test-rdma: setup ## transports and a transfer over RDMA verbs, in a guest with soft-RoCE; needs QEMU
+test-rdma: setup ## test transports and a transfer over RDMA verbs in a guest with soft-RoCE; needs QEMU
 	@$(BIN)/python tests/rdma/boot.py $(RDMA_ARGS) $(TEST_ARGS)
 
-# In an environment of its own, for vLLM pins much of what it needs; so without .venv.
-test-vllm: ## real vLLM servers on the CPU; makes their environment in .kvferry, once, in minutes; needs Python 3.11
+# Does not depend on .venv: vLLM pins many packages, so it has a separate environment.
+test-vllm: ## test real vLLM servers on the CPU; the first run creates their environment in .kvferry; needs Python 3.11
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/vllm/setup.sh
 	@.kvferry/vllm-venv/bin/python -m pytest tests/vllm $(TEST_ARGS)
 
-test-sglang: setup ## two real SGLang engines on the CPU, KV by kvferry; installs SGLang into an environment of its own
+test-sglang: setup ## test two real SGLang engines on the CPU with KV from kvferry; installs SGLang into a separate environment
 	@TORCH_INDEX="$(TORCH_INDEX)" bash tests/sglang/setup.sh
 	@$(BIN)/python -m pytest tests/sglang/served.py $(TEST_ARGS)
 
-check: setup lint types spelling docs-check proto-check proto-lint coverage ## lint, format, types, spelling, documents, stubs; every branch of the pure core
+check: setup lint types spelling docs-check proto-check proto-lint coverage ## check lint, format, types, spelling, generated text, stubs and branch coverage of the pure core
 
 lint: setup
 	$(BIN)/ruff check .
@@ -104,7 +106,7 @@ types: setup
 spelling: setup
 	$(BIN)/codespell
 
-# The pure core and the protocol machines, by their own tests alone: a branch that no test takes is a rule that nobody has written.
+# Only their own tests count for the pure core and the state machines. A branch without a test is an undocumented rule.
 CORE_TESTS := tests/unit/test_{layout,layer_groups,chunk,piece_size,ring,ring_index,messages,page_allocator,instance,breaker,model_shape,model_directory,plan}.py \
 	tests/protocol/test_{sender,sender_direct,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_admission.py tests/prefill/test_{scheduler,stored_prefix}.py tests/storage/test_keys.py \
 	tests/offload/test_{host_tier,jobs,placing,rules,sizes,tiered_request}.py
@@ -116,22 +118,22 @@ CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/p
 	decode_node/admission.py,decode_node/receiver.py,decode_node/receiver_events.py,decode_node/receiver_state.py,$\
 	prefill_node/scheduler.py,prefill_node/stored_prefix.py,prefill_node/prefix_pages.py,prefill_node/sender.py,prefill_node/sender_events.py,prefill_node/sender_state.py
 
-coverage: setup ## every branch of the pure core is taken by a test
+coverage: setup ## check that tests cover every branch of the pure core
 	@$(BIN)/python -m pytest -q -n 2 $(CORE_TESTS) --cov --cov-branch --cov-report=
 	@$(BIN)/coverage report --skip-covered --show-missing --fail-under=100 --include='$(CORE)'
 
-mutation: setup ## delete each statement of ring, sender, receiver and their state: does a test notice? (half an hour)
+mutation: setup ## check that tests detect the deletion of each statement of ring, sender, receiver and their state (half an hour)
 	@$(BIN)/python -m tests.mutation.deletions $(MUTATION_ARGS)
 
-bench: setup ## the benchmarks; they record hardware, command and numbers
+bench: setup ## run the benchmarks; they record hardware, command and numbers
 	@$(BIN)/python -m bench $(BENCH_ARGS)
 
-# At the lowest priority: it takes whatever a core has left, for as long as it is given.
-fuzz: setup ## hostile input to every decoder and both protocol machines; needs the extra `fuzz`
+# Runs at the lowest priority, so that it uses idle time only.
+fuzz: setup ## send hostile input to every decoder and both state machines; needs the extra `fuzz`
 	@nice -n 19 $(BIN)/python -m fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
 
-# Of Python only what comes with it, so no .venv; spin and gcc are asked for, and never installed.
-model: ## the protocol's models (docs/models), every state of each; needs spin and gcc
+# Uses the standard library only, so it does not depend on .venv. It reports missing spin or gcc, and does not install them.
+model: ## check every state of the protocol's models (docs/models); needs spin and gcc
 	@$(or $(PYTHON),python3) docs/models/run.py $(MODEL_ARGS)
 
 # Stubs come from the oldest runtime that we support, so that they load under every newer one (docs/adr/0008-committed-stubs.md).
@@ -150,21 +152,21 @@ proto: $(PROTO_STAMP) ## regenerate transfer/pb from proto/
 	@$(PROTO_VENV)/bin/buf format --write proto
 	@$(call generate_stubs,.)
 
-proto-check: $(PROTO_STAMP) # the committed stubs are those that proto/ gives
+proto-check: $(PROTO_STAMP) # check that the committed stubs are generated from proto/
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; $(call generate_stubs,"$$fresh"); \
 	diff -r -u -x '__pycache__' -x '__init__.py' transfer/pb "$$fresh/transfer/pb" > "$$fresh/diff" \
-	|| { head -n 40 "$$fresh/diff"; echo "transfer/pb is not what proto/ generates: run 'make proto' and commit the result" >&2; exit 1; }
+	|| { head -n 40 "$$fresh/diff"; echo "transfer/pb differs from the stubs of proto/: run 'make proto' and commit the result" >&2; exit 1; }
 
-proto-lint: $(PROTO_STAMP) # its form, and that nothing that the last release speaks has changed its meaning
+proto-lint: $(PROTO_STAMP) # check the format of proto/ and its compatibility with the last release
 	$(PROTO_VENV)/bin/buf lint proto
 	$(PROTO_VENV)/bin/buf breaking proto --against "$$(ls proto/released/*.binpb)"
 
-docs: setup ## write the tables, dashboards, alert rules and manifests that repeat the code
+docs: setup ## write all generated text: tables of documents, dashboards, alert rules, the manifest of the alerts
 	@$(BIN)/python -m docs.tables --write
 
-docs-check: setup # what make docs writes is committed
+docs-check: setup # check that the output of make docs is committed
 	@$(BIN)/python -m docs.tables --check
 
-clean: ## remove .venv, tools, caches and build outputs (not model folders made by hand)
+clean: ## remove .venv, tools, caches and build outputs, but no model folders
 	rm -rf .venv $(PROTO_VENV) .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
