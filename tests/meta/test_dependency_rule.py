@@ -211,7 +211,7 @@ def _our_files() -> list[str]:
     return sorted(file for file in found if not file.startswith("transfer/pb/"))
 
 
-def test_every_file_keeps_the_dependency_rule() -> None:
+def test_every_file_follows_the_dependency_rule() -> None:
     files = _our_files()
     assert {"transfer/layout.py", "decode_node/receiver.py", "kvferry/router/metrics.py"} <= set(files)
     broken = [line for path in files for line in violations(path, (ROOT / path).read_text(encoding="utf-8"))]
@@ -243,6 +243,6 @@ def test_every_foreign_library_is_declared() -> None:
     assert {distribution for distribution, _ in FOREIGN.values()} <= declared
 
 
-def test_wire_contracts_hold_no_python() -> None:
+def test_wire_contracts_contain_no_python() -> None:
     """`proto` must stay importable only as proto-plus's package."""
     assert not list((ROOT / "proto").rglob("*.py"))

@@ -40,5 +40,5 @@ def _modules_loaded_by(statement: str) -> set[str]:
         ("import prefill_node.command", BEYOND_SETTINGS),
     ],
 )
-def test_import_loads_nothing_heavy(statement: str, unwanted: set[str]) -> None:
+def test_import_loads_no_unwanted_module(statement: str, unwanted: set[str]) -> None:
     assert not _modules_loaded_by(statement) & unwanted

@@ -29,7 +29,7 @@ def enum_of(model: str, kind: str) -> list[str]:
     return re.split(r",\s*", found)
 
 
-def test_the_models_have_the_stages_the_messages_and_the_attempts_of_the_code() -> None:
+def test_the_models_have_the_stages_messages_and_attempts_of_the_code() -> None:
     text = MODELS["transfer"]
     # The code makes a piece when it asks for its grant; the model needs a stage for those before that.
     assert enum_of("transfer", "sender") == ["UNASKED", *(stage.name for stage in sender_state.Stage)]
@@ -47,7 +47,7 @@ def test_every_rule_of_the_ring_is_asserted() -> None:
     assert asserted == {f"R{number}" for number in range(1, 7)}
 
 
-def test_every_planted_bug_is_looked_for_and_every_size_is_one_of_its_model() -> None:
+def test_every_planted_bug_has_a_run_and_every_size_is_used_by_its_model() -> None:
     assert len(BY_ID) == len(RUNS)
     for model, text in MODELS.items():
         runs = [run for run in RUNS if run.model == model]
@@ -72,7 +72,7 @@ CUT = replace(HOLDS, is_complete=False)
         ("ring.timeout", HOLDS, False, "NOT FOUND"),
     ],
 )
-def test_a_verdict_is_good_only_when_the_search_was_whole_and_as_expected(
+def test_a_verdict_passes_only_for_a_complete_search_with_the_expected_result(
     name: str, outcome: Outcome, is_expected: bool, words: str
 ) -> None:
     assert models.verdict(BY_ID[name], outcome) == (is_expected, words)

@@ -29,7 +29,7 @@ def _pins() -> dict[str, str]:
     return {_distribution(name): version for name, _, version in pins}
 
 
-def test_only_our_packages_are_taken() -> None:
+def test_the_wheel_contains_only_our_packages() -> None:
     settings = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
     found = find_packages(where=str(ROOT), include=settings["include"])
     assert {name.partition(".")[0] for name in found} <= PACKAGES
@@ -64,12 +64,12 @@ def test_the_oldest_versions_of_transports_are_the_same_for_both_cuda_majors() -
     assert {one for one in _requirements() if one.startswith("nixl")} == {f"nixl-cu{major}>=1.5.1" for major in (12, 13)}
 
 
-def test_type_checks_see_all_our_code() -> None:
+def test_mypy_checks_all_our_code() -> None:
     others = {"bench", "deploy", "examples", "docs/models", "docs/tables.py", "fuzz"}
     assert PACKAGES | others == set(PYPROJECT["tool"]["mypy"]["files"])
 
 
-def test_one_version() -> None:
+def test_pyproject_and_transfer_declare_the_same_version() -> None:
     declared = re.search(r'^__version__ = "(.+)"$', (ROOT / "transfer" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     assert declared is not None
     assert declared.group(1) == PYPROJECT["project"]["version"]

@@ -13,7 +13,7 @@ def codes(rows: list[list[str]]) -> list[list[str]]:
     return [[name, str(number)] for number, (name, _) in enumerate(kept(rows, ["B"]))]
 
 
-def test_a_region_is_written_and_the_rest_stays(tmp_path: Path) -> None:
+def test_a_stale_region_is_reported_and_rewritten_and_the_rest_stays(tmp_path: Path) -> None:
     wanted = with_regions(PAGE, {"codes": table(codes)})
     assert wanted == PAGE.replace("| 7 |", "| 0 |") == with_regions(wanted, {"codes": table(codes)})
     file = tmp_path / "page.md"

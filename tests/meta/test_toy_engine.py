@@ -13,7 +13,7 @@ from tests.runtime.instances import decode_config, prefill_config
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault
 
 
-def test_it_reports_damaged_kv_and_serves_the_other_request(tmp_path: Path) -> None:
+def test_the_toy_engine_reports_damaged_kv_and_serves_the_other_request(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("toy_engine", Path(__file__).resolve().parents[2] / "examples/toy_engine.py")
     assert spec is not None and spec.loader is not None
     toy = importlib.util.module_from_spec(spec)

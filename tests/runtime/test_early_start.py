@@ -18,7 +18,7 @@ def open_node(*options: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*NODE, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_a_wrong_command_line_leaves_no_process() -> None:
+def test_an_invalid_command_line_leaves_no_process() -> None:
     said, _ = open_node("--nonsense").communicate(timeout=60)
     assert "No such option: --nonsense" in said
 

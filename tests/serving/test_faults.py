@@ -46,7 +46,7 @@ async def is_at_work(node: ClusterNode) -> bool:
     return status is not None and status.running_requests + status.queued_requests > 0
 
 
-async def test_a_killed_prefill_rank(cluster: LocalCluster, reference: Reference) -> None:
+async def test_requests_of_a_killed_prefill_rank_complete_on_the_other_node(cluster: LocalCluster, reference: Reference) -> None:
     """Its requests are computed again by the other prefill node, and its node starts the rank again."""
     killed, before = cluster.prefill, await num_retries(cluster.decode)
     incarnation = killed.incarnation
@@ -62,7 +62,7 @@ async def test_a_killed_prefill_rank(cluster: LocalCluster, reference: Reference
     await cluster.wait_joined()
 
 
-async def test_a_frozen_prefill_rank(cluster: LocalCluster, reference: Reference) -> None:
+async def test_requests_of_a_frozen_prefill_rank_complete_on_the_other_node(cluster: LocalCluster, reference: Reference) -> None:
     """Its requests are computed by the other prefill node; once it runs again, it is used again."""
     frozen, before = cluster.prefill_nodes[1].rank_pids[0], await num_retries(cluster.decode)
     prompts = [prompt(LONG, 10 + variant) for variant in range(4)]
@@ -78,7 +78,7 @@ async def test_a_frozen_prefill_rank(cluster: LocalCluster, reference: Reference
     await cluster.wait_joined()
 
 
-async def test_a_roll_out_of_the_prefill_tier(cluster: LocalCluster, reference: Reference) -> None:
+async def test_no_request_fails_while_prefill_nodes_restart_in_turn(cluster: LocalCluster, reference: Reference) -> None:
     """Each node is stopped and started again in turn, as a service manager does it, while requests keep arriving."""
     is_over = asyncio.Event()
     lives = [node.incarnation for node in cluster.prefill_nodes]
@@ -107,7 +107,9 @@ async def test_a_roll_out_of_the_prefill_tier(cluster: LocalCluster, reference: 
     assert all(node.incarnation not in lives for node in cluster.prefill_nodes)
 
 
-async def test_a_drained_decode_node(cluster: LocalCluster, reference: Reference) -> None:
+async def test_a_draining_decode_node_completes_its_requests_and_accepts_no_new_ones(
+    cluster: LocalCluster, reference: Reference
+) -> None:
     """SIGTERM: requests in flight end with all their tokens, later ones are refused, and the exit code is 0."""
     decode = cluster.decode
     prompts = [prompt(LONG, 20), prompt(100, 21)]

@@ -39,7 +39,7 @@ def found_in(text: str, ids: Sequence[int]) -> list[str]:
     return [trace for trace in TEXT_TRACES if trace in text] + [str(run) for run in runs & wanted if len(set(run)) >= 3]
 
 
-def test_the_search_finds_what_it_looks_for() -> None:
+def test_the_search_finds_words_and_runs_of_ids_of_the_prompt() -> None:
     for shown in (
         f"ids {list(IDS)}",
         f'{{"ids": {IDS}}}',

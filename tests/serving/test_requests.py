@@ -78,7 +78,7 @@ async def test_a_prompt_that_the_store_has_is_not_transferred_again(serving: Ser
     ],
     ids=["empty", "too long", "id too large", "id far too large", "no tokens", "too many", "cold", "nan", "top_p"],
 )
-async def test_bad_request_is_refused_in_one_line(
+async def test_an_invalid_request_is_rejected_in_one_line(
     serving: Serving, token_ids: tuple[int, ...], new: int, sampling: dict[str, Any], says: tuple[str, ...]
 ) -> None:
     async with serving.caller() as caller:
@@ -89,7 +89,7 @@ async def test_bad_request_is_refused_in_one_line(
         assert word in answer.details
 
 
-async def test_request_without_a_prompt_or_with_a_long_id(serving: Serving) -> None:
+async def test_a_request_without_a_prompt_or_with_a_long_id_is_rejected(serving: Serving) -> None:
     async with serving.caller() as caller:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await caller.stub.Generate(pb.GenerateRequest(max_new_tokens=4)).read()
@@ -167,7 +167,7 @@ async def test_the_memory_plan_is_in_status_and_in_metrics(serving: Serving) -> 
             assert real_bytes == pytest.approx(lines["pool_full"].planned_bytes, rel=0.01)
 
 
-async def test_health_readiness_and_reflection(serving: Serving) -> None:
+async def test_health_readiness_and_reflection_report_a_serving_node(serving: Serving) -> None:
     for node, service in (
         (serving.cluster.prefill, "kvferry.v1.PrefillControl"),
         (serving.cluster.decode, "kvferry.v1.DecodeControl"),

@@ -77,7 +77,9 @@ def text_of(model: Path, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_completions_are_the_models_own(serving: Serving, model: Path, reference: Reference, is_stream: bool) -> None:
+async def test_completions_match_the_single_process_reference(
+    serving: Serving, model: Path, reference: Reference, is_stream: bool
+) -> None:
     async with routed(serving) as setup:
         asked = [prompt(length, variant) for variant, length in enumerate((10, 150, 400))]
         answers = await asyncio.gather(
@@ -100,7 +102,7 @@ async def test_completions_are_the_models_own(serving: Serving, model: Path, ref
         await setup.idle()
 
 
-async def test_the_shapes_of_a_stream(serving: Serving) -> None:
+async def test_a_completion_stream_ends_with_finish_reason_usage_and_done(serving: Serving) -> None:
     async with routed(serving, model_name="demo") as setup:
         answer = await setup.client.post(
             "/v1/completions",
@@ -125,7 +127,7 @@ async def test_the_shapes_of_a_stream(serving: Serving) -> None:
         assert contents[-1]["choices"] == [] and contents[-1]["usage"]["completion_tokens"] == 5
 
 
-async def test_a_chat_is_its_template_as_a_prompt(serving: Serving, tokenizer: Path) -> None:
+async def test_a_chat_completion_equals_the_completion_of_its_rendered_template(serving: Serving, tokenizer: Path) -> None:
     async with routed(serving, tokenizer=tokenizer) as setup:
         models = (await setup.client.get("/v1/models")).json["data"]
         assert [one["id"] for one in models] == ["demo-chat"]
@@ -159,7 +161,7 @@ async def test_a_chat_is_its_template_as_a_prompt(serving: Serving, tokenizer: P
             assert answer.status == 400 and said in answer.error, answer.body
 
 
-async def test_chats_without_a_template_are_told_what_is_missing(serving: Serving) -> None:
+async def test_a_chat_without_a_template_is_rejected_and_names_the_option(serving: Serving) -> None:
     async with routed(serving) as setup:
         answer = await setup.client.chat()
         assert answer.status == 404  # "tiny" is not its name
@@ -167,7 +169,7 @@ async def test_chats_without_a_template_are_told_what_is_missing(serving: Servin
         assert answer.status == 400 and "--tokenizer" in answer.error
 
 
-async def test_what_the_node_refuses_is_the_clients_error(serving: Serving) -> None:
+async def test_a_request_that_the_node_rejects_is_a_client_error(serving: Serving) -> None:
     async with routed(serving) as setup:
         for body, said in (
             ({"prompt": ""}, "prompt is empty"),
@@ -182,7 +184,7 @@ async def test_what_the_node_refuses_is_the_clients_error(serving: Serving) -> N
         assert huge.status in (400, 413), huge.body
 
 
-async def test_seeds_make_answers_repeatable_and_their_absence_does_not(serving: Serving) -> None:
+async def test_completions_repeat_with_a_seed_and_differ_without_one(serving: Serving) -> None:
     async with routed(serving) as setup:
         body = {"prompt": "The harbour", "max_tokens": 24, "ignore_eos": True, "temperature": 2.0}
         same = [(await setup.client.post("/v1/completions", {**body, "seed": 7})).text for _ in range(2)]
@@ -191,7 +193,7 @@ async def test_seeds_make_answers_repeatable_and_their_absence_does_not(serving:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_goes_away_ends_the_generation(serving: Serving, is_stream: bool) -> None:
+async def test_generation_ends_when_the_client_disconnects(serving: Serving, is_stream: bool) -> None:
     async with routed(serving) as setup:
         body = {"prompt": list(prompt(64)), "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": is_stream}
         asking = asyncio.create_task(setup.client.post("/v1/completions", body))
@@ -207,7 +209,7 @@ async def test_a_client_that_goes_away_ends_the_generation(serving: Serving, is_
         assert await setup.client.metric("requests_total", endpoint="completions", outcome="disconnected") == 1
 
 
-async def test_a_node_that_is_not_there_is_left_for_one_that_is(serving: Serving) -> None:
+async def test_requests_go_to_the_reachable_node(serving: Serving) -> None:
     async with routed(serving, "127.0.0.1:1") as setup:
         for _ in range(3):
             answer = await setup.client.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
@@ -215,7 +217,7 @@ async def test_a_node_that_is_not_there_is_left_for_one_that_is(serving: Serving
         assert await setup.client.metric("servers", tier="decode", state="healthy") == 1
 
 
-async def test_a_prefill_node_is_not_taken_for_a_decode_node(serving: Serving) -> None:
+async def test_a_prefill_node_is_not_used_as_a_decode_node(serving: Serving) -> None:
     address = next(node.address for node in serving.cluster.nodes if node.role == "prefill")
     settings = RouterSettings(prefill=(), decode=(address,), are_nodes=True, port=0, health_interval_s=0.1)
     async with open_router(settings, serving.security()) as router:

@@ -27,7 +27,7 @@ def run_top(serving: Serving, *arguments: str) -> Result:
     return CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(commands, ["top", *arguments, *serving.tls_options()])
 
 
-def test_top_once_shows_the_cluster_from_any_of_its_nodes(serving: Serving) -> None:
+def test_top_once_shows_the_whole_cluster_from_a_prefill_node(serving: Serving) -> None:
     bar, decode = "[█░]{10}", serving.cluster.decode.address
     with serving.load():
         for _ in range(LOOKS):  # a look can meet the load between two of its long requests
@@ -59,7 +59,7 @@ def test_top_once_shows_the_cluster_from_any_of_its_nodes(serving: Serving) -> N
     assert told and all(re.search(rf" generating {bar} 40/40 {bar} 1/1 {bar} \d+/400 ", line) for line in told), found.stdout
 
 
-def test_top_for_programs_and_nodes_that_do_not_answer(serving: Serving) -> None:
+def test_top_reports_unreachable_nodes_and_rejects_invalid_addresses(serving: Serving) -> None:
     found = run_top(serving, "--json", serving.cluster.decode.address, "127.0.0.1:1")
     assert found.exit_code == 0, found.stderr
     nodes = {node["address"]: node for node in json.loads(found.stdout)["nodes"]}
@@ -96,7 +96,7 @@ async def shows(pilot: Pilot[None], is_true: Callable[[], bool], what: str, with
         await pilot.pause(0.05)
 
 
-async def test_top_live_shows_both_tiers_and_what_is_done_with_its_keys(serving: Serving) -> None:
+async def test_top_live_shows_both_tiers_and_its_keys_pause_sort_and_abort(serving: Serving) -> None:
     decode, prefill = serving.cluster.decode.address, serving.cluster.prefill.address
     with serving.load():
         async with open_top(prefill, serving.security()) as (app, pilot):

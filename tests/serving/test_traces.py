@@ -78,7 +78,7 @@ def check_whole(spans: list[Received]) -> None:
         assert parent.begun_ns - CLOCK_NS <= span.begun_ns <= span.ended_ns
 
 
-async def test_one_trace_from_the_client_to_the_ranks_of_both_tiers(serving: Serving) -> None:
+async def test_one_trace_covers_the_client_both_leaders_and_all_ranks(serving: Serving) -> None:
     trace_id = await asked(serving)
     # The second prefill rank's, too: its last one comes when all others of it have.
     spans = await asyncio.to_thread(serving.collector.until, trace_id, [*EVERY, CLIENT, "kvferry.send"])
@@ -115,7 +115,7 @@ async def test_one_trace_from_the_client_to_the_ranks_of_both_tiers(serving: Ser
         assert before.begun_ns <= before.ended_ns <= write.ended_ns and write.begun_ns - CLOCK_NS <= after.begun_ns
 
 
-async def test_who_does_not_ask_for_a_trace_has_none(serving: Serving) -> None:
+async def test_a_request_without_a_sampled_traceparent_has_no_trace(serving: Serving) -> None:
     """The node's own share is none; a client that says "not sampled" is heard, and so is nonsense, as nothing."""
     before = {span.trace_id for span in serving.collector.all()}
     not_sampled = f"00-{'a' * 32}-{'b' * 16}-00"
@@ -126,7 +126,7 @@ async def test_who_does_not_ask_for_a_trace_has_none(serving: Serving) -> None:
     assert {span.trace_id for span in serving.collector.all()} == before | {trace_id}
 
 
-async def test_a_request_that_ends_early_says_why(serving: Serving) -> None:
+async def test_the_span_of_a_cancelled_request_records_the_reason(serving: Serving) -> None:
     trace_id = await asked(serving, new=400, gives_up_after=3)
     spans = await asyncio.to_thread(serving.collector.until, trace_id, {CLIENT, "kvferry.generate", "kvferry.try"})
     (generated,) = [span for span in spans if span.name == "kvferry.generate"]

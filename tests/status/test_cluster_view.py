@@ -46,7 +46,7 @@ def decode(*, at_s: float = 0.0, requests: tuple[pb.RequestStatus, ...] = (), **
     return Seen(address="d:1", status=status, requests=requests, at_s=at_s)
 
 
-def test_what_a_link_moves_now_is_bytes_by_the_seconds_in_which_it_was_busy() -> None:
+def test_the_current_rate_of_a_link_is_its_bytes_per_busy_second() -> None:
     before = {"p:1": prefill(written=10**9, busy_s=1.0, probe_s=0.25)}
     (link,) = view_of([prefill(written=2 * 10**9, busy_s=1.5, probe_s=0.5), decode()], before).links
     assert link.now_bytes_per_s == 2e9 and link.share == 0.5
@@ -70,7 +70,7 @@ def request(stage: str, **fields: int | str) -> pb.RequestStatus:
         (None, request("computing", ready_tokens=450), "computing", (450, 900), (0, 1), (0, 0)),
     ],
 )
-def test_a_request_is_shown_once_as_far_as_both_nodes_know_it(
+def test_a_request_that_both_nodes_report_is_shown_once(
     at_decode: pb.RequestStatus | None,
     at_prefill: pb.RequestStatus | None,
     stage: str,
@@ -97,7 +97,7 @@ def test_alerts_begin_once_and_end() -> None:
     assert new == [] and [alert.what for alert in ended] == ["unreachable p:1"]
 
 
-def test_what_is_wrong_with_a_node_is_an_alert() -> None:
+def test_each_fault_of_a_node_is_an_alert() -> None:
     node = decode(ring_quarantined_bytes=10)
     assert node.status is not None
     node.status.ready, node.status.not_ready_reason = False, "no prefill node is joined"
@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_node_is_an_alert() -> None:
     assert found == ["state d:1", "peer d:1 p:1", "breaker d:1 p:1", "quarantine d:1 #0"]
 
 
-def test_a_watermark_that_stands_while_grants_are_live_is_an_alert_and_one_that_moves_is_none() -> None:
+def test_only_a_stalled_watermark_with_live_grants_is_an_alert() -> None:
     alerts = Alerts()
     assert begun(alerts, decode(at_s=0.0, ring_live_grants=2, watermark_position=500)) == []
     assert begun(alerts, decode(at_s=STALLED_S - 0.1, ring_live_grants=2, watermark_position=500)) == []
@@ -116,7 +116,7 @@ def test_a_watermark_that_stands_while_grants_are_live_is_an_alert_and_one_that_
     assert begun(alerts, decode(at_s=101.0, ring_live_grants=1, watermark_position=501)) == [], "and begins anew"
 
 
-def test_a_link_far_below_its_probe_is_an_alert_once_it_has_been_for_several_looks() -> None:
+def test_a_link_far_below_its_probe_is_an_alert_after_several_polls() -> None:
     before = {"p:1": prefill()}
     slow, quick = (prefill(written=10**9, busy_s=1.0, probe_s=share) for share in (0.25, 0.75))
     alerts = Alerts()
@@ -145,14 +145,14 @@ def shown(view: ClusterView, alerts: Alerts) -> list[str]:
     return [" ".join(line.split()) for line in capture.get().splitlines()]
 
 
-def test_what_others_wrote_gives_a_terminal_no_orders() -> None:
+def test_control_characters_in_reported_text_do_not_reach_the_terminal() -> None:
     gone = Seen(address="p:2", error="\x1b[2J\x1b]0;owned\x07 gone\nalert: all is well")
     text = "\n".join(shown(view_of([gone]), Alerts()))
     assert "\x1b" not in text and "\x07" not in text and "\ufffd[2J" in text
     assert sum(line.startswith("alert:") for line in text.splitlines()) == 1
 
 
-def test_the_same_for_programs() -> None:
+def test_the_json_view_contains_nodes_requests_and_links() -> None:
     nodes = [prefill(), decode(requests=(request("queued"),)), Seen(address="p:2", error="refused")]
     content = json.loads(json.dumps(view_to_json(view_of(nodes), []), allow_nan=False))
     assert [(node["address"], node["error"]) for node in content["nodes"]] == [("p:1", ""), ("d:1", ""), ("p:2", "refused")]

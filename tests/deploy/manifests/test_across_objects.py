@@ -51,7 +51,7 @@ def containers(variant: str) -> Iterator[tuple[Pod, Manifest]]:
 
 
 @pods_and_variants()
-def test_selectors_of_workloads_take_their_own_pods(variant: str) -> None:
+def test_selectors_of_workloads_match_only_their_own_pods(variant: str) -> None:
     for one in of_kind(variant, "Deployment"):
         labels = one["spec"]["template"]["metadata"]["labels"]
         assert matches(one["spec"]["selector"], labels)
@@ -66,7 +66,7 @@ def test_selectors_of_workloads_take_their_own_pods(variant: str) -> None:
 
 
 @pods_and_variants()
-def test_services_lead_to_ports_that_are_there(variant: str) -> None:
+def test_services_target_existing_ports(variant: str) -> None:
     services = of_kind(variant, "Service")
     assert {one["metadata"]["name"] for one in services} >= {"kvferry", "kvferry-decode"}
     roles = {}
@@ -91,7 +91,7 @@ def test_ports_of_a_pod_differ_and_each_workload_has_a_disruption_budget(variant
 
 
 @pods_and_variants()
-def test_what_scales_and_what_watches_has_something_to_scale_and_to_watch(variant: str) -> None:
+def test_autoscalers_and_pod_monitors_have_existing_targets(variant: str) -> None:
     workloads = {(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in of_kind(variant, "Deployment")}
     scalers = of_kind(variant, "HorizontalPodAutoscaler") + of_kind(variant, "ScaledObject")
     for one in scalers:
@@ -110,7 +110,7 @@ def test_what_scales_and_what_watches_has_something_to_scale_and_to_watch(varian
 
 
 @pods_and_variants()
-def test_what_a_pod_names_is_there(variant: str) -> None:
+def test_every_object_that_a_pod_references_exists(variant: str) -> None:
     there = {(one["kind"], one["metadata"]["name"]) for one in rendered(variant)}
     there |= {("Secret", one["spec"]["secretName"]) for one in of_kind(variant, "Certificate")}
     there |= {(kind, name) for kind, names in BROUGHT.items() for name in names}
@@ -197,7 +197,7 @@ def may_call_address(variant: str, pod: Pod, address: str, port: int) -> bool:
 
 
 @pods_and_variants()
-def test_credentials_of_a_store_are_asked_for_where_the_cloud_has_them_and_only_with_a_store(variant: str) -> None:
+def test_only_pods_with_a_store_may_reach_the_cloud_s_credentials(variant: str) -> None:
     """Of an instance's metadata and of EKS Pod Identity: https://docs.aws.amazon.com/eks/latest/userguide/pod-id-how-it-works.html."""
     has_store = "s3-backup" in VARIANTS[variant][1]
     for pod in pods(variant):
@@ -210,7 +210,7 @@ def test_credentials_of_a_store_are_asked_for_where_the_cloud_has_them_and_only_
 
 
 @pods_and_variants()
-def test_policies_let_the_planes_through(variant: str) -> None:
+def test_policies_allow_all_planes_between_the_tiers(variant: str) -> None:
     for one, other in (("prefill", "decode"), ("decode", "prefill")):
         for pod in tier(variant, one):
             for peer in tier(variant, other):
@@ -222,7 +222,7 @@ def test_policies_let_the_planes_through(variant: str) -> None:
 
 
 @pods_and_variants()
-def test_policies_let_clients_reach_what_is_theirs_and_strangers_nothing(variant: str) -> None:
+def test_policies_allow_each_caller_only_its_own_ports(variant: str) -> None:
     for pod in tier(variant, "decode"):
         assert [port for port in (7100, 7180, RANK_PORT) if may_reach(variant, CLIENT, pod, port)] == [7100]
     for pod in tier(variant, "prefill"):
@@ -244,7 +244,7 @@ def test_policies_let_clients_reach_what_is_theirs_and_strangers_nothing(variant
 
 
 @pods_and_variants()
-def test_nothing_runs_as_root_or_may_write_its_root(variant: str) -> None:
+def test_no_container_runs_as_root_or_writes_its_root_file_system(variant: str) -> None:
     for pod, container in containers(variant):
         rights = {**pod.spec["securityContext"], **container["securityContext"]}
         assert rights["runAsNonRoot"] is True and rights["runAsUser"] >= 10_000 and rights["runAsGroup"] >= 10_000
@@ -271,7 +271,7 @@ def test_memory_is_pinned_only_where_rdma_needs_it(variant: str) -> None:
 
 
 @pods_and_variants()
-def test_volumes_that_are_written_are_there_and_the_others_are_not_written(variant: str) -> None:
+def test_only_empty_dir_volumes_are_writable(variant: str) -> None:
     for pod, container in containers(variant):
         mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
         kinds = {volume["name"]: next(key for key in volume if key != "name") for volume in pod.spec["volumes"]}
@@ -309,7 +309,7 @@ def test_a_node_has_the_time_to_drain(variant: str) -> None:
 
 
 @pods_and_variants()
-def test_images_are_of_this_version_and_every_container_has_its_share(variant: str) -> None:
+def test_images_have_this_version_and_every_container_has_requests(variant: str) -> None:
     """A new version: `grep -rl OLD deploy/kubernetes | xargs sed -i s/OLD/NEW/`."""
     for pod, container in containers(variant):
         name, _, tag = container["image"].partition(":")
@@ -337,7 +337,7 @@ def test_a_leader_names_as_many_workers_as_its_group_has() -> None:
     assert before.index("POD_NAME") < before.index("KVFERRY_PEERS__PREFILL_NODES")
 
 
-def test_single_node_has_what_cuda_ipc_needs() -> None:
+def test_single_node_meets_the_requirements_of_cuda_ipc() -> None:
     """One pid namespace, one user, and both GPUs open to both containers, each of which computes on its own."""
     (pod,) = pods("single-node")
     assert pod.spec["shareProcessNamespace"] is True
@@ -350,7 +350,7 @@ def test_single_node_has_what_cuda_ipc_needs() -> None:
     assert sorted(map(int, first)) == list(range(request["exactly"]["count"]))
 
 
-def test_no_manifest_is_left_out() -> None:
+def test_every_manifest_is_in_its_kustomization() -> None:
     """Each file below deploy/kubernetes is named by the kustomization beside it."""
     for file in KUBERNETES.rglob("*.yaml"):
         folder = file.parent.parent if file.parent.name == "settings" else file.parent

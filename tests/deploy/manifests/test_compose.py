@@ -39,14 +39,14 @@ def node_config(service: str) -> NodeConfig:
     return load_config(CONFIGS[service], environment=environment(service))
 
 
-def test_compose_would_take_it() -> None:
+def test_the_compose_file_matches_the_schema_of_compose() -> None:
     assert [error.message for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(COMPOSE)] == []
     wrong = {**COMPOSE, "services": {"prefill": {**COMPOSE["services"]["prefill"], "healthchek": {}}}}
     assert not jsonschema.Draft7Validator(SCHEMA).is_valid(wrong)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_node_starts_with_what_it_is_given(role: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_config_accepts_each_service(role: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands and settings are accepted by the daemon; of the model it is said where it lies here."""
     service = COMPOSE["services"][role]
     command, *arguments = service["command"]
@@ -62,7 +62,7 @@ def test_a_node_starts_with_what_it_is_given(role: str, model: Path, tmp_path: P
     assert f"{role}: the configuration is valid" in result.output and "never be ready" not in result.output
 
 
-def test_the_nodes_meet_on_loopback_and_are_asked_where_they_listen() -> None:
+def test_the_nodes_connect_on_loopback_and_health_checks_use_their_ports() -> None:
     prefill, decode = node_config("prefill"), node_config("decode")
     assert isinstance(decode, DecodeNodeConfig)
     assert decode.peers.prefill_nodes == (f"{prefill.server.host}:{prefill.server.port}",)
@@ -78,7 +78,7 @@ def test_the_nodes_meet_on_loopback_and_are_asked_where_they_listen() -> None:
 
 
 @pytest.mark.parametrize("service", COMPOSE["services"])
-def test_containers_have_no_rights_and_the_time_to_drain(service: str) -> None:
+def test_containers_have_no_privileges_and_time_to_drain(service: str) -> None:
     one = COMPOSE["services"][service]
     assert one["read_only"] is True and one["cap_drop"] == ["ALL"] and "privileged" not in one
     assert one["user"] == "10001:10001" and one["security_opt"] == ["no-new-privileges:true"]

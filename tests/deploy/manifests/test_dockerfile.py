@@ -26,7 +26,7 @@ def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(path), str(file)], capture_output=True, text=True, timeout=60)
 
 
-def test_hadolint_has_nothing_against_it(tmp_path: Path) -> None:
+def test_hadolint_accepts_the_dockerfile(tmp_path: Path) -> None:
     checked = hadolint(DOCKERFILE)
     assert (checked.returncode, checked.stdout) == (0, "")
     worse = tmp_path / "Dockerfile"
@@ -34,7 +34,7 @@ def test_hadolint_has_nothing_against_it(tmp_path: Path) -> None:
     assert "DL3002" in hadolint(worse).stdout
 
 
-def test_every_package_is_in_the_image_and_nothing_else_gets_to_the_builder() -> None:
+def test_the_builder_receives_every_package_and_no_other_file() -> None:
     packages = {name.partition(".")[0] for name in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     copied = {name for line in re.findall(r"^COPY (?!--)(.+)$", TEXT, re.M) for name in line.split()[:-1]}
     assert copied == packages | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}

@@ -44,13 +44,13 @@ def _problems_of(text: str) -> list[str]:
 
 
 @pods_and_variants()
-def test_what_is_built_has_only_fields_that_kubernetes_and_the_operators_know(variant: str) -> None:
+def test_built_objects_match_the_schemas_of_kubernetes_and_the_operators(variant: str) -> None:
     names = [name_of(one) for one in rendered(variant)]
     assert len(names) == len(set(names))
     assert [problem for one in rendered(variant) for problem in schema_problems(one)] == []
 
 
-def test_pods_of_a_leader_worker_set_are_pods() -> None:
+def test_pods_of_a_leader_worker_set_match_the_pod_schema() -> None:
     """Its own schema is too large to keep here where it repeats that of pods."""
     for one in pods("lws"):
         page = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": one.name, "labels": one.labels}, "spec": one.spec}
@@ -75,7 +75,7 @@ def test_every_overlay_and_component_is_built_by_some_variant() -> None:
         ("lws", "LeaderWorkerSet", ("spec", "leaderWorkerTemplate", "restartPolicy"), "Never"),
     ],
 )
-def test_the_schemas_refuse_what_is_wrong(variant: str, kind: str, path: tuple[Any, ...], value: object) -> None:
+def test_the_schemas_reject_invalid_objects(variant: str, kind: str, path: tuple[Any, ...], value: object) -> None:
     manifest = copy.deepcopy(next(one for one in rendered(variant) if one["kind"] == kind))
     assert schema_problems(manifest) == []
     *parents, last = path

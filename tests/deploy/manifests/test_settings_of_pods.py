@@ -87,7 +87,7 @@ def configured(variant: str, pod: Pod, container: Manifest) -> NodeConfig:
 
 
 @pods_and_variants()
-def test_ports_are_those_that_the_nodes_listen_on(variant: str) -> None:
+def test_container_ports_and_probes_match_the_ports_of_the_nodes(variant: str) -> None:
     for pod in pods(variant):
         for container in pod.nodes:
             config = configured(variant, pod, container)
@@ -100,7 +100,7 @@ def test_ports_are_those_that_the_nodes_listen_on(variant: str) -> None:
 
 
 @pods_and_variants()
-def test_decode_nodes_look_for_prefill_nodes_where_they_are(variant: str) -> None:
+def test_decode_nodes_find_prefill_nodes_by_service_or_by_address(variant: str) -> None:
     for pod in pods(variant):
         for container in pod.nodes:
             config = configured(variant, pod, container)
@@ -129,7 +129,7 @@ def names_in_certificates(variant: str) -> dict[str, SubjectNames]:
 
 
 @pods_and_variants()
-def test_each_tier_is_let_in_by_the_other_and_clients_by_both(variant: str) -> None:
+def test_each_tier_accepts_certificates_of_the_other_tier_and_of_clients(variant: str) -> None:
     """And nobody by any other of their names, such as those of Services."""
     names = names_in_certificates(variant)
     assert set(names) == (set() if variant == "dev-tcp" else {"prefill", "decode", "client"})
@@ -149,7 +149,7 @@ def test_each_tier_is_let_in_by_the_other_and_clients_by_both(variant: str) -> N
 
 
 @pytest.mark.parametrize("variant", ["two-tier", "single-node", "lws"])
-def test_any_grpc_client_connects_by_the_names_of_services(variant: str, authority: Authority) -> None:
+def test_a_plain_grpc_client_connects_by_the_names_of_services(variant: str, authority: Authority) -> None:
     """gRPC's own check of a server, with nothing said of its certificate; only the address is this machine's."""
     server = grpc.server(ThreadPoolExecutor(1))
     chain, key = authority.issue(*names_in_certificates(variant)["decode"].dns)
@@ -165,7 +165,7 @@ def test_any_grpc_client_connects_by_the_names_of_services(variant: str, authori
         server.stop(None)
 
 
-async def test_probes_and_scrapes_ask_for_what_the_nodes_answer() -> None:
+async def test_probes_and_scrapes_use_paths_that_the_nodes_serve() -> None:
     """The real server; a node whose peers are all gone is not ready, and lives."""
     server = HealthServer(lambda: Readiness(is_ready=False, reason="no prefill node is joined"), lambda: b"")
     port = await server.start("127.0.0.1", 0)
@@ -205,7 +205,7 @@ def asked_of_adapter(rule: dict[str, Any], role: str) -> str:
     return query.replace("<<.LabelMatchers>>", f'pod=~"{role}-.*"').replace("<<.GroupBy>>", "pod")
 
 
-def test_autoscalers_ask_for_metrics_that_exist() -> None:
+def test_autoscalers_query_existing_metrics() -> None:
     queries = [trigger["metadata"]["query"] for one in of_kind("keda", "ScaledObject") for trigger in one["spec"]["triggers"]]
     assert len(queries) == 4
     given = adapter_rules()
@@ -253,7 +253,7 @@ LOADS: dict[str, tuple[dict[str, tuple[float, int, int, int]], set[str]]] = {
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_the_tier_that_is_short_grows_and_the_other_one_does_not(load: str, tmp_path: Path) -> None:
+def test_only_the_overloaded_tier_grows(load: str, tmp_path: Path) -> None:
     """By Prometheus itself: of two nodes in each tier, queries of either scaler ask for more, or for no more."""
     nodes, grow = LOADS[load]
     series = {}
@@ -306,7 +306,7 @@ def scraped(role: str, node: int, *, state: str = "ready", are_ranks_there: bool
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_tier_without_work_answers_and_one_that_nobody_sees_does_not(role: str, tmp_path: Path) -> None:
+def test_an_idle_tier_has_a_value_and_a_tier_without_series_has_none(role: str, tmp_path: Path) -> None:
     """No answer is a failure to KEDA, which then keeps the nodes that there are; if not told so, it is a 0, and they go."""
     queries = [query for query, _ in targets()["keda", role]]
     assert_answers(tmp_path, {**scraped(role, 1), **scraped(role, 2)}, dict.fromkeys(queries, 0.0))
@@ -327,7 +327,7 @@ def ucx_tls(variant: str) -> str:
 
 
 @pytest.mark.parametrize("variant", sorted(RDMA))
-def test_rdma_that_is_not_there_is_no_slow_tcp(variant: str) -> None:
+def test_missing_rdma_does_not_fall_back_to_tcp(variant: str) -> None:
     for pod in pods(variant):
         for container in pod.nodes:
             config = configured(variant, pod, container)

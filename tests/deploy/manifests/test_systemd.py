@@ -56,7 +56,7 @@ def installed(role: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_systemd_has_nothing_against_a_unit_that_lets_its_node_do_little(role: str, tmp_path: Path) -> None:
+def test_systemd_accepts_each_unit_and_its_exposure(role: str, tmp_path: Path) -> None:
     file = installed(role, tmp_path)
     checked = analyze("verify", "--man=no", str(file))
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
@@ -67,7 +67,7 @@ def test_systemd_has_nothing_against_a_unit_that_lets_its_node_do_little(role: s
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_unit_goes_by_what_the_exit_codes_and_the_settings_say(role: str) -> None:
+def test_each_unit_matches_the_exit_codes_and_the_drain_timeout(role: str) -> None:
     assert unit_text("decode") == unit_text("prefill").replace("prefill", "decode")
     service = unit(role)["Service"]
     assert service["Restart"] == "on-failure"
@@ -97,7 +97,7 @@ def test_starting_a_unit_waits_for_its_node(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_node_starts_with_the_settings_of_the_example(
+def test_check_config_accepts_the_example_settings(
     role: str, model: Path, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the unit's own command line, with the paths of this machine in place of the host's."""

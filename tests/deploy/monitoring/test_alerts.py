@@ -69,14 +69,14 @@ def cases_that(*, fire: bool) -> list[tuple[str, Case]]:
     return [(name, case) for name, cases in CASES.items() for case in cases if bool(case.fires) is fire]
 
 
-def test_prometheus_takes_the_only_file() -> None:
+def test_prometheus_accepts_the_only_rule_file() -> None:
     assert list(RULES.parent.iterdir()) == [RULES]
     checked = subprocess.run([program("promtool"), "check", "rules", RULES], capture_output=True, text=True, timeout=TOOL_S)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(BY_NAME)} rules found" in checked.stdout
 
 
-def test_every_alert_fires_when_it_should_and_says_what(tmp_path: Path) -> None:
+def test_every_case_has_the_expected_alerts_and_texts(tmp_path: Path) -> None:
     """All cases in one run of promtool; it names those that are wrong."""
     done = promtool_test(tmp_path, RULES, cases_that(fire=True) + cases_that(fire=False))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,7 @@ CHARTS: Final = [chart for dashboard in DASHBOARDS for row in dashboard.rows for
 each_dashboard = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 
 
-def test_the_page_for_operators_lists_all_of_them() -> None:
+def test_the_deploy_readme_lists_every_dashboard() -> None:
     page = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
     assert {file.name for file in FOLDER.iterdir()} == {f"{dashboard.name}.json" for dashboard in DASHBOARDS}
     listed = re.findall(r"^\| \[\w+\.json\]\((.*?)\) \| (.*?) \|", page, re.MULTILINE)
@@ -27,7 +27,7 @@ def test_the_page_for_operators_lists_all_of_them() -> None:
 
 
 @each_dashboard
-def test_what_grafana_needs_of_a_page(dashboard: Dashboard) -> None:
+def test_panels_have_unique_places_and_use_the_selected_data_source(dashboard: Dashboard) -> None:
     """No two panels lie over each other or have the same id; each asks the data source that is chosen."""
     page = json.loads(dashboard_json(dashboard))
     assert page["uid"] == f"kvferry-{dashboard.name}" and page["title"] and page["schemaVersion"]
@@ -47,7 +47,7 @@ def test_what_grafana_needs_of_a_page(dashboard: Dashboard) -> None:
         assert [target["datasource"]["uid"] for target in panel["targets"]] == ["${datasource}"] * len(panel["targets"])
 
 
-def test_charts_name_declared_metrics_labels_and_settings_and_legends_tell_their_series_apart() -> None:
+def test_charts_name_declared_metrics_labels_and_settings_and_legends_distinguish_series() -> None:
     for dashboard in DASHBOARDS:
         titles = [chart.title for row in dashboard.rows for chart in row.charts]
         assert len(set(titles)) == len(titles)
@@ -80,6 +80,6 @@ def _labels_shown(expr: str) -> tuple[str, ...]:
         (over(per_second("kvferry_writes_total", "rank"), per_second("kvferry_writes_total", "instance")), "sides differ"),
     ],
 )
-def test_the_check_tells_right_from_wrong(expr: str, fault: str) -> None:
+def test_the_check_accepts_valid_and_reports_invalid_expressions(expr: str, fault: str) -> None:
     found = faults(expr)
     assert (not found) if not fault else any(one.startswith(fault) for one in found), found

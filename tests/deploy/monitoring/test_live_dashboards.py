@@ -223,7 +223,7 @@ async def test_every_line_of_every_chart_has_data(watch: Watch) -> None:
     assert not pending, f"of a cluster where nothing is wrong: {[dict(series.labels) for series in pending]}"
 
 
-def test_every_alert_is_looked_at_and_reads_series_that_there_are(watch: Watch) -> None:
+def test_every_alert_is_evaluated_and_reads_existing_series(watch: Watch) -> None:
     groups = watch.server.asked("rules")["groups"]
     rules = {rule["name"]: rule for group in groups for rule in group["rules"]}
     assert set(rules) == {alert.name for group in ALERTS for alert in group.alerts}
@@ -233,7 +233,7 @@ def test_every_alert_is_looked_at_and_reads_series_that_there_are(watch: Watch) 
     assert [text for text in sorted(read) if not watch.server.over(text, ended_s - 60, ended_s)] == []
 
 
-def test_a_row_is_drawn_from_it(watch: Watch, tmp_path: Path) -> None:
+def test_a_row_of_charts_is_drawn_as_png(watch: Watch, tmp_path: Path) -> None:
     now_s = time.time()
     view = View(url=watch.server.url, begin_s=now_s - 60, end_s=now_s, rate_interval=RATE_INTERVAL, chosen={})
     row = row_of("link", "Speed")
@@ -242,7 +242,7 @@ def test_a_row_is_drawn_from_it(watch: Watch, tmp_path: Path) -> None:
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "speed.png").stat().st_size > 10_000
 
 
-def test_prometheus_takes_the_configuration_of_the_page_for_operators(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_configuration_of_the_deploy_readme(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     configs = [block for block in blocks if "scrape_configs" in yaml.safe_load(block)]
     assert configs
@@ -253,7 +253,7 @@ def test_prometheus_takes_the_configuration_of_the_page_for_operators(tmp_path: 
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-async def test_a_node_that_is_killed_is_seen_by_the_alerts(watch: Watch) -> None:
+async def test_the_alerts_of_a_killed_node_are_pending(watch: Watch) -> None:
     """The last one, for the cluster is of no use after it. Alerts are pending, and fire when that has lasted."""
     prefill = watch.serving.cluster.prefill
     at = prefill.http_address

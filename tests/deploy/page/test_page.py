@@ -47,7 +47,7 @@ def bar(browser: Tab, label: str) -> dict[str, Any]:
     return next(one for one in bars(browser) if one["label"] == label)
 
 
-def test_both_tiers_links_and_requests_are_shown_as_the_nodes_say(browser: Tab, served: Served) -> None:
+def test_both_tiers_links_and_requests_are_shown_as_reported(browser: Tab, served: Served) -> None:
     other = PeerSeen(address="127.0.0.1:7001", status=prefill_status(), seen_s=time.monotonic())
     served.says(decode_status(watermark=256 << 10, live=128 << 10), REQUESTS, other)
     url = served.serve()
@@ -105,7 +105,7 @@ def test_a_link_in_use_is_compared_with_its_probe(browser: Tab, served: Served) 
     assert bar(browser, "link now")["parts"][0][1] == pytest.approx(50.0, abs=0.7)
 
 
-def test_what_strangers_wrote_is_shown_as_text(browser: Tab, served: Served) -> None:
+def test_html_in_reported_values_is_shown_as_text(browser: Tab, served: Served) -> None:
     """In every place where a node passes on what somebody else chose."""
     status = decode_status(reason=HOSTILE)
     status.version = status.instance.transport = status.instance.version = HOSTILE
@@ -136,7 +136,7 @@ def test_what_strangers_wrote_is_shown_as_text(browser: Tab, served: Served) -> 
     assert browser.said == []
 
 
-def test_the_browser_itself_refuses_what_is_not_the_page_s_own(browser: Tab, served: Served) -> None:
+def test_the_browser_blocks_scripts_and_requests_that_the_policy_forbids(browser: Tab, served: Served) -> None:
     """If a text were ever taken for HTML: neither its script runs, nor does it reach anybody."""
     served.says(decode_status(), [])
     browser.open(served.serve())
@@ -153,7 +153,7 @@ def test_the_browser_itself_refuses_what_is_not_the_page_s_own(browser: Tab, ser
     del browser.said[before:]
 
 
-def test_a_node_that_answers_no_more_is_said(browser: Tab, served: Served) -> None:
+def test_the_page_reports_a_node_that_stops_answering(browser: Tab, served: Served) -> None:
     served.says(decode_status(), [])
     url = served.serve()
     browser.open(url)
@@ -165,7 +165,7 @@ def test_a_node_that_answers_no_more_is_said(browser: Tab, served: Served) -> No
     del browser.said[before:]  # the refused connection, which the page has told
 
 
-def test_a_node_without_ranks_and_numbers_that_are_none_are_shown_all_the_same(browser: Tab, served: Served) -> None:
+def test_nodes_without_ranks_or_with_non_finite_numbers_are_shown(browser: Tab, served: Served) -> None:
     status = pb.NodeStatus(role="decode", state="starting", not_ready_reason="the node is starting", uptime_s=float("nan"))
     status.peers.add(address="127.0.0.1:7001", state="joined")
     strange = prefill_status()

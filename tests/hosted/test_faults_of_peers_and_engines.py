@@ -55,7 +55,7 @@ async def ask_again(source: Instance, decode: Instance, request_id: str) -> str:
     return ""
 
 
-def test_the_id_of_a_try_that_is_under_way_is_used_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """High: the sender took it for a bug of its own process, and the engine was told to end."""
     source, decode = pair()
     reserve, gather = ReserveClient.reserve, PieceCopy.gather
@@ -98,7 +98,7 @@ def test_the_id_of_a_try_that_is_under_way_is_used_again(pair: Pair, monkeypatch
     hand_over(source, decode, "next")
 
 
-def test_a_note_that_no_honest_peer_sends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_above_the_limit_fails_only_its_own_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """High: one that the link to the ranks did not carry ended the decode side's engine."""
     source, decode = pair()
     monkeypatch.setattr(source_requests, "MAX_NOTE_BYTES", 8 << 20)
@@ -114,7 +114,7 @@ def test_a_note_that_no_honest_peer_sends(pair: Pair, monkeypatch: pytest.Monkey
     hand_over(source, decode, "next")
 
 
-def test_requests_that_name_ever_more_prefill_nodes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_add_only_a_bounded_number_of_prefill_nodes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Medium: each was joined, or tried again, for ever."""
     monkeypatch.setattr(peers_module, "MAX_ADDED", 3)
     source, decode = pair(None, {"join_on_request": True, "limits.meet_timeout_s": 0.1})
@@ -137,7 +137,7 @@ def test_requests_that_name_ever_more_prefill_nodes(pair: Pair, monkeypatch: pyt
 # What the engine does
 
 
-async def test_news_of_a_name_that_was_used_before() -> None:
+async def test_a_repeated_report_does_not_release_pages_of_the_next_prompt() -> None:
     """High: a rank that said twice that it reads nothing set the pages of the name's next prompt free."""
     said: list[object] = []
 
@@ -161,7 +161,7 @@ async def test_news_of_a_name_that_was_used_before() -> None:
     assert requests.num_prompts == 1 and isinstance(said[-1], CloseSource)
 
 
-def test_a_prompt_that_ends_before_all_of_it_is_computed(pair: Pair) -> None:
+def test_a_prompt_that_ends_early_fails_its_transfer(pair: Pair) -> None:
     """Medium: its transfer waited for the rest for ever, and so did the decode side, with pages."""
     source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 2.0}})
     decode.fetches("b", "t", source)
@@ -172,7 +172,7 @@ def test_a_prompt_that_ends_before_all_of_it_is_computed(pair: Pair) -> None:
     hand_over(source, decode, "next")
 
 
-def test_kv_that_comes_without_its_note(pair: Pair) -> None:
+def test_kv_without_its_note_fails_the_request(pair: Pair) -> None:
     source, decode = pair()
     decode.fetches("b", "t", source, needs_note=True)
     source.sends("a", "t")
@@ -182,7 +182,7 @@ def test_kv_that_comes_without_its_note(pair: Pair) -> None:
 # Beginnings and ends
 
 
-def test_a_rank_that_is_gone_is_told_to_the_engine(pair: Pair) -> None:
+def test_a_closed_rank_is_reported_to_the_engine(pair: Pair) -> None:
     """High: what it should have heard was lost, and prompts never ended."""
     source, decode = pair({"tp_size": 2})
     source.ranks[1].close()
@@ -204,7 +204,7 @@ def read_http(address: str, path: str) -> str:
     return b"".join(parts).decode()
 
 
-def test_no_file_of_a_name_is_left(start: Start) -> None:
+def test_closing_a_hosted_side_leaves_no_file(start: Start) -> None:
     """Low: a lock for each name stayed, of which engines make a new one at each start."""
     for _ in range(3):
         start(SOURCE, name="comes-and-goes").close()
