@@ -1,12 +1,15 @@
-"""How long a node takes until it is ready, how long a whole cluster takes, and how long both take to end.
+"""Measure how long a node and a cluster take to become ready, and how long both take to end.
 
     python -m bench.start [--json FILE] [--quick] [--against DIR] [--rounds 7] [--prefill 2] [--decode 2] [--model DIR]
 
-A node's sample is one process of its own, from its start until its ready file is there: settings checked, model loaded, pool
-allocated, ports open. With `--against`, each sample is followed by one of the source in that directory, on the same model; the
-ratio is its time divided by the other's. A cluster's sample ends when every decode node has joined every prefill node.
+A sample of a node is the time from the start of its process until its ready file exists. By then, the node has checked its
+settings, loaded its model, allocated its pool and opened its ports. A sample of a cluster ends when every decode node has joined
+every prefill node.
 
-Files are in the page cache from the second round on, and so is the first where the demo's model was just made.
+With `--against`, samples of the source in that directory and of this source alternate, on the same model. The ratio is the time
+of the other source divided by the time of this source.
+
+From the second round on, files are in the page cache. In the first round, they are there only if the demo model was just made.
 """
 
 from __future__ import annotations
@@ -29,19 +32,19 @@ from kvferry.local_cluster import LocalCluster
 from transfer.errors import TransferError
 
 TARGET_S: Final = 30.0
-"""Of a cluster of two prefill and two decode nodes, until all have joined."""
+"""Target for a cluster of two prefill and two decode nodes, until all nodes have joined."""
 WAIT_S: Final = 300.0
 _POLL_S: Final = 0.002
 
 
 def start_node(role: Role, model: Path, source: Path) -> tuple[float, float]:
-    """Start and end one node; the seconds until its ready file was there, and from SIGTERM until it had ended.
+    """Start and end one node; return the seconds until its ready file existed, and the seconds from SIGTERM until its end.
 
     Args:
         source: Directory with the packages of the node.
 
     Raises:
-        TransferError: The node ended by itself, was not ready in time, or did not end well; its log is in the message.
+        TransferError: The node ended without SIGTERM, was not ready in time, or did not exit with 0. The message has its log.
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-start-") as folder:
         ready_file, log_path = Path(folder) / "ready", Path(folder) / "log"
@@ -59,7 +62,7 @@ def start_node(role: Role, model: Path, source: Path) -> tuple[float, float]:
             ready_s = time.monotonic()
             node.terminate()
             if node.wait(WAIT_S) != os.EX_OK:
-                raise TransferError(f"the {role} node of {source} did not end well:\n{log_path.read_text()}")
+                raise TransferError(f"the {role} node of {source} did not exit with 0:\n{log_path.read_text()}")
         finally:
             if node.poll() is None:
                 node.kill()
@@ -68,10 +71,10 @@ def start_node(role: Role, model: Path, source: Path) -> tuple[float, float]:
 
 
 def measure_nodes(report: Report, model: Path, *, num_rounds: int, against: Path | None) -> None:
-    """Add the start of single nodes, of this source and of the other one by turns.
+    """Add the start and the end of single nodes; samples of this source and of the other one alternate.
 
     Raises:
-        TransferError: A node does not start or end.
+        TransferError: A node does not become ready, or does not exit with 0.
     """
     for role in ROLES:
         sources = [source for source in (against, ROOT) if source is not None]
@@ -94,7 +97,7 @@ async def measure_cluster(report: Report, model: Path, *, num_prefill: int, num_
     """Add the start and the end of clusters.
 
     Raises:
-        TransferError: One does not start, or leaves something behind.
+        TransferError: A cluster does not start, or does not end with all processes gone and exit code 0.
     """
     tier = TierSpec(model=model)
     spec = ClusterSpec(prefill=tier, decode=tier, num_prefill=num_prefill, num_decode=num_decode)
@@ -108,14 +111,14 @@ async def measure_cluster(report: Report, model: Path, *, num_prefill: int, num_
             begun_s = time.monotonic()
         ended_s.append(time.monotonic() - begun_s)
         if cluster.stop_report is None or not cluster.stop_report.is_clean:
-            raise TransferError(f"the cluster did not end well: {cluster.stop_report}")
+            raise TransferError(f"the cluster did not stop cleanly: {cluster.stop_report}")
     size = f"{num_prefill} prefill and {num_decode} decode nodes"
     report.add(size, f"from the first process until all have joined (within {TARGET_S:g} s)", ready_s)
     report.add(size, "from SIGTERM until the last process has ended", ended_s)
 
 
 async def measure(arguments: argparse.Namespace) -> Report:
-    """Measure single nodes, then clusters, unless there are no nodes in them."""
+    """Measure single nodes, then clusters if both tiers have nodes."""
     model = await cached_demo_model() if arguments.model is None else arguments.model
     num_rounds = 1 if arguments.quick else arguments.rounds
     report = Report(title="Start of nodes and clusters, TP 1")
@@ -126,12 +129,12 @@ async def measure(arguments: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    parser = argument_parser("How long a node, and a cluster, takes until it can serve")
-    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, whose nodes are started by turns")
-    parser.add_argument("--prefill", type=int, default=2, help="prefill nodes of the cluster; 0: no cluster")
-    parser.add_argument("--decode", type=int, default=2, help="decode nodes of the cluster; 0: no cluster")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--model", type=Path, help="model directory; the demo's by default")
+    parser = argument_parser("Measure how long a node and a cluster take to become ready and to end")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout to compare with; samples alternate")
+    parser.add_argument("--prefill", type=int, default=2, help="number of prefill nodes of the cluster; 0 skips the cluster")
+    parser.add_argument("--decode", type=int, default=2, help="number of decode nodes of the cluster; 0 skips the cluster")
+    parser.add_argument("--rounds", type=int, default=7, help="number of samples of each node and of the cluster")
+    parser.add_argument("--model", type=Path, help="model directory; default: the demo model")
     arguments = parser.parse_args()
     if arguments.against is not None:
         arguments.against = arguments.against.resolve()

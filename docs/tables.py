@@ -1,9 +1,10 @@
-"""Write what documents and deploy/ repeat from the code, or report where they differ.
+"""Generate the text of documents and deploy/ that follows from the code, or report differences.
 
-``python -m docs.tables --write`` (`make docs`) writes it; ``--check`` (`make docs-check`) prints differences and fails.
+``python -m docs.tables --write`` (`make docs`) writes the text. ``--check`` (`make docs-check`) prints differences and fails.
 
-Whole files are generated. In other documents a region between two comments is: ``<!-- begin NAME: written by make docs -->`` and
-``<!-- end NAME -->``. Some columns of a table hold text that only a person can write; the generator keeps that text by row.
+Some files are generated as a whole. Other documents have generated regions between two comments:
+``<!-- begin NAME: written by make docs -->`` and ``<!-- end NAME -->``. Some columns of a table contain handwritten text. The
+generator keeps that text by row.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ Row = list[str]
 
 
 class Stale(Exception):
-    """A document lacks something that only a person can write."""
+    """A document lacks a region or handwritten text."""
 
 
 def cells_of(line: str) -> Row:
-    """Return the cells of a table's row; an escaped pipe ends none."""
+    """Return the cells of a table row; an escaped pipe does not end a cell."""
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
 
 
@@ -57,7 +58,7 @@ def row_text(cells: Iterable[str]) -> str:
 
 
 def table(change: Callable[[list[Row]], list[Row]]) -> Callable[[str], str]:
-    """Return a writer of a region that is one table; `change` maps its rows, without the two lines of the heading."""
+    """Return a writer for a region that is one table; `change` maps its rows, without the two heading lines."""
 
     def write(region: str) -> str:
         heading, rule, *rows = region.strip().splitlines()
@@ -91,7 +92,7 @@ def node_exit_codes(rows: list[Row]) -> list[Row]:
 
 
 def command_exit_codes(rows: list[Row]) -> list[Row]:
-    """Write the exit code of each name and the gRPC statuses that end in it; keep the meaning."""
+    """Write the exit code of each name and the gRPC statuses that map to it; keep the meaning."""
     codes = constants_of(command_codes)
     metadata = grpc.aio.Metadata()
     statuses: dict[int, list[str]] = {}
@@ -125,7 +126,7 @@ def router_metrics(_: list[Row]) -> list[Row]:
 
 
 def families(rows: list[Row]) -> list[Row]:
-    """Write whether tensor parallelism divides a family; keep what it stores, and a remark behind the comma."""
+    """Write whether tensor parallelism divides a family; keep its stored state and a remark after the comma."""
     found = []
     for name, keeps, is_cut in kept(rows, ARCHITECTURES):
         _, comma, remark = is_cut.partition(",")
@@ -137,16 +138,17 @@ BOUNDING_MODULES: Final = (
     "transfer.messages", "transfer.control.base", "transfer.registry.options", "transfer.registry.convert",
     "transfer.registry.status", "node_runtime.transfer_ids", "node_runtime.prompt",
 )  # fmt: skip
-"""Modules whose constants MAX_... bound what a peer or a client sends."""
+"""Modules whose constants MAX_... limit messages from peers and clients."""
 
 FOLLOW_FROM_OTHERS: Final = {"MAX_TRANSFER_ID_BYTES", "_MAX_POSITION"}
+"""Constants that need no row, because they follow from another limit or from the wire type."""
 
 
 def message_limits(rows: list[Row]) -> list[Row]:
-    """Write the number of each limit that names its constant.
+    """Write the value of each limit that names its constant.
 
     Raises:
-        Stale: A constant that bounds a message has no row, or a row names no test.
+        Stale: A constant that limits messages has no row, or a row lacks its constant or its test.
     """
     found = []
     for plane, what, limit, constant, shown_by in rows:
@@ -167,7 +169,7 @@ def message_limits(rows: list[Row]) -> list[Row]:
 
 
 def simulated_settings(rows: list[Row]) -> list[Row]:
-    """Write what the simulator uses and what a node uses by default, by the simulator's option."""
+    """Write the default of the simulator and the default of a node, for each option of the simulator."""
     simulated = vars(simulate.parser().parse_args([]))
     defaults = {
         "decode-running": DecodeLimitsConfig().max_running_requests,
@@ -186,7 +188,7 @@ def simulated_settings(rows: list[Row]) -> list[Row]:
 
 
 def gpu_settings(_: list[Row]) -> list[Row]:
-    """Write the limits that the component gpu of deploy/kubernetes sets, beside the defaults."""
+    """Write the limits that the component gpu of deploy/kubernetes sets, with the defaults."""
     limits = {"prefill": PrefillLimitsConfig(), "decode": DecodeLimitsConfig()}
     found = []
     for role, of_role in limits.items():
@@ -231,10 +233,10 @@ def whole_files() -> dict[Path, str]:
 
 
 def with_regions(text: str, writers: Mapping[str, Callable[[str], str]]) -> str:
-    """Return a document with its regions written again.
+    """Return a document with regenerated regions.
 
     Raises:
-        Stale: A region is missing, or lacks text that only a person can write.
+        Stale: A region is missing, or lacks handwritten text.
     """
     for name, write in writers.items():
         parts = re.search(rf"<!-- begin {name}:[^\n]*-->\n(.*?)<!-- end {name} -->", text, re.S)
@@ -248,10 +250,10 @@ def with_regions(text: str, writers: Mapping[str, Callable[[str], str]]) -> str:
 
 
 def generated() -> dict[Path, str]:
-    """Return each file that is generated in whole or in part, with the content that it should have.
+    """Return each file that is generated in whole or in part, with its generated content.
 
     Raises:
-        Stale: A document lacks a region, or text that only a person can write.
+        Stale: A document lacks a region, or handwritten text.
     """
     found = whole_files()
     for document, writers in REGIONS.items():
@@ -263,7 +265,7 @@ def generated() -> dict[Path, str]:
 
 
 def differences(files: Mapping[Path, str]) -> list[str]:
-    """Return one diff for each file that differs from its content; a file that does not exist counts as empty."""
+    """Return one diff for each file that differs from its generated content; a missing file counts as empty."""
     found = []
     for file, wanted in files.items():
         content = file.read_text(encoding="utf-8") if file.exists() else ""
