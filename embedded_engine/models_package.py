@@ -1,8 +1,8 @@
-"""Imported by a node's fork server before any model: `transformers.models` without its table of names.
+"""Replace `transformers.models` by a package without its table of names, in a node's fork server and before any model.
 
-When it is imported, that package reads its 2,000 files to learn which class is in which. `import transformers` has read them for
-the same table just before. The second table is only for `from transformers.models import NAME`, which neither transformers nor
-this project does; submodules are imported as ever. It takes 0.2 s of a node's start. Other processes keep the package as it is.
+On import, that package reads its 2,000 files to build a table of class names. `import transformers` has just built the same
+table. Only `from transformers.models import NAME` uses the second table, and neither transformers nor this project does that.
+Submodules are imported as usual. Reading the files takes 0.2 s of a node's start. Other processes keep the original package.
 """
 
 import importlib.util
@@ -10,5 +10,5 @@ import sys
 
 _NAME = "transformers.models"
 
-if _NAME not in sys.modules and (spec := importlib.util.find_spec(_NAME)) is not None:  # which imports transformers itself
+if _NAME not in sys.modules and (spec := importlib.util.find_spec(_NAME)) is not None:  # find_spec imports transformers
     sys.modules[_NAME] = importlib.util.module_from_spec(spec)

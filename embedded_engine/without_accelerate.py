@@ -1,7 +1,7 @@
-"""Imported by the fork server of a node of one rank: accelerate counts as not installed.
+"""Make accelerate appear as not installed, in the fork server of a node with one rank.
 
-transformers needs it to load a model that is cut over ranks, but imports it wherever it is installed. That takes 0.1 s of a
-node's start. None in `sys.modules` is Python's sign for a module that cannot be imported.
+transformers needs accelerate only to load the shards of a model on several ranks, but imports it whenever it is installed. The
+import takes 0.1 s of a node's start. Python treats None in `sys.modules` as a module that cannot be imported.
 """
 
 import sys

@@ -1,6 +1,7 @@
-"""The command line that both daemons share: one settings file, the environment, and flags over them.
+"""Command line of both daemons: a settings file, the environment, and flags, which have precedence.
 
-Importing this module loads only what the settings need. The fork server imports torch meanwhile, see `node_runtime.early_start`.
+This module imports only the modules that the settings need. The fork server imports torch at the same time; see
+`node_runtime.early_start`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ AnyNodeConfig = TypeVar("AnyNodeConfig", bound=NodeConfig)
 
 
 def daemon_app(summary: str) -> typer.Typer:
-    """A daemon's command line, but for its one command."""
+    """Return a daemon's command line without its command."""
     app = typer.Typer(add_completion=False, no_args_is_help=True, help=summary)
     app.callback()(_callback)
     return app
@@ -100,7 +101,7 @@ def _callback(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Settings: --set, named flags, KVFERRY_... in the environment, the file; see docs/configuration.md."""
+    """Settings by precedence: --set, named flags, KVFERRY_... in the environment, the file; see docs/configuration.md."""
 
 
 def run_daemon(
@@ -113,16 +114,16 @@ def run_daemon(
     overrides: list[str] | None,
     is_check_only: bool,
 ) -> None:
-    """Load the settings and be a node with them; ends the process with one of `exit_codes`.
+    """Load the settings and run the node; exit with one of `exit_codes`.
 
     Args:
-        context: The command's; its named flags go over the file and the environment.
-        config_type: The role's settings.
-        load_role: Imports the role's leader. Called late: it brings torch and gRPC, of which wrong settings need nothing.
-        check_step_fits: Raises ConfigError where a step of the role can be larger than a message.
-        file, overrides, is_check_only: The flags that name no setting.
+        context: Context of the command. Its named flags have precedence over the file and the environment.
+        config_type: Class of the role's settings.
+        load_role: Imports the role's leader. It is called last, because it loads torch and gRPC.
+        check_step_fits: Raises ConfigError if a step of the role can be larger than a message.
+        file, overrides, is_check_only: The flags that are not settings.
     """
-    # A flag that may come more than once is empty where it was not given, one that is counted is 0; the others are None.
+    # Without the flag, a repeatable flag is empty, a counted flag is 0, and any other flag is None.
     given = {name: value for name, value in context.params.items() if value != () and (name != "insecure" or value)}
     flags = {SETTING_OF_FLAG[name]: value for name, value in given.items() if name in SETTING_OF_FLAG}
     try:
@@ -154,7 +155,7 @@ def run_daemon(
 
 
 def _checked(config: AnyNodeConfig, check_step_fits: Callable[[AnyNodeConfig], None]) -> tuple[NodeConfig | None, str | None]:
-    """Check all that can be refused before a rank starts; the node's settings in its other role, and what to warn of."""
+    """Validate the settings before a rank starts; return the settings of the other role, and a warning or None."""
     from node_runtime.rank_setup import check_before_start
     from transfer.plain_text import check_plain_text
     from transfer.registry.certificates import certificate_files
@@ -177,7 +178,7 @@ def _serve(
     other_config: NodeConfig | None,
     warning: str | None,
 ) -> int:
-    """Be the node until it ends; the exit code."""
+    """Run the node until it ends; return its exit code."""
     import structlog
 
     from node_runtime.daemon import Daemon

@@ -1,4 +1,4 @@
-"""What a daemon does before it imports its command line and the classes of its settings."""
+"""First steps of a daemon, before it imports its command line and the classes of its settings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WITHOUT_RANKS: Final = frozenset(("--check-config", "--help"))
 
 
 def start_early(arguments: Sequence[str]) -> None:
-    """Let the fork server begin with torch, which takes longest, where a command line asks for a node.
+    """Start the fork server if the command line starts a node. The import of torch takes longest, so it begins first.
 
     Args:
-        arguments: Of the command line. Settings that turn out to be wrong cost an import.
+        arguments: Arguments of the command line. They are not validated yet. If they are invalid, the import was in vain.
     """
     if arguments[:1] == ["serve"] and not _WITHOUT_RANKS.intersection(arguments):
         prepare_process()
@@ -24,14 +24,14 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def prepare_process() -> None:
-    """Do what only a daemon may do to its process: raise its limits, and set the environment that libraries read when loaded.
+    """Raise the limits of this process, and set environment variables that libraries read when they are loaded.
 
-    Called before those libraries are loaded, here or in the fork server.
+    Only a daemon may call this, and only before these libraries are loaded, here or in the fork server.
     """
     raise_open_files()
-    # UCX writes its own log to standard output, and warns about peers that have died, which this node notices by itself.
+    # UCX logs to standard output, and warns about dead peers, which this node detects itself.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-    # gRPC's core writes lines of its own form to standard error, of what its callers are told anyway; it reads this when loaded.
+    # gRPC's core logs errors to standard error in another format. Its callers receive these errors anyway.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

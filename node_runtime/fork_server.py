@@ -1,7 +1,7 @@
-"""The process that a node's ranks are forked from.
+"""Start and end the fork server, the process that forks the ranks of a node.
 
-It imports the modules that every rank needs, which takes seconds, and nothing else. It has no threads of ours, no sockets of its
-own and no CUDA context. The leader starts it before it knows its settings, and imports its own modules meanwhile.
+The fork server only imports the modules that every rank needs, which takes seconds. It has no threads of ours, no sockets of its
+own and no CUDA context. The leader starts it before the settings are known. Both processes import at the same time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Final
 from node_runtime.streaming_copies import streaming_copies
 
 MODULES_AT: Final = "KVFERRY_FORK_SERVER_MODULES"
-"""In the fork server's environment: path at which `begin_fork_server` lets it read the names of modules, one per line."""
+"""Environment variable of the fork server: path of the pipe from which it reads module names, one per line."""
 _FIRST: Final = "node_runtime.fork_server_first"
 _NAMED: Final = "node_runtime.fork_server_named"
 _LAST: Final = "node_runtime.fork_server_last"
-_pipe: list[int] = []  # of a fork server that waits for names: where it reads, and where they are written
+_pipe: list[int] = []  # read end and write end of the pipe for module names; empty unless `begin_fork_server` was called
 
 
 def begin_fork_server() -> None:
-    """Start the fork server, as `start_fork_server` does, before it is known which modules the ranks need.
+    """Start the fork server before the modules of the ranks are known.
 
-    It imports torch, and then waits until `start_fork_server` names the others or this process has ended.
+    The fork server imports torch. Then it waits until `start_fork_server` names the other modules, or until this process ends.
     """
-    atexit.register(end_fork_server)  # for a command line that is refused
+    atexit.register(end_fork_server)  # an invalid command line exits without `run_daemon`
     _pipe.extend(os.pipe())
     os.environ[MODULES_AT] = f"/proc/{os.getpid()}/fd/{_pipe[0]}"
     try:
@@ -41,22 +41,25 @@ def begin_fork_server() -> None:
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
-    """Start the fork server with SIGTERM blocked and with `streaming_copies`; both hold for every rank. No-op where it runs.
+    """Start the fork server with SIGTERM blocked and with `streaming_copies`; every rank inherits both.
 
-    Returns before the imports are done. A service manager sends SIGTERM to all processes of the node. It must end the leader's
-    drain only: without the fork server, through which the leader learns of the ends of ranks, all ranks would seem dead.
+    If `begin_fork_server` has started it, send it the names of the modules. If it already runs with them, do nothing. Return
+    before the imports are done.
+
+    A service manager sends SIGTERM to all processes of the node, and only the leader may react to it. The leader learns of the
+    end of a rank from the fork server. If the fork server ended, all ranks would seem dead.
 
     Args:
-        preload: Modules to import, in order. A module that cannot be imported is left to the ranks, which report it.
+        preload: Modules to import, in order. The fork server ignores import errors, because the ranks report them.
     """
-    if len(_pipe) > 1:  # not named yet
+    if len(_pipe) > 1:  # the fork server waits for the names
         os.write(_pipe[1], "\n".join(preload).encode())
         os.close(_pipe.pop())
-    _start(preload)  # starts one that has ended again
+    _start(preload)  # starts a new fork server if the previous one has ended
 
 
 def _start(preload: Sequence[str]) -> None:
-    multiprocessing.resource_tracker.ensure_running()  # would take the block away, if it had to be started later
+    multiprocessing.resource_tracker.ensure_running()  # a later start would unblock SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         with streaming_copies():
@@ -67,10 +70,10 @@ def _start(preload: Sequence[str]) -> None:
 
 
 def end_fork_server() -> None:
-    """End the fork server and wait for its end. Call it when no rank is left. No-op where it does not run.
+    """Kill the fork server and wait for its end. Do nothing if it does not run. Call this only when no rank is left.
 
-    It is killed: it has nothing to write, and takes a second or more to unload torch when it ends by itself. The standard library
-    has no public way to do either.
+    SIGKILL is safe, because the fork server has no data to write. A normal exit takes a second or more, because it unloads torch.
+    The standard library has no public function for either way.
     """
     stop = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_stop", None)
     pid = fork_server_pid()
@@ -83,6 +86,6 @@ def end_fork_server() -> None:
 
 
 def fork_server_pid() -> int | None:
-    """Return the process id of the fork server; None means that none runs."""
+    """Return the process id of the fork server; None means that no fork server runs."""
     pid: int | None = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_pid", None)
     return pid

@@ -1,7 +1,7 @@
-"""Imported last by a node's fork server: ranks collect garbage again, but never look at what they share with it.
+"""Enable garbage collection for the ranks, except for objects of the fork server, which imports this module last.
 
-Not preceded by a collection: that would leave free memory between the objects, and a rank that allocates there copies the page.
-Source: documentation of `gc.freeze`.
+No collection precedes `gc.freeze`. A collection would leave free memory between the objects. A rank that allocates there copies
+the page. Source: documentation of `gc.freeze`.
 """
 
 import gc

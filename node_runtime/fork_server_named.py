@@ -1,4 +1,4 @@
-"""Imported by a fork server that was started before the settings were known: waits for the names of modules, and imports them."""
+"""Wait for module names and import these modules, in a fork server that was started before the settings were known."""
 
 import contextlib
 import importlib
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from node_runtime.fork_server import MODULES_AT
 
-with contextlib.suppress(
-    OSError
-):  # the leader has ended, and this process ends, too; or it hides its files, and ranks import all
+# OSError: the leader has ended, and then this process ends too. Or the leader's files are not readable, and then the ranks import
+# all modules themselves.
+with contextlib.suppress(OSError):
     for name in Path(os.environ.pop(MODULES_AT)).read_text(encoding="utf-8").split():
-        with contextlib.suppress(ImportError):  # the ranks report it
+        with contextlib.suppress(ImportError):  # the ranks report the error
             importlib.import_module(name)

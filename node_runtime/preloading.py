@@ -1,4 +1,4 @@
-"""Which modules a node's fork server imports, so that a rank starts in a fraction of a second."""
+"""List the modules that a node's fork server imports, so that a rank starts in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transfer.config import EMBEDDED_ENGINE, NodeConfig
 
 
 def preloaded_modules(config: NodeConfig) -> tuple[str, ...]:
-    """Names of the modules that the ranks of a node need: the engine's, then the role's.
+    """Return the names of the modules that the ranks of a node need: first those of the engine, then those of the role.
 
-    Those of an engine that is not ours are left to its ranks: they may start threads or open the GPU, which no fork survives.
+    Modules of an external engine are not included. They may start threads or open the GPU, and a fork preserves neither.
     """
     role = node_role(config.role).rank_modules
     if config.engine != EMBEDDED_ENGINE:

@@ -1,6 +1,6 @@
-"""A fork server that was started before the settings were known ends with a node that never comes to be.
+"""A fork server that was started before the settings were known ends when the node does not start.
 
-It holds the node's standard output, so `communicate` returns when it has ended.
+The fork server inherits the node's standard output, so `communicate` returns only after its end.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ def open_node(*options: str) -> subprocess.Popen[str]:
 
 
 def test_an_invalid_command_line_leaves_no_process() -> None:
-    said, _ = open_node("--nonsense").communicate(timeout=60)
-    assert "No such option: --nonsense" in said
+    output, _ = open_node("--nonsense").communicate(timeout=60)
+    assert "No such option: --nonsense" in output
 
 
 def test_a_node_that_is_killed_before_its_settings_are_known_leaves_no_process(tmp_path: Path) -> None:
     settings = tmp_path / "settings.fifo"
     subprocess.run(["mkfifo", settings], check=True)
-    node = open_node("--config", str(settings))  # waits for somebody who writes
+    node = open_node("--config", str(settings))  # waits for a writer
     children = Path(f"/proc/{node.pid}/task/{node.pid}/children")
     deadline_s = time.monotonic() + 30
-    while len(children.read_text().split()) < 2:  # the fork server, and what watches over its shared memory
+    while len(children.read_text().split()) < 2:  # the fork server and the resource tracker
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     node.kill()
