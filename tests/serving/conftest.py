@@ -1,4 +1,4 @@
-"""One cluster for every test of this folder, with all that operators turn on: TLS, tracing, offload and the status page."""
+"""One cluster for all tests of this folder, with TLS, tracing, offload and the status page."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ CHUNK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A prefill node of two ranks, a decode node of one rank, and what surrounds them.
+    """A prefill node of two ranks and a decode node of one rank, with a trace collector, certificates and a store.
 
     Args:
-        cluster: Both nodes. Tests leave it idle and joined, and end none of its processes.
+        cluster: Both nodes. Tests leave them idle and joined, and end none of their processes.
         collector: Receives the spans of the nodes, and of a client that exports to `collector_port`.
-        collecting: Closing it stops the collector.
-        authority: Signs the certificates.
-        files: Certificates by side: "prefill", "decode" and "client".
-        store: Directory of the store, the third tier of the KV cache.
+        collecting: Context of the collector; `close()` stops the collector.
+        authority: Certificate authority of all certificates.
+        files: Certificate files by side: "prefill", "decode" and "client".
+        store: Directory of the KV store.
     """
 
     cluster: LocalCluster
@@ -52,21 +52,21 @@ class Serving:
     store: Path
 
     def security(self, side: str = "client", files: Files | None = None) -> MutualTls:
-        """Credentials for calls to the nodes, with the certificate of a side or with another one."""
+        """Return credentials for calls to the nodes, with the certificate of a side, or with `files`."""
         certificates = CertificateFiles((files or self.files[side]).tls(), is_server=False)
         return MutualTls(files=certificates, peer_names=(NAMES["prefill"], NAMES["decode"]))
 
     def caller(self) -> Caller:
-        """A client of the decode node."""
+        """Return a client of the decode node."""
         return Caller(self.cluster.decode.address, self.security())
 
     def client(self, role: str = "decode", side: str = "client", files: Files | None = None) -> NodeClient:
-        """An operator's connection to a node."""
+        """Return an operator's connection to a node."""
         node = self.cluster.decode if role == "decode" else self.cluster.prefill
         return NodeClient(node.address, security=self.security(side, files))
 
     def tls_options(self) -> list[str]:
-        """Options of a command that calls the nodes."""
+        """Return the TLS options of a command that calls the nodes."""
         files = self.files["client"]
         options = ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)]
         return [*options, "--peer-name", NAMES["decode"], "--peer-name", NAMES["prefill"]]
@@ -75,16 +75,16 @@ class Serving:
         await until_idle(*self.cluster.nodes)
 
     def load(self) -> AbstractContextManager[None]:
-        """Send requests to the decode node in the block."""
+        """Send requests to the decode node while the block runs."""
         return under_load(self.cluster.decode.address, self.security())
 
 
-_variants = itertools.count(1000)  # a prompt that the store has is not transferred
+_variants = itertools.count(1000)  # a stored prompt would not be transferred
 
 
 @contextmanager
 def under_load(address: str, security: MutualTls | None = None) -> Iterator[None]:
-    """Send requests from another thread: two that generate for long, and prompts that are transferred all the time."""
+    """Send requests from another thread: two callers generate 400 tokens each time, two others transfer new prompts."""
     loop = asyncio.new_event_loop()
 
     async def transfer(caller: Caller) -> None:
@@ -123,7 +123,7 @@ def serving(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @contextmanager
 def open_serving(model: Path, folder: Path) -> Iterator[Serving]:
-    """Start the cluster; its files are in `folder`."""
+    """Start the cluster, with its files in `folder`; end it after the block."""
     authority, store = Authority(), folder / "store"
     store.mkdir()
     files = {side: authority.files(folder / side, name, "localhost", days=30) for side, name in NAMES.items()}
@@ -163,7 +163,7 @@ def open_serving(model: Path, folder: Path) -> Iterator[Serving]:
 
 @contextmanager
 def _held_port() -> Iterator[int]:
-    """A port that no other process gets, and on which a server of this process can listen."""
+    """Reserve a port for servers of this process."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""One kill, one freeze, one drain and one roll-out: no request that can be served fails. `make test-cluster` has the others."""
+"""Requests survive a killed rank, a frozen rank, a rolling restart and a drain. `make test-cluster` tests other faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def started(model: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 async def cluster(started: LocalCluster) -> AsyncIterator[LocalCluster]:
-    """Two prefill nodes and a decode node, joined; afterwards idle."""
+    """Return the cluster with all nodes joined; after the test, wait until it is idle."""
     await started.wait_joined()
     yield started
     await until_idle(*(node for node in started.nodes if node.exit_code is None))
@@ -47,28 +47,28 @@ async def is_at_work(node: ClusterNode) -> bool:
 
 
 async def test_requests_of_a_killed_prefill_rank_complete_on_the_other_node(cluster: LocalCluster, reference: Reference) -> None:
-    """Its requests are computed again by the other prefill node, and its node starts the rank again."""
+    """The node of the rank starts a new rank."""
     killed, before = cluster.prefill, await num_retries(cluster.decode)
     incarnation = killed.incarnation
     prompts = [prompt(LONG, variant) for variant in range(4)]
     async with Caller(cluster.decode.address) as caller:
         flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
-        await until(lambda: is_at_work(killed), "a request at the node")
+        await until(lambda: is_at_work(killed), "a request on the node")
         os.kill(killed.rank_pids[0], signal.SIGKILL)
         for token_ids, flight in zip(prompts, flights, strict=True):
             reference.check(token_ids, await flight)
     assert await num_retries(cluster.decode) > before
-    await until(lambda: killed.lives_anew(incarnation), "another rank", within_s=START_TIMEOUT_S)
+    await until(lambda: killed.lives_anew(incarnation), "a new rank", within_s=START_TIMEOUT_S)
     await cluster.wait_joined()
 
 
 async def test_requests_of_a_frozen_prefill_rank_complete_on_the_other_node(cluster: LocalCluster, reference: Reference) -> None:
-    """Its requests are computed by the other prefill node; once it runs again, it is used again."""
+    """When the rank runs again, the decode node joins its node again."""
     frozen, before = cluster.prefill_nodes[1].rank_pids[0], await num_retries(cluster.decode)
     prompts = [prompt(LONG, 10 + variant) for variant in range(4)]
     async with Caller(cluster.decode.address) as caller:
         os.kill(frozen, signal.SIGSTOP)
-        try:  # the decode node does not know of it yet, and sends requests to both
+        try:  # the decode node still sends requests to both nodes
             flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
             for token_ids, flight in zip(prompts, flights, strict=True):
                 reference.check(token_ids, await flight)
@@ -79,7 +79,7 @@ async def test_requests_of_a_frozen_prefill_rank_complete_on_the_other_node(clus
 
 
 async def test_no_request_fails_while_prefill_nodes_restart_in_turn(cluster: LocalCluster, reference: Reference) -> None:
-    """Each node is stopped and started again in turn, as a service manager does it, while requests keep arriving."""
+    """A service manager restarts a service in the same way: SIGTERM, then a new process."""
     is_over = asyncio.Event()
     lives = [node.incarnation for node in cluster.prefill_nodes]
     num_served = 0
@@ -96,8 +96,8 @@ async def test_no_request_fails_while_prefill_nodes_restart_in_turn(cluster: Loc
             load.create_task(ask(caller, number))
         for index, node in enumerate(cluster.prefill_nodes):
             enough = num_served + 5
-            await until(lambda enough=enough: num_served >= enough, "requests are served", within_s=60)
-            await until(lambda node=node: is_at_work(node), "a request at the node", within_s=60)
+            await until(lambda enough=enough: num_served >= enough, "five more completed requests", within_s=60)
+            await until(lambda node=node: is_at_work(node), "a request on the node", within_s=60)
             node.terminate()
             await until(lambda node=node: node.exit_code is not None, "the end of the node", within_s=60)
             assert node.exit_code == 0, node.log.tail()
@@ -110,11 +110,11 @@ async def test_no_request_fails_while_prefill_nodes_restart_in_turn(cluster: Loc
 async def test_a_draining_decode_node_completes_its_requests_and_accepts_no_new_ones(
     cluster: LocalCluster, reference: Reference
 ) -> None:
-    """SIGTERM: requests in flight end with all their tokens, later ones are refused, and the exit code is 0."""
+    """After SIGTERM, requests in flight end with all tokens, new requests fail with UNAVAILABLE, and the exit code is 0."""
     decode = cluster.decode
     prompts = [prompt(LONG, 20), prompt(100, 21)]
     async with Caller(decode.address) as caller, Caller(decode.address) as late:
-        await late.ask(())  # connected before the node stops to accept connections
+        await late.ask(())  # connect before the node stops accepting connections
         flights = [caller.begin(prompts[0], 16), caller.begin(prompts[1], 200)]
         await until(lambda: len(flights[1][0].tokens) > 3, "some tokens")
         decode.terminate()
@@ -122,9 +122,9 @@ async def test_a_draining_decode_node_completes_its_requests_and_accepts_no_new_
         async def is_draining() -> bool:
             return (status := await status_of(decode)) is not None and status.draining
 
-        await until(is_draining, "the node drains")
-        refused = await late.ask(prompt(5))
-        assert (refused.code, refused.details) == (grpc.StatusCode.UNAVAILABLE, "the decode node is draining")
+        await until(is_draining, "the node to drain")
+        late_answer = await late.ask(prompt(5))
+        assert (late_answer.code, late_answer.details) == (grpc.StatusCode.UNAVAILABLE, "the decode node is draining")
         for token_ids, (_, flight) in zip(prompts, flights, strict=True):
             reference.check(token_ids, await flight)
     await until(lambda: decode.exit_code is not None, "the end of the node", within_s=60)

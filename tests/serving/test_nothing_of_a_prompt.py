@@ -1,7 +1,7 @@
-"""Nothing of a prompt, or of what was generated from it, is left where an operator, or whoever reads their logs, would find it.
+"""No prompt and no generated text appears in logs or other data for operators.
 
-The cluster logs at level debug. What is looked through: every line that its processes wrote during the test, metrics with their
-labels, statuses, what the status page shows, and the command lines and environments of its processes.
+The cluster logs at level debug. The test searches all log lines, metrics with their labels, statuses, the status page, traces,
+and the command lines and environments of the processes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.timeout(180)
 TEXT = "The patient Zebediah Quillfeather-Okonkwo of 17 Marmalade Row has the number 5551234987."
 TEXT_TRACES = ("Zebediah", "Quillfeather", "Marmalade", "5551234987")
 IDS = tuple((613 * position * position + 389 * position + 271) % 690 + 5 for position in range(120))
-WRONG_ID = 987_654_321  # above every vocabulary
+WRONG_ID = 987_654_321  # larger than any vocabulary
 
 
-RUN = 4  # fewer numbers in a row can be those of something else
+RUN = 4  # shorter runs of numbers occur by chance
 
 
 def found_in(text: str, ids: Sequence[int]) -> list[str]:
-    """Words of the prompt, and any few of its ids in their order, whatever a representation puts between them."""
+    """Return words of the prompt and runs of consecutive ids that are in `text`, with any separators between the ids."""
     numbers = re.findall(r"\d+", text)
     runs = {tuple(numbers[begin : begin + RUN]) for begin in range(len(numbers) - RUN + 1)}
     wanted = {tuple(map(str, ids[begin : begin + RUN])) for begin in range(len(ids) - RUN + 1)}
@@ -54,7 +54,7 @@ def test_the_search_finds_words_and_runs_of_ids_of_the_prompt() -> None:
 async def generate(
     caller: Caller, request: pb.GenerateRequest, timeout_s: float = 60.0
 ) -> tuple[grpc.StatusCode, list[int], str]:
-    """How it ended, and what it generated."""
+    """Return the status code, the generated ids and the generated text."""
     ids: list[int] = []
     text = ""
     try:
@@ -74,7 +74,7 @@ def processes_of(cluster: LocalCluster) -> str:
             try:
                 shown.append(Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace"))
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # the process has ended
     return "\n".join(shown)
 
 
@@ -83,7 +83,7 @@ async def test_nothing_of_a_prompt_is_found_anywhere(serving: Serving) -> None:
     generated: list[tuple[list[int], str]] = []
     invalid, cancelled = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.CANCELLED
     async with serving.caller() as caller:
-        # What goes well, as text and as ids.
+        # Requests that succeed, as text and as ids.
         for request in (
             pb.GenerateRequest(prompt=TEXT, max_new_tokens=24, ignore_eos=True),
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=IDS), max_new_tokens=24, ignore_eos=True),
@@ -92,7 +92,7 @@ async def test_nothing_of_a_prompt_is_found_anywhere(serving: Serving) -> None:
             codes.append(code)
             generated.append((ids, text))
         assert codes == [grpc.StatusCode.OK] * 2 and all(len(ids) == 24 for ids, _ in generated)
-        # What is refused: too long, ids that are none, more tokens than there is room for, words that stop it.
+        # Requests that are rejected: too long, invalid ids, too many tokens, an invalid stop token, invalid sampling.
         for request in (
             pb.GenerateRequest(prompt=TEXT * 300, max_new_tokens=4),
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=IDS * 300), max_new_tokens=4),
@@ -103,7 +103,7 @@ async def test_nothing_of_a_prompt_is_found_anywhere(serving: Serving) -> None:
         ):
             code, _, _ = await generate(caller, request)
             assert code is invalid, request
-        # What is given up: by an operator, by a deadline, by a client that goes away.
+        # Requests that end early: by an operator, by a deadline, by a client that disconnects.
         long_ids = IDS + prompt(3000)
         flight = asyncio.ensure_future(
             generate(caller, pb.GenerateRequest(request_id="given-up", token_ids=pb.TokenIds(ids=long_ids), max_new_tokens=9))
@@ -112,7 +112,7 @@ async def test_nothing_of_a_prompt_is_found_anywhere(serving: Serving) -> None:
         async def is_aborted() -> bool:
             return (await caller.stub.Abort(pb.AbortRequest(request_id="given-up", reason="a test"))).found
 
-        await until(is_aborted, "the request to be there and aborted")
+        await until(is_aborted, "the abort of the request")
         assert (await flight)[0] is grpc.StatusCode.ABORTED
         code, _, _ = await generate(
             caller, pb.GenerateRequest(token_ids=pb.TokenIds(ids=long_ids), max_new_tokens=900, ignore_eos=True), timeout_s=0.3
@@ -122,7 +122,7 @@ async def test_nothing_of_a_prompt_is_found_anywhere(serving: Serving) -> None:
         await call.read()
         call.cancel()
         assert await call.code() is cancelled
-    # At the prefill node too, from a decode node that it does not know.
+    # Requests to the prefill node from an unknown decode node.
     prefill = PeerChannel(serving.cluster.prefill.address, serving.security("decode"))
     for ids in (IDS, (*IDS, WRONG_ID)):
         stranger = pb.PrefillRequest(request_id="stranger.1", token_ids=ids, decode_incarnation=5)
@@ -131,19 +131,19 @@ async def test_nothing_of_a_prompt_is_found_anywhere(serving: Serving) -> None:
     await prefill.close()
     await serving.until_idle()
 
-    looked_at = {"processes": processes_of(serving.cluster)}
+    searched = {"processes": processes_of(serving.cluster)}
     for node in serving.cluster.nodes:
         with open(node.log.path, encoding="utf-8", errors="replace") as log:
-            looked_at[f"log of {node.role}"] = log.read()
-        looked_at[f"metrics of {node.role}"] = (await node.http("/metrics"))[1]
-        looked_at[f"page of {node.role}"] = (await node.http("/status.json"))[1]
-        looked_at[f"status of {node.role}"] = str(await status_of(node))
-    looked_at["traces"] = str(serving.collector.all())
-    assert '"level": "debug"' in looked_at["log of decode"], "the node does not log at level debug"
-    assert "given-up" in looked_at["log of decode"], "what this test did is not in the log"
-    for where, text in looked_at.items():
+            searched[f"log of {node.role}"] = log.read()
+        searched[f"metrics of {node.role}"] = (await node.http("/metrics"))[1]
+        searched[f"page of {node.role}"] = (await node.http("/status.json"))[1]
+        searched[f"status of {node.role}"] = str(await status_of(node))
+    searched["traces"] = str(serving.collector.all())
+    assert '"level": "debug"' in searched["log of decode"], "the node does not log at level debug"
+    assert "given-up" in searched["log of decode"], "the log does not contain the requests of this test"
+    for where, text in searched.items():
         for ids in (IDS, *(ids for ids, _ in generated)):
-            assert not found_in(text, ids), f"{where} tells of a prompt"
-        assert str(WRONG_ID) not in text, f"{where} tells of a prompt"
+            assert not found_in(text, ids), f"{where} contains a prompt"
+        assert str(WRONG_ID) not in text, f"{where} contains a prompt"
         for _, words in generated:
-            assert len(words) < 12 or words[:12] not in text, f"{where} tells of what was generated"
+            assert len(words) < 12 or words[:12] not in text, f"{where} contains generated text"

@@ -1,4 +1,4 @@
-"""Requests to a running cluster, and the reports of its nodes about them."""
+"""Requests to the running cluster, and the metrics and statuses of its nodes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from transfer.registry.peer_channel import PeerChannel
 CONTEXT = 4096
 VOCABULARY = 768
 TOKEN_BYTES = 8 * 12 * 2 * 32 * 4
-"""KV of a token: layers, KV heads, K and V, elements of a head, float32."""
+"""Bytes of KV per token: layers x KV heads x (K and V) x elements of a head x bytes of float32."""
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_tokens_match_one_process_and_every_byte_is_transferred_once(serving: Serving, reference: Reference) -> None:
-    """The KV of long prompts lies on three tiers of the decode node, and comes from two prefill ranks."""
+    """Two prefill ranks send the KV. The decode node stores the KV of long prompts on three tiers."""
     prompts = [prompt(num_tokens, num_tokens) for num_tokens in (1, 64, 65, 129, 700)]
     async with serving.caller() as caller:
         answers = await asyncio.gather(*(caller.ask(token_ids, 20, timeout_s=120) for token_ids in prompts))
@@ -64,7 +64,7 @@ async def test_a_prompt_that_the_store_has_is_not_transferred_again(serving: Ser
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "new", "sampling", "says"),
+    ("token_ids", "new", "sampling", "words"),
     [
         ((), 4, {}, ("prompt is empty",)),
         (prompt(CONTEXT), 1, {}, (str(CONTEXT), "context")),
@@ -79,35 +79,35 @@ async def test_a_prompt_that_the_store_has_is_not_transferred_again(serving: Ser
     ids=["empty", "too long", "id too large", "id far too large", "no tokens", "too many", "cold", "nan", "top_p"],
 )
 async def test_an_invalid_request_is_rejected_in_one_line(
-    serving: Serving, token_ids: tuple[int, ...], new: int, sampling: dict[str, Any], says: tuple[str, ...]
+    serving: Serving, token_ids: tuple[int, ...], new: int, sampling: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     async with serving.caller() as caller:
         answer = await caller.ask(token_ids, new, sampling=pb.SamplingParams(**sampling))
     assert answer.code is INVALID, f"{answer.code}: {answer.details}"
     assert "\n" not in answer.details
-    for word in says:
+    for word in words:
         assert word in answer.details
 
 
 async def test_a_request_without_a_prompt_or_with_a_long_id_is_rejected(serving: Serving) -> None:
     async with serving.caller() as caller:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
             await caller.stub.Generate(pb.GenerateRequest(max_new_tokens=4)).read()
-        assert (refused.value.code(), "prompt is missing" in (refused.value.details() or "")) == (INVALID, True)
+        assert (rejected.value.code(), "prompt is missing" in (rejected.value.details() or "")) == (INVALID, True)
         answer = await caller.ask(prompt(5), answer=Answer(request_id="x" * 129))
         assert answer.code is INVALID
         assert answer.details.startswith("request_id has 129 characters")
 
 
 async def page_of(node: ClusterNode) -> str:
-    """The text of `/metrics`."""
+    """Return the text of `/metrics`."""
     code, page = await node.http("/metrics")
     assert code == 200, page
     return page
 
 
 def metric(page: str, name: str, **labels: str) -> float:
-    """Sum of the samples of a name that have these labels."""
+    """Return the sum of the samples with this name and these labels."""
     return sum(
         sample.value
         for family in text_string_to_metric_families(page)
@@ -213,7 +213,7 @@ async def test_a_status_page_shows_the_status_of_both_nodes(serving: Serving) ->
 
 
 async def test_every_metric_of_charts_and_alerts_is_served(serving: Serving) -> None:
-    async with serving.client(side="prefill") as peer:  # calls count as refused from the first refusal on
+    async with serving.client(side="prefill") as peer:  # the metric of refused calls exists only after the first refusal
         with pytest.raises(ConfigError, match=r"may not call NodeControl/Drain"):
             await peer.drain(budget_s=1)
     served = {

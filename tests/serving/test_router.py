@@ -1,4 +1,4 @@
-"""A router in front of the nodes of the running cluster."""
+"""Requests to a router in front of the running cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's tokenizer, with a chat template."""
+    """Return a directory with the model's tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("tokenizers") / "demo-chat"
     folder.mkdir()
     for file in model.glob("*token*.json"):
@@ -45,7 +45,7 @@ class NodeSetup:
         self._serving = serving
 
     async def idle(self) -> None:
-        """Nothing is left of any request on either node."""
+        """Wait until no request is left on the nodes and in the router."""
 
         async def is_idle() -> bool:
             return not [left for node in self._serving.cluster.nodes for left in leftovers(await status_of(node))]
@@ -65,7 +65,7 @@ async def routed(serving: Serving, *more: str, **options: Any) -> AsyncIterator[
     async with open_router(settings, serving.security()) as router:
         client = Client(router.address)
         try:
-            await until(lambda: router.backend.readiness().is_ready, "the router is ready")
+            await until(lambda: router.backend.readiness().is_ready, "the router to be ready")
             yield NodeSetup(router, client, serving)
         finally:
             await client.session.close()
@@ -150,7 +150,7 @@ async def test_a_chat_completion_equals_the_completion_of_its_rendered_template(
             "/v1/chat/completions", {"messages": messages, **same, "chat_template_kwargs": {"shout": True}}
         )
         assert loud.json["usage"]["prompt_tokens"] > chat.json["usage"]["prompt_tokens"]
-        for body, said in (
+        for body, message in (
             ({"messages": [{"role": "pirate", "content": "arr"}]}, "no such role: pirate"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content must be text"),
             ({"messages": []}, "messages is missing or empty"),
@@ -158,27 +158,27 @@ async def test_a_chat_completion_equals_the_completion_of_its_rendered_template(
             ({"messages": messages, "tools": [{"type": "function"}]}, "tools is"),
         ):
             answer = await setup.client.post("/v1/chat/completions", body)
-            assert answer.status == 400 and said in answer.error, answer.body
+            assert answer.status == 400 and message in answer.error, answer.body
 
 
 async def test_a_chat_without_a_template_is_rejected_and_names_the_option(serving: Serving) -> None:
     async with routed(serving) as setup:
         answer = await setup.client.chat()
-        assert answer.status == 404  # "tiny" is not its name
+        assert answer.status == 404  # the client asks for the model "tiny"
         answer = await setup.client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
         assert answer.status == 400 and "--tokenizer" in answer.error
 
 
 async def test_a_request_that_the_node_rejects_is_a_client_error(serving: Serving) -> None:
     async with routed(serving) as setup:
-        for body, said in (
+        for body, message in (
             ({"prompt": ""}, "prompt is empty"),
             ({"prompt": [10**6]}, "vocabulary"),
             ({"prompt": list(prompt(100)), "max_tokens": 10**6}, "max_new_tokens is 1000000"),
             ({"prompt": "x", "top_p": 0}, "top_p"),
         ):
             answer = await setup.client.post("/v1/completions", body)
-            assert answer.status == 400 and said in answer.error and "127.0.0.1" not in answer.error, answer.body
+            assert answer.status == 400 and message in answer.error and "127.0.0.1" not in answer.error, answer.body
         assert await setup.client.metric("retries_total") == 0
         huge = await setup.client.post("/v1/completions", {"prompt": "x" * (14 << 20)})
         assert huge.status in (400, 413), huge.body
@@ -203,7 +203,7 @@ async def test_generation_ends_when_the_client_disconnects(serving: Serving, is_
             status = await status_of(decode)
             return status is not None and status.running_requests == 1
 
-        await until(runs, "it runs")
+        await until(runs, "the request to run")
         asking.cancel()
         await setup.idle()
         assert await setup.client.metric("requests_total", endpoint="completions", outcome="disconnected") == 1
@@ -221,4 +221,4 @@ async def test_a_prefill_node_is_not_used_as_a_decode_node(serving: Serving) -> 
     address = next(node.address for node in serving.cluster.nodes if node.role == "prefill")
     settings = RouterSettings(prefill=(), decode=(address,), are_nodes=True, port=0, health_interval_s=0.1)
     async with open_router(settings, serving.security()) as router:
-        await until(lambda: "prefill node" in router.backend.readiness().reason, "it has looked")
+        await until(lambda: "prefill node" in router.backend.readiness().reason, "the router to report a prefill node")

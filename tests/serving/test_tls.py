@@ -1,4 +1,4 @@
-"""Certificates decide who may call a node of the running cluster, and the commands use them."""
+"""Nodes of the running cluster check the certificates of callers, and commands send them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_certificate_without_a_role_is_refused_counted_and_logged_once(s
     _, page = await decode.http("/metrics")
     assert 'kvferry_refused_calls_total{method="NodeControl/Status",role="decode"} 3.0' in page
     assert 'kvferry_certificate_stale{role="decode"} 0.0' in page and "kvferry_certificate_expiry_timestamp_seconds" in page
-    assert "example" not in page, "metrics show no names of certificates"
+    assert "example" not in page, "a metric contains the name of a certificate"
     logged = [line for line in decode.log.events("call_refused") if line["method"] == "NodeControl/Status"]
     assert len(logged) == 1 and "stranger.example" in logged[0]["caller"]
     for node in serving.cluster.nodes:

@@ -1,4 +1,4 @@
-"""`kvferry top` shows the running cluster under load, once and live."""
+"""`kvferry top` shows the running cluster under load, with `--once` and live."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.top_app import Confirm, TopApp
 from tests.serving.conftest import Serving
 from transfer.registry.security import Security
 
-LOOKS = 5
+ATTEMPTS = 5
 
 
 def run_top(serving: Serving, *arguments: str) -> Result:
@@ -30,12 +30,12 @@ def run_top(serving: Serving, *arguments: str) -> Result:
 def test_top_once_shows_the_whole_cluster_from_a_prefill_node(serving: Serving) -> None:
     bar, decode = "[█░]{10}", serving.cluster.decode.address
     with serving.load():
-        for _ in range(LOOKS):  # a look can meet the load between two of its long requests
+        for _ in range(ATTEMPTS):  # a caller can be between two of its long requests
             found = run_top(serving, "--once", serving.cluster.prefill.address)
             assert found.exit_code == 0, found.stderr
             lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
-            told = [line for line in lines if line.startswith("customer-") and " generating " in line]
-            if told:
+            generating = [line for line in lines if line.startswith("customer-") and " generating " in line]
+            if generating:
                 break
     assert re.fullmatch(r"kvferry: 1 prefill, 1 decode; 2 links; \d+ requests in flight", lines[0])
     for heading in (
@@ -56,7 +56,8 @@ def test_top_once_shows_the_whole_cluster_from_a_prefill_node(serving: Serving) 
         assert [line for line in lines if re.fullmatch(link, line)], found.stdout
     ring = rf"{decode} #0 [█░┃]{{24}} \S+ (B|KiB|MiB) \S+ MiB [\d,]+"
     assert [line for line in lines if re.fullmatch(ring, line)], found.stdout
-    assert told and all(re.search(rf" generating {bar} 40/40 {bar} 1/1 {bar} \d+/400 ", line) for line in told), found.stdout
+    progress = rf" generating {bar} 40/40 {bar} 1/1 {bar} \d+/400 "
+    assert generating and all(re.search(progress, line) for line in generating), found.stdout
 
 
 def test_top_reports_unreachable_nodes_and_rejects_invalid_addresses(serving: Serving) -> None:
@@ -67,12 +68,12 @@ def test_top_reports_unreachable_nodes_and_rejects_invalid_addresses(serving: Se
     assert nodes["127.0.0.1:1"]["status"] is None and nodes["127.0.0.1:1"]["error"]
     alone = run_top(serving, "--once", "127.0.0.1:1")
     assert alone.exit_code == exit_codes.UNAVAILABLE and "127.0.0.1:1 unreachable" in " ".join(alone.stdout.split())
-    wrong = run_top(serving, "--once", "nonsense")
-    assert wrong.exit_code == exit_codes.BAD_INPUT and wrong.stderr.startswith("kvferry top: ")
+    invalid = run_top(serving, "--once", "nonsense")
+    assert invalid.exit_code == exit_codes.BAD_INPUT and invalid.stderr.startswith("kvferry top: ")
 
 
 def rows_of(app: TopApp, name: str) -> dict[str, list[str]]:
-    """Of a table, by key, as they are shown."""
+    """Return the displayed cells of a table, by key of the row."""
     table = app.query_one(f"#{name}", DataTable)
     return {str(row.key.value): [cell.plain for cell in table.get_row(row.key)] for row in table.ordered_rows}
 
@@ -92,7 +93,7 @@ async def open_top(address: str, security: Security | None = None) -> AsyncItera
 async def shows(pilot: Pilot[None], is_true: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not is_true():
-        assert time.monotonic() < deadline_s, f"{what}: not within {within_s:g} s\n{log_of(pilot.app)}"  # type: ignore[arg-type]
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}\n{log_of(pilot.app)}"  # type: ignore[arg-type]
         await pilot.pause(0.05)
 
 
@@ -100,10 +101,10 @@ async def test_top_live_shows_both_tiers_and_its_keys_pause_sort_and_abort(servi
     decode, prefill = serving.cluster.decode.address, serving.cluster.prefill.address
     with serving.load():
         async with open_top(prefill, serving.security()) as (app, pilot):
-            await shows(pilot, lambda: len(rows_of(app, "nodes")) == 2, "all nodes, found from one of them")
+            await shows(pilot, lambda: len(rows_of(app, "nodes")) == 2, "all nodes, discovered from one node")
             assert [cells[0] for cells in rows_of(app, "nodes").values()] == ["prefill", "decode"]
             assert len(rows_of(app, "rings")) == 1 and len(rows_of(app, "links")) == 2
-            await shows(pilot, lambda: any(cells[7] for cells in rows_of(app, "links").values()), "what a link moves")
+            await shows(pilot, lambda: any(cells[7] for cells in rows_of(app, "links").values()), "the rate of a link")
             await shows(pilot, lambda: any("customer-0" in key for key in rows_of(app, "requests")), "a request")
 
             await pilot.press("p")
@@ -111,7 +112,7 @@ async def test_top_live_shows_both_tiers_and_its_keys_pause_sort_and_abort(servi
             await pilot.pause(0.5)
             assert app.num_looks == looks and "PAUSED" in str(app.query_one("#summary", Static).render())
             await pilot.press("p")
-            await shows(pilot, lambda: app.num_looks > looks, "it goes on")
+            await shows(pilot, lambda: app.num_looks > looks, "polls after the pause")
 
             titles = []
             for _ in range(4):
@@ -130,9 +131,9 @@ async def test_top_live_shows_both_tiers_and_its_keys_pause_sort_and_abort(servi
             await pilot.pause(0.3)
             assert "customer-0" not in log_of(app)
             answers = f"request customer-0-story at {decode} "
-            for _ in range(LOOKS):  # a request can end while its row is shown, or while the question is asked
+            for _ in range(ATTEMPTS):  # a request can end while its row or the question is shown
                 num_before = log_of(app).count(answers)
-                await shows(pilot, lambda: select(app, "requests", "customer-0"), "the request again, or the next of its client")
+                await shows(pilot, lambda: select(app, "requests", "customer-0"), "a request of the same client")
                 await pilot.press("a")
                 is_asked = isinstance(app.screen, Confirm) and "customer-0" in app.screen.question
                 await pilot.press("y" if is_asked else "n")
@@ -144,7 +145,7 @@ async def test_top_live_shows_both_tiers_and_its_keys_pause_sort_and_abort(servi
 
 
 def select(app: TopApp, name: str, part: str) -> bool:
-    """Put the cursor of a table on the row whose key has that part; False: there is none."""
+    """Move the cursor of a table to the first row whose key contains `part`; return False if there is none."""
     keys = list(rows_of(app, name))
     found = next((number for number, key in enumerate(keys) if part in key), None)
     if found is None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(180)
 CLIENT = "client.ask"
 NUM_TOKENS = 300
 CLOCK_NS = 5_000_000
-"""What the clocks of two processes of one machine may differ by: each reads both of its clocks one after the other."""
+"""Tolerance between clocks of two processes of one machine; each process reads its two clocks one after the other."""
 
 BY_NAME = {spec.name: spec for spec in SPANS}
 EVERY = set(BY_NAME)
@@ -29,9 +29,9 @@ EVERY = set(BY_NAME)
 async def generate(
     serving: Serving, traceparent: str, *, new: int = 6, variant: int = 0, gives_up_after: int | None = None
 ) -> None:
-    """A request whose client says that it lies in that span; empty: says nothing."""
+    """Send a request with this traceparent; without the metadata if `traceparent` is empty."""
     async with serving.caller() as caller:
-        ids = pb.TokenIds(ids=prompt(NUM_TOKENS, 350 + variant))  # a prompt that the store has is not sent
+        ids = pb.TokenIds(ids=prompt(NUM_TOKENS, 350 + variant))  # a stored prompt would not be sent
         request = pb.GenerateRequest(token_ids=ids, max_new_tokens=new, ignore_eos=True)
         metadata = ((TRACEPARENT, traceparent),) if traceparent else None
         call = caller.stub.Generate(request, metadata=metadata, timeout=60.0)
@@ -44,7 +44,7 @@ async def generate(
 
 
 async def asked(serving: Serving, **how: Any) -> str:
-    """Ask as a client that traces by itself, into the same collector; the trace's id."""
+    """Send a request as a client with its own tracer and the same collector; return the id of the trace."""
     tracer = OtelTracer(TracingConfig(endpoint=f"http://127.0.0.1:{serving.collector_port}"), role="client")
     span = tracer.begin(CLIENT)
     assert span is not None
@@ -55,13 +55,13 @@ async def asked(serving: Serving, **how: Any) -> str:
 
 
 def parents(spans: list[Received]) -> dict[str, Received]:
-    """By the id of a span, the one that it lies in."""
+    """Return the parent of each span, by id of the span."""
     by_id = {span.span_id: span for span in spans}
     return {span.span_id: by_id[span.parent_id] for span in spans if span.parent_id}
 
 
 def check_whole(spans: list[Received]) -> None:
-    """Each span lies in the one that is documented, of the process that is documented, with the attributes that are."""
+    """Check that each span has the documented parent, process and attributes."""
     within = parents(spans)
     roots = [span for span in spans if not span.parent_id]
     assert [root.name for root in roots] == [CLIENT] and roots[0].process == "kvferry-client"
@@ -70,7 +70,7 @@ def check_whole(spans: list[Received]) -> None:
             continue
         spec, parent = BY_NAME[span.name], within[span.span_id]
         allowed = spec.parent.split(", ") if span.name != "kvferry.generate" else [CLIENT]
-        assert parent.name in allowed, f"{span.name} lies in {parent.name}"
+        assert parent.name in allowed, f"the parent of {span.name} is {parent.name}"
         service, rank = str(span.who["service.name"]), span.who.get("kvferry.rank")
         assert (rank is not None) == spec.recorded_by.endswith("ranks"), f"{span.name} is recorded by {span.process}"
         assert "both" in spec.recorded_by or service == f"kvferry-{spec.recorded_by.split()[0]}"
@@ -80,7 +80,7 @@ def check_whole(spans: list[Received]) -> None:
 
 async def test_one_trace_covers_the_client_both_leaders_and_all_ranks(serving: Serving) -> None:
     trace_id = await asked(serving)
-    # The second prefill rank's, too: its last one comes when all others of it have.
+    # A second kvferry.send: each prefill rank records this span last.
     spans = await asyncio.to_thread(serving.collector.until, trace_id, [*EVERY, CLIENT, "kvferry.send"])
     check_whole(spans)
 
@@ -98,7 +98,7 @@ async def test_one_trace_covers_the_client_both_leaders_and_all_ranks(serving: S
     }
     for name, number in (("generate", 1), ("try", 1), ("prefill", 1), ("compute", 1), ("queue", 2), ("send", 2), ("receive", 1)):
         assert len(of(f"kvferry.{name}")) == number, name
-    pieces = 2 * -(-NUM_TOKENS // 64)  # of each prefill rank, a part of each chunk
+    pieces = 2 * -(-NUM_TOKENS // 64)  # each prefill rank sends its piece of each chunk
     for name in ("grant_wait", "gather", "write", "scatter"):
         assert len(of(f"kvferry.{name}")) == pieces, name
     (generated,), sent = of("kvferry.generate"), of("kvferry.send")
@@ -107,7 +107,7 @@ async def test_one_trace_covers_the_client_both_leaders_and_all_ranks(serving: S
     assert not any(span.is_error for span in spans)
     for name in ("kvferry.gather", "kvferry.write", "kvferry.scatter"):
         assert sum(span.attributes["kvferry.bytes"] for span in of(name)) == sum(s.attributes["kvferry.bytes"] for s in sent)
-    # A write comes after its gather, and a scatter after its write: the same part of the same chunk, seen from both tiers.
+    # For each piece of a chunk, the write follows the gather, and the scatter follows the write.
     for write in of("kvferry.write"):
         part = {name: write.attributes[f"kvferry.{name}"] for name in ("chunk", "route")}
         same = [s for s in spans if part.items() <= {k.removeprefix("kvferry."): v for k, v in s.attributes.items()}.items()]
@@ -116,12 +116,12 @@ async def test_one_trace_covers_the_client_both_leaders_and_all_ranks(serving: S
 
 
 async def test_a_request_without_a_sampled_traceparent_has_no_trace(serving: Serving) -> None:
-    """The node's own share is none; a client that says "not sampled" is heard, and so is nonsense, as nothing."""
+    """The sample ratio of the nodes is 0. Nodes ignore an invalid traceparent, and respect the flag "not sampled"."""
     before = {span.trace_id for span in serving.collector.all()}
     not_sampled = f"00-{'a' * 32}-{'b' * 16}-00"
-    for number, told in enumerate(("", not_sampled, "nonsense", f"00-{'0' * 32}-{'b' * 16}-01")):
-        await generate(serving, told, variant=number + 1)
-    trace_id = await asked(serving)  # comes after what would have come
+    for number, traceparent in enumerate(("", not_sampled, "nonsense", f"00-{'0' * 32}-{'b' * 16}-01")):
+        await generate(serving, traceparent, variant=number + 1)
+    trace_id = await asked(serving)  # arrives after any span of the requests above
     await asyncio.to_thread(serving.collector.until, trace_id, EVERY)
     assert {span.trace_id for span in serving.collector.all()} == before | {trace_id}
 
