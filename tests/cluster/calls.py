@@ -1,4 +1,4 @@
-"""What the cluster tests do to nodes, as users and operators do it: calls, answers, and waiting for a state with a bound."""
+"""Helpers of cluster tests: calls to nodes, expected tokens, and bounded waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub, PrefillControlAsyncStub, TransferControlAsyncStub
 
 ANSWER_S = 60.0
-"""Bound of a whole request; a loaded machine is slow, and a request that hangs is a failure all the same."""
+"""Time limit of a request. It is long enough for a loaded machine, and ends a request that hangs."""
 
 
 def prompt(num_tokens: int, variant: int = 0) -> tuple[int, ...]:
@@ -37,14 +37,14 @@ def prompt(num_tokens: int, variant: int = 0) -> tuple[int, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What one Generate call came to.
+    """Result of one Generate call.
 
     Args:
         tokens: Generated ids so far.
-        done: The last event; None while it runs and when it failed.
-        code: How the call ended.
-        details: The status text.
-        ended_s: Monotonic time of the end; 0 while it runs.
+        done: Last event; None while the call runs or if it failed.
+        code: Status code of the call; None while it runs.
+        details: Status text.
+        ended_s: Monotonic time of the end; 0 while the call runs.
     """
 
     request_id: str = ""
@@ -68,7 +68,7 @@ def transfer_control(channel: grpc.aio.Channel) -> TransferControlAsyncStub:
 
 
 class Caller:
-    """One client of a decode node, with its own connection. Use as an async context manager.
+    """Client of a decode node with its own connection. Use it as an async context manager.
 
     Args:
         address: host:port of the node.
@@ -103,7 +103,7 @@ class Caller:
         timeout_s: float = ANSWER_S,
         sampling: pb.SamplingParams | None = None,
     ) -> Answer:
-        """Generate; fills `answer` while tokens come and returns it, whatever the end was. Greedy, past the end token."""
+        """Generate greedily and ignore the end token; fill `answer` while tokens arrive, and return it even if the call fails."""
         answer = answer if answer is not None else Answer()
         call = self.stub.Generate(
             pb.GenerateRequest(
@@ -137,7 +137,7 @@ class Caller:
     def begin(
         self, token_ids: Sequence[int], max_new_tokens: int = 16, *, request_id: str = "", timeout_s: float = ANSWER_S
     ) -> tuple[Answer, asyncio.Task[Answer]]:
-        """`ask()` in a task of its own; cancel the task to go away as a client does."""
+        """Start `ask()` in a task; cancel the task to disconnect as a client."""
         answer = Answer(request_id=request_id)
         task = asyncio.ensure_future(self.ask(token_ids, max_new_tokens, answer=answer, timeout_s=timeout_s))
         self.tasks.append(task)
@@ -168,7 +168,7 @@ class Reference:
         return self._known[key][:num_tokens]
 
     def check(self, token_ids: Sequence[int], answer: Answer) -> None:
-        """The answer is whole and has the tokens that one process would have made."""
+        """Check that the answer is complete and matches the single-process reference."""
         assert answer.code is grpc.StatusCode.OK, f"{len(token_ids)} tokens: {answer.code}: {answer.details}"
         assert answer.done is not None and answer.done.generated_tokens == len(answer.tokens)
         expected = self.tokens(token_ids, len(answer.tokens))
@@ -176,7 +176,7 @@ class Reference:
 
 
 async def until(is_true: Callable[[], bool | Awaitable[bool]], what: str, *, within_s: float = 30.0) -> float:
-    """Poll; the seconds that it took. Fails with `what` when it never came true."""
+    """Poll until `is_true` returns True; return the seconds that passed. Fail with `what` after `within_s` seconds."""
     started_s = time.monotonic()
     while True:
         outcome = is_true()
@@ -187,7 +187,7 @@ async def until(is_true: Callable[[], bool | Awaitable[bool]], what: str, *, wit
 
 
 async def status_of(node: ClusterNode) -> pb.NodeStatus | None:
-    """The node's status; None when it cannot be had."""
+    """Return the status of a node; None if the call fails."""
     try:
         async with NodeClient(node.address, security=node.security or PlainText(insecure=ANYWHERE)) as client:
             return await client.status(timeout_s=5.0)
@@ -209,7 +209,7 @@ _IDLE_FIELDS = (
 
 
 def leftovers(status: pb.NodeStatus | None) -> list[str]:
-    """What a node still holds; empty when it is idle."""
+    """Return the resources that a node still holds; an empty list means that it is idle."""
     if status is None:
         return ["no status"]
     held = [f"{name}={getattr(status, name)}" for name in ("queued_requests", "running_requests") if getattr(status, name)]
@@ -219,7 +219,7 @@ def leftovers(status: pb.NodeStatus | None) -> list[str]:
 
 
 async def until_idle(*nodes: ClusterNode, within_s: float = 30.0) -> None:
-    """Wait until nothing of any request is left on the nodes; names what is."""
+    """Wait until the nodes hold nothing of any request; list the remaining resources after `within_s` seconds."""
     held: dict[str, list[str]] = {}
 
     async def is_idle() -> bool:

@@ -1,4 +1,4 @@
-"""Real two-tier clusters of processes, sockets and the ucx transport; every process is ended by its id, whatever a test does."""
+"""Two-tier clusters of real processes with sockets and the ucx transport. Fixtures end every process by its id."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.cluster.calls import Reference
 Start = Callable[[ClusterSpec], AbstractContextManager[LocalCluster]]
 
 START_TIMEOUT_S = 150.0  # ten seconds on two quiet cores
-HEARTBEAT_S = 1.0  # twice the default: a rank that a loaded machine does not run for a second and a half is not dead
-POOL_TOKENS = 4096  # one whole context; every page of a pool is touched at the start
+HEARTBEAT_S = 1.0  # twice the default, so that a rank without CPU time for 1.5 s on a loaded machine does not count as dead
+POOL_TOKENS = 4096  # one full context; a larger pool costs start time, because the start touches every page
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def reference(model: Path) -> Iterator[Reference]:
 
 @contextmanager
 def running(what: ClusterSpec | LocalCluster) -> Iterator[LocalCluster]:
-    """A cluster that has started; killed at the end, and before it its nodes' logs are shown if something failed."""
+    """Start a cluster; after the block, print the logs of its nodes and kill it. pytest shows the logs of a failed test."""
     cluster = what if isinstance(what, LocalCluster) else LocalCluster(what)
     try:
         asyncio.run(cluster.start())
@@ -54,7 +54,7 @@ def start() -> Start:
 
 @pytest.fixture(scope="session")
 def steady(model: Path) -> Iterator[LocalCluster]:
-    """A 2 -> 2 cluster that no test may leave in another state than idle and joined; its ranks may have had several lives."""
+    """Return a shared cluster with two ranks per tier. Each test leaves it idle and joined. Ranks may have been restarted."""
     settings = {"restart.backoff_s": 0.1, "restart.max_restarts": 10}
     tier = TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=8192, settings=settings)
     spec = ClusterSpec(prefill=tier, decode=tier, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S, log_level="debug")

@@ -1,4 +1,4 @@
-"""A node's HTTP server with a made-up state, on a thread, for the tests of the status page."""
+"""HTTP server of a node with a synthetic status, in a thread, for tests of the status page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from node_runtime.peer_look_client import PeerSeen
 from node_runtime.status_page import Picture, StatusPage
 from transfer.pb import kvferry_pb2 as pb
 
-PREFILL_LIFE, DECODE_LIFE = 0x1111, 0x2222
+PREFILL_INCARNATION, DECODE_INCARNATION = 0x1111, 0x2222
 
 
 def decode_status(*, reason: str = "", watermark: int = 0, live: int = 0) -> pb.NodeStatus:
@@ -29,7 +29,7 @@ def decode_status(*, reason: str = "", watermark: int = 0, live: int = 0) -> pb.
         version="0.2.0",
         uptime_s=3700,
         running_requests=2,
-        instance=pb.InstanceInfo(incarnation=DECODE_LIFE, transport="ucx", shard=pb.ShardInfo(tp_size=2, page_size=32)),
+        instance=pb.InstanceInfo(incarnation=DECODE_INCARNATION, transport="ucx", shard=pb.ShardInfo(tp_size=2, page_size=32)),
         ranks=[
             pb.RankStatus(
                 rank=rank, pools=pools, ring_capacity=1 << 20, ring_live_bytes=live, watermark_position=watermark + (7 << 20)
@@ -37,13 +37,13 @@ def decode_status(*, reason: str = "", watermark: int = 0, live: int = 0) -> pb.
             for rank in range(2)
         ],
         peers=[
-            pb.PeerStatus(address="127.0.0.1:7001", incarnation=PREFILL_LIFE, state="joined", breaker="closed"),
+            pb.PeerStatus(address="127.0.0.1:7001", incarnation=PREFILL_INCARNATION, state="joined", breaker="closed"),
             pb.PeerStatus(address="127.0.0.1:7002", state="lost", reason=reason or "gone", breaker="open", breaker_reason="gone"),
         ],
         links=[
             pb.LinkStatus(
                 prefill_rank=0, decode_rank=rank, lane="ucx/shm", latency_s=1e-4, bandwidth_bytes_per_s=(2 - rank) * 3e9,
-                peer_incarnation=PREFILL_LIFE,
+                peer_incarnation=PREFILL_INCARNATION,
             )
             for rank in range(2)
         ],
@@ -55,7 +55,7 @@ def prefill_status() -> pb.NodeStatus:
         role="prefill",
         state="draining",
         version="0.2.0",
-        instance=pb.InstanceInfo(incarnation=PREFILL_LIFE, transport="ucx", shard=pb.ShardInfo(tp_size=1, page_size=16)),
+        instance=pb.InstanceInfo(incarnation=PREFILL_INCARNATION, transport="ucx", shard=pb.ShardInfo(tp_size=1, page_size=16)),
         ranks=[pb.RankStatus(rank=0, staging_slots=8, staging_slots_used=2)],
     )
 
@@ -69,7 +69,7 @@ REQUESTS: Final = [
 
 
 class Served:
-    """A real HTTP server of a node, on a thread; what the node says is `picture`."""
+    """HTTP server of a node, in a thread. It serves the status in `picture`."""
 
     def __init__(self) -> None:
         self.picture = Picture(address="127.0.0.1:7003", status=pb.NodeStatus(), requests=pb.ListRequestsResponse())
@@ -82,7 +82,7 @@ class Served:
         self._thread.start()
 
     def serve(self, *, shows_request_ids: bool = False, has_page: bool = True, host_names: tuple[str, ...] = ()) -> str:
-        """Another server of the same node; returns its URL."""
+        """Start another server of the same node; return its URL."""
         page = StatusPage(self._picture, shows_request_ids=shows_request_ids) if has_page else None
         server = HealthServer(lambda: Readiness(is_ready=True), lambda: b"", page=page, host_names=host_names)
         self._servers.append(server)
@@ -103,7 +103,7 @@ class Served:
     async def _picture(self) -> Picture:
         return self.picture
 
-    def says(self, status: pb.NodeStatus, requests: list[pb.RequestStatus], *others: PeerSeen) -> None:
+    def set_status(self, status: pb.NodeStatus, requests: list[pb.RequestStatus], *others: PeerSeen) -> None:
         self.picture = Picture(
             address="127.0.0.1:7003",
             status=status,

@@ -1,4 +1,4 @@
-"""What `kvferry top` makes of what nodes say: links, requests, alerts, bars, tables. No node runs here."""
+"""`kvferry top` derives links, requests, alerts, bars and tables from synthetic statuses of nodes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ P, D = 0x11, 0x22
 
 
 def prefill(
-    *, written: int = 0, busy_s: float = 0.0, probe_s: float = 0.0, life: int = P, requests: tuple[pb.RequestStatus, ...] = ()
+    *,
+    written: int = 0,
+    busy_s: float = 0.0,
+    probe_s: float = 0.0,
+    incarnation: int = P,
+    requests: tuple[pb.RequestStatus, ...] = (),
 ) -> Seen:
     use = pb.LinkUse(peer_incarnation=D, decode_rank=0, written_bytes=written, busy_s=busy_s, probe_s=probe_s)
     status = pb.NodeStatus(
         role="prefill",
         state="ready",
         ready=True,
-        instance=pb.InstanceInfo(incarnation=life),
+        instance=pb.InstanceInfo(incarnation=incarnation),
         ranks=[pb.RankStatus(rank=0, link_uses=[use])],
         peers=[pb.PeerStatus(address="d:1", incarnation=D, state="joined")],
         links=[pb.LinkStatus(prefill_rank=0, decode_rank=0, lane="ucx/shm", bandwidth_bytes_per_s=4e9, peer_incarnation=D)],
@@ -52,8 +57,8 @@ def test_the_current_rate_of_a_link_is_its_bytes_per_busy_second() -> None:
     assert link.now_bytes_per_s == 2e9 and link.share == 0.5
     (link,) = view_of([prefill(written=10**9, busy_s=1.0), decode()], before).links
     assert link.now_bytes_per_s == 0.0 and link.share is None, "idle"
-    (link,) = view_of([replace(prefill(written=5), address="p:1"), decode()], {"p:1": prefill(life=0x99)}).links
-    assert link.now_bytes_per_s is None, "another life of the node counts from 0"
+    (link,) = view_of([replace(prefill(written=5), address="p:1"), decode()], {"p:1": prefill(incarnation=0x99)}).links
+    assert link.now_bytes_per_s is None, "another incarnation of the node counts from 0"
 
 
 def request(stage: str, **fields: int | str) -> pb.RequestStatus:
@@ -112,8 +117,8 @@ def test_only_a_stalled_watermark_with_live_grants_is_an_alert() -> None:
     assert begun(alerts, decode(at_s=STALLED_S - 0.1, ring_live_grants=2, watermark_position=500)) == []
     assert begun(alerts, decode(at_s=STALLED_S, ring_live_grants=2, watermark_position=500)) == ["stalled d:1 #0"]
     assert begun(alerts, decode(at_s=STALLED_S + 1, ring_live_grants=2, watermark_position=501)) == [] and not alerts.now
-    assert begun(alerts, decode(at_s=100.0, watermark_position=501)) == [], "an empty ring may stand"
-    assert begun(alerts, decode(at_s=101.0, ring_live_grants=1, watermark_position=501)) == [], "and begins anew"
+    assert begun(alerts, decode(at_s=100.0, watermark_position=501)) == [], "an empty ring does not stall"
+    assert begun(alerts, decode(at_s=101.0, ring_live_grants=1, watermark_position=501)) == [], "the stall time starts again"
 
 
 def test_a_link_far_below_its_probe_is_an_alert_after_several_polls() -> None:

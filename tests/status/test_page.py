@@ -43,7 +43,7 @@ def test_a_breakers_reason_which_may_name_a_request_is_not_told_unless_the_opera
 
 
 def test_ids_of_requests_are_not_told_unless_the_operator_says_so(served: Served) -> None:
-    served.says(decode_status(), REQUESTS)
+    served.set_status(decode_status(), REQUESTS)
     _, body, _ = read(f"{served.serve()}status.json")
     assert b"alice" not in body
     first, second, _ = json.loads(body)["requests"]["list"]
@@ -68,7 +68,7 @@ def under_name(url: str, host: str) -> tuple[int, str]:
 
 def test_a_website_that_names_the_node_as_its_own_reads_nothing(served: Served) -> None:
     """DNS rebinding: the browser takes the node for a part of the site, and so lets its scripts read what the node answers."""
-    served.says(decode_status(), REQUESTS)
+    served.set_status(decode_status(), REQUESTS)
     url = served.serve(host_names=("Kv-7.Example",))
     for name in ("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::1"):
         code, text = under_name(url, name)
@@ -88,7 +88,7 @@ def test_without_the_page_there_is_neither_it_nor_its_state(served: Served) -> N
 
 def test_of_many_requests_the_oldest_are_shown_and_all_are_counted(served: Served) -> None:
     many = [pb.RequestStatus(request_id=str(number), age_s=10_000 - number) for number in range(MAX_REQUESTS + 50)]
-    served.says(decode_status(), many)
+    served.set_status(decode_status(), many)
     content = json.loads(read(f"{served.serve()}status.json")[1])["requests"]
     assert content["total"] == MAX_REQUESTS + 50 and len(content["list"]) == MAX_REQUESTS
     assert content["list"][0]["age_s"] == 10_000
@@ -98,6 +98,6 @@ def test_numbers_that_json_has_no_word_for_do_not_break_it(served: Served) -> No
     status = decode_status()
     status.links[0].bandwidth_bytes_per_s = float("nan")
     status.links[1].latency_s = float("inf")
-    served.says(status, [])
+    served.set_status(status, [])
     links = json.loads(read(f"{served.serve()}status.json")[1])["node"]["links"]
     assert links[0]["bandwidth_bytes_per_s"] is None and links[1]["latency_s"] is None

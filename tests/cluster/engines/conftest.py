@@ -1,4 +1,4 @@
-"""The models and prompts of tests/engine, and groups of ranks in real processes."""
+"""Fixtures of tests/engine, and groups of ranks in real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["demo_dir", "family_dir", "generate", "one_thread", "prompts", "qwen_
 
 @pytest.fixture(scope="session")
 def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
-    """Starts groups of ranks in real processes; no process is left behind."""
+    """Return a server that starts groups of ranks in real processes; end all of them after the tests."""
     server = RankServer(tmp_path_factory.mktemp("ranks"))
     yield server
     server.close()

@@ -1,4 +1,4 @@
-"""One cluster for most chaos tests: real processes, sockets and the default heartbeat."""
+"""One shared cluster for most tests of faults, with real processes, sockets and the default heartbeat."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_QUEUED = 16
 
 
 class FaultySpec(ClusterSpec):
-    """Starts nodes whose ranks can be told to treat messages badly."""
+    """Cluster whose ranks can lose, repeat and delay messages."""
 
     def command(self, role: Role, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
         python, module, _, *rest = super().command(role, port=port, prefill_addresses=prefill_addresses, ready_file=ready_file)
@@ -32,24 +32,24 @@ class FaultySpec(ClusterSpec):
 
 @dataclass(slots=True, kw_only=True)
 class Chaos(Tiers):
-    """The shared cluster; its ranks may have had several lives."""
+    """The shared cluster. Its ranks may have been restarted."""
 
     cluster: LocalCluster
     faults: Path
 
     def disturb(self, **faults: Mapping[str, float]) -> None:
-        """Treat messages so from now on: "control" and "watermark" by `faulty_node.Faults`; nothing named: let them be."""
+        """Set the faults of "control" and "watermark" messages, see `faulty_node.Faults`. Without arguments, end all faults."""
         new = self.faults.with_suffix(".new")
         new.write_text(json.dumps(faults))
         new.rename(self.faults)
 
     def done(self) -> str:
-        """What was done to messages so far: a letter for each that was lost (L), repeated (R) or held back (H)."""
+        """Return one letter per faulty message so far: lost (L), repeated (R) or held back (H)."""
         path = Path(f"{self.faults}.done")
         return path.read_text() if path.exists() else ""
 
     def relaunch(self, role: Role) -> None:
-        """Start a node that was killed again, at its address."""
+        """Start a killed node again, at the same address."""
         node = self.cluster.launch(role)
         if role == "prefill":
             self.prefill = node
@@ -84,12 +84,12 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ch
 
 
 def reached_at(model: Path, host: str, port: int) -> dict[str, object]:
-    """Settings of a node of one rank, whose peers are told to connect to this address."""
+    """Return settings of a node of one rank that advertises this address to its peers."""
     return {"model": model, "pool.num_tokens": POOL_TOKENS, "server.advertise_host": host, "server.port": port}
 
 
 async def warm_up(tiers: Tiers) -> None:
-    """Requests before the first fault: what is opened once for all is open then."""
+    """Send requests before the first fault, so that files and sockets that stay open are part of the idle state."""
     await tiers.until_idle(within_s=60)
     async with Caller(tiers.decode.address) as caller:
         answers = await asyncio.gather(*(caller.ask(prompt(600, variant), 20) for variant in range(4)))
@@ -100,7 +100,7 @@ async def warm_up(tiers: Tiers) -> None:
 
 @pytest.fixture
 async def tiers(shared: Chaos) -> AsyncIterator[Chaos]:
-    """The shared cluster, undisturbed and joined, whatever the test before this one did to it."""
+    """Return the shared cluster, joined and without faults. Start the nodes again that the previous test ended."""
     shared.disturb()
     roles: tuple[Role, ...] = ("prefill", "decode")
     for role, node in zip(roles, shared.nodes, strict=True):

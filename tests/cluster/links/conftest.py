@@ -1,4 +1,4 @@
-"""What holds for every test of links."""
+"""Fixtures for all tests of links."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 from node_runtime.peer_look_client import PeerSeen
 from tests.deploy.page.chromium import Tab
-from tests.status.served import DECODE_LIFE, REQUESTS, Served, decode_status, prefill_status, served, server
+from tests.status.served import DECODE_INCARNATION, REQUESTS, Served, decode_status, prefill_status, served, server
 from transfer.pb import kvferry_pb2 as pb
 
 __all__ = ["served", "server"]
@@ -49,7 +49,7 @@ def bar(browser: Tab, label: str) -> dict[str, Any]:
 
 def test_both_tiers_links_and_requests_are_shown_as_reported(browser: Tab, served: Served) -> None:
     other = PeerSeen(address="127.0.0.1:7001", status=prefill_status(), seen_s=time.monotonic())
-    served.says(decode_status(watermark=256 << 10, live=128 << 10), REQUESTS, other)
+    served.set_status(decode_status(watermark=256 << 10, live=128 << 10), REQUESTS, other)
     url = served.serve()
     browser.start_anew()
     browser.open(url)
@@ -92,9 +92,9 @@ def test_a_link_in_use_is_compared_with_its_probe(browser: Tab, served: Served) 
     def look(num_bytes: int, busy_s: float, probe_s: float) -> None:
         status = prefill_status()
         status.ranks[0].link_uses.add(
-            peer_incarnation=DECODE_LIFE, decode_rank=1, written_bytes=num_bytes, busy_s=busy_s, probe_s=probe_s
+            peer_incarnation=DECODE_INCARNATION, decode_rank=1, written_bytes=num_bytes, busy_s=busy_s, probe_s=probe_s
         )
-        served.says(decode_status(), [], PeerSeen(address="127.0.0.1:7001", status=status, seen_s=time.monotonic()))
+        served.set_status(decode_status(), [], PeerSeen(address="127.0.0.1:7001", status=status, seen_s=time.monotonic()))
 
     look(10**9, 1.0, 0.5)
     browser.open(served.serve())
@@ -113,7 +113,7 @@ def test_html_in_reported_values_is_shown_as_text(browser: Tab, served: Served) 
     status.ranks[0].pools[0].group = HOSTILE
     hostile = prefill_status()
     hostile.state = hostile.not_ready_reason = hostile.version = HOSTILE
-    served.says(
+    served.set_status(
         status,
         [pb.RequestStatus(request_id=HOSTILE, transfer_id=HOSTILE, stage=HOSTILE, peer=HOSTILE)],
         PeerSeen(address=HOSTILE, status=hostile),
@@ -138,7 +138,7 @@ def test_html_in_reported_values_is_shown_as_text(browser: Tab, served: Served) 
 
 def test_the_browser_blocks_scripts_and_requests_that_the_policy_forbids(browser: Tab, served: Served) -> None:
     """If a text were ever taken for HTML: neither its script runs, nor does it reach anybody."""
-    served.says(decode_status(), [])
+    served.set_status(decode_status(), [])
     browser.open(served.serve())
     browser.until("document.querySelectorAll('.card').length === 3")
     before = len(browser.said)
@@ -154,7 +154,7 @@ def test_the_browser_blocks_scripts_and_requests_that_the_policy_forbids(browser
 
 
 def test_the_page_reports_a_node_that_stops_answering(browser: Tab, served: Served) -> None:
-    served.says(decode_status(), [])
+    served.set_status(decode_status(), [])
     url = served.serve()
     browser.open(url)
     browser.until("document.querySelectorAll('.card').length === 3")
@@ -170,7 +170,7 @@ def test_nodes_without_ranks_or_with_non_finite_numbers_are_shown(browser: Tab, 
     status.peers.add(address="127.0.0.1:7001", state="joined")
     strange = prefill_status()
     strange.uptime_s = float("inf")
-    served.says(status, [], PeerSeen(address="127.0.0.1:7001", status=strange))
+    served.set_status(status, [], PeerSeen(address="127.0.0.1:7001", status=strange))
     browser.open(served.serve())
     browser.until("document.querySelectorAll('.card').length === 2")
     assert browser.value("document.getElementById('trouble').innerText") == ""
