@@ -1,4 +1,4 @@
-"""Orders of events, and messages of peers that are not honest, which once broke a hosted kvferry or left something of it."""
+"""A hosted kvferry survives dishonest peers, early ends and repeated reports, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 Pair = Callable[..., tuple[Instance, Instance]]
 
 
-# What peers say
+# Messages of peers
 
 
 async def ask_again(source: Instance, decode: Instance, request_id: str) -> str:
-    """As somebody would who gives a try up and uses its id again at once."""
+    """Abort an attempt, and send a request with the same id at once; return the error."""
     request = pb.PrefillRequest(
         request_id=request_id,
         engine_request="t",
@@ -56,14 +56,14 @@ async def ask_again(source: Instance, decode: Instance, request_id: str) -> str:
 
 
 def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """High: the sender took it for a bug of its own process, and the engine was told to end."""
+    """Regression: the sender reported a bug of its own process, which ended the engine."""
     source, decode = pair()
     reserve, gather = ReserveClient.reserve, PieceCopy.gather
     has_room: set[str] = set()
     is_held, let_go = Event(), Event()
 
     async def reserve_once(client: ReserveClient, join: Join, request_id: str, **named: Any) -> Reservation:
-        """The decode side is asked the first time that room is needed; of the same id, later, there is room."""
+        """Ask the decode side once for each id; return success for the same id later."""
         if request_id in has_room:
             return Reservation(is_reserved=True)
         answer = await reserve(client, join, request_id, **named)
@@ -86,9 +86,9 @@ def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatc
     assert is_held.wait(TIMEOUT_S), "a gather is under way"
     (request_id,) = source.leader.source.requests.request_ids
     with monkeypatch.context() as cut:
-        cut.setattr(PrefillPeer, "stub", unreachable)  # or the decode side says first that it has given the prompt up
-        said = asyncio.run(ask_again(source, decode, request_id))
-    assert "a transfer of that id is still under way" in said
+        cut.setattr(PrefillPeer, "stub", unreachable)  # so that the decode side cannot report first that it gave up the prompt
+        error = asyncio.run(ask_again(source, decode, request_id))
+    assert "a transfer of that id is still under way" in error
     let_go.set()
     source.leader.withdraw("a", "enough")
     for rank in source.ranks:
@@ -99,23 +99,23 @@ def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatc
 
 
 def test_a_note_above_the_limit_fails_only_its_own_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """High: one that the link to the ranks did not carry ended the decode side's engine."""
+    """Regression: a note above the limit of the link to the ranks ended the decode side's engine."""
     source, decode = pair()
     monkeypatch.setattr(source_requests, "MAX_NOTE_BYTES", 8 << 20)
-    for name, num_bytes, said in (("largest", 1 << 20, ""), ("larger", (1 << 20) + 1, "it can have 1048576")):
+    for name, num_bytes, message in (("largest", 1 << 20, ""), ("larger", (1 << 20) + 1, "it can have 1048576")):
         source.computes(name, name)
         source.finish(name, note=bytes(num_bytes))
         decode.fetches(name, name, source, needs_note=True)
         settled = decode.settled(name)
-        assert said in settled.failure and bool(settled.failure) is bool(said)
-        assert len(settled.note) == (0 if said else num_bytes)
+        assert message in settled.failure and bool(settled.failure) is bool(message)
+        assert len(settled.note) == (0 if message else num_bytes)
         source.leader.withdraw(name, "enough")
         source.freed(name)
     hand_over(source, decode, "next")
 
 
 def test_requests_add_only_a_bounded_number_of_prefill_nodes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Medium: each was joined, or tried again, for ever."""
+    """Regression: the decode side joined each node, or retried it forever."""
     monkeypatch.setattr(peers_module, "MAX_ADDED", 3)
     source, decode = pair(None, {"join_on_request": True, "limits.meet_timeout_s": 0.1})
     peers = decode.leader.target.peers
@@ -134,35 +134,35 @@ def test_requests_add_only_a_bounded_number_of_prefill_nodes(pair: Pair, monkeyp
     assert sum(peer.is_added for peer in peers.peers) <= 3
 
 
-# What the engine does
+# Calls of the engine
 
 
 async def test_a_repeated_report_does_not_release_pages_of_the_next_prompt() -> None:
-    """High: a rank that said twice that it reads nothing set the pages of the name's next prompt free."""
-    said: list[object] = []
+    """Regression: a second idle report of a rank released the pages of the next prompt of that name."""
+    sent: list[object] = []
 
     async def never(*_: object) -> bool:
         return False
 
     requests = SourceRequests(
-        num_ranks=2, limits=HostedLimitsConfig(), broadcast=said.append, reserve=never, on_outcome=lambda outcome: None
+        num_ranks=2, limits=HostedLimitsConfig(), broadcast=sent.append, reserve=never, on_outcome=lambda outcome: None
     )
     requests.offer("a", "t1", PROMPT)
     requests.withdraw("a", "given up")
     for rank in (0, 1):
         requests.on_idle(rank, SourceIdle(name="a"))
-    assert said[-1] == FreeSource(name="a")
+    assert sent[-1] == FreeSource(name="a")
     requests.offer("a", "t2", PROMPT)
     requests.on_idle(1, SourceIdle(name="a"))
     assert requests.num_prompts == 1
     requests.withdraw("a", "given up")
     requests.on_idle(1, SourceIdle(name="a"))
     requests.on_idle(1, SourceIdle(name="a"))
-    assert requests.num_prompts == 1 and isinstance(said[-1], CloseSource)
+    assert requests.num_prompts == 1 and isinstance(sent[-1], CloseSource)
 
 
 def test_a_prompt_that_ends_early_fails_its_transfer(pair: Pair) -> None:
-    """Medium: its transfer waited for the rest for ever, and so did the decode side, with pages."""
+    """Regression: the transfer and the decode side waited forever for the rest, and the decode side kept its pages."""
     source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 2.0}})
     decode.fetches("b", "t", source)
     source.computes("a", "t", end=40)
@@ -179,17 +179,17 @@ def test_kv_without_its_note_fails_the_request(pair: Pair) -> None:
     assert "without the note that goes with it" in decode.settled("b").failure
 
 
-# Beginnings and ends
+# Start and end
 
 
 def test_a_closed_rank_is_reported_to_the_engine(pair: Pair) -> None:
-    """High: what it should have heard was lost, and prompts never ended."""
+    """Regression: messages to the rank were lost, and prompts never ended."""
     source, decode = pair({"tp_size": 2})
     source.ranks[1].close()
     source.leader.offer("a", "t", PROMPT)
     source.leader.withdraw("a", "given up")
     with pytest.raises(LocalProtocolError, match="a rank has not taken"):
-        wait_for(lambda: source.leader.check(), "the engine is told", timeout_s=20)
+        wait_for(lambda: source.leader.check(), "an error for the engine", timeout_s=20)
     assert "503" in read_http(source.leader.http_address, "/readyz")
     decode.leader.check()
 
@@ -205,7 +205,7 @@ def read_http(address: str, path: str) -> str:
 
 
 def test_closing_a_hosted_side_leaves_no_file(start: Start) -> None:
-    """Low: a lock for each name stayed, of which engines make a new one at each start."""
+    """Regression: a lock file stayed for each name, and engines use a new name at each start."""
     for _ in range(3):
         start(SOURCE, name="comes-and-goes").close()
         endpoint = Path(hosted_address("comes-and-goes", 0).endpoint.removeprefix("ipc://"))
