@@ -1,6 +1,7 @@
-"""Pure core, thin edges: who may import what. CONTRIBUTING.md explains the rule; the tables below are the rule.
+"""Each file imports only the modules that the dependency rule allows. CONTRIBUTING.md explains the rule.
 
-Every import counts, also one inside a function or under TYPE_CHECKING. A pattern's `*` matches slashes too.
+The tables below define the rule. Imports inside functions and under TYPE_CHECKING count, too. `*` in a pattern also matches
+slashes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Which of our packages each of our packages may import, itself apart.
+# Packages that each package may import, besides itself.
 PACKAGES: dict[str, set[str]] = {
     "transfer": set(),
     "node_runtime": {"transfer"},
@@ -34,33 +35,33 @@ def _files(folder: str, names: str) -> tuple[str, ...]:
     return tuple(f"{folder}/{name}.py" for name in names.split())
 
 
-# What the memory plan is made of: layer 0, so that a plan can be made where there is neither torch nor transformers.
+# The memory plan. It is in layer 0, so that it works without torch and transformers.
 MEMORY_PLAN = _files("transfer/memory", "__init__ config_fields model_* plan* workspace")
-# How pages are named and lie outside of the pools, and what a store of them can do.
+# Names and formats of stored pages, and the interface of a store.
 STORED_PAGES = _files("transfer/storage", "__init__ base halving keys pages")
-# What the decode leader knows of host pages, and what it goes by.
+# The decode leader's state and rules of host pages.
 HOST_PAGES = _files("decode_node/offload", "device_index host_tier jobs rules tiered_request")
-# Layer 0: standard library and each other; nothing of the outer world.
+# Layer 0: imports the standard library and layer 0 only.
 L0 = (
     *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index page_allocator instance"),
     *_files("transfer", "engine_types breaker utf8 transport/base control/base"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN,
 )  # fmt: skip
-# Layer 1: also the small libraries of L1_LIBRARIES.
+# Layer 1: also imports the small libraries in L1_LIBRARIES.
 L1 = (
     *_files("transfer", "config/* load_config plain_text role_settings messages metrics/* logs tracing digest"),
     "transfer/storage/envelope.py",
 )
 L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings", "structlog", "xxhash", "yaml"}
-# State machines: layer 0, the messages, and nothing else.
+# State machines: import layer 0, the messages and each other only.
 SANS_IO = (
     *_files("prefill_node", "sender sender_events sender_state"),
     *_files("decode_node", "receiver receiver_events receiver_state"),
 )
 SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 
-# Logic has no clock, no chance, no threads, no sockets, no environment: those come to it as arguments and events. (The other
-# files of layer 0 are interfaces; they may name an event loop in a signature.)
+# Logic uses no clock, random numbers, threads, sockets or environment: it receives their values as arguments and events.
+# (The other files of layer 0 are interfaces, and their signatures may name an event loop.)
 LOGIC = (
     *_files("transfer", "layout layer_groups chunk ring ring_index page_allocator breaker"),
     *_files("prefill_node", "scheduler stored_prefix prefix_pages"), "decode_node/placement.py",
@@ -85,7 +86,7 @@ DEVICE_FILES = (
 CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/command.py", "decode_node/command.py")
 
 
-# Libraries of others: the distribution that pyproject.toml must declare, and the files that may import it.
+# External libraries: the distribution that pyproject.toml must declare, and the files that may import it.
 FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "aetcd": ("aetcd", ("transfer/registry/discovery/etcd_client.py",)),
     "aiohttp": ("aiohttp", ("node_runtime/*", "kvferry/*")),
@@ -127,7 +128,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "zmq": ("pyzmq", ("transfer/control/zmq_*.py", "node_runtime/*link*.py")),
 }
 
-# Engines that load kvferry, each in an environment of its own: no dependencies of ours. Which files may import them.
+# Engines that load kvferry, each in a separate environment, and the files that may import them. They are not dependencies.
 HOSTS: dict[str, tuple[str, ...]] = {
     "sglang": ("kvferry/engines/sglang_*.py",),
     "vllm": ("kvferry/engines/vllm_*.py",),
@@ -135,7 +136,7 @@ HOSTS: dict[str, tuple[str, ...]] = {
 
 
 class Import(NamedTuple):
-    """One imported module (dotted, absolute) and the line that imports it."""
+    """An imported module (dotted, absolute) and the line of its import."""
 
     module: str
     line: int
@@ -146,13 +147,13 @@ def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _file_of(module: str) -> str:
-    """Path that a dotted module of ours would have, relative to the root."""
+    """Return the path of a dotted module of ours, relative to the root; the file need not exist."""
     path = module.replace(".", "/")
     return f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
 
 def imports_of(path: str, source: str) -> Iterator[Import]:
-    """All modules that the source of `path` imports; `from package import name` counts as the submodule where there is one."""
+    """Yield all modules that the source of `path` imports; `from package import name` counts as an existing submodule."""
     package = list(Path(path).parent.parts)
     for node in ast.walk(ast.parse(source, path)):
         if isinstance(node, ast.Import):
@@ -167,7 +168,7 @@ def imports_of(path: str, source: str) -> Iterator[Import]:
 
 
 def violations(path: str, source: str) -> Iterator[str]:
-    """One line per import of `path` that breaks the rule."""
+    """Yield one line per import of `path` that breaks the rule."""
     own = Path(path).parts[0]
     is_pure = _is_one_of(path, L0) or _is_one_of(path, SANS_IO)
     for found in imports_of(path, source):
@@ -177,18 +178,18 @@ def violations(path: str, source: str) -> Iterator[str]:
             reason = _why_not_ours(path, own, found.module, top)
         elif top in sys.stdlib_module_names:
             if _is_one_of(path, LOGIC) and top in IMPURE_STDLIB:
-                reason = "logic has no clock, chance, threads, sockets or environment"
+                reason = "logic uses no clock, random numbers, threads, sockets or environment"
         elif is_pure:
             reason = "pure code imports no other library"
         elif _is_one_of(path, L1) and top not in L1_LIBRARIES | {"numpy"}:
             reason = f"layer 1 may import {', '.join(sorted(L1_LIBRARIES))}"
         elif top in HOSTS:
             if not _is_one_of(path, HOSTS[top]):
-                reason = f"only these may: {', '.join(HOSTS[top])}"
+                reason = f"only these files may import it: {', '.join(HOSTS[top])}"
         elif top not in FOREIGN:
-            reason = "not in the table FOREIGN of this test: decide which files may import it, and declare it in pyproject.toml"
+            reason = "not in the table FOREIGN of this test: add the files that may import it, and declare it in pyproject.toml"
         elif not _is_one_of(path, FOREIGN[top][1]):
-            reason = f"only these may: {', '.join(FOREIGN[top][1])}"
+            reason = f"only these files may import it: {', '.join(FOREIGN[top][1])}"
         if reason is not None:
             yield f"{path}:{found.line} imports {found.module}: {reason}"
 
@@ -223,12 +224,12 @@ def test_every_file_follows_the_dependency_rule() -> None:
     [
         ("transfer/ring.py", "import bisect\nfrom transfer.errors import ConfigError", None),
         ("transfer/ring.py", "def f():\n    import torch", "pure code imports no other library"),
-        ("transfer/ring.py", "import time", "logic has no clock"),
+        ("transfer/ring.py", "import time", "logic uses no clock"),
         ("transfer/transport/base.py", "from .inproc import InprocTransport", "layer 0 may import layer 0"),
         ("transfer/messages.py", "from transfer.transport.ucx import UcxTransport", "layer 1 may import layers 0 and 1"),
         ("prefill_node/sender.py", "from transfer.config import Settings", "a state machine may import"),
         ("prefill_node/node.py", "import decode_node.receiver", "prefill_node may import only"),
-        ("embedded_engine/paged_attention.py", "import triton", "only these may"),
+        ("embedded_engine/paged_attention.py", "import triton", "only these files may import it"),
     ],
 )
 def test_a_planted_violation_is_reported(path: str, source: str, reason: str | None) -> None:
@@ -244,5 +245,5 @@ def test_every_foreign_library_is_declared() -> None:
 
 
 def test_wire_contracts_contain_no_python() -> None:
-    """`proto` must stay importable only as proto-plus's package."""
+    """`import proto` must import the package of proto-plus."""
     assert not list((ROOT / "proto").rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Documents point at files, headings, tests and make targets that exist, and decisions are numbered without gaps."""
+"""Documents name existing files, headings, tests and make targets, and ADRs are numbered without gaps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _documents() -> list[Path]:
 
 
 def _anchors(text: str) -> set[str]:
-    """Anchors that GitHub gives to the headings: lower case, punctuation dropped, spaces to hyphens, repeats numbered."""
+    """Return GitHub's anchors of the headings: lower case, no punctuation, hyphens for spaces, numbered repeats."""
     anchors: set[str] = set()
     for heading in HEADING.findall(FENCE.sub("", text)):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -37,7 +37,7 @@ def _anchors(text: str) -> set[str]:
 
 
 def broken_links(document: Path, text: str) -> list[str]:
-    """Relative links of `text` that lead nowhere, seen from `document`."""
+    """Return the relative links of `text` without a target, as seen from `document`."""
     prose = INLINE_CODE.sub("", FENCE.sub("", text))
     broken = []
     for target in [*LINK.findall(prose), *REFERENCE.findall(prose)]:
@@ -60,14 +60,14 @@ def test_relative_links_resolve() -> None:
 
 
 def test_tests_that_documents_name_exist() -> None:
-    """As `test_name`, as `tests/path.py`, or in a comment that lists them."""
+    """Documents write `test_name` or `tests/path.py`, or list the tests in a comment."""
     files = list((ROOT / "tests").rglob("*.py"))
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     known = {*re.findall(r"^ *(?:async )?def (test_\w+)", code, re.M), *(file.stem for file in files)}
     missing = []
     for document in _documents():
         text = document.read_text(encoding="utf-8")
-        if document.name == "CHANGELOG.md":  # tells what was
+        if document.name == "CHANGELOG.md":  # names removed tests
             continue
         named = {*re.findall(r"`(test_\w+)(?:\.py)?`", text), *" ".join(re.findall(r"<!-- tests: (.+) -->", text)).split()}
         missing += [f"{document.relative_to(ROOT)}: {name}" for name in sorted(named - known)]

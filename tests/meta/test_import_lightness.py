@@ -1,4 +1,4 @@
-"""`import transfer` costs nothing that its user may not have: no torch, no network library, no compiler."""
+"""Light modules import no torch, network library or compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THIRD_PARTY_OF_LAYER_1 = {"msgpack", "pydantic", "prometheus_client", "structlog
 
 
 def _modules_loaded_by(statement: str) -> set[str]:
-    """What is in sys.modules of a fresh interpreter after `statement`."""
+    """Return the names in sys.modules of a new interpreter after `statement`."""
     code = f"import sys; {statement}; import json; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -31,10 +31,10 @@ def _modules_loaded_by(statement: str) -> set[str]:
         (PUBLIC, HEAVY | THIRD_PARTY_OF_LAYER_1),
         ("import transfer.transport.base", HEAVY | THIRD_PARTY_OF_LAYER_1),
         ("import transfer.messages", HEAVY),
-        # The leaders compute nothing: two seconds of every node's start went into torch, which only its ranks need.
+        # Only ranks need torch. In the leaders, its import took two seconds of each start of a node.
         ("import prefill_node.node, decode_node.node", COMPUTE),
-        # A node's fork server imports torch before anything else happens, and until its settings are known, nothing is loaded
-        # that they do not need.
+        # The fork server imports torch first. Until the settings are known, the leader loads only the modules that the settings
+        # need.
         ("import decode_node.__main__", BEYOND_SETTINGS | {"pydantic", "typer"}),
         ("import decode_node.command", BEYOND_SETTINGS),
         ("import prefill_node.command", BEYOND_SETTINGS),

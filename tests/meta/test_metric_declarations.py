@@ -1,4 +1,4 @@
-"""Declarations of metrics are complete, and the questions of docs/metrics.md name metrics and labels that exist."""
+"""Declarations of metrics are complete, and the questions of docs/metrics.md name existing metrics and labels."""
 
 from __future__ import annotations
 

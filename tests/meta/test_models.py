@@ -1,4 +1,4 @@
-"""Models have the stages and messages of the code, runs cover them, and spin agrees where it is installed."""
+"""Models have the stages and messages of the code, runs cover the models, and spin confirms two of them if installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def enum_of(model: str, kind: str) -> list[str]:
 
 def test_the_models_have_the_stages_messages_and_attempts_of_the_code() -> None:
     text = MODELS["transfer"]
-    # The code makes a piece when it asks for its grant; the model needs a stage for those before that.
+    # The code creates a piece when it asks for its grant. The model needs a stage before that.
     assert enum_of("transfer", "sender") == ["UNASKED", *(stage.name for stage in sender_state.Stage)]
     # The receiver keeps a piece from its grant to its release.
     assert enum_of("transfer", "receiver") == ["T_NONE", *(f"T_{stage.name}" for stage in receiver_state.Stage), "T_RELEASED"]
@@ -82,6 +82,6 @@ def test_a_verdict_passes_only_for_a_complete_search_with_the_expected_result(
 def test_a_small_model_holds_and_the_planted_release_on_timeout_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert models.main(["--only", "transfer.two_sided", "--quick", "--jobs", "1"]) == 0
     assert models.main(["--only", "ring.timeout"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"transfer\.two_sided .* holds\n", said)
-    assert re.search(r"ring\.timeout .* found, \d+ steps\n", said)
+    output = capsys.readouterr().out
+    assert re.search(r"transfer\.two_sided .* holds\n", output)
+    assert re.search(r"ring\.timeout .* found, \d+ steps\n", output)

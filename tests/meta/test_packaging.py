@@ -1,4 +1,4 @@
-"""What an installed kvferry would contain, and what it would be installed with."""
+"""Contents of the wheel, and its requirements and pins."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_every_requirement_is_pinned_once() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line) for line in lines)  # no local version such as +cpu
     assert len(_pins()) == len(lines)
-    # cuda-bindings has the CUDA major of the host's torch, which asks for it: one file cannot say which.
+    # torch of the host requires cuda-bindings of its own CUDA major, so one file cannot pin it.
     assert {_distribution(one) for one in _requirements()} - set(_pins()) == {"cuda-bindings"}
 
 
 def test_the_oldest_versions_of_transports_are_the_same_for_both_cuda_majors() -> None:
-    """The package `nixl`, which would install both, is not required. The version of ucxx is the one that the code checks."""
+    """The package `nixl` is not required, because it installs both majors. The version of ucxx is the one in the code."""
     source = (ROOT / "transfer" / "transport" / "ucx_library.py").read_text(encoding="utf-8")
     (oldest,) = re.findall(r"needs ucxx ([\d.]+) or newer", source)
     assert {one for one in _requirements() if one.startswith("ucxx")} == {f"ucxx-cu{major}>={oldest}" for major in (12, 13)}

@@ -1,4 +1,4 @@
-"""The Python of the README runs as it is shown."""
+"""The Python code of the README runs without changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of examples/toy_engine.py, which docs/integration.md shows, reports KV that changed on the way."""
+"""The engine of examples/toy_engine.py, which docs/integration.md includes, reports KV that changed in transfer."""
 
 from __future__ import annotations
 
