@@ -1,4 +1,4 @@
-"""The programs of Prometheus that the tests need."""
+"""Find the programs of Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.local_prometheus import HOW_TO_GET_IT
 
 
 def program(name: str) -> str:
-    """Where "prometheus" or "promtool" is; without, the test is skipped, and says how to get it."""
+    """Return the path of "prometheus" or "promtool"; skip the test with instructions if it is not installed."""
     path = shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed; {HOW_TO_GET_IT}")

@@ -1,4 +1,4 @@
-"""What PromQL gets wrong about the metrics that the nodes declare: names, labels, how each is read, sides that never match."""
+"""Check PromQL against the declared metrics of the nodes: names, labels, kinds, and sides that never match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETS: Final = {"and", "or", "unless"}
 
 
 class Shown(NamedTuple):
-    """How one name of a metric's samples is read, and its labels."""
+    """Kind ("counter" or "gauge") and labels of the samples with one name."""
 
     kind: str
     labels: frozenset[str]
@@ -29,7 +29,7 @@ OF_PROMETHEUS: Final = {
     "up": Shown(kind="gauge", labels=OF_THE_SCRAPE),
     "ALERTS": Shown(kind="gauge", labels=OF_THE_SCRAPE | {"role", "alertname", "alertstate", "severity"}),
 }
-"""What Prometheus itself adds to the nodes' metrics."""
+"""Metrics that Prometheus adds."""
 
 
 def _shown_names(spec: MetricSpec) -> Iterator[tuple[str, str, set[str]]]:
@@ -45,13 +45,13 @@ def _shown_names(spec: MetricSpec) -> Iterator[tuple[str, str, set[str]]]:
 
 
 def _declared() -> dict[str, Shown]:
-    """What leaders and ranks show, by name; ranks' series have the label ``rank``."""
+    """Return the samples of leaders and ranks by name. Series of ranks have the label ``rank``."""
     found: dict[str, Shown] = {}
     for specs, own in ((RANK_METRICS, {"rank"}), (NODE_METRICS, set[str]())):
         for spec in specs:
             for name, kind, more in _shown_names(spec):
                 labels = OF_THE_SCRAPE | OF_EVERY_METRIC | own | more | set(spec.labels)
-                if name in found:  # what leaders and ranks both show can be read by what both have
+                if name in found:  # only the labels of both leaders and ranks
                     labels &= found[name].labels
                 found[name] = Shown(kind=kind, labels=frozenset(labels))
     return found
@@ -61,19 +61,19 @@ DECLARED: Final = _declared() | OF_PROMETHEUS
 
 
 def unknown_settings(text: str) -> set[str]:
-    """Return words of a text that look like settings of a section and are none."""
+    """Return the words of a text that begin like settings of a section, but are not settings."""
     known = {path for config in (PrefillNodeConfig, DecodeNodeConfig) for path, _ in settings(config)}
     sections = {path.partition(".")[0] for path in known if "." in path}
     return {name for name in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)\b", text) if name.partition(".")[0] in sections} - known
 
 
 def parsed(expr: str) -> Any:
-    """As Grafana sends it; the parser knows no variables."""
+    """Parse an expression as Grafana sends it, because the parser does not support variables."""
     return promql_parser.parse(expr.replace("$__rate_interval", "1m"))
 
 
 def selectors(expr: str) -> list[Any]:
-    """Every selector of series in an expression, without ranges and offsets."""
+    """Return all selectors of series in an expression, without ranges and offsets."""
     found: list[Any] = []
 
     def look(node: Any) -> None:
@@ -96,7 +96,7 @@ def selectors(expr: str) -> list[Any]:
 
 
 def text_of(selector: Any) -> str:
-    """A selector as a query of its own."""
+    """Return a selector as a query."""
     matchers = ", ".join(f'{one.name}{_OPERATORS[str(one.op)]}"{one.value}"' for one in selector.matchers.matchers)
     return f"{selector.name}{{{matchers}}}"
 
@@ -110,10 +110,10 @@ _OPERATORS: Final = {
 
 
 def labels_of(expr: str) -> frozenset[str]:
-    """Labels that the series of an expression may have.
+    """Return the labels that the series of an expression may have.
 
     Raises:
-        AssertionError: It has faults.
+        AssertionError: The expression has faults or is a number.
     """
     check = _Check(expr)
     labels = check.labels_of(parsed(expr))
@@ -123,21 +123,21 @@ def labels_of(expr: str) -> frozenset[str]:
 
 
 def faults(expr: str) -> list[str]:
-    """What an expression gets wrong about the metrics that are declared; one line each."""
+    """Return the errors of an expression about the declared metrics, one line each."""
     check = _Check(expr)
     check.labels_of(parsed(expr))
     return check.wrong
 
 
 class _Check:
-    """Goes through one expression; `wrong` grows."""
+    """Visitor of one expression; it collects errors in `wrong`."""
 
     def __init__(self, expr: str) -> None:
         self._expr = expr
         self.wrong: list[str] = []
 
     def labels_of(self, node: Any) -> frozenset[str] | None:
-        """Labels of what a part of the expression gives, once everything below it has been looked at; None: a mere number."""
+        """Check a part of the expression and its children; return its labels, or None for a number."""
         match type(node).__name__:
             case "VectorSelector":
                 return self._selected(node, "gauge")
@@ -154,7 +154,7 @@ class _Check:
             case "NumberLiteral" | "StringLiteral":
                 return None
             case other:
-                raise AssertionError(f"{other} in {self._expr}: teach this test to read it")
+                raise AssertionError(f"{other} in {self._expr}: add support for it to this test")
 
     def _called(self, node: Any) -> frozenset[str] | None:
         found: list[frozenset[str] | None] = []
@@ -170,7 +170,7 @@ class _Check:
         match node.func.name:
             case "histogram_quantile":
                 return series[0] - {"le"}
-            case "absent":  # has the labels that are matched for equality
+            case "absent":  # its labels are those of equality matchers
                 (argument,) = node.args
                 return frozenset(one.name for one in argument.matchers.matchers if one.op == promql_parser.MatchOp.Equal)
             case _:
@@ -179,10 +179,10 @@ class _Check:
     def _selected(self, node: Any, kind: str) -> frozenset[str]:
         shown = DECLARED.get(node.name)
         if shown is None:
-            self.wrong.append(f"{node.name} is no metric")
+            self.wrong.append(f"{node.name} is not a metric")
             return frozenset()
         if shown.kind != kind:
-            self.wrong.append(f"{node.name} is a {shown.kind}, and read as a {kind}")
+            self.wrong.append(f"{node.name} is a {shown.kind}, but is read as a {kind}")
         for matcher in node.matchers.matchers:
             if matcher.name not in shown.labels:
                 self.wrong.append(f"{node.name} has no label {matcher.name}")
@@ -191,7 +191,7 @@ class _Check:
     def _grouped(self, node: Any, labels: frozenset[str]) -> frozenset[str]:
         by = frozenset(node.modifier.labels) if node.modifier is not None else frozenset[str]()
         missing = sorted(by - labels)
-        self.wrong.extend(f"there is no label {label} to group by in {node.prettify()}" for label in missing)
+        self.wrong.extend(f"no label {label} to group by in {node.prettify()}" for label in missing)
         return by
 
     def _joined(self, node: Any, left: frozenset[str] | None, right: frozenset[str] | None) -> frozenset[str] | None:

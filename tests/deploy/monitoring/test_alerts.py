@@ -1,4 +1,4 @@
-"""Alerts: right PromQL about metrics that exist; each fires when it should, with its texts, and only then; each has a runbook."""
+"""Each alert reads existing metrics, fires only in its cases and with its texts, and has a runbook."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ each_alert = pytest.mark.parametrize("alert", BY_NAME.values(), ids=lambda alert
 
 
 def entries_of(text: str) -> dict[str, dict[str, Any]]:
-    """Return what Prometheus loads from such a file, by name."""
+    """Return the rules of a rule file by name."""
     return {rule["alert"]: rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]}
 
 
 @cache
 def entries() -> dict[str, dict[str, Any]]:
-    """Return what the committed file has."""
+    """Return the rules of the committed file by name."""
     return entries_of(RULES.read_text(encoding="utf-8"))
 
 
 def expected(name: str, fires: Fires) -> dict[str, Any]:
-    """Return an alert as promtool compares it: whole."""
+    """Return the labels and annotations of an alert, as promtool compares them."""
     rule = entries()[name]
 
     def filled(text: str) -> str:
@@ -48,7 +48,7 @@ def expected(name: str, fires: Fires) -> dict[str, Any]:
 
 
 def promtool_test(folder: Path, rules: Path, cases: list[tuple[str, Case]]) -> subprocess.CompletedProcess[str]:
-    """Run ``promtool test rules`` on these cases."""
+    """Run ``promtool test rules`` with these cases."""
     tests = [
         {
             "interval": "1m",
@@ -77,7 +77,7 @@ def test_prometheus_accepts_the_only_rule_file() -> None:
 
 
 def test_every_case_has_the_expected_alerts_and_texts(tmp_path: Path) -> None:
-    """All cases in one run of promtool; it names those that are wrong."""
+    """One run of promtool checks all cases and names the failed ones."""
     done = promtool_test(tmp_path, RULES, cases_that(fire=True) + cases_that(fire=False))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -87,18 +87,18 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     for name, cases in CASES.items():
         assert {bool(case.fires) for case in cases} == {True, False}, name
         read = {selector.name for selector in selectors(BY_NAME[name].expr)}
-        for case in cases:  # or it would be quiet for want of data
+        for case in cases:  # without data, no alert fires
             assert {series.partition("{")[0] for series in case.series} >= read, case.what
 
 
 @each_alert
 def test_an_alert_names_declared_metrics_labels_and_settings(alert: Alert) -> None:
-    """Its texts name labels of the series; a measured value is part of the description."""
+    """The texts name labels of the series, and the description contains the measured value."""
     assert faults(alert.expr) == []
     shown = labels_of(alert.expr)
     for text in (alert.summary, alert.description):
         assert set(re.findall(r"\$labels\.(\w+)", text)) <= shown
-    assert set(re.findall(r"\$labels\.(\w+)", alert.description)) & {"instance", "role"}, "where?"
+    assert set(re.findall(r"\$labels\.(\w+)", alert.description)) & {"instance", "role"}, "the description names no node or tier"
     compared = parsed(alert.expr)
     while str(getattr(compared, "op", "")) in ("and", "unless"):
         compared = compared.lhs
@@ -110,7 +110,7 @@ def test_an_alert_names_declared_metrics_labels_and_settings(alert: Alert) -> No
 def test_every_alert_has_a_runbook_with_its_severity_and_all_parts() -> None:
     parts = re.split(r"^### (Kvferry\w+)\n", RUNBOOKS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     runbooks = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert list(runbooks) == list(BY_NAME), "in the order of deploy/monitoring/alerts.py"
+    assert list(runbooks) == list(BY_NAME), "runbooks and deploy/monitoring/alerts.py differ in names or order"
     known = {name.removesuffix("_bucket") for name in DECLARED}
     for name, text in runbooks.items():
         alert = BY_NAME[name]

@@ -1,4 +1,4 @@
-"""Dashboards name metrics, labels and settings that exist, and are pages that Grafana can show."""
+"""Dashboards name existing metrics, labels and settings, and are valid for Grafana."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_deploy_readme_lists_every_dashboard() -> None:
 
 @each_dashboard
 def test_panels_have_unique_places_and_use_the_selected_data_source(dashboard: Dashboard) -> None:
-    """No two panels lie over each other or have the same id; each asks the data source that is chosen."""
+    """Panels do not overlap or share ids, and each panel queries the selected data source."""
     page = json.loads(dashboard_json(dashboard))
     assert page["uid"] == f"kvferry-{dashboard.name}" and page["title"] and page["schemaVersion"]
     variables = {variable["name"]: variable for variable in page["templating"]["list"]}
@@ -61,7 +61,7 @@ def test_charts_name_declared_metrics_labels_and_settings_and_legends_distinguis
 
 
 def _labels_shown(expr: str) -> tuple[str, ...]:
-    """Labels that tell the series of a line apart."""
+    """Return the labels that distinguish the series of a line."""
     node: Any = parsed(expr)
     while type(node).__name__ != "AggregateExpr":
         node = node.lhs if type(node).__name__ == "BinaryExpr" else node.args[-1]
@@ -73,10 +73,10 @@ def _labels_shown(expr: str) -> tuple[str, ...]:
     [
         (selector("kvferry_host_pages"), ""),
         (per_second("kvferry_offload_stalls_total", "instance"), ""),
-        (per_second("kvferry_offload_stalls", "instance"), "kvferry_offload_stalls is no metric"),
-        (per_second("kvferry_host_pages"), "kvferry_host_pages is a gauge, and read as a counter"),
+        (per_second("kvferry_offload_stalls", "instance"), "kvferry_offload_stalls is not a metric"),
+        (per_second("kvferry_host_pages"), "kvferry_host_pages is a gauge, but is read as a counter"),
         (selector("kvferry_host_pages", 'tier="host"'), "kvferry_host_pages has no label tier"),
-        (per_second("kvferry_store_bytes_total", "rank"), "there is no label rank to group by"),  # leaders have none
+        (per_second("kvferry_store_bytes_total", "rank"), "no label rank to group by"),  # series of leaders have no rank
         (over(per_second("kvferry_writes_total", "rank"), per_second("kvferry_writes_total", "instance")), "sides differ"),
     ],
 )

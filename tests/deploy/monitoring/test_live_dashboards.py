@@ -1,5 +1,7 @@
-"""Every line of every chart, and every series that an alert reads, has data: a real Prometheus scrapes a real cluster that
-offloads, stores and restores under load, over TLS. No alert is near firing, until one of the nodes is killed."""
+"""A real Prometheus has data for every line of every chart and for every series that an alert reads.
+
+It scrapes a real cluster over TLS, which offloads, stores and restores under load. No alert is pending until a node is killed.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,10 @@ __all__ = ["model", "reference", "serving"]
 pytestmark = pytest.mark.timeout(300)
 
 LOAD_S = 60.0
-"""Most seconds of load; it ends as soon as everything has been seen."""
+"""Time limit of the load; it ends as soon as all lines have data."""
 
 PENDING_S = 20.0
-"""Most seconds until a killed node is seen to be missing."""
+"""Time limit until the alerts of a killed node are pending."""
 
 RATE_INTERVAL = "5s"
 AT_REST: Final = {
@@ -68,31 +70,30 @@ AT_REST: Final = {
     "Ring in use",
     "Seconds until there was credit: {{instance}}: mean",
     "Sessions: {{instance}} rank {{rank}}: ending",
-    "Slowest and fastest link, of the probe",  # over two minutes; the load here lasts one
+    "Slowest and fastest link, of the probe",  # reads two minutes; this load lasts one
     "Staging slots in use",
     "Transfers not settled",
     "Watermark: bytes behind",
     "Watermark: standing still for",
     "Steps without memory",
 }
-"""Charts, or single lines, that are there at zero, and need not leave it while nothing is wrong or nobody happens to look. All
-others have to."""
+"""Charts or single lines that may stay at zero in a healthy cluster. All others must rise above zero."""
 
 OF_A_BUSY_MACHINE: Final = "KvferryLinkSlow"
-"""An alert that may be pending here, for links were probed before all processes shared two cores; its runbook says so."""
+"""An alert that may be pending here: links were probed before all processes shared two cores. See its runbook."""
 
 OF_WHAT_IS_WRONG: Final = "Alerts, by name"
-"""A chart that has no data while nothing is wrong."""
+"""A chart without data in a healthy cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A line of a chart, as Grafana asks for it with every variable at "All".
+    """A line of a chart, as Grafana queries it with "All" for each variable.
 
     Args:
-        name: Where it is.
-        expr: Without variables.
-        must_move: Whether it is above zero at some time under load.
+        name: Dashboard, chart and legend.
+        expr: Expression without variables.
+        must_move: Whether its value must rise above zero under load.
     """
 
     name: str
@@ -101,11 +102,11 @@ class Watched:
 
 
 def asked(expr: str) -> str:
-    """An expression as Grafana sends it."""
+    """Return an expression as Grafana sends it."""
     expr = expr.replace("$__rate_interval", RATE_INTERVAL)
     for name in VARIABLES:
         expr = expr.replace(f"${name}", ".*")
-    assert "$" not in expr, f"{expr} has a variable that nobody sets"
+    assert "$" not in expr, f"{expr} has an unknown variable"
     return expr
 
 
@@ -124,11 +125,11 @@ def watched() -> Iterator[Watched]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What is looked at.
+    """The cluster and its Prometheus.
 
     Args:
         serving: The cluster.
-        server: Scrapes its nodes, and evaluates the alerts.
+        server: Prometheus that scrapes the nodes and evaluates the alerts.
     """
 
     serving: Serving
@@ -146,7 +147,7 @@ def watch(serving: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def until_scraped(server: Prometheus, num_targets: int) -> None:
-    """Wait until every target was read, and no tier is missed any more because none had been."""
+    """Wait until every target was scraped, and the alerts for missing tiers have ended."""
     deadline_s = time.monotonic() + PENDING_S
     while time.monotonic() < deadline_s:
         now_s = time.time()
@@ -157,13 +158,13 @@ def until_scraped(server: Prometheus, num_targets: int) -> None:
 
 
 async def generate(client: NodeClient, token_ids: tuple[int, ...], max_new_tokens: int) -> int:
-    """Tokens that came."""
+    """Generate, and return the number of received tokens."""
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids), max_new_tokens=max_new_tokens, ignore_eos=True)
     return sum([len(event.tokens.token_ids) async for event in client.generate(request, accept_timeout_s=60, timeout_s=60)])
 
 
 async def go_away(client: NodeClient) -> None:
-    """As a client does that has waited long enough."""
+    """Send a request, and disconnect after 0.3 s."""
     task = asyncio.ensure_future(generate(client, prompt(60, 20), 400))
     await asyncio.sleep(0.3)
     task.cancel()
@@ -172,8 +173,10 @@ async def go_away(client: NodeClient) -> None:
 
 
 async def load(watch: Watch) -> None:
-    """One request that grows past its share of the device while others come and go, of more prompts than host memory holds. Now
-    and then somebody goes away, and somebody calls who may not."""
+    """Run one request that outgrows its share of the device, beside short requests with more prompts than host memory holds.
+
+    At intervals, a client disconnects, and a caller without permission sends a request.
+    """
     async with watch.serving.client() as client, watch.serving.client(side="prefill") as stranger:
         while True:
             growing = asyncio.ensure_future(generate(client, prompt(300, 2), 150))
@@ -197,7 +200,7 @@ async def under_load(watch: Watch) -> AsyncIterator[asyncio.Task[None]]:
 
 
 def missing(server: Prometheus, lines: list[Watched], begun_s: float) -> dict[str, str]:
-    """Lines that have not shown yet what they must, and what they have shown since then."""
+    """Return the lines without the required data since `begun_s`, each with its expression and the reason."""
     found: dict[str, str] = {}
     for line in lines:
         values = [value for series in server.over(line.expr, begun_s, time.time()) for value in series.values]
@@ -217,10 +220,10 @@ async def test_every_line_of_every_chart_has_data(watch: Watch) -> None:
             lacking = await asyncio.to_thread(missing, watch.server, left, begun_s)
             left = [line for line in left if line.name in lacking]
         if task.done():
-            await task  # raises what ended it
+            await task  # raises the error that ended the load
     assert not left, "\n".join(f"{name}: {what}" for name, what in lacking.items())
     pending = watch.server.over(f'ALERTS{{alertname!="{OF_A_BUSY_MACHINE}"}}', begun_s, time.time())
-    assert not pending, f"of a cluster where nothing is wrong: {[dict(series.labels) for series in pending]}"
+    assert not pending, f"alerts of a healthy cluster: {[dict(series.labels) for series in pending]}"
 
 
 def test_every_alert_is_evaluated_and_reads_existing_series(watch: Watch) -> None:
@@ -254,7 +257,7 @@ def test_prometheus_accepts_the_configuration_of_the_deploy_readme(tmp_path: Pat
 
 
 async def test_the_alerts_of_a_killed_node_are_pending(watch: Watch) -> None:
-    """The last one, for the cluster is of no use after it. Alerts are pending, and fire when that has lasted."""
+    """This test is the last one, because the cluster is unusable afterwards. The alerts fire only after a delay."""
     prefill = watch.serving.cluster.prefill
     at = prefill.http_address
     os.kill(prefill.pid, signal.SIGKILL)
@@ -273,4 +276,4 @@ async def test_the_alerts_of_a_killed_node_are_pending(watch: Watch) -> None:
     assert expected <= seen, expected - seen
     (line,) = [line for line in watched() if OF_WHAT_IS_WRONG in line.name]
     assert not missing(watch.server, [line], killed_s)
-    assert not watch.server.over(asked(ALERTS_THAT_FIRE), killed_s, time.time()), "they wait for their time"
+    assert not watch.server.over(asked(ALERTS_THAT_FIRE), killed_s, time.time()), "an alert fires without its delay"
