@@ -1,4 +1,4 @@
-"""A headless Chromium for as long as a test lasts, driven over its DevTools pipe; it reaches 127.0.0.1 and nothing else."""
+"""Headless Chromium for tests, controlled by its DevTools pipe. It can reach 127.0.0.1 only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WITH_PIPES: Final = (
 )
 _OPTIONS: Final = (
     "--headless",
-    "--no-sandbox",  # tests may run as root, where its sandbox does not start
+    "--no-sandbox",  # its sandbox does not start as root, and tests may run as root
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -42,7 +42,7 @@ _OPTIONS: Final = (
 
 
 def chromium() -> str:
-    """Where it is; without, the test is skipped, and says how to get it."""
+    """Return the path of Chromium; skip the test with instructions if it is not installed."""
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("chromium is not installed; on Debian: apt-get install --no-install-recommends chromium")
@@ -50,58 +50,62 @@ def chromium() -> str:
 
 
 class Tab:
-    """One page, and everything that it asked for, said and threw since it was opened."""
+    """One page, with its requests, console messages and exceptions.
+
+    Args:
+        to, of: File descriptors of the pipes to and from Chromium.
+    """
 
     def __init__(self, to: int, of: int) -> None:
         self._to, self._of = to, of
         self._number = 0
         self._buffer = b""
         self.requested: list[str] = []
-        self.said: list[str] = []
-        """Errors and warnings of the console, exceptions, dialogs."""
+        self.messages: list[str] = []
+        """Console messages, exceptions, log entries and dialogs."""
         target = self._call("Target.createTarget", {"url": "about:blank"}, session=None)["targetId"]
         self._session: str = self._call("Target.attachToTarget", {"targetId": target, "flatten": True}, session=None)["sessionId"]
         for domain in ("Runtime", "Log", "Network", "Page"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol to the page.
+        """Send a command of the DevTools protocol to the page.
 
         Raises:
-            AssertionError: Chromium refuses it, or does not answer.
+            AssertionError: Chromium rejects the command, or does not answer.
         """
         return self._call(method, params, session=self._session)
 
-    def start_anew(self) -> None:
-        """Leave the page, which may be asking for something even now, and forget what it asked for and said."""
+    def reset(self) -> None:
+        """Leave the page, which may still send requests; then clear the recorded requests and messages."""
         self.open("about:blank")
         self.until("location.href === 'about:blank'")
         self.requested.clear()
-        self.said.clear()
+        self.messages.clear()
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, as JSON has it."""
+        """Return the value of a JavaScript expression, converted by JSON."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
     def until(self, expression: str, *, timeout_s: float = 20.0) -> Any:
-        """Its value once it is true.
+        """Wait until the value of an expression is true; return it.
 
         Raises:
-            AssertionError: It never was.
+            AssertionError: It is not true within `timeout_s`.
         """
         deadline_s = time.monotonic() + timeout_s
         while not (value := self.value(expression)):
-            assert time.monotonic() < deadline_s, f"{expression} is {value!r} after {timeout_s:g} s; {self.said}"
+            assert time.monotonic() < deadline_s, f"{expression} is {value!r} after {timeout_s:g} s; {self.messages}"
             time.sleep(0.05)
         return value
 
     def size(self, width: int, height: int, *, scale: float = 1.0) -> None:
-        """Of the window, in CSS pixels."""
+        """Set the size of the window in CSS pixels."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=width < 600)
 
     def use_dark(self, is_dark: bool) -> None:
@@ -109,7 +113,7 @@ class Tab:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def picture(self, file: Path) -> None:
-        """All of the page, as PNG."""
+        """Write a picture of the whole page as PNG."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(found["data"]))
 
@@ -123,7 +127,7 @@ class Tab:
             if found.get("id") == self._number:
                 assert "error" not in found, f"{method}: {found['error']}"
                 return dict(found["result"])
-            self._hear(str(found.get("method")), found.get("params", {}))
+            self._record(str(found.get("method")), found.get("params", {}))
 
     def _read(self, deadline_s: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:
@@ -135,30 +139,30 @@ class Tab:
         message, _, self._buffer = self._buffer.partition(b"\0")
         return dict(json.loads(message))
 
-    def _hear(self, event: str, params: Mapping[str, Any]) -> None:
+    def _record(self, event: str, params: Mapping[str, Any]) -> None:
         match event:
             case "Network.requestWillBeSent":
                 self.requested.append(params["request"]["url"])
             case "Runtime.consoleAPICalled":
-                self.said.append(f"console.{params['type']}: {params['args']}")
+                self.messages.append(f"console.{params['type']}: {params['args']}")
             case "Runtime.exceptionThrown":
-                self.said.append(f"exception: {params['exceptionDetails']}")
+                self.messages.append(f"exception: {params['exceptionDetails']}")
             case "Log.entryAdded":
-                self.said.append(f"log: {params['entry']['text']} {params['entry'].get('url', '')}")
+                self.messages.append(f"log: {params['entry']['text']} {params['entry'].get('url', '')}")
             case "Page.javascriptDialogOpening":
-                self.said.append(f"dialog: {params['message']}")
+                self.messages.append(f"dialog: {params['message']}")
 
 
 @contextmanager
 def tab(folder: Path) -> Iterator[Tab]:
-    """An open tab; Chromium has ended when this ends.
+    """Open a tab; after the block, end Chromium.
 
     Args:
-        folder: Empty; holds its profile.
+        folder: Empty folder for the profile.
     """
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
-    # Not 3 or 4, which the other process overwrites.
+    # Avoid descriptors 3 and 4, because the child process replaces them.
     given = [fcntl.fcntl(one, fcntl.F_DUPFD, 16) for one in (theirs_in, theirs_out)]
     os.close(theirs_in)
     os.close(theirs_out)
@@ -171,7 +175,7 @@ def tab(folder: Path) -> Iterator[Tab]:
         try:
             yield Tab(ours_out, ours_in)
         finally:
-            os.close(ours_out)  # its pipe's end is its sign to end
+            os.close(ours_out)  # Chromium exits at the end of its pipe
             os.close(ours_in)
             try:
                 process.wait(_END_S)

@@ -1,6 +1,6 @@
-"""`python -m tests.deploy.page.pictures FOLDER`: draw docs/images of the status page and of `kvferry top`, under load.
+"""Draw docs/images of the status page and of `kvferry top` under load: `python -m tests.deploy.page.pictures FOLDER`.
 
-Two prefill nodes and a decode node of two ranks on this machine; the page in Chromium, top on a screen of textual's own.
+The cluster has two prefill nodes and a decode node of two ranks on this machine. Chromium draws the page, and textual draws top.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ async def draw_top(address: str, file: Path) -> None:
         async with app.run_test(size=(160, 34)) as pilot:
             await pilot.pause(5.0)
             svg = app.export_screenshot(title="kvferry top")
-    # Its font would be fetched from elsewhere; without, viewers take one of their own.
+    # Remove the reference to an external font, so that viewers use a local font.
     file.write_text(re.sub(r"@font-face\s*\{[^}]*\}", "", svg), encoding="utf-8")
 
 

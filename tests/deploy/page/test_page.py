@@ -1,4 +1,4 @@
-"""The status page in a real browser, of made-up nodes: it shows what they say, and only ever as text."""
+"""The status page of synthetic nodes in a real browser shows their status, and shows it only as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows(browser: Tab, table: str) -> list[list[str]]:
 
 
 def bars(browser: Tab) -> list[dict[str, Any]]:
-    """Every bar: its label, what it says to those who cannot see it, and its parts as they are laid out, in percent of it."""
+    """Return all bars: label, ARIA values, and the layout of their parts and marks in percent of the bar."""
     return list(
         browser.value("""[...document.querySelectorAll('[role=meter]')].map(bar => ({
             label: bar.ariaLabel, now: Number(bar.ariaValueNow), most: Number(bar.ariaValueMax),
@@ -51,7 +51,7 @@ def test_both_tiers_links_and_requests_are_shown_as_reported(browser: Tab, serve
     other = PeerSeen(address="127.0.0.1:7001", status=prefill_status(), seen_s=time.monotonic())
     served.set_status(decode_status(watermark=256 << 10, live=128 << 10), REQUESTS, other)
     url = served.serve()
-    browser.start_anew()
+    browser.reset()
     browser.open(url)
     browser.until("document.querySelectorAll('.card').length === 3")
     assert browser.value("document.title") == "kvferry: decode 127.0.0.1:7003"
@@ -65,7 +65,7 @@ def test_both_tiers_links_and_requests_are_shown_as_reported(browser: Tab, serve
 
     first, second = rows(browser, "links")
     assert first[:4] == ["127.0.0.1:7001 #0", "127.0.0.1:7003 #0", "ucx/shm", "100 µs"] and first[5] == "6.00 GB/s"
-    assert second[5] == "3.00 GB/s" and second[7] == "not known", "its prefill node does not say what it has written"
+    assert second[5] == "3.00 GB/s" and second[7] == "not known", "the prefill node does not report the bytes of this link"
     shown = rows(browser, "requests")
     assert [row[1] for row in shown] == ["receiving", "generating", "queued"]
     assert [row[3] for row in shown] == ["received by ranks 1 of 2", "generated tokens 16 of 64", ""]
@@ -85,7 +85,7 @@ def test_both_tiers_links_and_requests_are_shown_as_reported(browser: Tab, serve
     assert [one["parts"][0][1] for one in bars(browser) if one["label"] == "link probe"] == pytest.approx([100.0, 50.0], abs=0.7)
 
     assert {one for one in browser.requested if not one.startswith("data:")} == {url, f"{url}status.json"}
-    assert browser.said == []
+    assert browser.messages == []
 
 
 def test_a_link_in_use_is_compared_with_its_probe(browser: Tab, served: Served) -> None:
@@ -106,7 +106,7 @@ def test_a_link_in_use_is_compared_with_its_probe(browser: Tab, served: Served) 
 
 
 def test_html_in_reported_values_is_shown_as_text(browser: Tab, served: Served) -> None:
-    """In every place where a node passes on what somebody else chose."""
+    """HTML is in every field that a node receives from elsewhere."""
     status = decode_status(reason=HOSTILE)
     status.version = status.instance.transport = status.instance.version = HOSTILE
     status.peers[0].address = status.peers[1].breaker_reason = status.links[0].lane = HOSTILE
@@ -119,7 +119,7 @@ def test_html_in_reported_values_is_shown_as_text(browser: Tab, served: Served) 
         PeerSeen(address=HOSTILE, status=hostile),
         PeerSeen(address="127.0.0.1:7002", error=HOSTILE),
     )
-    browser.start_anew()
+    browser.reset()
     url = served.serve(shows_request_ids=True)
     browser.open(url)
     browser.until(
@@ -133,24 +133,24 @@ def test_html_in_reported_values_is_shown_as_text(browser: Tab, served: Served) 
         >= 2
     )
     assert {one for one in browser.requested if not one.startswith("data:")} == {url, f"{url}status.json"}
-    assert browser.said == []
+    assert browser.messages == []
 
 
 def test_the_browser_blocks_scripts_and_requests_that_the_policy_forbids(browser: Tab, served: Served) -> None:
-    """If a text were ever taken for HTML: neither its script runs, nor does it reach anybody."""
+    """The policy is a second defence: even if text became HTML, its script would not run and its requests would be blocked."""
     served.set_status(decode_status(), [])
     browser.open(served.serve())
     browser.until("document.querySelectorAll('.card').length === 3")
-    before = len(browser.said)
+    before = len(browser.messages)
     browser.value("""const harm = '<img src="http://127.0.0.1:9/x" onerror="window.harmed = 1">';
         document.body.insertAdjacentHTML('beforeend', harm);
         const made = document.createElement('script'); made.textContent = 'window.harmed = 2'; document.body.append(made);
         fetch('http://127.0.0.1:9/y').catch(() => { window.isRefused = true; }); 0""")
     browser.until("window.isRefused")
     assert browser.value("window.harmed === undefined")
-    said = "\n".join(browser.said[before:])
-    assert said.count("Content Security Policy") >= 3, said
-    del browser.said[before:]
+    messages = "\n".join(browser.messages[before:])
+    assert messages.count("Content Security Policy") >= 3, messages
+    del browser.messages[before:]
 
 
 def test_the_page_reports_a_node_that_stops_answering(browser: Tab, served: Served) -> None:
@@ -158,11 +158,11 @@ def test_the_page_reports_a_node_that_stops_answering(browser: Tab, served: Serv
     url = served.serve()
     browser.open(url)
     browser.until("document.querySelectorAll('.card').length === 3")
-    before = len(browser.said)
+    before = len(browser.messages)
     served.stop_serving()
     browser.until("document.getElementById('trouble').innerText.includes('does not answer')")
     browser.value("(document.getElementById('pause').click(), 0)")
-    del browser.said[before:]  # the refused connection, which the page has told
+    del browser.messages[before:]  # the error of the refused connection
 
 
 def test_nodes_without_ranks_or_with_non_finite_numbers_are_shown(browser: Tab, served: Served) -> None:
