@@ -1,4 +1,4 @@
-"""What tests of several kinds of deployment need."""
+"""Fixtures for all tests of manifests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.authority import Authority
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory as far as anybody looks at it before a start."""
+    """Return a model directory with the files that are checked before a node starts."""
     folder = tmp_path_factory.mktemp("models") / "model"
     folder.mkdir()
     config = {

@@ -1,4 +1,4 @@
-"""A container as the kubelet would start it: its variables, and its volumes as folders of this machine."""
+"""Variables and volumes of a container, as the kubelet would create them, on this machine."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ POD_IP = "10.0.0.7"
 
 
 def environment(pod: Pod, container: Manifest, pod_ip: str = POD_IP) -> dict[str, str]:
-    """A container's variables as the kubelet makes them: $(NAME) stands for what was defined above."""
+    """Return a container's variables. As in the kubelet, $(NAME) is replaced by the value of an earlier variable."""
     fields = {"status.podIP": pod_ip, "metadata.name": pod.name}
     found: dict[str, str] = {}
     for one in container["env"]:
         value = one["value"] if "value" in one else fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
-        assert isinstance(value, str), f"{one['name']}: variables are texts, and this is {value!r}"
+        assert isinstance(value, str), f"{one['name']}: the value of a variable must be a string, and is {value!r}"
         found[one["name"]] = re.sub(r"\$\((\w+)\)", lambda use: found.get(use[1], use[0]), value)
     return found
 
 
 class Disk:
-    """A container's file system: a folder for each of its volumes, and what is in them.
+    """A container's file system: a folder with content for each of its volumes.
 
     Args:
-        root: Where it lies here.
-        variant: Of the manifests.
-        pod, container: Whose it is.
-        model: What lies in the folder `model` of the volume of models.
-        authority: Signs what cert-manager would.
+        root: Parent folder on this machine.
+        variant: Variant of the manifests.
+        pod, container: The container and its pod.
+        model: Target of the link `model` in the volume of models.
+        authority: Certificate authority in place of cert-manager.
     """
 
     def __init__(self, root: Path, variant: str, pod: Pod, container: Manifest, model: Path, authority: Authority) -> None:
@@ -60,6 +60,6 @@ class Disk:
                 (folder / "model").symlink_to(model)
 
     def here(self, text: str) -> str:
-        """A text with the container's paths as they are on this machine."""
+        """Return a text with the container's paths replaced by paths of this machine."""
         paths = "|".join(re.escape(path) for path in sorted(self._places, key=len, reverse=True))
         return re.sub(rf"(?<![\w./])({paths})(?=/|$|\s)", lambda found: str(self._places[found[1]]), text)

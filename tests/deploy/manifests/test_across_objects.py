@@ -1,4 +1,4 @@
-"""What one manifest says of another is so: names, labels, ports, who may reach whom. No schema can tell."""
+"""Manifests agree with each other on names, labels, ports and network policies. Schemas do not check this."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.deploy.manifests.kustomize import (
 
 DOCKERFILE = (KUBERNETES.parent / "Dockerfile").read_text(encoding="utf-8")
 BROUGHT = {"PersistentVolumeClaim": {"kvferry-models"}, "Secret": {"kvferry-s3"}}
-"""What an operator makes himself; deploy/README.md says so."""
+"""Objects that the operator creates, see deploy/README.md."""
 
 DNS = {"k8s-app": "kube-dns"}
 COLLECTOR = {"app.kubernetes.io/name": "opentelemetry-collector"}
@@ -37,7 +37,7 @@ PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
 STRANGER = {"app": "somebody-else"}
 ANYWHERE = {"ipBlock": {"cidr": "0.0.0.0/0"}}
 RANK_PORT = 43_210
-"""One of those that the system gives out."""
+"""An ephemeral port, as ranks use them."""
 
 
 def tier(variant: str, role: str) -> list[Pod]:
@@ -76,7 +76,7 @@ def test_services_target_existing_ports(variant: str) -> None:
             assert {pod.container_ports()[port["targetPort"]] for pod in taken} == {7100} == {port["port"]}
         roles[one["metadata"]["name"]] = {pod.labels["app.kubernetes.io/component"] for pod in taken}
     assert roles.pop("kvferry-prefill", {"prefill"}) == {"prefill"}
-    assert set(map(frozenset, roles.values())) == {frozenset({"decode"})}  # clients are never led to the prefill tier
+    assert set(map(frozenset, roles.values())) == {frozenset({"decode"})}  # no Service for clients targets the prefill tier
 
 
 @pods_and_variants()
@@ -98,7 +98,7 @@ def test_autoscalers_and_pod_monitors_have_existing_targets(variant: str) -> Non
         target = one["spec"]["scaleTargetRef"]
         assert (target["apiVersion"], target["kind"], target["name"]) in workloads
         scaled = next(each for each in of_kind(variant, "Deployment") if each["metadata"]["name"] == target["name"])
-        assert "replicas" not in scaled["spec"], "applying the manifests again would undo what the autoscaler did"
+        assert "replicas" not in scaled["spec"], "replicas would override the autoscaler when the manifests are applied again"
     if set(VARIANTS[variant][1]) & {"hpa", "keda"}:
         assert len(scalers) == 2
     for one in of_kind(variant, "PodMonitor"):
@@ -123,7 +123,7 @@ def test_every_object_that_a_pod_references_exists(variant: str) -> None:
                 assert ("Secret", volume["secret"]["secretName"]) in there
             if "persistentVolumeClaim" in volume:
                 assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in there
-            assert len(volume) == 2, f"{pod.of}: volume {volume['name']} is two things: {sorted(volume)}"
+            assert len(volume) == 2, f"{pod.of}: volume {volume['name']} must have one source: {sorted(volume)}"
         for one in pod.spec.get("resourceClaims", []):
             assert ("ResourceClaimTemplate", one["resourceClaimTemplateName"]) in there
         names = {volume["name"] for volume in pod.spec["volumes"]}
@@ -157,19 +157,19 @@ def _sides_allow(sides: list[Manifest] | None, labels: dict[str, str], *, is_sam
     return any(
         (is_same_namespace or "namespaceSelector" in one) and matches(one.get("podSelector", {}), labels)
         for one in sides
-        if "ipBlock" not in one  # of no pod
+        if "ipBlock" not in one  # does not match pods
     )
 
 
 def _rules(variant: str, pod: Pod, direction: str) -> list[Manifest] | None:
-    """Return the rules of all policies of a pod, as Kubernetes adds them up; None where no policy speaks of that direction."""
+    """Return the combined rules of all policies of a pod; None if no policy applies to that direction."""
     policies = [one["spec"] for one in of_kind(variant, "NetworkPolicy") if matches(one["spec"]["podSelector"], pod.labels)]
     policies = [one for one in policies if direction in one["policyTypes"]]
     return [rule for one in policies for rule in one.get(direction.lower(), [])] if policies else None
 
 
 def may_reach(variant: str, labels: dict[str, str], pod: Pod, port: int, *, is_same_namespace: bool = True) -> bool:
-    """Whether the policies of a pod let others come in."""
+    """Return whether the policies of a pod allow connections from pods with these labels."""
     rules = _rules(variant, pod, "Ingress")
     return rules is None or any(
         _sides_allow(rule.get("from"), labels, is_same_namespace=is_same_namespace)
@@ -181,7 +181,7 @@ def may_reach(variant: str, labels: dict[str, str], pod: Pod, port: int, *, is_s
 def may_call(
     variant: str, pod: Pod, labels: dict[str, str], port: int, *, is_same_namespace: bool = True, protocol: str = "TCP"
 ) -> bool:
-    """Whether the policies of a pod let it call others."""
+    """Return whether the policies of a pod allow connections to pods with these labels."""
     rules = _rules(variant, pod, "Egress")
     return rules is None or any(
         _sides_allow(rule.get("to"), labels, is_same_namespace=is_same_namespace) and _ports_allow(rule, port, protocol, {})
@@ -190,7 +190,7 @@ def may_call(
 
 
 def may_call_address(variant: str, pod: Pod, address: str, port: int) -> bool:
-    """Whether the policies of a pod let it call, over TCP, what is no pod."""
+    """Return whether the policies of a pod allow TCP connections to an address outside of the pods."""
     rules = [rule for rule in _rules(variant, pod, "Egress") or [] if _ports_allow(rule, port, "TCP", {})]
     cidrs = [side["ipBlock"]["cidr"] for rule in rules for side in rule.get("to", [ANYWHERE]) if "ipBlock" in side]
     return any(ipaddress.ip_address(address) in ipaddress.ip_network(cidr) for cidr in cidrs)
@@ -198,7 +198,7 @@ def may_call_address(variant: str, pod: Pod, address: str, port: int) -> bool:
 
 @pods_and_variants()
 def test_only_pods_with_a_store_may_reach_the_cloud_s_credentials(variant: str) -> None:
-    """Of an instance's metadata and of EKS Pod Identity: https://docs.aws.amazon.com/eks/latest/userguide/pod-id-how-it-works.html."""
+    """The addresses are instance metadata and EKS Pod Identity: https://docs.aws.amazon.com/eks/latest/userguide/pod-id-how-it-works.html."""
     has_store = "s3-backup" in VARIANTS[variant][1]
     for pod in pods(variant):
         for address in ("169.254.169.254", "169.254.170.23"):
@@ -233,7 +233,7 @@ def test_policies_allow_each_caller_only_its_own_ports(variant: str) -> None:
         every = [*pod.container_ports().values(), RANK_PORT]
         scraped = [port for port in every if may_reach(variant, PROMETHEUS, pod, port, is_same_namespace=False)]
         assert scraped == [port for name, port in pod.container_ports().items() if name.endswith("http")]
-        # A pod of another namespace is no peer, whatever its labels say.
+        # A pod of another namespace is not a peer, even with the same labels.
         for other in pods(variant):
             assert not may_reach(variant, other.labels, pod, 7100, is_same_namespace=False)
         assert not may_reach(variant, CLIENT, pod, 7100, is_same_namespace=False)
@@ -259,7 +259,7 @@ def test_no_container_runs_as_root_or_writes_its_root_file_system(variant: str) 
 
 @pods_and_variants()
 def test_memory_is_pinned_only_where_rdma_needs_it(variant: str) -> None:
-    """Then by Python's own copy, for a file capability is the only one that a user who is not root gets."""
+    """A non-root user gets a capability only from a file, so these containers run a copy of Python with IPC_LOCK."""
     for _, container in containers(variant):
         added = container["securityContext"]["capabilities"].get("add", [])
         is_rdma = variant in RDMA and role_of(container) is not None
@@ -304,13 +304,13 @@ def test_a_node_has_the_time_to_drain(variant: str) -> None:
             drain_s = yaml.safe_load(settings["settings.yaml"])["drain_timeout_s"]
             before_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
             assert pod.spec["terminationGracePeriodSeconds"] >= before_s + drain_s + 2 * STOP_GRACE_S
-            # Clients come by Services, which hear late that a node ends; prefill nodes are found by DNS and tell their peers.
+            # Services remove an ending node late, so decode nodes wait before they drain. Prefill nodes notify their peers.
             assert (role_of(container) == "decode") <= (before_s > 0)
 
 
 @pods_and_variants()
 def test_images_have_this_version_and_every_container_has_requests(variant: str) -> None:
-    """A new version: `grep -rl OLD deploy/kubernetes | xargs sed -i s/OLD/NEW/`."""
+    """To change the version: `grep -rl OLD deploy/kubernetes | xargs sed -i s/OLD/NEW/`."""
     for pod, container in containers(variant):
         name, _, tag = container["image"].partition(":")
         is_gpu = VARIANTS[variant][0] != "dev-tcp"
@@ -328,7 +328,7 @@ def test_a_leader_names_as_many_workers_as_its_group_has() -> None:
     (leader,) = [pod for pod in pods("lws") if pod.name == "kvferry-group-0"]
     (container,) = leader.nodes
     (named,) = [one["value"] for one in container["env"] if one["name"] == "KVFERRY_PEERS__PREFILL_NODES"]
-    # As LeaderWorkerSet names pods, and its headless Service: LEADER-WORKER.NAME.
+    # LeaderWorkerSet names pods in its headless Service LEADER-WORKER.NAME.
     workers = [f"$(POD_NAME)-{worker}.{groups['metadata']['name']}:7100" for worker in range(1, group["size"])]
     assert named.split(",") == workers
     assert role_of(container) == "decode"
@@ -338,7 +338,7 @@ def test_a_leader_names_as_many_workers_as_its_group_has() -> None:
 
 
 def test_single_node_meets_the_requirements_of_cuda_ipc() -> None:
-    """One pid namespace, one user, and both GPUs open to both containers, each of which computes on its own."""
+    """Both containers share a pid namespace, a user and both GPUs. Each container computes on its own GPU."""
     (pod,) = pods("single-node")
     assert pod.spec["shareProcessNamespace"] is True
     assert [role_of(one) for one in pod.nodes] == ["decode", "prefill"]
@@ -351,7 +351,7 @@ def test_single_node_meets_the_requirements_of_cuda_ipc() -> None:
 
 
 def test_every_manifest_is_in_its_kustomization() -> None:
-    """Each file below deploy/kubernetes is named by the kustomization beside it."""
+    """The kustomization of each folder of deploy/kubernetes names all files of the folder."""
     for file in KUBERNETES.rglob("*.yaml"):
         folder = file.parent.parent if file.parent.name == "settings" else file.parent
         if file.name != "kustomization.yaml":

@@ -1,4 +1,4 @@
-"""deploy/compose.yaml: what Compose would take, and what the daemons do with it."""
+"""deploy/compose.yaml matches the schema of Compose, and the daemons accept its commands and settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ APPS = {"prefill": prefill_app, "decode": decode_app}
 
 
 def interpolated(text: str) -> str:
-    """As Compose does it, of variables that are not set: ${NAME:-default}, and $$ for $."""
+    """Interpolate as Compose does for unset variables: ${NAME:-default} becomes the default, and $$ becomes $."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
 
 
@@ -47,7 +47,7 @@ def test_the_compose_file_matches_the_schema_of_compose() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_check_config_accepts_each_service(role: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands and settings are accepted by the daemon; of the model it is said where it lies here."""
+    """The path of the model is replaced by its path on this machine."""
     service = COMPOSE["services"][role]
     command, *arguments = service["command"]
     assert command == f"{role}-node"

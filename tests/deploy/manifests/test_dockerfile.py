@@ -1,4 +1,4 @@
-"""deploy/Dockerfile: what hadolint says of it, and what it shares with the package and the manifests."""
+"""hadolint accepts deploy/Dockerfile, and the file agrees with the package."""
 
 from __future__ import annotations
 

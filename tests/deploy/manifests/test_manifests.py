@@ -1,4 +1,4 @@
-"""Everything below deploy/kubernetes can be built, and the API server would take it, field by field."""
+"""All manifests of deploy/kubernetes can be built, and match the schemas of the API server."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.deploy.manifests.kustomize import (
 )
 
 VERSION = "1.37"
-"""Of Kubernetes."""
+"""Version of the Kubernetes schemas."""
 
 
 def schema_problems(manifest: Manifest) -> list[str]:
-    """What Kubernetes would refuse, unknown fields among it; of a custom resource its operator's schema says that."""
+    """Return the errors for which Kubernetes would reject an object, such as unknown fields."""
     return _problems_of(json.dumps(manifest, sort_keys=True))
 
 
@@ -51,7 +51,7 @@ def test_built_objects_match_the_schemas_of_kubernetes_and_the_operators(variant
 
 
 def test_pods_of_a_leader_worker_set_match_the_pod_schema() -> None:
-    """Its own schema is too large to keep here where it repeats that of pods."""
+    """The stored schema of LeaderWorkerSet has no pod schema, because the pod schema is too large to repeat."""
     for one in pods("lws"):
         page = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": one.name, "labels": one.labels}, "spec": one.spec}
         assert schema_problems(page) == []

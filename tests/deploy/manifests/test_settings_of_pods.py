@@ -1,4 +1,4 @@
-"""The nodes start with what the manifests give them: each container's command line, on a file system laid out as its volumes."""
+"""The daemons accept the command line, variables and volumes of each container of the manifests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from transfer.peer_names import SubjectNames, first_match
 APPS = {"prefill": prefill_app, "decode": decode_app}
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
 OF_OTHERS = re.compile(r"HOME|POD_NAME|UCX_[A-Z_]+|AWS_[A-Z_]+|OTEL_[A-Z_]+|NVIDIA_[A-Z_]+")
-"""Variables of the containers that are none of kvferry's."""
+"""Variables of the containers for other programs and libraries."""
 
 SERVICE_LINKS = {
     "KVFERRY_SERVICE_HOST": "10.96.0.7",
@@ -42,14 +42,14 @@ SERVICE_LINKS = {
     "KVFERRY_PORT_7100_TCP": "tcp://10.96.0.7:7100",
     "KVFERRY_PORT_7100_TCP_ADDR": "10.96.0.7",
 }
-"""What Kubernetes would add for the Service `kvferry`; the pods ask it not to, and it would do no harm."""
+"""Variables that Kubernetes would add for the Service `kvferry`. The pods disable them, and the daemons ignore them."""
 
 
 @pods_and_variants()
 def test_the_command_line_of_each_container_is_accepted(
     variant: str, model: Path, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the daemon itself, with --check-config. This machine has no GPU, which is all that is said differently."""
+    """The daemon runs with --check-config. Only the options for a machine without a GPU are added."""
     for pod in pods(variant):
         for container in pod.nodes:
             role = role_of(container)
@@ -77,7 +77,7 @@ def test_the_command_line_of_each_container_is_accepted(
 
 
 def configured(variant: str, pod: Pod, container: Manifest) -> NodeConfig:
-    """A container's settings as its daemon reads them, paths and all."""
+    """Return a container's settings as its daemon reads them, with the paths of the container."""
     mounts = {mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/etc/kvferry"}
     (name,) = [one["configMap"]["name"] for one in pod.spec["volumes"] if one["name"] in mounts]
     (content,) = [one["data"]["settings.yaml"] for one in of_kind(variant, "ConfigMap") if one["metadata"]["name"] == name]
@@ -95,7 +95,7 @@ def test_container_ports_and_probes_match_the_ports_of_the_nodes(variant: str) -
             named = {port["containerPort"]: port["name"] for port in container["ports"]}
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 assert container[probe]["httpGet"]["port"] == named[config.server.http_port]
-            assert config.server.host == "0.0.0.0"  # a probe comes to the pod's address
+            assert config.server.host == "0.0.0.0"  # probes connect to the pod's address
             assert config.server.advertise_host == (POD_IP if container["name"] == "node" else "127.0.0.1")
 
 
@@ -109,7 +109,7 @@ def test_decode_nodes_find_prefill_nodes_by_service_or_by_address(variant: str) 
             if config.discovery.kind == "dns":
                 name, _, port = str(config.discovery.dns_name).partition(":")
                 (service,) = [one for one in of_kind(variant, "Service") if one["metadata"]["name"] == name]
-                assert service["spec"]["clusterIP"] == "None"  # an address for each node, and not one for all
+                assert service["spec"]["clusterIP"] == "None"  # DNS returns the address of each node
                 assert service["spec"]["publishNotReadyAddresses"] is True
                 assert [one["port"] for one in service["spec"]["ports"]] == [int(port)]
                 assert service["spec"]["selector"]["app.kubernetes.io/component"] == "prefill"
@@ -120,7 +120,7 @@ def test_decode_nodes_find_prefill_nodes_by_service_or_by_address(variant: str) 
 
 
 def names_in_certificates(variant: str) -> dict[str, SubjectNames]:
-    """By whose they are: prefill, decode, client."""
+    """Return the names in certificates by owner: prefill, decode, client."""
     return {
         one["metadata"]["name"].removeprefix("kvferry-"): SubjectNames(dns=tuple(one["spec"]["dnsNames"]))
         for one in of_kind(variant, "Certificate")
@@ -130,7 +130,7 @@ def names_in_certificates(variant: str) -> dict[str, SubjectNames]:
 
 @pods_and_variants()
 def test_each_tier_accepts_certificates_of_the_other_tier_and_of_clients(variant: str) -> None:
-    """And nobody by any other of their names, such as those of Services."""
+    """No other name in a certificate is accepted, such as the name of a Service."""
     names = names_in_certificates(variant)
     assert set(names) == (set() if variant == "dev-tcp" else {"prefill", "decode", "client"})
     for pod in pods(variant):
@@ -141,16 +141,16 @@ def test_each_tier_accepts_certificates_of_the_other_tier_and_of_clients(variant
                 continue
             assert config.tls.insecure == 0
             other = "decode" if role == "prefill" else "prefill"
-            for whose, found in names.items():
-                own = f"{whose}.kvferry.internal"
-                assert first_match(config.tls.peer_names, found) == (own if whose == other else None)
-                assert first_match(config.tls.client_names, found) == (own if whose == "client" else None)
+            for owner, found in names.items():
+                own = f"{owner}.kvferry.internal"
+                assert first_match(config.tls.peer_names, found) == (own if owner == other else None)
+                assert first_match(config.tls.client_names, found) == (own if owner == "client" else None)
             assert (len(config.tls.peer_names), len(config.tls.client_names)) == (1, 1)
 
 
 @pytest.mark.parametrize("variant", ["two-tier", "single-node", "lws"])
 def test_a_plain_grpc_client_connects_by_the_names_of_services(variant: str, authority: Authority) -> None:
-    """gRPC's own check of a server, with nothing said of its certificate; only the address is this machine's."""
+    """gRPC checks the certificate of the server by the name of the Service, without further options."""
     server = grpc.server(ThreadPoolExecutor(1))
     chain, key = authority.issue(*names_in_certificates(variant)["decode"].dns)
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)], authority.pem, True))
@@ -166,7 +166,7 @@ def test_a_plain_grpc_client_connects_by_the_names_of_services(variant: str, aut
 
 
 async def test_probes_and_scrapes_use_paths_that_the_nodes_serve() -> None:
-    """The real server; a node whose peers are all gone is not ready, and lives."""
+    """The real HTTP server answers. A node without peers is not ready, but alive."""
     server = HealthServer(lambda: Readiness(is_ready=False, reason="no prefill node is joined"), lambda: b"")
     port = await server.start("127.0.0.1", 0)
 
@@ -192,14 +192,14 @@ async def test_probes_and_scrapes_use_paths_that_the_nodes_serve() -> None:
 
 
 def adapter_rules() -> dict[str, dict[str, Any]]:
-    """The rules of prometheus-adapter in deploy/README.md, by the name that they make."""
+    """Return the rules of prometheus-adapter in deploy/README.md, by the name of their metric."""
     readme = (ROOT / "deploy" / "README.md").read_text(encoding="utf-8")
     (adapter,) = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "metricsQuery" in text]
     return {rule["name"]["as"]: rule for rule in adapter["rules"]}
 
 
 def asked_of_adapter(rule: dict[str, Any], role: str) -> str:
-    """As prometheus-adapter asks for the pods of a tier."""
+    """Return the query of prometheus-adapter for the pods of a tier."""
     series = re.sub(r"\{.*", "", rule["seriesQuery"])
     query = str(rule["metricsQuery"]).replace("<<.Series>>", series)
     return query.replace("<<.LabelMatchers>>", f'pod=~"{role}-.*"').replace("<<.GroupBy>>", "pod")
@@ -216,7 +216,7 @@ def test_autoscalers_query_existing_metrics() -> None:
 
 
 def targets() -> dict[tuple[str, str], list[tuple[str, float]]]:
-    """By scaler and role: each query, whose value is one for the tier, and what of it a node shall have."""
+    """Return the queries by scaler and role, each with a single value for the tier and the target value per node."""
     found: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for one in of_kind("keda", "ScaledObject"):
         role = one["metadata"]["name"].removeprefix("kvferry-")
@@ -242,7 +242,7 @@ def milli(quantity: str) -> float:
 
 
 LOADS: dict[str, tuple[dict[str, tuple[float, int, int, int]], set[str]]] = {
-    # By role: share of time that the engine computes, requests that wait, that run, pages of 100 that are taken; who shall grow
+    # By role: busy share of the engine, queued requests, running requests, used pages of 100. Then the roles that must grow.
     "idle": ({"prefill": (0.05, 0, 1, 5), "decode": (0.1, 0, 2, 5)}, set()),
     "as sized": ({"prefill": (0.8, 0, 6, 30), "decode": (0.95, 3, 70, 60)}, set()),
     "prefill is short": ({"prefill": (1.0, 40, 32, 90), "decode": (0.9, 40, 40, 35)}, {"prefill"}),
@@ -254,7 +254,7 @@ LOADS: dict[str, tuple[dict[str, tuple[float, int, int, int]], set[str]]] = {
 
 @pytest.mark.parametrize("load", LOADS)
 def test_only_the_overloaded_tier_grows(load: str, tmp_path: Path) -> None:
-    """By Prometheus itself: of two nodes in each tier, queries of either scaler ask for more, or for no more."""
+    """Prometheus evaluates the queries for two nodes per tier. Both scalers request more nodes only for overloaded tiers."""
     nodes, grow = LOADS[load]
     series = {}
     for role, (busy, queued, running, taken) in nodes.items():
@@ -269,18 +269,18 @@ def test_only_the_overloaded_tier_grows(load: str, tmp_path: Path) -> None:
             series[f"kvferry_max_running_requests{{{labels}}}"] = "128x40"
     for (_, role), found in targets().items():
         assert len(found) == 2
-        of_tier = [f"ceil(({query}) / {most:g} - 0.2)" for query, most in found]  # the HPA lets a tenth pass
+        of_tier = [f"ceil(({query}) / {most:g} - 0.2)" for query, most in found]  # the HPA tolerates a tenth
         assert_holds(tmp_path, series, of_tier, is_more=role in grow)
 
 
 def assert_holds(folder: Path, series: dict[str, str], queries: list[str], *, is_more: bool) -> None:
-    """Whether one of the queries, each how many nodes it asks for, is above two."""
+    """Assert whether one of the queries, each with a number of nodes, is above two."""
     either = " or ".join(f"(({query}) > 2)" for query in queries)
     assert_answers(folder, series, {f"sum({either}) > bool 2": 1.0 if is_more else None})
 
 
 def assert_answers(folder: Path, series: dict[str, str], answers: dict[str, float | None]) -> None:
-    """What Prometheus answers to each query after eight minutes; None: nothing at all."""
+    """Assert the value of each query after eight minutes; None means that the query has no value."""
     expected = [
         {"expr": query, "eval_time": "8m", "exp_samples": [] if value is None else [{"labels": "{}", "value": value}]}
         for query, value in answers.items()
@@ -290,12 +290,12 @@ def assert_answers(folder: Path, series: dict[str, str], answers: dict[str, floa
     page = {"rule_files": [], "evaluation_interval": "15s", "tests": [case]}
     (folder / "scaling.yaml").write_text(yaml.safe_dump(page))
     command = [program("promtool"), "test", "rules", "scaling.yaml"]
-    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 0, said.stdout + said.stderr
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def scraped(role: str, node: int, *, state: str = "ready", are_ranks_there: bool = True) -> dict[str, str]:
-    """Series of a node that has served nobody, as it tells them itself."""
+    """Return the series of an idle node, as the node exports them."""
     leader, rank = NodeMetrics(role=role), RankMetrics(role=role, rank=0)
     leader.limits(max_queued=256, max_running=128)
     leader.node_state(state=state, queued=0, running=0, peers={}, restarts=0)
@@ -307,7 +307,7 @@ def scraped(role: str, node: int, *, state: str = "ready", are_ranks_there: bool
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_idle_tier_has_a_value_and_a_tier_without_series_has_none(role: str, tmp_path: Path) -> None:
-    """No answer is a failure to KEDA, which then keeps the nodes that there are; if not told so, it is a 0, and they go."""
+    """KEDA treats a missing value as a failure and keeps the nodes. Otherwise it would read 0, and remove nodes."""
     queries = [query for query, _ in targets()["keda", role]]
     assert_answers(tmp_path, {**scraped(role, 1), **scraped(role, 2)}, dict.fromkeys(queries, 0.0))
     assert_answers(tmp_path, {}, dict.fromkeys(queries, None))
@@ -317,11 +317,11 @@ def test_an_idle_tier_has_a_value_and_a_tier_without_series_has_none(role: str, 
 
 
 BY_RDMA = {"rc", "ud", "srd"}
-"""What UCX calls the ways that leave a machine by RDMA; srd is EFA's."""
+"""RDMA transports of UCX between machines; srd is for EFA."""
 
 
 def ucx_tls(variant: str) -> str:
-    """UCX_TLS of all nodes of a variant."""
+    """Return UCX_TLS, which is the same for all nodes of a variant."""
     (found,) = {one["value"] for pod in pods(variant) for node in pod.nodes for one in node["env"] if one["name"] == "UCX_TLS"}
     return str(found)
 
@@ -331,8 +331,8 @@ def test_missing_rdma_does_not_fall_back_to_tcp(variant: str) -> None:
     for pod in pods(variant):
         for container in pod.nodes:
             config = configured(variant, pod, container)
-            assert config.transport.name == "nixl"  # the only one whose UCX has verbs
+            assert config.transport.name == "nixl"  # only the UCX of nixl supports verbs
             assert config.transport.min_bandwidth_bytes_per_s >= 10**9
             assert [one["name"] for one in container["env"]].count("UCX_TLS") == 1
     ways = set(ucx_tls(variant).split(","))
-    assert ways & BY_RDMA and ways - BY_RDMA == {"cuda_copy", "self"}  # neither of which leaves the process
+    assert ways & BY_RDMA and ways - BY_RDMA == {"cuda_copy", "self"}  # both stay within the process

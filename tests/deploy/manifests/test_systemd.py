@@ -1,4 +1,4 @@
-"""deploy/systemd: what systemd says of the units, and what the daemons say of their settings."""
+"""systemd accepts the units of deploy/systemd, and the daemons accept the example settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLES = ("prefill", "decode")
 APPS = {"prefill": prefill_app, "decode": decode_app}
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
 MOST_EXPOSED = 25
-"""Of 100, as `systemd-analyze security` counts; the rest is network, devices, and code that is compiled at run time."""
+"""Maximum exposure, of 100, by `systemd-analyze security`: network, devices and code that is compiled at run time."""
 
 
 def unit_text(role: str) -> str:
@@ -49,7 +49,7 @@ def analyze(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def installed(role: str, folder: Path) -> Path:
-    """The unit of node `a`, with the daemons of this environment."""
+    """Write the unit of node `a` with the paths of this environment; return its file."""
     file = folder / f"kvferry-{role}@a.service"
     file.write_text(unit_text(role).replace("/opt/kvferry/bin", str(Path(sys.executable).parent)), encoding="utf-8")
     return file
@@ -74,7 +74,7 @@ def test_each_unit_matches_the_exit_codes_and_the_drain_timeout(role: str) -> No
     assert {int(code) for code in service["RestartPreventExitStatus"].split()} == {exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY}
     drain_s = yaml.safe_load((SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8"))["drain_timeout_s"]
     assert int(service["TimeoutStopSec"]) >= drain_s + 2 * STOP_GRACE_S
-    assert service["KillMode"] == "mixed"  # ranks hear of the end from their leader
+    assert service["KillMode"] == "mixed"  # the leader ends the ranks
     assert service["LimitMEMLOCK"] == "infinity" and service["NoNewPrivileges"] == "yes"
     user = re.findall(r"^u (\S+)", (SYSTEMD / "kvferry.sysusers").read_text(encoding="utf-8"), re.M)
     assert user == [service["User"]] == [service["Group"]]
@@ -82,17 +82,17 @@ def test_each_unit_matches_the_exit_codes_and_the_drain_timeout(role: str) -> No
 
 @pytest.mark.parametrize("role", ROLES)
 def test_starting_a_unit_waits_for_its_node(role: str) -> None:
-    """By the node's ready file, which is set by the unit and where it may write; and a tier that is not there stops no node."""
+    """The unit sets a ready file in a writable folder and waits for it. A missing peer tier does not stop the node."""
     service = unit(role)["Service"]
     (ready_file,) = re.findall(r"^Environment=KVFERRY_READY_FILE=(.+)$", unit_text(role), re.M)
     assert Path(ready_file).parent == Path("%t") / service["RuntimeDirectory"]
     assert "KVFERRY_READY_FILE" in {f"KVFERRY_{path.upper()}" for path, _ in settings(CONFIGS[role])}
-    assert service["ExecStartPost"].startswith("-")  # whatever came of the wait, the node goes on
+    assert service["ExecStartPost"].startswith("-")  # the node continues even if the wait fails
     program, flag, module, *arguments, wait_s = shlex.split(service["ExecStartPost"].removeprefix("-"))
     assert (program, flag, module) == ("/opt/kvferry/bin/python", "-m", until_ready.__spec__.name)
     assert arguments == ["${KVFERRY_READY_FILE}", "${MAINPID}"]
     minutes = int(service["TimeoutStartSec"].removesuffix("min"))
-    assert minutes * 60 > int(wait_s)  # else systemd would end the node
+    assert minutes * 60 > int(wait_s)  # otherwise systemd would stop the node
     assert "ready_file" not in yaml.safe_load((SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8"))
 
 
@@ -100,7 +100,7 @@ def test_starting_a_unit_waits_for_its_node(role: str) -> None:
 def test_check_config_accepts_the_example_settings(
     role: str, model: Path, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the unit's own command line, with the paths of this machine in place of the host's."""
+    """The test runs the unit's command line with paths of this machine."""
     service = unit(role)["Service"]
     program, *arguments = shlex.split(service["ExecStart"].replace("%i", "a"))
     assert program == f"/opt/kvferry/bin/{role}-node"

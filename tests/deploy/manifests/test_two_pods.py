@@ -1,4 +1,4 @@
-"""Both pods of an overlay for real: the daemons with the rendered settings, each in a network of its own, found by name."""
+"""The daemons of both pods of an overlay run with the rendered settings, each in its own network namespace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.deploy.manifests.kustomize import ROOT, Manifest, Pod, of_kind, pods
 READY_S = 150.0
 END_S = 30.0
 CPU = ("--set", "device=cpu", "--set", "parallel.tp_size=1", "--set", "pool.num_pages=512")
-"""This machine has no GPU, and a core for each node."""
+"""Options for a machine without GPU and with few cores."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def hosts() -> Iterator[Hosts]:
 
 @contextmanager
 def names_of(hosts: Hosts, variant: str) -> Iterator[None]:
-    """The cluster's DNS: each Service's name has the addresses of its pods. `ip netns exec` puts such a file over /etc/hosts."""
+    """Resolve the names of Services to their pods. `ip netns exec` mounts the written files over /etc/hosts."""
     lines = ["127.0.0.1 localhost"]
     for service in of_kind(variant, "Service"):
         role = service["spec"]["selector"]["app.kubernetes.io/component"]
@@ -62,7 +62,7 @@ def names_of(hosts: Hosts, variant: str) -> Iterator[None]:
 
 @contextmanager
 def started(command: list[str], variables: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this machine with nothing of kvferry in its environment but what it is given; killed at the end."""
+    """Start a process with `variables` as its only variables of kvferry; after the block, kill it and print its log."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     with log.open("wb") as output:
         process = subprocess.Popen(command, env={**kept, **variables}, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -76,7 +76,7 @@ def started(command: list[str], variables: Mapping[str, str], log: Path) -> Iter
 
 
 def answer(address: str, probe: Mapping[str, Any], ports: Mapping[str, int]) -> int:
-    """What a probe's request gets from the pod; 0 while nobody listens."""
+    """Return the HTTP status of a probe; 0 if the port is closed."""
     url = f"http://{address}:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}"
     try:
         with urllib.request.urlopen(url, timeout=probe["timeoutSeconds"]) as found:
@@ -103,7 +103,7 @@ def test_two_pods_find_each_other_serve_and_drain(
     with ExitStack() as stack:
         stack.enter_context(names_of(hosts, variant))
         processes = {}
-        for role in ("decode", "prefill"):  # the one that needs the other one first
+        for role in ("decode", "prefill"):  # the decode node starts first, and waits for the prefill node
             pod, (container,) = found[role], found[role].nodes
             disk = Disk(tmp_path / role, variant, pod, container, model, authority)
             variables = {
@@ -115,18 +115,18 @@ def test_two_pods_find_each_other_serve_and_drain(
             processes[role] = stack.enter_context(started(command, variables, tmp_path / f"{role}.log"))
         for role, process in processes.items():
             until_ready(process, hosts.address(role), found[role], found[role].nodes[0])
-        said = generate(hosts, variant, authority, tmp_path / "client")
-        assert said.returncode == 0 and said.stdout.strip(), said.stderr
-        # Here both are in one pid namespace, which the settings do not count on.
+        answered = generate(hosts, variant, authority, tmp_path / "client")
+        assert answered.returncode == 0 and answered.stdout.strip(), answered.stderr
+        # Both nodes share a pid namespace here, but the settings must not use it.
         assert '"lane": "ucx/net"' in (tmp_path / "decode.log").read_text()
 
-        # A prefill node that goes takes no decode pod with it: that is not ready, and lives.
+        # After the prefill node ends, the decode pod is not ready, but stays alive.
         processes["prefill"].send_signal(signal.SIGTERM)
         assert processes["prefill"].wait(END_S) == 0
         decode, (container,) = found["decode"], found["decode"].nodes
         ends_s = time.monotonic() + END_S
         while answer(hosts.address("decode"), container["readinessProbe"], decode.container_ports()) != 503:
-            assert time.monotonic() < ends_s, "the decode node has not noticed"
+            assert time.monotonic() < ends_s, "the decode node is still ready without a prefill node"
             time.sleep(0.2)
         assert answer(hosts.address("decode"), container["livenessProbe"], decode.container_ports()) == 200
         processes["decode"].send_signal(signal.SIGTERM)
@@ -134,7 +134,7 @@ def test_two_pods_find_each_other_serve_and_drain(
 
 
 def generate(hosts: Hosts, variant: str, authority: Authority, folder: Path) -> subprocess.CompletedProcess[str]:
-    """By the Service's name, which has to be in the node's certificate, and with the one that the manifests make for clients."""
+    """Call the node by the Service's name, with the certificate that the manifests create for clients."""
     if variant == "dev-tcp":
         security = ["--insecure", "--insecure"]
     else:
