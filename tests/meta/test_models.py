@@ -61,14 +61,14 @@ def test_every_planted_bug_has_a_run_and_every_size_is_used_by_its_model() -> No
 
 HOLDS = Outcome(is_complete=True, error="", num_states=9, depth=3, num_steps=0, seconds=0.1)
 FINDS = replace(HOLDS, error="assertion violated (user[i]==255)", num_steps=7)
-CUT = replace(HOLDS, is_complete=False)
+INCOMPLETE = replace(HOLDS, is_complete=False)
 
 
 @pytest.mark.parametrize(
     ("name", "outcome", "is_expected", "words"),
     [
         ("ring.rules", FINDS, False, "FAILS: assertion violated (user[i]==255)"),
-        ("ring.rules", CUT, False, "NOT COMPLETE: out of time, memory or depth"),
+        ("ring.rules", INCOMPLETE, False, "NOT COMPLETE: out of time, memory or depth"),
         ("ring.timeout", HOLDS, False, "NOT FOUND"),
     ],
 )

@@ -81,7 +81,7 @@ async def test_requests_of_a_frozen_prefill_rank_complete_on_the_other_node(clus
 async def test_no_request_fails_while_prefill_nodes_restart_in_turn(cluster: LocalCluster, reference: Reference) -> None:
     """A service manager restarts a service in the same way: SIGTERM, then a new process."""
     is_over = asyncio.Event()
-    lives = [node.incarnation for node in cluster.prefill_nodes]
+    incarnations = [node.incarnation for node in cluster.prefill_nodes]
     num_served = 0
 
     async def ask(caller: Caller, number: int) -> None:
@@ -104,7 +104,7 @@ async def test_no_request_fails_while_prefill_nodes_restart_in_turn(cluster: Loc
             cluster.launch("prefill", index)
             await cluster.wait_joined()
         is_over.set()
-    assert all(node.incarnation not in lives for node in cluster.prefill_nodes)
+    assert all(node.incarnation not in incarnations for node in cluster.prefill_nodes)
 
 
 async def test_a_draining_decode_node_completes_its_requests_and_accepts_no_new_ones(

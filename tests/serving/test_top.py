@@ -108,11 +108,11 @@ async def test_top_live_shows_both_tiers_and_its_keys_pause_sort_and_abort(servi
             await shows(pilot, lambda: any("customer-0" in key for key in rows_of(app, "requests")), "a request")
 
             await pilot.press("p")
-            looks = app.num_looks
+            num_polls = app.num_looks
             await pilot.pause(0.5)
-            assert app.num_looks == looks and "PAUSED" in str(app.query_one("#summary", Static).render())
+            assert app.num_looks == num_polls and "PAUSED" in str(app.query_one("#summary", Static).render())
             await pilot.press("p")
-            await shows(pilot, lambda: app.num_looks > looks, "polls after the pause")
+            await shows(pilot, lambda: app.num_looks > num_polls, "polls after the pause")
 
             titles = []
             for _ in range(4):

@@ -76,7 +76,7 @@ def selectors(expr: str) -> list[Any]:
     """Return all selectors of series in an expression, without ranges and offsets."""
     found: list[Any] = []
 
-    def look(node: Any) -> None:
+    def visit(node: Any) -> None:
         match type(node).__name__:
             case "VectorSelector":
                 found.append(node)
@@ -84,14 +84,14 @@ def selectors(expr: str) -> list[Any]:
                 found.append(node.vector_selector)
             case "Call":
                 for argument in node.args:
-                    look(argument)
+                    visit(argument)
             case "BinaryExpr":
-                look(node.lhs)
-                look(node.rhs)
+                visit(node.lhs)
+                visit(node.rhs)
             case "AggregateExpr" | "ParenExpr" | "UnaryExpr":
-                look(node.expr)
+                visit(node.expr)
 
-    look(parsed(expr))
+    visit(parsed(expr))
     return found
 
 

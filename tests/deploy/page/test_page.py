@@ -89,17 +89,17 @@ def test_both_tiers_links_and_requests_are_shown_as_reported(browser: Tab, serve
 
 
 def test_a_link_in_use_is_compared_with_its_probe(browser: Tab, served: Served) -> None:
-    def look(num_bytes: int, busy_s: float, probe_s: float) -> None:
+    def report(num_bytes: int, busy_s: float, probe_s: float) -> None:
         status = prefill_status()
         status.ranks[0].link_uses.add(
             peer_incarnation=DECODE_INCARNATION, decode_rank=1, written_bytes=num_bytes, busy_s=busy_s, probe_s=probe_s
         )
         served.set_status(decode_status(), [], PeerSeen(address="127.0.0.1:7001", status=status, seen_s=time.monotonic()))
 
-    look(10**9, 1.0, 0.5)
+    report(10**9, 1.0, 0.5)
     browser.open(served.serve())
     browser.until("[...document.querySelectorAll('#links td')].some(cell => cell.innerText === 'idle')")
-    look(10**9 + 150_000_000, 1.1, 0.55)
+    report(10**9 + 150_000_000, 1.1, 0.55)
     browser.until("[...document.querySelectorAll('#links td')].some(cell => cell.innerText.includes('of probe'))")
     assert rows(browser, "links")[1][7] == "1.50 GB/s, 0.50 of probe"
     assert bar(browser, "link now")["parts"][0][1] == pytest.approx(50.0, abs=0.7)
