@@ -216,6 +216,7 @@ class Sender:
         self.driver = SessionDriver(asyncio.get_running_loop())
         self.opened: dict[int, Session] = {}
         self.closed: dict[int, str] = {}
+        self.watched: set[int] = set()
         self.copier = None  # nothing is warmed up for pools in host memory
 
     def open_session(self, number: int, session: Session, control: Any, **values: Any) -> None:
@@ -227,7 +228,7 @@ class Sender:
         self.driver.remove(self.opened[number])
 
     def on_watermark(self, number: int, watermark: Watermark) -> None:
-        pass
+        self.watched.add(number)
 
     def link_measured(self, number: int, link: Link, peer: str = "") -> None:
         pass
@@ -292,6 +293,8 @@ async def test_the_connection_of_a_session_that_fell_silent_is_closed_with_it() 
         try:
             for number in (1, 2, 3):
                 await opened(one, join=number)
+                # A rank keeps a session that nobody watched yet for half a minute.
+                await until(lambda: number in sender.watched)  # noqa: B023
                 assert connections_to(port) == 1
                 one.sessions.on_session_closed(number, "the decode rank is silent")
                 await until(lambda: connections_to(port) == 0)
