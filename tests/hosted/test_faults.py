@@ -9,9 +9,14 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.engines.hosted import SOURCE, TARGET
+from kvferry.engines.hosted_leader import HostedLeader
+from node_runtime.rank_link import LeaderLink
+from node_runtime.rank_report import RankHello
 from tests.hosted.conftest import Start
 from tests.hosted.instances import FROM, PROMPT, TO, Instance, hand_over, wait_for
-from transfer.errors import ConfigError
+from tests.runtime.instances import hello
+from transfer.config import HostedConfig
+from transfer.errors import ConfigError, TransferError
 
 Pair = Callable[..., tuple[Instance, Instance]]
 
@@ -113,13 +118,25 @@ def test_two_instances_of_one_name(start: Start) -> None:
         start(SOURCE, name="the-same")
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    from kvferry.engines.hosted_leader import HostedLeader
-    from transfer.config import HostedConfig
+@pytest.mark.parametrize(
+    ("hellos", "refusal"),
+    [
+        ((), r"ranks \[0, 1\] of the engine have not come within 0.2 s"),
+        ((hello(0), hello(1, pool_pages=9)), "ranks 0 and 1 have 8 and 9 pages"),
+    ],
+    ids=["absent", "unlike"],
+)
+def test_an_instance_without_a_group_of_ranks_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, hellos: tuple[RankHello, ...], refusal: str
+) -> None:
+    def watch(link: LeaderLink, loop: object, on_message: Callable[[int, RankHello], None]) -> None:
+        for one in hellos:
+            on_message(one.rank, one)
 
+    monkeypatch.setattr(LeaderLink, "watch", watch)
     leader = HostedLeader(HostedConfig(tls={"insecure": 1}), instance="alone", num_ranks=2, sides=SOURCE)  # type: ignore[arg-type]
     try:
-        with pytest.raises(ConfigError, match=r"ranks \[0, 1\] of the engine have not come within 0.2 s"):
+        with pytest.raises(TransferError, match=refusal):
             leader.start(timeout_s=0.2)
     finally:
         leader.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -13,13 +12,11 @@ import pytest
 
 from node_runtime import exit_codes, supervisor
 from node_runtime.health import Readiness
-from node_runtime.supervisor import check_alike
 from tests.runtime import rank_entries
 from tests.runtime.daemons import node_of, ranks_of
-from tests.runtime.instances import hello, until
+from tests.runtime.instances import until
 from tests.runtime.rank_entries import Echo, Order
-from transfer.errors import EngineError, PeerUnreachable
-from transfer.layout import DType, Shard
+from transfer.errors import PeerUnreachable
 
 
 async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,16 +73,3 @@ async def test_lost_ranks_are_started_again_under_a_new_incarnation(tmp_path: Pa
         assert node.daemon.num_restarts == 1
         assert not any(rank_entries.is_alive(pid) for pid in first), "rank 0 went with its group"
         assert node.written()["rank_pids"] == node.ranks.pids
-
-
-def test_ranks_of_one_group_must_be_alike() -> None:
-    check_alike((hello(0), hello(1)))
-    with pytest.raises(EngineError, match="ranks 0 and 1 have loaded different models"):
-        check_alike((hello(0), hello(1, weights="other")))
-    with pytest.raises(EngineError, match="ranks 0 and 1 have 8 and 9 pages"):
-        check_alike((hello(0), hello(1, pool_pages=9)))
-    fp8 = replace(hello(0).instance, shard=Shard(dtype=DType.FLOAT8_E4M3))
-    for changes, name in (({"kv_scales": ((0.5, 0.5),) * fp8.layout.num_layers}, "kv_scales"), ({"digests": ("b",)}, "digests")):
-        other = replace(hello(1), instance=replace(fp8, **changes))
-        with pytest.raises(EngineError, match=f"ranks 0 and 1 have different {name}"):
-            check_alike((replace(hello(0), instance=fp8), other))
