@@ -184,6 +184,11 @@ async def _die_in_the_other(spec: RankSpec) -> None:
         os._exit(9)
 
 
+async def _hang_in_the_other(spec: RankSpec) -> None:
+    if spec.config.role == "decode":
+        await asyncio.sleep(3600)
+
+
 async def _refuse_both(spec: RankSpec) -> None:
     """A rank that was told to change its role can neither do that nor go back."""
     if (spec.config.model / "switched").exists():
@@ -203,6 +208,7 @@ broken = partial(_run, _break)
 silent = partial(_run, _say_nothing)
 refuses_the_other = partial(_run, _refuse_the_other)
 dies_in_the_other = partial(_run, _die_in_the_other)
+hangs_in_the_other = partial(_run, _hang_in_the_other)
 refuses_both = partial(_run, _refuse_both)
 
 

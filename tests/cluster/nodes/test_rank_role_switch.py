@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,7 @@ from tests.runtime import daemons, rank_entries
 from tests.runtime.daemons import Node
 from tests.runtime.instances import until
 from tests.runtime.rank_entries import Echo, Order, is_alive
+from transfer.errors import PeerUnreachable
 
 
 @asynccontextmanager
@@ -90,3 +92,17 @@ async def test_a_rank_that_dies_after_a_change_is_started_anew_in_the_new_role(t
         assert node.written()["role"] == "decode" and not set(node.ranks.pids) & set(pids)
         await node.daemon.switch_role()
         assert node.written()["role"] == "prefill"
+
+
+async def test_a_stop_in_mid_change_ends_the_node(tmp_path: Path) -> None:
+    async with node_of(tmp_path, rank_entries.hangs_in_the_other) as node:
+        pids = node.ranks.pids
+        changing = asyncio.ensure_future(node.daemon.switch_role())
+        await until(lambda: "take over" in node.decode.history)
+        with pytest.raises(PeerUnreachable, match="the node is starting"):
+            await node.daemon.switch_role()
+        node.daemon.request_stop()
+        assert await node.exit_code() == exit_codes.OK
+        with pytest.raises(PeerUnreachable, match="the node has shut down"):
+            await changing
+        assert not any(map(is_alive, pids))
