@@ -22,7 +22,8 @@ from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankSh
 from tests.runtime.instances import hello
 from transfer.errors import LocalProtocolError, MemoryPlanError
 
-SLOW_IMPORT_S = 1.0  # of `slow_preload`
+IMPORTING = "KVFERRY_TEST_IMPORTING"
+"""In the environment of `slow_preload`: path of the file that ends its import when it is removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,15 @@ from node_runtime import supervisor as supervisor_module
 from node_runtime.fork_server import end_fork_server, fork_server_pid
 from node_runtime.rank_link import LeaderLink
 from node_runtime.rank_process import RankSpec
-from node_runtime.supervisor import EXIT_GRACE_S, RankStartError
+from node_runtime.supervisor import RankStartError
 from tests.runtime import rank_entries
-from tests.runtime.daemons import ranks_of
+from tests.runtime.daemons import Ranks, ranks_of
 from tests.runtime.instances import until
-from tests.runtime.rank_entries import SLOW_IMPORT_S, Echo, Order, is_alive
+from tests.runtime.rank_entries import Echo, Order, is_alive
+from transfer.errors import LocalProtocolError
 
-SLOW_PRELOAD = ["tests.runtime.slow_preload"]
+ECHO = Order(what="echo")
+GRACE_S = 0.01  # no rank dies within it
 
 
 def children_of(pid: int) -> list[int]:
@@ -63,29 +66,83 @@ async def test_the_death_of_one_rank_loses_the_life_once(
     assert line in said and ("Traceback" in said or "rank_crashed" in said) is is_traced
 
 
-@pytest.mark.parametrize("to", ["all", "one"])
-async def test_a_rank_that_takes_no_messages_ends_the_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    monkeypatch.setattr(LeaderLink, "send" if to == "one" else "broadcast", lambda *_: False)
+def a_rank_takes_no_broadcast(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeaderLink, "broadcast", lambda *_: False)
+    for _ in range(2):
+        ranks.supervisor.broadcast(ECHO)
+
+
+def a_rank_takes_no_message(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeaderLink, "send", lambda *_: False)
+    for _ in range(2):
+        ranks.supervisor.send(1, ECHO)
+
+
+def a_socket_ends_before_its_rank_is_known_to_be_dead(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "EXIT_GRACE_S", 60.0)
+    os.kill(ranks.supervisor.pids[1], signal.SIGKILL)
+    a_rank_takes_no_broadcast(ranks, monkeypatch)
+
+
+def a_message_cannot_be_sent(ranks: Ranks, _: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        with pytest.raises(LocalProtocolError):
+            ranks.supervisor.broadcast("of no class of the link")
+
+
+def the_leader_fails_over_a_message(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(rank: int, message: object) -> None:
+        raise KeyError("no such request")
+
+    ranks.on_message = fail
+    for _ in range(2):
+        ranks.supervisor.send(1, ECHO)
+
+
+@pytest.mark.parametrize(
+    ("happens", "reason"),
+    [
+        (a_rank_takes_no_broadcast, "a rank does not take messages"),
+        (a_rank_takes_no_message, "rank 1 does not take messages"),
+        (a_socket_ends_before_its_rank_is_known_to_be_dead, "rank 1 died: killed by signal 9"),
+        (a_message_cannot_be_sent, "a message to the ranks cannot be sent: str is no message of this link"),
+        (the_leader_fails_over_a_message, "Echo of rank 1 could not be handled: KeyError('no such request')"),
+    ],
+    ids=[
+        "a broadcast is not taken",
+        "a message is not taken",
+        "its socket ended first",
+        "it cannot be sent",
+        "it is not handled",
+    ],
+)
+async def test_a_lost_message_ends_the_life_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Ranks, pytest.MonkeyPatch], None], reason: str
+) -> None:
+    """Leader and ranks would differ from then on, and memory that one holds for the other would never be released."""
     async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
         await ranks.supervisor.start()
-        for _ in range(2):
-            if to == "one":
-                ranks.supervisor.send(1, Order(what="echo"))
-            else:
-                ranks.supervisor.broadcast(Order(what="echo"))
-        await until(lambda: bool(ranks.lost))
-        assert ranks.lost == ["rank 1 does not take messages" if to == "one" else "a rank does not take messages"]
-        await asyncio.sleep(2 * EXIT_GRACE_S)
-        assert len(ranks.lost) == 1
+        monkeypatch.setattr(supervisor_module, "EXIT_GRACE_S", GRACE_S)
+        happens(ranks, monkeypatch)
+        is_over = asyncio.Event()
+        asyncio.get_running_loop().call_later(GRACE_S, is_over.set)
+        await until(lambda: ranks.lost and is_over.is_set())
+        assert ranks.lost == [reason]
 
 
-async def test_a_stop_while_ranks_are_being_forked_leaves_none(tmp_path: Path) -> None:
-    end_fork_server()
-    async with ranks_of(tmp_path, rank_entries.obedient, preload=SLOW_PRELOAD) as ranks:
+async def test_the_leader_goes_on_while_ranks_are_forked_and_a_stop_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_fork_server()  # of an earlier test, which has imported already
+    importing = tmp_path / "importing"
+    monkeypatch.setenv(rank_entries.IMPORTING, str(importing))
+    async with ranks_of(tmp_path, rank_entries.obedient, preload=["tests.runtime.slow_preload"]) as ranks:
         starting = asyncio.ensure_future(ranks.supervisor.start())
-        await asyncio.sleep(SLOW_IMPORT_S / 4)
+        await until(importing.exists)
+        assert not any(ranks.supervisor.pids), "the leader did not wait for the import"
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
+        asyncio.get_running_loop().call_soon(importing.unlink)  # once the stop waits for the fork
         await ranks.supervisor.stop(is_graceful=False)
         await ranks.supervisor.start()  # its ranks are forked after whatever is left to be forked
         server = fork_server_pid()
@@ -96,16 +153,25 @@ async def test_a_stop_while_ranks_are_being_forked_leaves_none(tmp_path: Path) -
         assert not left
 
 
-async def test_a_new_life_has_a_new_incarnation_and_hears_nothing_of_the_old_one(tmp_path: Path) -> None:
+async def test_a_new_life_has_a_new_incarnation_and_hears_nothing_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers: list[Callable[[], None]] = []
     async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
         await ranks.supervisor.start()
         first = ranks.supervisor.incarnation
-        ranks.supervisor.broadcast(Order(what="echo"))
+        ranks.supervisor.broadcast(ECHO)
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.get_running_loop(), "call_later", lambda _, *call: timers.append(partial(*call)))
+            ranks.supervisor.lose_soon("of the first life")
         await ranks.supervisor.stop(is_graceful=False)
         hellos = await ranks.supervisor.start()
         assert ranks.supervisor.incarnation != first
+        (end_of_grace,) = timers
+        end_of_grace()
+        assert not ranks.lost
         ranks.heard.clear()
-        ranks.supervisor.broadcast(Order(what="echo"))
+        ranks.supervisor.broadcast(ECHO)
         await until(lambda: len(ranks.heard) >= 2)
         assert {message.incarnation for _, message in ranks.heard} == {hellos[0].instance.incarnation}
 
@@ -148,7 +214,7 @@ async def test_a_rank_that_does_not_end_is_killed_at_stop(tmp_path: Path, monkey
         await ranks.supervisor.start()
         pids = ranks.supervisor.pids
         ranks.supervisor.send(1, Order(what=order))
-        ranks.supervisor.send(0, Order(what="echo"))
+        ranks.supervisor.send(0, ECHO)
         await until(lambda: ranks.heard)
         await ranks.supervisor.stop(is_graceful=True)
         assert not any(is_alive(pid) for pid in pids)
@@ -177,7 +243,7 @@ async def test_sigterm_to_every_process_of_the_node_is_the_leaders_to_answer(tmp
         for pid in (*ranks.supervisor.pids, server):
             os.kill(pid, signal.SIGTERM)
         await asyncio.sleep(0.3)
-        ranks.supervisor.broadcast(Order(what="echo"))
+        ranks.supervisor.broadcast(ECHO)
         await until(lambda: len(ranks.heard) == 2 or ranks.lost)
         assert not ranks.lost and all(isinstance(message, Echo) for _, message in ranks.heard)
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the leader itself still hears it"
