@@ -38,7 +38,8 @@ class Order:
 class Echo:
     pid: int
     incarnation: int
-    num_spared: int
+    is_spared: bool
+    """Whether no collection of garbage looks at the rank's worker."""
 
 
 CODEC = RankCodec(Order, Echo, RankHello, RankStartFailed, RankReport, RankLogLevel, RankShutdown, RankSwitch)
@@ -63,7 +64,8 @@ class ObedientWorker:
     def on_message(self, message: Any) -> None:
         match message.what:
             case "echo":
-                echo = Echo(pid=os.getpid(), incarnation=self.spec.incarnation, num_spared=gc.get_freeze_count())
+                is_spared = all(one is not self for one in gc.get_objects())
+                echo = Echo(pid=os.getpid(), incarnation=self.spec.incarnation, is_spared=is_spared)
                 self.link.send(echo)
             case "raise":
                 raise RuntimeError("a bug of the rank")

@@ -46,7 +46,7 @@ async def test_a_change_is_a_new_life_of_the_same_processes(tmp_path: Path) -> N
             node.ranks.broadcast(Order(what="echo"))
             await until(lambda now=now: len(now.heard) == 2)
             assert {(type(echo), echo.pid, echo.incarnation) for echo in now.heard} == {(Echo, pid, lives[-1]) for pid in pids}
-            assert not before.heard and all(echo.num_spared for echo in now.heard), "the collector spares what lives in it"
+            assert not before.heard and all(echo.is_spared for echo in now.heard), "the collector spares the new worker"
             now.heard.clear()
         assert node.role.history == ["open", "begin", "end", "take over", "begin"]
     assert node.life.result() == exit_codes.OK
