@@ -18,9 +18,9 @@ RECORDED: dict[str, dict[str, Any]] = json.loads(
 )
 
 
-def pool_of(name: str) -> Any:
+def pool_of(name: str, **changes: Any) -> Any:
     """An object with the class name, attributes and tensors that were recorded."""
-    described = dict(RECORDED[name])
+    described = {**RECORDED[name], **changes}
     pool = type(described.pop("class"), (), {})()
     for attribute, value in described.items():
         if attribute in ("dtype", "store_dtype"):
@@ -87,25 +87,25 @@ def test_latents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "pool", "changes", "message"),
     [
-        ("swa", {}, "layer 0 has a sliding window in a pool of its own"),
-        ("hybrid", {}, "layer 0 keeps a state and no KV"),
-        ("mha_float8", {}, "layer 0 is stored as torch.float8_e4m3fn .in torch.uint8., which cannot be moved yet"),
-        ("mha", {"pp_size": 2}, "pp_size is 2"),
-        ("mha_stage", {"num_layers": 8}, r"the pool has layers \[4, 8\); must be all 8"),
+        ("swa", {}, {}, "layer 0 has a sliding window in a pool of its own"),
+        ("hybrid", {}, {}, "layer 0 keeps a state and no KV"),
+        ("mha", {"class": "PageInterleaveMHATokenToKVPool"}, {}, "layer 0 is in a pool of class PageInterleaveMHATokenToKVPool"),
+        ("mha", {"kv_cache_layout": "vectorized_5d"}, {}, "layer 0 is stored as vectorized_5d"),
+        ("mha_float8", {}, {}, "layer 0 is stored as torch.float8_e4m3fn .in torch.uint8., which cannot be moved yet"),
+        ("mha", {}, {"pp_size": 2}, "pp_size is 2"),
+        ("mha_stage", {}, {"num_layers": 8}, r"the pool has layers \[4, 8\); must be all 8"),
     ],
 )
-def test_what_cannot_be_moved_is_named(name: str, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_moved_is_named(name: str, pool: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        read_pool(pool_of(name), cut(**changes))
+        read_pool(pool_of(name, **pool), cut(**changes))
 
 
-def test_a_pool_of_an_unknown_class_is_refused_whatever_its_attributes() -> None:
-    pool = pool_of("mha")
-    type(pool).__name__ = "PageInterleaveMHATokenToKVPool"
-    with pytest.raises(LayoutError, match="layer 0 is in a pool of class PageInterleaveMHATokenToKVPool"):
-        read_pool(pool, cut())
+def test_a_draft_model_is_refused() -> None:
+    with pytest.raises(LayoutError, match="layer 0 of the draft model"):
+        read_pool(pool_of("mha"), cut(), draft_pool=pool_of("mha"))
 
 
 def test_page_table_of_a_prompt_whose_beginning_is_there_already() -> None:

@@ -147,6 +147,8 @@ def test_what_is_packed_otherwise(changes: dict[str, Any]) -> None:
         ({"lora_config": {"max_loras": 3}}, "lora", "max_loras 3"),
         ({"speculative_config": {"method": "eagle"}}, "speculative decoding", "eagle"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size", "2"),
+        ({"parallel_config": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size", "4"),
+        ({"model_config": {"runner_type": "pooling"}}, "runner", "pooling"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder model", "LlamaForCausalLM"),
     ],
 )

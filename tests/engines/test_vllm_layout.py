@@ -334,28 +334,48 @@ def test_recorded_instances_that_are_refused(case: str, match: str) -> None:
             describe(facts_of(written["facts"]))
 
 
-def llama(**changes: Any) -> VllmFacts:
-    return facts_of(recorded("llama-block32")["rank0"]["facts"], **changes)
+def with_layer(facts: VllmFacts, **changes: Any) -> VllmFacts:
+    """The rank's last layer is another."""
+    *others, last = facts.layers
+    return replace(facts, layers=(*others, replace(last, **changes)))
 
 
-def with_layer(**changes: Any) -> VllmFacts:
-    """The third layer is another."""
-    facts = llama()
-    layers = list(facts.layers)
-    layers[2] = replace(layers[2], **changes)
-    return replace(facts, layers=tuple(layers))
+LLAMA = facts_of(recorded("llama-block32")["rank0"]["facts"])
+FP8 = facts_of(recorded("llama-fp8")["rank0"]["facts"])
+STAGE = facts_of(ranks(recorded("llama-pp2"))[1]["facts"])
+"""Layers 2 and 3, of the second of two pipeline stages."""
 
 
 @pytest.mark.parametrize(
     ("facts", "match"),
     [
-        (with_layer(spec="CrossAttentionSpec"), r"layer model\.layers\.2\.self_attn\.attn attends to an encoder's output"),
-        (with_layer(spec="TomorrowSpec"), r"has a KV cache that kvferry does not know \(TomorrowSpec\)"),
-        (with_layer(is_packed_otherwise=True), r"layers\.2\.\S+ has something else in its blocks than K and V"),
-        (with_layer(quant_mode="INT8_PER_TOKEN_HEAD"), r"layers\.2\.\S+ is quantised as INT8_PER_TOKEN_HEAD"),
-        (with_layer(dtype="bfloat16"), r"layers\.0\.\S+ keeps float32, \S+layers\.2\.\S+ bfloat16"),
-        (with_layer(block_size=64), r"layers\.0\.\S+ has blocks of 32 tokens, \S+layers\.2\.\S+ of 64"),
-        (with_layer(group=1), r"layers\.0\.\S+ and \S+layers\.2\.\S+ are of one kind but have block tables of their own"),
+        (with_layer(LLAMA, spec="CrossAttentionSpec"), r"layer model\.layers\.3\.self_attn\.attn attends to an encoder's output"),
+        (with_layer(LLAMA, spec="TomorrowSpec"), r"has a KV cache that kvferry does not know \(TomorrowSpec\)"),
+        (with_layer(LLAMA, is_packed_otherwise=True), r"layers\.3\.\S+ has something else in its blocks than K and V"),
+        (with_layer(FP8, quant_mode="INT8_PER_TOKEN_HEAD"), r"layers\.3\.\S+ is quantised as INT8_PER_TOKEN_HEAD"),
+        (replace(FP8, cache_dtype="fp8_e5m2"), r"is quantised as FP8_PER_TENSOR \(--kv-cache-dtype fp8_e5m2, scales: 1\)"),
+        (with_layer(FP8, num_scales=4), r"is quantised as FP8_PER_TENSOR \(--kv-cache-dtype fp8, scales: 4\)"),
+        (with_layer(LLAMA, dtype="bfloat16"), r"layers\.0\.\S+ keeps float32, \S+layers\.3\.\S+ bfloat16"),
+        (replace(LLAMA, model_dtype="int8"), "--dtype has dtype int8"),
+        (with_layer(LLAMA, block_size=64), r"layers\.0\.\S+ has blocks of 32 tokens, \S+layers\.3\.\S+ of 64"),
+        (with_layer(LLAMA, group=1), r"layers\.0\.\S+ and \S+layers\.3\.\S+ are of one kind but have block tables of their own"),
+        (replace(LLAMA, layers=()), "no layer of this rank keeps KV"),
+        (with_layer(LLAMA, name="model.layers.2.cross.attn"), r"layers\.2\.\S+ and \S+\.2\.cross\.attn are caches of one layer"),
+        (with_layer(LLAMA, name="model.layers.3.mtp.0.attn"), "has 2 numbers in its name"),
+        # The heads of the whole model
+        (
+            with_layer(replace(LLAMA, tp_size=2, model_layers=(), total_num_kv_heads=8), num_kv_heads=1),
+            r"layers\.3\.\S+ has 1 KV head on each of 2 ranks, and the model has 8",
+        ),
+        (
+            with_layer(replace(LLAMA, tp_size=4, model_layers=(), total_num_kv_heads=3), num_kv_heads=1),
+            r"layers\.3\.\S+ has 3 KV heads on 4 ranks; must divide them",
+        ),
+        # The layers of other stages
+        (replace(STAGE, layers=STAGE.layers[:1]), r"stage 1 keeps KV of layers 2; with pipeline stages .* here \[2, 4\)"),
+        (with_layer(STAGE, v_head_dim=64), r"layer 3 keeps .*v_head_dim=64.*; config\.json says .*v_head_dim=32"),
+        (with_layer(replace(STAGE, model_layers=()), v_head_dim=64), "the layers of this stage differ"),
+        (with_layer(replace(FP8, pp_size=2, stage_layers=(4, 4)), v_scale=0.5), r"layers\.3\.\S+ has scales \(1\.0, 0\.5\)"),
     ],
 )
 def test_layers_that_are_refused(facts: VllmFacts, match: str) -> None:
@@ -378,6 +398,8 @@ def test_backends_and_instruction_sets_that_are_refused() -> None:
         LayoutError, match=r"packs its blocks for amx, which kvferry cannot read; .*: start vLLM with --dtype float32"
     ):
         pool_with(isa="amx")
+    with pytest.raises(LayoutError, match=r"has head dims 16 and 48, .* half of it K"):
+        pool_with(k_head_dim=16, v_head_dim=48)
 
 
 def test_tensors_that_are_refused() -> None:
@@ -387,6 +409,10 @@ def test_tensors_that_are_refused() -> None:
     pool = rank.described.pool
     with pytest.raises(LayoutError, match=r"layer model\.layers\.0\.self_attn\.attn has no tensor; vLLM registered 3"):
         pool({name: cache for name, cache in caches.items() if name != first})
+    with pytest.raises(LayoutError, match=r"layer draft\.0 has a tensor, but is in none"):
+        pool({**caches, "draft.0": caches[first]})
+    with pytest.raises(LayoutError, match="the content of a block and head must be one run"):
+        pool({**caches, first: torch.zeros(64, 4, 64, 32).transpose(2, 3)})
     for wrong in (
         caches[first][:-1],
         caches[first].transpose(1, 2),
@@ -407,10 +433,9 @@ def test_tensors_that_are_refused() -> None:
     [(4, 4, 1, 4), (2, 4, 2, 4), (1, 4, 4, 4), (1, 2, 4, 2), (1, 1, 2, 1), (3, 6, 2, 6)],
 )
 def test_heads_of_the_whole_model(per_rank: int, total: int, tp_size: int, found: int) -> None:
-    facts = llama()
-    layers = tuple(replace(layer, num_kv_heads=per_rank) for layer in facts.layers)
-    for model_layers in (facts.model_layers[:0], tuple(replace(spec, num_kv_heads=total) for spec in facts.model_layers)):
-        described = describe(replace(facts, layers=layers, tp_size=tp_size, total_num_kv_heads=total, model_layers=model_layers))
+    layers = tuple(replace(layer, num_kv_heads=per_rank) for layer in LLAMA.layers)
+    for model_layers in (LLAMA.model_layers[:0], tuple(replace(spec, num_kv_heads=total) for spec in LLAMA.model_layers)):
+        described = describe(replace(LLAMA, layers=layers, tp_size=tp_size, total_num_kv_heads=total, model_layers=model_layers))
         assert {spec.num_kv_heads for spec in described.layout.layers} == {found}
         # As vLLM deals heads out: consecutive ranks share one where there are more ranks than heads.
         held = [described.shard.at(rank).heads(found) for rank in range(tp_size)]
@@ -418,12 +443,10 @@ def test_heads_of_the_whole_model(per_rank: int, total: int, tp_size: int, found
 
 
 def test_stages_of_a_model_that_kvferry_does_not_know() -> None:
-    second = facts_of(ranks(recorded("llama-pp2"))[1]["facts"])
-    assert second.pp_rank == 1
-    known = describe(second)
-    assert describe(replace(second, model_layers=())).layout == known.layout
+    known = describe(STAGE)
+    assert describe(replace(STAGE, model_layers=())).layout == known.layout
     assert known.shard.stages(known.layout) == (Span(begin=0, end=2), Span(begin=2, end=4))
-    uneven = describe(replace(second, stage_layers=(3, 1), layers=second.layers[1:]))
+    uneven = describe(replace(STAGE, stage_layers=(3, 1), layers=STAGE.layers[1:]))
     assert uneven.shard.stages(uneven.layout) == (Span(begin=0, end=3), Span(begin=3, end=4))
 
 
