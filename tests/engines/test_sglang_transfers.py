@@ -22,7 +22,7 @@ from transfer.load_config import load_config
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=8, dtype=DType.FLOAT32)
 PAGES = 32
 WAIT_S = 60.0
-LIMITS = {"tls.insecure": 1, "join_on_request": True, "limits.prefill_retries": 0, "limits.hold_s": 0.5}
+LIMITS = {"tls.insecure": 1, "join_on_request": True, "limits.prefill_retries": 0}
 
 
 class Host:

@@ -20,6 +20,7 @@ from kvferry.engines.hosted_rank import HostedRank
 from prefill_node.source_rank import Free
 from prefill_node.source_requests import Transfer
 from transfer.config import HostedConfig
+from transfer.config.hosted import HostedLimitsConfig
 from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard
 from transfer.load_config import load_config
@@ -51,6 +52,10 @@ def wait_for(look: Callable[[], _T | None], what: str, timeout_s: float = TIMEOU
     return found
 
 
+class Limits(HostedLimitsConfig, frozen=False):
+    """Limits that a test lowers for one prompt, so that a busy machine does not exceed them in a hand-over that must succeed."""
+
+
 class Instance:
     """All ranks of one instance, and its leader.
 
@@ -77,6 +82,8 @@ class Instance:
         defaults: dict[str, Any] = {"tls.insecure": 1, "chunk.chunk_tokens": 32, "ring.capacity_bytes": 1 << 20}
         defaults["heartbeat.interval_s"] = 2.0  # a process that a loaded machine does not run for a second is not dead
         config = load_config(HostedConfig, flags=defaults | (settings or {}))
+        self.limits = Limits(**dict(config.limits))
+        config = config.model_copy(update={"limits": self.limits})
         name = name or f"test-{secrets.token_hex(8)}"
         shard = Shard(tp_size=tp_size, page_size=page_size)
         pool_of = pool_of or (lambda one: KVPool(layout=LAYOUT, shard=one, num_pages=PAGES))

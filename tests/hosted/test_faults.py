@@ -13,7 +13,7 @@ from kvferry.engines.hosted_leader import HostedLeader
 from node_runtime.rank_link import LeaderLink
 from node_runtime.rank_report import RankHello
 from tests.hosted.conftest import Start
-from tests.hosted.instances import FROM, PROMPT, TO, Instance, hand_over, wait_for
+from tests.hosted.instances import FROM, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
 from tests.runtime.instances import hello
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError, TransferError
@@ -54,9 +54,11 @@ def test_a_computed_prompt_that_nobody_wants_any_more_is_free_at_once(pair: Pair
 
 
 def test_nobody_asks_for_a_computed_prompt(pair: Pair) -> None:
-    source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 2.0}})
+    source, decode = pair({"tp_size": 2})
+    source.limits.hold_s = 0.1
     source.sends("a", "t")
-    assert source.freed("a").failure == "no decode side has asked for it within 2 s (limits.hold_s)"
+    assert source.freed("a").failure == "no decode side has asked for it within 0.1 s (limits.hold_s)"
+    source.limits.hold_s = TIMEOUT_S
     decode.leader.want("b", "t", source.leader.address, PROMPT)
     assert "prompt t is over: no decode side has asked for it" in decode.wait_until_failed("b")
     decode.leader.cancel("b", "computed here")
@@ -64,9 +66,11 @@ def test_nobody_asks_for_a_computed_prompt(pair: Pair) -> None:
 
 
 def test_a_prompt_that_the_prefill_engine_never_gets(pair: Pair) -> None:
-    source, decode = pair({"settings": {"limits.meet_timeout_s": 2.0}})
+    source, decode = pair()
+    source.limits.meet_timeout_s = 0.1
     decode.leader.want("b", "nowhere", source.leader.address, PROMPT)
-    assert "engine was not given prompt nowhere within 2 s (limits.meet_timeout_s)" in decode.wait_until_failed("b")
+    assert "engine was not given prompt nowhere within 0.1 s (limits.meet_timeout_s)" in decode.wait_until_failed("b")
+    source.limits.meet_timeout_s = TIMEOUT_S
     decode.leader.bind("b", [TO])  # an engine that would rather fail it than compute it
     assert "was not given prompt nowhere" in decode.settled("b").failure
     assert source.outcomes("prefill") == {"refused": 1} and decode.outcomes("decode") == {"refused": 1}
@@ -79,7 +83,7 @@ def test_a_prompt_that_the_prefill_engine_never_gets(pair: Pair) -> None:
     [((*PROMPT[:-1], 5), r"token_ids\[99\] is 5"), (PROMPT[:-1], "token_ids has 99 tokens; the prompt .* has 100")],
 )
 def test_another_prompt_under_the_same_id_is_refused(pair: Pair, theirs: tuple[int, ...], said: str) -> None:
-    source, decode = pair({"settings": {"limits.hold_s": 2.0}})
+    source, decode = pair()
     source.leader.offer("a", "t", PROMPT)
     source.leader.begin("a")
     decode.leader.want("b", "t", source.leader.address, theirs)
@@ -91,14 +95,16 @@ def test_another_prompt_under_the_same_id_is_refused(pair: Pair, theirs: tuple[i
 
 
 def test_the_decode_side_goes_away(pair: Pair, start: Start) -> None:
-    source, decode = pair({"settings": {"limits.hold_s": 2.0}})
+    source, decode = pair()
     begun(source, decode)
     decode.close()
     wait_for(lambda: source.leader.num_joined == 0, "the loss is seen")
+    source.limits.hold_s = 0.1
     source.compute("a", FROM, PROMPT, 40, 100)
     source.finish("a")
     assert source.freed("a").failure
     source.assert_idle()
+    source.limits.hold_s = TIMEOUT_S
     another = start(TARGET, settings={"peers.prefill_nodes": (source.leader.address,)})
     wait_for(another.joined, "joined")
     hand_over(source, another, "next")

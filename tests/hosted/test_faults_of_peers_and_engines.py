@@ -163,7 +163,7 @@ async def test_a_repeated_report_does_not_release_pages_of_the_next_prompt() -> 
 
 def test_a_prompt_that_ends_early_fails_its_transfer(pair: Pair) -> None:
     """Regression: the transfer and the decode side waited forever for the rest, and the decode side kept its pages."""
-    source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 2.0}})
+    source, decode = pair({"tp_size": 2})
     decode.fetches("b", "t", source)
     source.computes("a", "t", end=40)
     source.finish("a")

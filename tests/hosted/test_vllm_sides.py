@@ -282,7 +282,7 @@ def test_a_prompt_that_failed_before_it_had_blocks_ends_where_vllm_is_to_fail_it
 
 
 def test_a_request_that_is_aborted_while_it_waits_for_its_kv(pair: Pair) -> None:
-    source, target = pair({"settings": {"limits.hold_s": 2.0}}, {"tp_size": 2})
+    source, target = pair(None, {"tp_size": 2})
     prefill, decode = Vllm(source), Vllm(target)
     theirs = prefill.offered()
     prefill.step(theirs, 40)
