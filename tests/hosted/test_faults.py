@@ -97,12 +97,15 @@ def test_another_prompt_under_the_same_id_is_refused(pair: Pair, theirs: tuple[i
 def test_the_decode_side_goes_away(pair: Pair, start: Start) -> None:
     source, decode = pair()
     begun(source, decode)
+    source.sends("computed", "u")
+    decode.leader.want("without pages", "u", source.leader.address, PROMPT)
+    decode.wait_until_ready("without pages")
+    source.limits.hold_s = 0.1
     decode.close()
     wait_for(lambda: source.leader.num_joined == 0, "the loss is seen")
-    source.limits.hold_s = 0.1
     source.compute("a", FROM, PROMPT, 40, 100)
     source.finish("a")
-    assert source.freed("a").failure
+    assert source.freed("a").failure and source.freed("computed").failure
     source.assert_idle()
     source.limits.hold_s = TIMEOUT_S
     another = start(TARGET, settings={"peers.prefill_nodes": (source.leader.address,)})
