@@ -11,7 +11,9 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from typing import Final
@@ -60,7 +62,8 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
 
 def _start(preload: Sequence[str]) -> None:
     multiprocessing.resource_tracker.ensure_running()  # a later start would unblock SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # SIGINT, too: its handler needs the process id of a fork server that was started. `fork_server_first` unblocks it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         with streaming_copies():
             multiprocessing.get_context("forkserver").set_forkserver_preload([_FIRST, *preload, _LAST])
@@ -83,6 +86,16 @@ def end_fork_server() -> None:
         stop()
     while _pipe:
         os.close(_pipe.pop())
+
+
+def end_fork_server_at_once() -> None:
+    """Do as `end_fork_server`, in a signal handler and before `os._exit`: take no lock, and remove the folder of the socket."""
+    pid = fork_server_pid()
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
 
 
 def fork_server_pid() -> int | None:

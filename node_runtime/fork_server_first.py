@@ -9,3 +9,4 @@ import signal
 
 gc.disable()
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the leader reacts to Ctrl-C of a terminal
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -5,17 +5,24 @@ The fork server inherits the node's standard output, so `communicate` returns on
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from node_runtime import exit_codes
+
 NODE = [sys.executable, "-m", "decode_node", "serve"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def open_node(*options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*NODE, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def open_node(*options: str, **environment: str) -> subprocess.Popen[str]:
+    env = os.environ | environment
+    return subprocess.Popen([*NODE, *options], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_an_invalid_command_line_leaves_no_process() -> None:
@@ -23,14 +30,21 @@ def test_an_invalid_command_line_leaves_no_process() -> None:
     assert "No such option: --nonsense" in output
 
 
-def test_a_node_that_is_killed_before_its_settings_are_known_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_node_that_is_killed_before_its_settings_are_known_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     settings = tmp_path / "settings.fifo"
     subprocess.run(["mkfifo", settings], check=True)
-    node = open_node("--config", str(settings))  # waits for a writer
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    node = open_node("--config", str(settings), TMPDIR=str(temporary))  # waits for a writer
     children = Path(f"/proc/{node.pid}/task/{node.pid}/children")
     deadline_s = time.monotonic() + 30
-    while len(children.read_text().split()) < 2:  # the fork server and the resource tracker
+    while len(pids := children.read_text().split()) < 2:  # the resource tracker and the fork server
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    node.kill()
-    node.communicate(timeout=60)
+    node.send_signal(number)
+    node.wait(60)
+    has_waited = not Path(f"/proc/{pids[1]}").exists()
+    output, _ = node.communicate(timeout=60)
+    if number != signal.SIGKILL:
+        assert (node.returncode, output, has_waited, list(temporary.iterdir())) == (exit_codes.OK, "", True, [])
