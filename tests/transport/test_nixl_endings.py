@@ -20,6 +20,7 @@ from tests.transport.payload import ring_of, rng
 from transfer.errors import LocalProtocolError, TransportClosed
 from transfer.transport import nixl_session, ucx_session
 from transfer.transport.memory import HostMemory, memory_of
+from transfer.transport.nixl import NixlTransport
 from transfer.transport.nixl_library import transports_without
 from transfer.transport.nixl_revocation import CopyWatch, SharedAlias
 from transfer.transport.nixl_session import NixlSession, PeerMemory
@@ -163,6 +164,26 @@ def test_the_agent_of_a_writer_outlives_its_copies_on_a_device(monkeypatch: pyte
     quiet.set()
     assert waits.join(30)
     assert agent.is_closed and session.is_over
+
+
+def test_only_the_target_of_a_session_has_a_progress_thread() -> None:
+    """A writer's thread would use UCX's CUDA events beside the owner (docs/adr/0041-nixl-progress-thread.md)."""
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    writer, target = NixlTransport(lane="net"), NixlTransport(lane="net")
+    memory = target.register(ring_of(4096))
+    offer = writer.offer()
+    _, answer = target.accept(offer.blob, memory)
+    offer.complete(answer)  # UCX's own thread has started, which all sessions share
+    offer, before = writer.offer(), threads()
+    _, answer = target.accept(offer.blob, memory)
+    accepted = threads()
+    offer.complete(answer)
+    assert (len(accepted - before), len(threads() - accepted)) == (1, 0)
+    writer.close()
+    target.close()
 
 
 def test_a_wait_that_fails_is_logged_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
