@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ def start_early(arguments: Sequence[str]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
         prepare_process()
-        begin_fork_server()
+        with contextlib.suppress(OSError):  # `start_fork_server` reports it
+            begin_fork_server()
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -15,6 +15,7 @@ import multiprocessing.util
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Sequence
 from typing import Final
 
@@ -53,11 +54,21 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
 
     Args:
         preload: Modules to import, in order. The fork server ignores import errors, because the ranks report them.
+
+    Raises:
+        ConfigError: The folder for temporary files has a path that is too long for a socket, or cannot be written.
     """
     if len(_pipe) > 1:  # the fork server waits for the names
         os.write(_pipe[1], "\n".join(preload).encode())
         os.close(_pipe.pop())
-    _start(preload)  # starts a new fork server if the previous one has ended
+    try:
+        _start(preload)  # starts a new fork server if the previous one has ended
+    except OSError as error:
+        from transfer.errors import ConfigError  # imported late: 27 ms before the fork server begins with torch
+
+        raise ConfigError(
+            f"the fork server cannot listen in {tempfile.gettempdir()}: {error}; set TMPDIR to a shorter path"
+        ) from error
 
 
 def _start(preload: Sequence[str]) -> None:

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +32,29 @@ def test_an_invalid_command_line_leaves_no_process() -> None:
     assert "No such option: --nonsense" in output
 
 
+def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_reported(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    node = open_node("--model", str(tmp_path), "--insecure", TMPDIR=str(deep))
+    output, _ = node.communicate(timeout=60)
+    assert node.returncode == exit_codes.BAD_CONFIG
+    assert "AF_UNIX path too long; set TMPDIR to a shorter path" in output and "Traceback" not in output
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """For sockets: pytest's own folders can have paths that are too long."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_node_that_is_killed_before_its_settings_are_known_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_node_that_is_killed_before_its_settings_are_known_leaves_no_process(
+    number: signal.Signals, tmp_path: Path, short_path: Path
+) -> None:
     settings = tmp_path / "settings.fifo"
     subprocess.run(["mkfifo", settings], check=True)
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    node = open_node("--config", str(settings), TMPDIR=str(temporary))  # waits for a writer
+    node = open_node("--config", str(settings), TMPDIR=str(short_path))  # waits for a writer
     children = Path(f"/proc/{node.pid}/task/{node.pid}/children")
     deadline_s = time.monotonic() + 30
     while len(pids := children.read_text().split()) < 2:  # the resource tracker and the fork server
@@ -47,4 +65,4 @@ def test_a_node_that_is_killed_before_its_settings_are_known_leaves_no_process(n
     has_waited = not Path(f"/proc/{pids[1]}").exists()
     output, _ = node.communicate(timeout=60)
     if number != signal.SIGKILL:
-        assert (node.returncode, output, has_waited, list(temporary.iterdir())) == (exit_codes.OK, "", True, [])
+        assert (node.returncode, output, has_waited, list(short_path.iterdir())) == (exit_codes.OK, "", True, [])
