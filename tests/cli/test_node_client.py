@@ -20,6 +20,7 @@ from kvferry.node_commands import node_app
 from kvferry.signals import run_until_signalled
 from kvferry.status_view import run_status, status_to_json
 from tests.authority import Authority
+from tests.runtime.hand_clock import HandClock
 from transfer.errors import PeerUnreachable, RemoteProtocolError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -53,16 +54,18 @@ class FakeDecode(pb_grpc.DecodeControlServicer):
     is_frozen: bool = False
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[pb.GenerateRequest] = field(default_factory=list)
+    remaining_s: float | None = None  # until the deadline of the last request
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
         self.requests.append(request)
+        self.remaining_s = context.time_remaining()
         try:
             for event in self.events:
                 yield event
             if self.code is not None:
                 await context.abort(self.code, "the reason, in one line")
             if self.is_hanging:
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
@@ -143,25 +146,31 @@ async def test_a_stream_without_a_last_event_is_no_success(capsys: pytest.Captur
     assert "without its last event" in capsys.readouterr().err
 
 
-async def test_a_node_that_accepts_nothing_is_given_up() -> None:
+async def test_a_node_that_accepts_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     node = FakeDecode(is_hanging=True)
     async with serving(node) as address, NodeClient(address) as client:
-        with pytest.raises(TransportTimeout, match=r"no answer within 0.2 s"):
-            await anext(client.generate(REQUEST, accept_timeout_s=0.2))
+        first = asyncio.ensure_future(anext(client.generate(REQUEST, accept_timeout_s=1000)))
+        while not node.requests:
+            await asyncio.sleep(0.01)
+        with monkeypatch.context() as patch:
+            await HandClock(patch).advance(1000)
+        with pytest.raises(TransportTimeout, match=r"no answer within 1000 s"):
+            await asyncio.wait_for(first, 60)
         await asyncio.wait_for(node.cancelled.wait(), 60)
 
 
 @pytest.mark.parametrize(
-    ("events", "said"), [([], "no answer within 0.3 s"), ([ACCEPTED], "not finished within 0.3 s (request r1)")]
+    ("events", "said"), [([], "no answer within 1000 s"), ([ACCEPTED], "not finished within 1000 s (request r1)")]
 )
-async def test_a_deadline_ends_the_request_on_both_sides(
+async def test_the_node_knows_the_deadline_and_its_end_is_reported(
     events: list[pb.GenerateEvent], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    node = FakeDecode(events=events, is_hanging=True)
+    """The node ends the request here. At both ends, gRPC reports a deadline with the same code."""
+    node = FakeDecode(events=events, code=grpc.StatusCode.DEADLINE_EXCEEDED)
     async with serving(node) as address:
-        assert await run_generate(address, REQUEST, timeout_s=0.3, is_json=False) == exit_codes.TOO_LATE
-        assert capsys.readouterr().err == f"kvferry generate: {address}: {said}\n"
-        await asyncio.wait_for(node.cancelled.wait(), 60)
+        assert await run_generate(address, REQUEST, timeout_s=1000, is_json=False) == exit_codes.TOO_LATE
+    assert capsys.readouterr().err == f"kvferry generate: {address}: {said}\n"
+    assert node.remaining_s is not None and 0 < node.remaining_s < 1100  # gRPC sends tens of seconds, rounded up
 
 
 async def test_cancelling_the_command_cancels_the_request() -> None:

@@ -76,6 +76,21 @@ async def until(holds: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.002)
 
 
+class NoticingServicer(TransferControlServicer):
+    """Sets `given_up` once it has noticed that a caller of Attach went away."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.given_up = asyncio.Event()
+
+    async def Attach(self, request: pb.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AttachResponse:
+        try:
+            return await super().Attach(request, context)
+        except asyncio.CancelledError:
+            self.given_up.set()
+            raise
+
+
 @dataclass
 class DecodeRank:
     """The owner of a servicer, as a decode rank will be one."""
@@ -92,7 +107,7 @@ class DecodeRank:
     max_sessions: int | None = None
 
     def __post_init__(self) -> None:
-        self.servicer = TransferControlServicer(
+        self.servicer = NoticingServicer(
             watermark=watermark(1),
             ring_capacity_bytes=CAPACITY,
             heartbeat_s=self.heartbeat_s,
@@ -205,9 +220,16 @@ async def test_the_same_writer_attaches_once_and_again_after_its_session(rank: D
 
 
 async def test_a_writer_that_gives_up_in_mid_attach_leaves_nothing(rank: DecodeRank, writer: Writer) -> None:
-    rank.before_answer = lambda: asyncio.sleep(0.3)
-    with pytest.raises(TransportTimeout):
-        await writer.client.attach(attach_request(), timeout_s=0.1)
+    has_begun = asyncio.Event()
+
+    async def wait() -> None:
+        has_begun.set()
+        await rank.servicer.given_up.wait()
+
+    rank.before_answer = wait
+    asked = asyncio.ensure_future(writer.client.attach(attach_request(), timeout_s=DEADLINE_S))
+    await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
+    asked.cancel()
     await until(lambda: bool(rank.lost), "the loss")
     assert rank.lost == [(101, "the writer went away while it attached")]
     assert rank.servicer.session_ids == ()
