@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from kvferry.router.serve import open_router
+from kvferry.router.servers import Server
 from kvferry.router.settings import RouterSettings
 from tests.authority import Authority
 from tests.router.conftest import WITHIN_S, Client, until
@@ -104,7 +105,9 @@ async def test_each_status_before_the_first_token(code: grpc.StatusCode, status:
         assert ("Retry-After" in answer.headers) is (status == 503)
 
 
-async def test_another_node_is_tried_where_one_fails() -> None:
+async def test_another_node_is_tried_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Server.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(Server.__init__.__kwdefaults__, "clock", lambda: 100.0)  # a breaker never ends its pause
     nodes = [Node(code=grpc.StatusCode.UNAVAILABLE), Node()]
     async with routed(*nodes) as client:
         for number in range(12):
