@@ -64,7 +64,7 @@ test: setup ## run the tests of CI: logic, protocol, kernels, storage, one clust
 	@$(BIN)/python -m pytest -n 3 --dist loadfile $(TEST_ARGS)
 
 test-cluster: setup ## run all other tests with processes, networks or faults; JOBS run in parallel
-	@bash .ci/tools etcd
+	@bash .ci/tools cluster
 	@$(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=$(SIDE_BY_SIDE) $(JOBS:%=test-cluster-%)
 
 test-cluster-%: setup

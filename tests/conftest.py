@@ -28,6 +28,16 @@ LONGEST = (SERVING, "tests/cli/test_demo", "tests/protocol/test_world", "tests/e
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would begin with the files of most tests
+    missing = [path for path in (argument.split("::")[0] for argument in config.args) if not Path(path).exists()]
+    if missing:  # workers of xdist report nothing and collect nothing
+        raise pytest.UsageError(f"file or directory not found: {', '.join(missing)}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        terminalreporter.write_line(
+            "no test matches: check the names of tests and the expression of -k; -n0 shows pytest's message"
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -63,8 +63,9 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 # Logic uses no clock, random numbers, threads, sockets or environment: it receives their values as arguments and events.
 # (The other files of layer 0 are interfaces, and their signatures may name an event loop.)
 LOGIC = (
-    *_files("transfer", "layout layer_groups chunk ring ring_index page_allocator breaker"),
-    *_files("prefill_node", "scheduler stored_prefix prefix_pages"), "decode_node/placement.py",
+    *_files("transfer", "layout layer_groups chunk piece_size ring ring_index page_allocator breaker"),
+    *_files("prefill_node", "scheduler stored_prefix prefix_pages"),
+    *_files("decode_node", "placement offload/placing offload/sizes"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {
@@ -179,7 +180,7 @@ def violations(path: str, source: str) -> Iterator[str]:
         elif top in sys.stdlib_module_names:
             if _is_one_of(path, LOGIC) and top in IMPURE_STDLIB:
                 reason = "logic uses no clock, random numbers, threads, sockets or environment"
-        elif is_pure:
+        elif is_pure or _is_one_of(path, LOGIC):
             reason = "pure code imports no other library"
         elif _is_one_of(path, L1) and top not in L1_LIBRARIES | {"numpy"}:
             reason = f"layer 1 may import {', '.join(sorted(L1_LIBRARIES))}"

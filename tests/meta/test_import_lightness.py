@@ -41,4 +41,5 @@ def _modules_loaded_by(statement: str) -> set[str]:
     ],
 )
 def test_import_loads_no_unwanted_module(statement: str, unwanted: set[str]) -> None:
-    assert not _modules_loaded_by(statement) & unwanted
+    loaded = sorted(_modules_loaded_by(statement) & unwanted)
+    assert not loaded, f"{statement!r} loads {', '.join(loaded)}"

@@ -74,6 +74,7 @@ class Hosts:
         number = os.getpid() % 200
         self._network = f"10.{40 + number}"
         self._names: dict[Role, str] = {role: f"{_PREFIX}{role}-{os.getpid()}" for role in ROLES}
+        self._links: dict[Role, str] = {role: f"kvf{index}-{os.getpid()}" for index, role in enumerate(ROLES, start=1)}
 
     def address(self, role: Role) -> str:
         """Of the namespace on the link."""
@@ -94,7 +95,7 @@ class Hosts:
             _run("ip", "netns", "add", name)
         _run("ip", "link", "add", DATA, "netns", first, "type", "veth", "peer", "name", DATA, "netns", second)
         for index, role in enumerate(ROLES, start=1):
-            name, here, network = self._names[role], f"kvf{index}-{os.getpid()}", f"{self._network}.{index}"
+            name, here, network = self._names[role], self._links[role], f"{self._network}.{index}"
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "addr", "add", f"{self.address(role)}/24", "dev", DATA)
             _run("ip", "-n", name, "link", "set", DATA, "up")
@@ -108,7 +109,9 @@ class Hosts:
             _until_running(name)
 
     def close(self) -> None:
-        """Take them away, and with them every interface that they had a part in."""
+        """Delete links and namespaces. The kernel deletes links of a namespace late, and the next hosts have the same names."""
+        for link in self._links.values():
+            subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
         for name in self._names.values():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
