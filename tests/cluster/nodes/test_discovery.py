@@ -99,11 +99,12 @@ async def test_prefill_nodes_come_and_go(tmp_path: Path, model: Path, reference:
             prompts = [prompt(LONG, variant) for variant in range(4)]
             flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
 
-            async def is_working() -> bool:
-                status = await status_of(decode)
-                return status is not None and all(peer.outstanding_tokens for peer in status.peers)
+            async def has_its_two() -> bool:
+                """The node itself says so: a request on its way to a node that drains goes to the other one."""
+                status = await status_of(first)
+                return status is not None and status.queued_requests + status.running_requests == 2
 
-            await until(is_working, "both have work")
+            await until(has_its_two, "two requests on the node that is to drain")
             first.terminate()
 
             async def is_no_longer_named() -> bool:
