@@ -66,7 +66,7 @@ class FakeDecode(pb_grpc.DecodeControlServicer):
                 await context.abort(self.code, "the reason, in one line")
             if self.is_hanging:
                 await asyncio.Event().wait()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter if gRPC was sending an event when the call was cancelled
             self.cancelled.set()
             raise
 
