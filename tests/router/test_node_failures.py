@@ -51,7 +51,7 @@ class Node(pb_grpc.DecodeControlServicer):
             if self.code is not None:
                 await context.abort(self.code, "the reason, in one line")
             yield DONE
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter if gRPC was sending an event
             self.num_cancelled += 1
             raise
 
