@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +15,8 @@ from torch import Tensor
 from bench.link_plan import Samples, Step
 from bench.pair import bytes_on, synchronize
 
+_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE in CUDA's driver_types.h
+
 
 class MappedMemory:
     """Memory of another process, mapped for the current device.
@@ -25,7 +28,9 @@ class MappedMemory:
     def __init__(self, blob: tuple[bytes, int]) -> None:
         self._runtime: Any = importlib.import_module("cuda.bindings.runtime")
         handle = self._runtime.cudaIpcMemHandle_t()
-        handle.reserved, offset = blob
+        handle_bytes, offset = blob
+        # By address: the field with the bytes has no name in every cuda-bindings (none in 13.5).
+        ctypes.memmove(handle.getPtr(), handle_bytes, _HANDLE_BYTES)
         torch.cuda.current_stream().synchronize()  # a context on this device, the one that the mapping is for
         self._base = _checked(
             self._runtime.cudaIpcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle"
@@ -56,7 +61,7 @@ def export(memory: Tensor) -> tuple[bytes, int]:
     if int(error):
         raise RuntimeError(f"cuMemGetAddressRange failed: {error}")
     handle = _checked(runtime.cudaIpcGetMemHandle(int(base)), "cudaIpcGetMemHandle")
-    return bytes(handle.reserved), memory.data_ptr() - int(base)
+    return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES), memory.data_ptr() - int(base)
 
 
 def _checked(answer: tuple[Any, ...], name: str) -> Any:
