@@ -1,10 +1,9 @@
-"""Runs the benchmarks of kvferry's promises, and says which of them hold on this machine.
+"""Run all benchmarks on CPUs and compare them with their targets.
 
     python -m bench [--json FILE] [--quick] [--only NAME ...]        (`make bench`)
 
-Each benchmark runs in a process of its own, one after the other, in under six minutes together; its own table can be had with
-``python -m bench.NAME``. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which is for seeing
-that all of it runs, only when one fails.
+Each benchmark runs in a separate process, one after the other, in less than six minutes in total. ``python -m bench.NAME`` runs
+one and prints its own table. The exit code is 1 if a target is missed or a benchmark fails. ``--quick`` checks no target.
 """
 
 from __future__ import annotations
@@ -15,4 +14,4 @@ from bench.suite import run_suite
 from bench.table import BUDGET_S, RUNS, outcomes_of
 
 if __name__ == "__main__":
-    sys.exit(run_suite(RUNS, outcomes_of, title="kvferry: what it must reach", budget_s=BUDGET_S))
+    sys.exit(run_suite(RUNS, outcomes_of, title="kvferry: targets", budget_s=BUDGET_S))

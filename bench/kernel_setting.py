@@ -183,7 +183,7 @@ ON_GPU = (
     _llama8(", wire float8 scaled", wire_dtype=DType.FLOAT8_E4M3, scale=0.37),
     _llama8(", wire float16", wire_dtype=DType.FLOAT16),
 )
-"""What is promised of GPUs, and conversions."""
+"""Cases with a target on GPUs, and conversions."""
 
 
 def _host(name: str, **more: Any) -> Geometry:

@@ -24,7 +24,7 @@ COPY = "device copy"
 _THREADS = 8  # that compile
 _ROUND = 12  # variants that are compiled together
 
-# The most promising first: the time may be over before the last.
+# The likeliest first: the time may be over before the last.
 DIGESTING: tuple[dict[str, Any], ...] = (
     {},
     {"digest_words": 1024, "digest_warps": 8},

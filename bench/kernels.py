@@ -152,7 +152,7 @@ def _peer_calls(peer: sglang.SglangStaging, prepared: Prepared) -> tuple[Callabl
 
 
 def _add_headline(report: Report) -> None:
-    """The worst of what is promised; copies only."""
+    """Add the worst ratio of the cases with a target; copies only."""
 
     def ratios(*names: str) -> list[float]:
         return [row.ratio for row in report.rows if row.what in names and row.ratio is not None and "wire" not in row.case]

@@ -1,10 +1,10 @@
-"""What kvferry promises of KV offload, and which of it holds on this machine.
+"""Measure KV offload and compare it with its targets.
 
     python -m bench.offload [--json FILE] [--quick] [--only NAME ...]
 
 Runs `bench.offload_copies`, `bench.tiered_decode` and `bench.offload_cluster`, each in a process of its own. The first two are
-judged on a GPU only; the third runs on CPUs. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which
-is for seeing that all of it runs, only when one fails.
+judged on a GPU only; the third runs on CPUs. The exit code is 1 if a target is missed or a benchmark
+fails. ``--quick`` checks no target.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def outcomes_of(module: str, content: Content, *, has_gpu: bool) -> list[Outcome
 
 
 def main() -> int:
-    return run_suite(RUNS, partial(outcomes_of, has_gpu=torch.cuda.is_available()), title="kvferry: what KV offload must reach")
+    return run_suite(RUNS, partial(outcomes_of, has_gpu=torch.cuda.is_available()), title="kvferry: targets of KV offload")
 
 
 if __name__ == "__main__":

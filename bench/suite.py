@@ -57,12 +57,12 @@ def run_one(run: Run, folder: Path, *, is_quick: bool, timeout_s: float) -> tupl
 
 
 def print_table(outcomes: Sequence[Outcome], environment: Environment, console: Console) -> None:
-    """What, measured, must reach, ok."""
+    """Print each outcome with its measured value and its target."""
     if not console.is_terminal:
         console.width = max(console.width, 160)
-    table = Table(title="kvferry: what it must reach, and does here", title_justify="left")
-    for name in ("what", "measured", "must reach", "", "ok", "note"):
-        table.add_column(name, justify="right" if name in ("measured", "must reach") else "left", no_wrap=name != "note")
+    table = Table(title="kvferry: targets, and values measured here", title_justify="left")
+    for name in ("what", "measured", "target", "", "met", "note"):
+        table.add_column(name, justify="right" if name in ("measured", "target") else "left", no_wrap=name != "note")
     for one in outcomes:
         measured = "none" if one.measured is None else f"{one.measured:,.3g}" if one.measured < 1e4 else f"{one.measured:,.0f}"
         bound = "" if one.limit is None else f"{_SIGNS[one.bound]} {one.limit:,g}"
@@ -88,7 +88,7 @@ def run_suite(
         budget_s: For all of them; the last ones get what is left.
 
     Returns:
-        The exit code: 1 when a benchmark fails or, without ``--quick``, a promise is missed; otherwise 0.
+        The exit code: 1 if a benchmark fails or, without ``--quick``, a target is missed; otherwise 0.
     """
     names = [run.module for run in runs]
     parser = argument_parser(f"{title}, measured here")

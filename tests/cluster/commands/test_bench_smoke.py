@@ -114,7 +114,7 @@ def test_hosts_beside_a_pretended_link(tmp_path: Path) -> None:
 
 def test_the_table_of_offload(tmp_path: Path) -> None:
     record = bench("bench.offload", tmp_path / "record.json", "--only", "offload_copies")
-    assert record["title"] == "kvferry: what KV offload must reach"
+    assert record["title"] == "kvferry: targets of KV offload"
     assert all(row["measured"] > 0 for row in record["rows"])
     copies = record["reports"]["offload_copies"]
     assert copies["must_reach"] == 0.9 and copies["worst_ratio"] > 0
