@@ -27,6 +27,7 @@ from deploy.kubernetes import PROMETHEUS_RULE, prometheus_rule
 from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
 from deploy.monitoring.grafana import dashboard_json
 from deploy.monitoring.rule_file import rules_yaml
+from docs import chart
 from embedded_engine.architectures import ARCHITECTURES
 from kvferry import exit_codes as command_codes
 from kvferry.router.metrics import ROUTER_METRICS
@@ -229,6 +230,7 @@ def whole_files() -> dict[Path, str]:
         **{FOLDER / f"{one.name}.json": dashboard_json(one) for one in DASHBOARDS},
         RULES: rules,
         PROMETHEUS_RULE: prometheus_rule(rules),
+        chart.PICTURE: chart.performance_svg(),
     }
 
 
