@@ -73,7 +73,7 @@ PARTS = (
                 *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "320"),
                 *("--in-flight", "64", "--rounds", "5", "--decode-page-size", "16"),
             ),
-            timeout_s=90.0,
+            timeout_s=68.0,
         ),
         rehearsed=("--lanes", "ucx", *_TINY_POOL, "--in-flight", "3"),
     ),
