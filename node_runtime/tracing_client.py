@@ -127,7 +127,8 @@ class OtelTracer:
         assert config.endpoint is not None
         self.max_recorded = sys.maxsize if rank is None else config.max_spans
         # One clock for all spans of the process, whatever becomes of the system's meanwhile.
-        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        # The largest of several: a pause between the two calls makes the difference smaller.
+        self._offset_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
         for name in ("opentelemetry.exporter", "opentelemetry.sdk"):  # they say each failure; `_ToldOnce` says it once
             logging.getLogger(name).setLevel(logging.CRITICAL)
         is_plain = config.endpoint.startswith("http://")

@@ -115,7 +115,8 @@ async def test_a_draining_decode_node_completes_its_requests_and_accepts_no_new_
     prompts = [prompt(LONG, 20), prompt(100, 21)]
     async with Caller(decode.address) as caller, Caller(decode.address) as late:
         await late.ask(())  # connect before the node stops accepting connections
-        flights = [caller.begin(prompts[0], 16), caller.begin(prompts[1], 200)]
+        reference.tokens(prompts[1], 800)  # computed before, so that nobody waits for it
+        flights = [caller.begin(prompts[0], 16), caller.begin(prompts[1], 800)]  # the node drains as long as they take
         await until(lambda: len(flights[1][0].tokens) > 3, "some tokens")
         decode.terminate()
 

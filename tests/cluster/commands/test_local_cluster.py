@@ -47,6 +47,19 @@ def start_marked(token: str) -> subprocess.Popen[bytes]:
     return process
 
 
+def until_ignored(process: subprocess.Popen[bytes], *signals: signal.Signals) -> None:
+    """Wait until the process ignores the signals: before, they end it by default."""
+    wanted = sum(1 << (number - 1) for number in signals)
+    deadline_s = time.monotonic() + 60
+    while True:
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+        ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn:")).split()[1], 16)
+        if ignored & wanted == wanted:
+            return
+        assert time.monotonic() < deadline_s and process.poll() is None
+        time.sleep(0.01)
+
+
 def test_guard_kills_what_ignores_signals_and_stopped_ones_and_nobody_else(tmp_path: Path) -> None:
     token, other = secrets.token_hex(8), secrets.token_hex(8)
     folder = tmp_path / "cluster"
@@ -56,14 +69,14 @@ def test_guard_kills_what_ignores_signals_and_stopped_ones_and_nobody_else(tmp_p
     try:
         processes[1].send_signal(signal.SIGSTOP)
         guard = subprocess.Popen([sys.executable, "-I", "-S", process_guard.__file__, token, str(folder)], stdin=subprocess.PIPE)
-        time.sleep(0.3)
+        until_ignored(guard, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         guard.send_signal(signal.SIGTERM)  # meant for the starter
         time.sleep(0.1)
         assert guard.poll() is None and set(process_guard.processes_of(token)) == {processes[0].pid, processes[1].pid}
         assert guard.stdin is not None
         guard.stdin.close()
-        assert guard.wait(10) == 0
-        assert [process.wait(5) for process in processes[:2]] == [-9, -9]
+        assert guard.wait(60) == 0
+        assert [process.wait(60) for process in processes[:2]] == [-9, -9]
         assert processes[2].poll() is None and not folder.exists()
     finally:
         for process in processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -78,11 +79,15 @@ def test_a_request_that_is_cut_off_at_the_end_is_an_exit_code(tmp_path: Path) ->
             body = b'{"prompt": "x"}'
             with socket.create_connection((host, int(port))) as client:
                 client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-                for _ in range(2):  # a health check, and the request
-                    silent.accept()
-                time.sleep(0.3)
-                process.terminate()
-                answer = client.makefile("rb").read()
+                silent.settimeout(60)
+                with contextlib.ExitStack() as connections:
+                    is_request = False
+                    while not is_request:  # else it is a health check
+                        connection = connections.enter_context(silent.accept()[0])
+                        connection.settimeout(60)
+                        is_request = connection.recv(1 << 16).startswith(b"POST")
+                    process.terminate()
+                    answer = client.makefile("rb").read()
             assert b"503 Service Unavailable" in answer and b"the router has shut down" in answer
             process.communicate(timeout=20)
             assert process.returncode == exit_codes.ABORTED

@@ -243,14 +243,14 @@ def test_a_session_survives_a_byte_that_was_changed_on_the_way(server: ZmqContro
     wait_for(server, client, b"one")
     proxy.spoils = way
     wait_for(server, client, b"two")
-    assert proxy.spoils is None and proxy.num_connections == 2
+    assert proxy.spoils is None and proxy.num_connections >= 2
     client.close()
     proxy.close()
 
 
 @pytest.fixture
 def quick_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_channel, "RECONNECT_MS", 50)
+    monkeypatch.setattr(zmq_channel, "RECONNECT_MS", 800)  # longer than a server needs to notice that a connection ended
 
 
 async def hear_again(server: ZmqControlServer, heard: list[bytes]) -> None:
@@ -288,7 +288,7 @@ def test_a_watched_client_connects_again_though_it_sends_nothing(
         client.close()
 
     asyncio.run(play())
-    assert proxy.num_connections == 2
+    assert proxy.num_connections >= 2
     proxy.close()
 
 

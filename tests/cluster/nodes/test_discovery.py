@@ -87,7 +87,12 @@ async def test_prefill_nodes_come_and_go(tmp_path: Path, model: Path, reference:
         assert not ready.is_ready
         assert f"no prefill node is known: etcd {tiers.etcd.endpoint} under {PREFIX}" in ready.reason
         assert "looking failed: etcd http://127.0.0.1" in ready.reason and await metric(decode, "discovery_age_seconds") == -1
-        assert await metric(first, "discovery_addresses") == 0 and await metric(first, "discovery_failures_total") > 0
+
+        async def has_failed() -> bool:
+            return await metric(first, "discovery_failures_total") > 0
+
+        await until(has_failed, "the prefill node notices that there is no etcd")
+        assert await metric(first, "discovery_addresses") == 0
 
         await tiers.etcd.start()
         await until(lambda: tiers.are_joined(one, two), "both are found and joined")

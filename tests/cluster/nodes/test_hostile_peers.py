@@ -56,7 +56,10 @@ async def control_ports(cluster: LocalCluster) -> list[int]:
     found: list[int] = []
     for pid in cluster.decode.rank_pids:
         for number in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{number}")
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{number}")
+            except FileNotFoundError:  # closed meanwhile; a listening socket stays
+                continue
             if target.startswith("socket:["):
                 port = inodes.get(target[8:-1])
                 if port is not None:

@@ -240,10 +240,11 @@ async def test_an_operator_drains_a_decode_node_and_thinks_better_of_it(cluster:
     async with Caller(node.address) as caller, NodeClient(node.address) as client:
         code, shown, _ = await command("requests", "--json", target=node)
         assert code == 0 and json.loads(shown) == {"requests": [], "total": 0}
-        answer, task = caller.begin(PROMPTS[1], 200, request_id="long")
+        reference.tokens(PROMPTS[1], 800)  # computed before, so that nobody waits for it
+        answer, task = caller.begin(PROMPTS[1], 800, request_id="long")
         await until(lambda: len(answer.tokens) > 3, "some tokens")
         (one,) = (await client.list_requests()).requests
-        assert (one.request_id, one.stage, one.prompt_tokens, one.max_new_tokens) == ("long", "generating", 40, 200)
+        assert (one.request_id, one.stage, one.prompt_tokens, one.max_new_tokens) == ("long", "generating", 40, 800)
         assert one.generated_tokens > 3 and one.ranks_done == 1 and one.transfer_id.startswith("long.")
         assert one.peer in {other.address for other in cluster.prefill_nodes}
         assert await client.drain(budget_s=0.3) == 1
