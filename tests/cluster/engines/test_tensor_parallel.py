@@ -17,7 +17,7 @@ from transfer.layer_groups import NO_PAGE
 from transfer.layout import Shard
 
 NUM_TOKENS = 8
-FROZEN_TIMEOUT_S = 10.0  # bounds the start of the ranks, too
+FROZEN_TIMEOUT_S = 3.0
 
 
 @pytest.fixture(scope="module")

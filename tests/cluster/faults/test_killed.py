@@ -17,7 +17,7 @@ from tests.cluster.faults.scenario import UNAVAILABLE, Scenario
 
 pytestmark = pytest.mark.timeout(180)
 
-FADE_S = 20.0  # ends a wait that would never end; the time until callers hear of it is bounded by NOTICE_S
+FADE_S = 2.0
 RESTART_S = 60.0  # a second or two on two quiet cores
 
 

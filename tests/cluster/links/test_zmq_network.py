@@ -243,7 +243,7 @@ def test_a_session_survives_a_byte_that_was_changed_on_the_way(server: ZmqContro
     wait_for(server, client, b"one")
     proxy.spoils = way
     wait_for(server, client, b"two")
-    assert proxy.spoils is None and proxy.num_connections >= 2
+    assert proxy.spoils is None and proxy.num_connections == 2
     client.close()
     proxy.close()
 
@@ -288,7 +288,7 @@ def test_a_watched_client_connects_again_though_it_sends_nothing(
         client.close()
 
     asyncio.run(play())
-    assert proxy.num_connections >= 2
+    assert proxy.num_connections == 2
     proxy.close()
 
 
