@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bench.link_plan import Samples, Step
 from bench.pair import bytes_on, synchronize
-
-_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE in CUDA's driver_types.h
+from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
 
 
 class MappedMemory:
@@ -30,7 +29,7 @@ class MappedMemory:
         handle = self._runtime.cudaIpcMemHandle_t()
         handle_bytes, offset = blob
         # By address: the field with the bytes has no name in every cuda-bindings (none in 13.5).
-        ctypes.memmove(handle.getPtr(), handle_bytes, _HANDLE_BYTES)
+        ctypes.memmove(handle.getPtr(), handle_bytes, HANDLE_BYTES)
         torch.cuda.current_stream().synchronize()  # a context on this device, the one that the mapping is for
         self._base = _checked(
             self._runtime.cudaIpcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle"
@@ -61,7 +60,7 @@ def export(memory: Tensor) -> tuple[bytes, int]:
     if int(error):
         raise RuntimeError(f"cuMemGetAddressRange failed: {error}")
     handle = _checked(runtime.cudaIpcGetMemHandle(int(base)), "cudaIpcGetMemHandle")
-    return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES), memory.data_ptr() - int(base)
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES), memory.data_ptr() - int(base)
 
 
 def _checked(answer: tuple[Any, ...], name: str) -> Any:
