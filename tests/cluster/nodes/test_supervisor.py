@@ -227,7 +227,7 @@ async def test_a_rank_that_hangs_loses_the_life_and_an_idle_one_does_not(tmp_pat
         await ranks.supervisor.start()
         await asyncio.sleep(6.5)
         assert not ranks.lost, "nothing of the ranks has changed, and they have said so"
-        time.sleep(5.5)
+        time.sleep(5.5)  # blocks the loop: the leader itself stands still
         await asyncio.sleep(0.3)
         assert not ranks.lost, "it was the leader that stood still"
         ranks.supervisor.send(1, Order(what="block"))
