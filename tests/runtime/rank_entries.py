@@ -176,6 +176,12 @@ async def _say_nothing(spec: RankSpec) -> None:
         await asyncio.sleep(3600)
 
 
+async def _say_nothing_later(spec: RankSpec) -> None:
+    """Start in a node's first life only."""
+    if _life_of(spec) > 1:
+        await _say_nothing(spec)
+
+
 async def _refuse_the_other(spec: RankSpec) -> None:
     if spec.rank == 1 and spec.config.role == "decode":
         await asyncio.sleep(0.3)  # after the other one has said that it can
@@ -209,6 +215,7 @@ later_refused = partial(_run, _refuse_later)
 dying = partial(_run, _die)
 broken = partial(_run, _break)
 silent = partial(_run, _say_nothing)
+later_silent = partial(_run, _say_nothing_later)
 refuses_the_other = partial(_run, _refuse_the_other)
 dies_in_the_other = partial(_run, _die_in_the_other)
 hangs_in_the_other = partial(_run, _hang_in_the_other)

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(180)
 async def mid_transfer(scene: Scenario, request_id: str = "") -> Flight:
     """A long request of which some KV has arrived, and not all; beside it others, of which one generates."""
     await scene.generating()
-    scene.begin(140, 16)
     (flight,) = await scene.arriving(1, request_id=request_id)
+    scene.begin(140, 16)
     return flight
 
 

@@ -118,7 +118,7 @@ def test_target_killed_in_mid_transfer(writer: Ends, delay_s: float) -> None:
 
 def test_a_frozen_writer_cannot_write_after_close(target: Ends) -> None:
     target.receive(0, 4096, key=0)
-    keys = range(1, 9) if target.is_one_sided else range(1, 2)
+    keys = range(1, 129) if target.is_one_sided else range(1, 2)  # more than can be written in the time until SIGSTOP
     target.expect(0, SIZE, key=1)
     target.peer.start("write_many", places=whole(keys))
     time.sleep(0.004)
@@ -164,16 +164,16 @@ def test_a_frozen_target_does_not_hold_the_writer(writer: Ends) -> None:
 @pytest.mark.parametrize("delay_s", [0.002, 0.02])
 def test_a_busy_writer_cannot_write_after_close(target: Ends, delay_s: float) -> None:
     target.receive(0, 4096, key=0)
-    target.peer.do("write_many", places=whole(range(1, 33)))
+    target.peer.do("write_many", places=whole(range(1, 129)))
     time.sleep(delay_s)
     assert_nothing_lands(target)
-    assert target.peer.do("wait", keys=[32], deadline_s=60) == ["WriteFailed"]
+    assert target.peer.do("wait", keys=[128], deadline_s=60) == ["WriteFailed"]
 
 
 @pytest.mark.parametrize("target", ["nixl-shm"], indirect=True)
 def test_a_hostile_writer_cannot_write_after_close(target: Ends) -> None:
     """It never looks whether it may, and writes to the address that it was once given."""
-    target.peer.start("hammer", seconds=1.0)
+    target.peer.start("hammer", seconds=5.0)
     target.until(lambda: target.array[-1] != PATTERN)  # it has begun: whole rounds land
     assert_nothing_lands(target)
     # A mapping of the same size would be put where the revoked one was, were that place not kept.

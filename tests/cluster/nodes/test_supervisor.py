@@ -199,10 +199,10 @@ async def test_a_rank_that_cannot_start_ends_the_start_with_its_reason(
 
 
 async def test_a_rank_that_says_nothing_ends_the_start_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ranks_of(tmp_path, rank_entries.obedient) as warm:
-        await warm.supervisor.start()  # the fork server is up
-    monkeypatch.setattr(supervisor_module, "START_TIMEOUT_S", 3.0)
-    async with ranks_of(tmp_path, rank_entries.silent) as ranks:
+    async with ranks_of(tmp_path, rank_entries.later_silent) as ranks:
+        await ranks.supervisor.start()  # the fork server has imported everything
+        await ranks.supervisor.stop(is_graceful=False)
+        monkeypatch.setattr(supervisor_module, "START_TIMEOUT_S", 3.0)
         with pytest.raises(RankStartError, match=r"ranks \[1\] did not start within 3 s"):
             await ranks.supervisor.start()
 

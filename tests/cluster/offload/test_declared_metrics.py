@@ -12,8 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.local_cluster import ClusterNode, LocalCluster
-from node_runtime.rank_process import SIGN_OF_LIFE_S
-from tests.cluster.calls import Caller, prompt, until, until_idle
+from tests.cluster.calls import Caller, prompt, status_of, until, until_idle
 from tests.cluster.conftest import Start
 from tests.cluster.offload.clusters import EARLY, spec
 from transfer.metrics import NODE_METRICS, RANK_METRICS, MetricSpec
@@ -56,11 +55,11 @@ async def traffic(cluster: LocalCluster) -> None:
     async with Caller(cluster.decode.address) as caller:
         for new in (40, 8):  # the second finds the first one's prompt
             assert (await caller.ask(prompt(90), new)).code is grpc.StatusCode.OK
-        answer, growing = caller.begin(prompt(70, 1), 150)
+        answer, growing = caller.begin(prompt(70, 1), 1000)
         await until(lambda: bool(answer.tokens), "the first token")
         await caller.stub.Abort(pb.AbortRequest(request_id=answer.request_id))
         assert (await growing).code is grpc.StatusCode.ABORTED
-        answer, growing = caller.begin(prompt(70, 2), 150)
+        answer, growing = caller.begin(prompt(70, 2), 1000)
         await until(lambda: bool(answer.tokens), "the first token")
         growing.cancel()
         await asyncio.gather(growing, return_exceptions=True)
@@ -105,10 +104,20 @@ def check(spec_: MetricSpec, role: str, found: list[tuple[str, dict[str, str], A
             assert isinstance(values, str) or labels[label] in values, f"{name}: {label} is {labels[label]}"
 
 
+async def idle_checks(cluster: LocalCluster) -> dict[int, int]:
+    statuses = [await status_of(node) for node in cluster.nodes]
+    return {rank.pid: rank.idle_checks for status in statuses if status is not None for rank in status.ranks}
+
+
 async def test_what_happened_is_what_is_shown(cluster: LocalCluster) -> None:
     """Not declared and never moved: every count of an ordinary transfer is above zero, and they agree with each other."""
     await until_idle(*cluster.nodes)
-    await asyncio.sleep(2 * SIGN_OF_LIFE_S)  # ranks have told of the end since then
+    checked = await idle_checks(cluster)
+
+    async def have_reported() -> bool:
+        return all(count >= checked[pid] + 2 for pid, count in (await idle_checks(cluster)).items())
+
+    await until(have_reported, "reports of all ranks, made after the end")
     prefill, decode = await samples(cluster.prefill), await samples(cluster.decode)
 
     def total(page: dict[str, Any], name: str, suffix: str = "_total", **where: str) -> float:
