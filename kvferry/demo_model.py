@@ -67,14 +67,14 @@ seven times. Then the first ferry whistles, the ropes are thrown, and a new day 
 """
 
 
-def make_demo_model(directory: Path | str, *, kind: ModelKind = ModelKind.LLAMA, seed: int = 0) -> Path:
+def make_demo_model(directory: Path | str, *, kind: ModelKind | DemoKind = ModelKind.LLAMA, seed: int = 0) -> Path:
     """Write the demo model, its configuration and its tokenizer as a Hugging Face directory.
 
     The same kind and seed give the same bytes. Takes a few seconds, needs no network, 25 to 35 MB of disk.
 
     Args:
         directory: Where to; made if missing. Must be empty or hold an earlier demo model.
-        kind: What its layers keep.
+        kind: What its layers keep. A `DemoKind` can also set other sizes.
         seed: Seed of the weights.
 
     Returns:
@@ -88,7 +88,7 @@ def make_demo_model(directory: Path | str, *, kind: ModelKind = ModelKind.LLAMA,
         raise ConfigError(f"directory is {str(directory)!r}, which holds something else; must be a new or empty directory")
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
-    model = _make_weights(tokenizer, KINDS[kind], seed)
+    model = _make_weights(tokenizer, KINDS[kind] if isinstance(kind, ModelKind) else kind, seed)
     disable_progress_bar()  # for one small file, in the midst of the demo's own lines
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
@@ -148,7 +148,7 @@ def _make_weights(tokenizer: PreTrainedTokenizerFast, kind: DemoKind, seed: int)
                 gain = kind.gains.get(module, 1.0)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * (gain / math.sqrt(parameter.shape[-1])))
         _grow(model, kind)
-        model.lm_head.weight.mul_(_token_weights(tokenizer).unsqueeze(1) / math.sqrt(HIDDEN_SIZE))
+        model.lm_head.weight.mul_(_token_weights(tokenizer).unsqueeze(1) / math.sqrt(config.hidden_size))
     made: PreTrainedModel = model
     return made
 

@@ -1,0 +1,121 @@
+"""Send prompts to an OpenAI-compatible server from a fixed number of clients, and measure each answer.
+
+Each client sends its next prompt when its last answer ended (a closed loop). Times are those of `vllm bench serve`: the time to
+first token ends with the first chunk that has a choice, and each later chunk is one inter-token interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import aiohttp
+
+ANSWER_TIMEOUT_S: Final = 300.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """One request.
+
+    Attributes:
+        ttft_s: Seconds until the first token; 0 without one.
+        intervals_s: Seconds between tokens.
+        end_to_end_s: Seconds until the end.
+        error: Reason of the failure; empty if the request succeeded.
+    """
+
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    ttft_s: float = 0.0
+    intervals_s: list[float] = field(default_factory=list)
+    end_to_end_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """All answers of one load, in the order of the prompts, and its duration."""
+
+    answers: tuple[Answer, ...]
+    duration_s: float
+
+
+async def send_load(
+    urls: Sequence[str], prompts: Sequence[Sequence[int]], *, in_flight: int, output_tokens: int, salt: str
+) -> Load:
+    """Send all prompts and return the answers.
+
+    Args:
+        urls: Base URLs, used in turn.
+        prompts: Token ids.
+        in_flight: Number of clients.
+        output_tokens: Tokens that every request generates (greedily).
+        salt: Keeps the prefix caches of servers apart from those of other loads.
+    """
+    answers = [Answer(prompt_tokens=len(prompt)) for prompt in prompts]
+    waiting = iter(range(len(prompts)))
+    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def run_client() -> None:
+            for index in waiting:
+                await _ask(session, urls[index % len(urls)], prompts[index], output_tokens, salt, answers[index])
+
+        begin_s = time.perf_counter()
+        await asyncio.gather(*(run_client() for _ in range(in_flight)))
+        return Load(answers=tuple(answers), duration_s=time.perf_counter() - begin_s)
+
+
+async def _ask(
+    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], output_tokens: int, salt: str, answer: Answer
+) -> None:
+    body = {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": salt,
+    }
+    begin_s = last_s = time.perf_counter()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                answer.error = f"{response.status}: {(await response.text())[:300]}"
+                return
+            async for line in response.content:
+                choice = _choice(line, answer)
+                if choice is None:
+                    continue
+                now_s = time.perf_counter()
+                if answer.ttft_s:
+                    answer.intervals_s.append(now_s - last_s)
+                else:
+                    answer.ttft_s = now_s - begin_s
+                last_s = now_s
+                answer.token_ids += choice.get("token_ids") or []
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    finally:
+        answer.end_to_end_s = time.perf_counter() - begin_s
+        if not answer.error and len(answer.token_ids) != output_tokens:
+            answer.error = f"the answer has {len(answer.token_ids)} tokens instead of {output_tokens}"
+
+
+def _choice(line: bytes, answer: Answer) -> dict[str, Any] | None:
+    """Return the choice of a chunk; None if the line has none. An error in the stream becomes the answer's error."""
+    if not line.startswith(b"data: {"):
+        return None
+    content = json.loads(line[6:])
+    if "error" in content:
+        answer.error = str(content["error"])[:300]
+    choices = content.get("choices") or [None]
+    choice: dict[str, Any] | None = choices[0]
+    return choice

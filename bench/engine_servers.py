@@ -1,0 +1,272 @@
+"""Start and stop vLLM servers, alone or in pairs that are joined by a KV connector, behind one URL for each setup."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+HOST: Final = "127.0.0.1"
+STOP_S: Final = 10.0
+LOG_LINES: Final = 20
+ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
+
+SETUPS: Final = ("one", "two", "nixl", "kvferry", "kvferry-cuda_ipc", "kvferry-nixl", "kvferry-cuda_ipc-2048")
+"""`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
+NixlConnector or by kvferry with its defaults, with a named transport, or with a named transport and chunks of 2,048 tokens."""
+
+
+class ServerFailed(Exception):
+    """A server ended or did not start in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Settings that all vLLM servers of a comparison share.
+
+    Args:
+        model: Folder of the model.
+        arguments: Further arguments of every vLLM server.
+        prefill_tp: Tensor-parallel degree of prefill servers. The single servers have the decode degree, because the order of
+            additions depends on the degree.
+        decode_tp: Tensor-parallel degree of decode servers.
+        start_timeout_s: Time for the servers of a setup to start.
+        logs: Folder of the log files.
+    """
+
+    model: Path
+    arguments: tuple[str, ...] = ()
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    start_timeout_s: float = 300.0
+    logs: Path
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """One server process and the URL that returns 200 once it is ready."""
+
+    name: str
+    log: Path
+    ready_url: str
+    popen: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, name: str, command: Sequence[str], *, log: Path, ready_url: str, environment: Mapping[str, str]) -> Self:
+        with log.open("wb") as file:
+            file.write((" ".join(command) + "\n").encode())
+            file.flush()
+            popen = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(name=name, log=log, ready_url=ready_url, popen=popen)
+
+    def is_ready(self) -> bool:
+        """Raises ServerFailed if the process ended."""
+        if self.popen.poll() is not None:
+            raise ServerFailed(f"{self.name} ended with exit code {self.popen.returncode}\n{self.last_lines()}")
+        try:
+            with urllib.request.urlopen(self.ready_url, timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def last_lines(self) -> str:
+        """Lines of the log that name errors, and its last lines."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line[:300] for line in lines if ERROR_LINE.search(line)]
+        return "\n".join([f"log: {self.log}", *errors[-5:], "...", *(line[:300] for line in lines[-LOG_LINES:])])
+
+    def stop(self) -> None:
+        """End the process and all processes of its session."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            living = _session(self.popen.pid)
+            for pid in living:
+                _kill(pid, number)
+            deadline_s = time.monotonic() + STOP_S
+            while _session(self.popen.pid) and time.monotonic() < deadline_s:
+                self.popen.poll()  # collects the exit code
+                time.sleep(0.1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """Running servers. Use as a context manager: the end of the block stops them.
+
+    Attributes:
+        urls: Base URLs to which the load is sent, in turn.
+        pids: Process ids by server.
+        metrics_urls: URLs of kvferry's metrics, by server.
+        started_s: Seconds until all servers were ready.
+    """
+
+    name: str
+    urls: list[str] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+    started_s: float = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self.processes):
+            process.stop()
+
+
+def start_setup(name: str, serving: Serving) -> Setup:
+    """Start a setup and wait until it is ready.
+
+    Args:
+        name: One of `SETUPS`.
+
+    Raises:
+        ServerFailed: A server ended, or was not ready in time. All servers of the setup are stopped.
+    """
+    setup = Setup(name=name)
+    begin_s = time.monotonic()
+    try:
+        if name in ("one", "two"):
+            for number in range(1 + (name == "two")):
+                setup.urls.append(_start_vllm(setup, f"{name}-{number}", serving, tp_size=serving.decode_tp))
+            _wait(setup, serving)
+        else:
+            _start_pair(setup, serving)
+    except BaseException:
+        setup.__exit__()
+        raise
+    setup.started_s = time.monotonic() - begin_s
+    return setup
+
+
+def _start_pair(setup: Setup, serving: Serving) -> None:
+    kv_port = free_port()
+    configuration: Callable[[str], dict[str, Any]] = _nixl if setup.name == "nixl" else _kvferry(setup.name, kv_port)
+    urls = {
+        side: _start_vllm(
+            setup, f"{setup.name}-{side}", serving, tp_size=tp_size, connector=configuration(role), side_channel=free_port()
+        )
+        for side, role, tp_size in (
+            ("prefill", "kv_producer", serving.prefill_tp),
+            ("decode", "kv_consumer", serving.decode_tp),
+        )
+    }
+    _wait(setup, serving)
+    port = free_port()
+    command = [sys.executable, "-m", "kvferry", "route", "--host", HOST, "--port", str(port)]
+    command += ["--prefill", urls["prefill"], "--decode", urls["decode"]]
+    url = f"http://{HOST}:{port}"
+    setup.processes.append(
+        Process.start(
+            f"{setup.name}-route",
+            command,
+            log=serving.logs / f"{setup.name}-route.log",
+            ready_url=f"{url}/readyz",
+            environment={},
+        )
+    )
+    setup.urls.append(url)
+    _wait(setup, serving)
+
+
+def _start_vllm(
+    setup: Setup,
+    name: str,
+    serving: Serving,
+    *,
+    tp_size: int,
+    connector: dict[str, Any] | None = None,
+    side_channel: int = 0,
+) -> str:
+    port = free_port()
+    url = f"http://{HOST}:{port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(serving.model)]
+    command += ["--served-model-name", "model", "--host", HOST, "--port", str(port), "--tensor-parallel-size", str(tp_size)]
+    command += ["--disable-uvicorn-access-log", *serving.arguments]
+    if connector is not None:
+        command += ["--kv-transfer-config", json.dumps(connector)]
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)} if side_channel else {}
+    log = serving.logs / f"{name}.log"
+    setup.processes.append(Process.start(name, command, log=log, ready_url=f"{url}/health", environment=environment))
+    return url
+
+
+def _nixl(role: str) -> dict[str, Any]:
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+
+
+def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
+    _, _, options = setup.partition("-")
+    transport, _, chunk_tokens = options.partition("-")
+    settings: dict[str, Any] = {"tls": {"insecure": 1}}
+    if transport:
+        settings["transport"] = {"name": transport}
+    if chunk_tokens:
+        settings["chunk"] = {"chunk_tokens": int(chunk_tokens)}
+
+    def configuration(role: str) -> dict[str, Any]:
+        own: dict[str, Any] = {"server": {"port": kv_port}}
+        if role == "kv_consumer":
+            own = {"peers": {"prefill_nodes": [f"{HOST}:{kv_port}"]}}
+        return {
+            "kv_connector": "KvferryConnector",
+            "kv_connector_module_path": "kvferry.engines.vllm_connector",
+            "kv_role": role,
+            "kv_load_failure_policy": "fail",  # a recomputed prompt would count as a transferred one
+            "kv_connector_extra_config": settings | own,
+        }
+
+    return configuration
+
+
+def _wait(setup: Setup, serving: Serving) -> None:
+    waiting = list(setup.processes)
+    deadline_s = time.monotonic() + serving.start_timeout_s
+    while waiting:
+        waiting = [process for process in waiting if not process.is_ready()]
+        if waiting and time.monotonic() > deadline_s:
+            raise ServerFailed(f"{waiting[0].name} was not ready in {serving.start_timeout_s:g} s\n{waiting[0].last_lines()}")
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return int(listener.getsockname()[1])
+
+
+def _session(leader: int) -> list[int]:
+    """Return the living processes of a session."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+            if os.getsid(int(name)) == leader and state not in "ZX":
+                found.append(int(name))
+        except (OSError, IndexError):
+            continue  # the process ended
+    return found
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

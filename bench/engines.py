@@ -1,0 +1,271 @@
+"""Compare prefill and decode vLLM servers joined by kvferry with those joined by NixlConnector, and with plain vLLM servers.
+
+    python -m bench.engines --setups one nixl kvferry kvferry-cuda_ipc --json FILE [--lengths 512 2000 8000] [--in-flight 1 8 32]
+
+Needs vLLM in this environment, and NIXL for `nixl`. `bench.engine_servers.SETUPS` describes the setups. They run one after the
+other with the same prompts, and `one` runs again at the end, so that drift of the machine shows. Servers of a setup share the
+first GPU. All requests to pairs go through `kvferry route`.
+
+The default model has the KV of Llama 3 8B (128 KiB per token in 16 bits), random weights and 0.5 billion parameters. Prefill of a
+small model is short, so times of the transfer weigh more than with a large model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.engine_load import Answer, Load, send_load
+from bench.engine_servers import SETUPS, ServerFailed, Serving, start_setup
+from bench.timing import Environment
+from kvferry.bench_serve.summary import Spread
+from kvferry.demo_kinds import KINDS, VOCAB_SIZE, DemoKind, ModelKind
+from kvferry.demo_model import make_demo_model
+
+LEAST_REQUESTS: Final = 8
+FIRST_TOKEN_ID: Final = 3  # the smaller ids are special tokens
+AGAIN: Final = "one again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Requests of one length with one number in flight, to one setup.
+
+    Attributes:
+        differing: Answers whose tokens differ from those of the first setup.
+        requests_per_s: Of answers without error.
+        goodput_per_s: Of those that met both objectives.
+    """
+
+    setup: str
+    prompt_tokens: int
+    in_flight: int
+    requests: int
+    failed: int
+    differing: int
+    ttft_s: Spread
+    interval_s: Spread
+    requests_per_s: float
+    goodput_per_s: float
+    errors: tuple[str, ...]
+
+
+def thin_llama_8b(directory: Path) -> Path:
+    """Write a model with the KV of Llama 3 8B and 0.5 billion parameters."""
+    llama = KINDS[ModelKind.LLAMA]
+    kind = DemoKind(
+        family=llama.family,
+        config_class=llama.config_class,
+        gains=llama.gains,
+        grown=(),
+        config={
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 65536,
+        },
+    )
+    return make_demo_model(directory, kind=kind)
+
+
+def prompts_of(prompt_tokens: int, in_flight: int, *, number: int, seed: int) -> list[list[int]]:
+    """Return the prompts of a cell. No two of them share a beginning, and every setup gets the same ones."""
+    chance = random.Random(f"{seed} {prompt_tokens} {in_flight}")
+    return [[chance.randrange(FIRST_TOKEN_ID, VOCAB_SIZE) for _ in range(prompt_tokens)] for _ in range(number)]
+
+
+def cell_of(
+    setup: str,
+    load: Load,
+    reference: Sequence[Answer],
+    *,
+    in_flight: int,
+    slo_ttft_s: float,
+    slo_tpot_s: float,
+) -> Cell:
+    """Summarise a load.
+
+    Args:
+        reference: Answers of the first setup to the same prompts.
+        slo_ttft_s: Objective for the time to first token.
+        slo_tpot_s: Objective for the mean time per further token.
+    """
+    served = [answer for answer in load.answers if not answer.error]
+    good = [
+        answer
+        for answer in served
+        if answer.ttft_s <= slo_ttft_s and (not answer.intervals_s or statistics.fmean(answer.intervals_s) <= slo_tpot_s)
+    ]
+    return Cell(
+        setup=setup,
+        prompt_tokens=load.answers[0].prompt_tokens,
+        in_flight=in_flight,
+        requests=len(load.answers),
+        failed=len(load.answers) - len(served),
+        differing=sum(
+            not (answer.error or other.error) and answer.token_ids != other.token_ids
+            for answer, other in zip(load.answers, reference, strict=True)
+        ),
+        ttft_s=Spread.of(answer.ttft_s for answer in served),
+        interval_s=Spread.of(interval_s for answer in served for interval_s in answer.intervals_s),
+        requests_per_s=len(served) / load.duration_s,
+        goodput_per_s=len(good) / load.duration_s,
+        errors=tuple(sorted({answer.error for answer in load.answers if answer.error})[:3]),
+    )
+
+
+class Comparison:
+    """Cells of all setups, and the reference answers.
+
+    Args:
+        arguments: Of the command line.
+        serving: Settings of the servers.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, serving: Serving) -> None:
+        self._arguments = arguments
+        self._serving = serving
+        self._references: dict[tuple[int, int], Sequence[Answer]] = {}
+        self.cells: list[Cell] = []
+        self.started_s: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
+
+    def run(self, console: Console) -> None:
+        setups = list(self._arguments.setups)
+        if setups[0] == "one" and len(setups) > 1:
+            setups.append(AGAIN)
+        for name in setups:
+            try:
+                with start_setup("one" if name == AGAIN else name, self._serving) as setup:
+                    self.started_s[name] = setup.started_s
+                    asyncio.run(self._measure(name, setup.urls))
+            except ServerFailed as error:
+                self.failures[name] = str(error)
+                console.print(f"{name}: {error}", markup=False)
+            self.write()
+            print_table(self, console)
+
+    async def _measure(self, name: str, urls: Sequence[str]) -> None:
+        arguments = self._arguments
+        for prompt_tokens in arguments.lengths:  # compiles kernels and opens sessions
+            warm_up = prompts_of(prompt_tokens, 0, number=4, seed=arguments.seed)
+            await send_load(urls, warm_up, in_flight=2, output_tokens=8, salt="warm-up")
+        for in_flight in arguments.in_flight:
+            for prompt_tokens in arguments.lengths:
+                number = max(LEAST_REQUESTS, arguments.rounds * in_flight)
+                prompts = prompts_of(prompt_tokens, in_flight, number=number, seed=arguments.seed)
+                load = await send_load(
+                    urls, prompts, in_flight=in_flight, output_tokens=arguments.output_tokens, salt=f"load {in_flight}"
+                )
+                reference = self._references.setdefault((prompt_tokens, in_flight), load.answers)
+                self.cells.append(
+                    cell_of(
+                        name,
+                        load,
+                        reference,
+                        in_flight=in_flight,
+                        slo_ttft_s=arguments.slo_ttft,
+                        slo_tpot_s=arguments.slo_tpot,
+                    )
+                )
+
+    def write(self) -> None:
+        """Write the record, if the command line named a file."""
+        if self._arguments.json is None:
+            return
+        content: dict[str, Any] = {
+            "environment": Environment.here().to_json(),
+            "server_arguments": self._serving.arguments,
+            "tp": [self._serving.prefill_tp, self._serving.decode_tp],
+            "output_tokens": self._arguments.output_tokens,
+            "slo_s": [self._arguments.slo_ttft, self._arguments.slo_tpot],
+            "started_s": self.started_s,
+            "failures": self.failures,
+            "cells": [asdict(cell) for cell in self.cells],
+        }
+        self._arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def print_table(comparison: Comparison, console: Console) -> None:
+    """One row per cell, with the time to first token beyond that of `one`."""
+    table = Table(title="Time to first token and speed", title_justify="left")
+    for name in ("tokens", "in flight", "setup"):
+        table.add_column(name, no_wrap=True)
+    columns = ("TTFT p50 ms", "beyond one", "TTFT p90", "interval p50 ms", "p99", "requests/s", "good/s", "failed", "differing")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    cells = sorted(comparison.cells, key=lambda cell: (cell.in_flight, cell.prompt_tokens))
+    for cell in cells:
+        ones = [
+            other
+            for other in cells
+            if (other.setup, other.in_flight, other.prompt_tokens) == ("one", cell.in_flight, cell.prompt_tokens)
+        ]
+        beyond = f"{(cell.ttft_s.p50 - ones[0].ttft_s.p50) * 1e3:+.1f}" if ones else ""
+        table.add_row(
+            str(cell.prompt_tokens),
+            str(cell.in_flight),
+            cell.setup,
+            f"{cell.ttft_s.p50 * 1e3:.1f}",
+            beyond,
+            f"{cell.ttft_s.p90 * 1e3:.1f}",
+            f"{cell.interval_s.p50 * 1e3:.2f}",
+            f"{cell.interval_s.p99 * 1e3:.2f}",
+            f"{cell.requests_per_s:.2f}",
+            f"{cell.goodput_per_s:.2f}",
+            str(cell.failed),
+            f"{cell.differing} of {cell.requests}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare KV connectors in vLLM servers")
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=["one", "nixl", "kvferry"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2000, 8000], help="prompt lengths in tokens")
+    parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32], help="clients that send at the same time")
+    parser.add_argument("--rounds", type=int, default=3, help="requests per client; a cell has at least 8 requests")
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--slo-ttft", type=float, default=0.5, help="objective in seconds, for goodput")
+    parser.add_argument("--slo-tpot", type=float, default=0.05, help="objective in seconds, for goodput")
+    parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: see above)")
+    parser.add_argument("--tp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for the servers of a setup to start")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of the servers (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there after every setup")
+    parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every vLLM server")
+    arguments = parser.parse_args()
+    console = Console(width=200)
+    with tempfile.TemporaryDirectory(prefix="kvferry-engines-") as folder:
+        logs = arguments.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        serving = Serving(
+            model=arguments.model or thin_llama_8b(Path(folder) / "model"),
+            arguments=tuple(arguments.server_arguments),
+            prefill_tp=arguments.tp[0],
+            decode_tp=arguments.tp[1],
+            start_timeout_s=arguments.start_timeout,
+            logs=logs,
+        )
+        comparison = Comparison(arguments, serving)
+        comparison.run(console)
+    console.print(str(Environment.here()))
+
+
+if __name__ == "__main__":
+    main()

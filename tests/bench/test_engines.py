@@ -1,0 +1,84 @@
+"""The load of the engine comparison, against a server that answers like vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from bench.engine_load import Load, send_load
+from bench.engines import cell_of, prompts_of
+
+REFUSED, CUT_OFF, BROKEN = 9, 8, 7
+"""Prompts with such a first token get a refusal, too few tokens, or an error in the stream."""
+PAUSE_S = 0.02
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[str]:
+    async def complete(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        kind = body["prompt"][0]
+        if kind == REFUSED:
+            return web.Response(status=503, text="no room")
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for token in range(body["max_tokens"] - (kind == CUT_OFF)):
+            await asyncio.sleep(PAUSE_S)
+            content = {"error": "it broke"} if kind == BROKEN else {"choices": [{"text": "", "token_ids": [token + kind]}]}
+            await response.write(f"data: {json.dumps(content)}\n\n".encode())
+        await response.write(b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n')
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def load_of(*first_tokens: int, in_flight: int = 2) -> Load:
+    async with server() as url:
+        return await send_load([url], [[token] * 5 for token in first_tokens], in_flight=in_flight, output_tokens=3, salt="a")
+
+
+async def test_answers_have_their_tokens_and_times() -> None:
+    load = await load_of(1, 2)
+    assert [answer.token_ids for answer in load.answers] == [[1, 2, 3], [2, 3, 4]]
+    for answer in load.answers:
+        assert answer.ttft_s >= PAUSE_S and len(answer.intervals_s) == 2 and not answer.error
+        assert answer.end_to_end_s >= answer.ttft_s + sum(answer.intervals_s)
+
+
+async def test_one_client_sends_one_request_at_a_time() -> None:
+    load = await load_of(1, 2, 3, in_flight=1)
+    assert load.duration_s >= sum(answer.end_to_end_s for answer in load.answers) >= 9 * PAUSE_S
+
+
+async def test_failed_and_differing_answers_are_counted() -> None:
+    reference = await load_of(1, 2, 3, 4, 5)
+    load = await load_of(1, REFUSED, CUT_OFF, BROKEN, 6)
+    cell = cell_of("kvferry", load, reference.answers, in_flight=2, slo_ttft_s=60, slo_tpot_s=60)
+    assert (cell.requests, cell.failed, cell.differing) == (5, 3, 1)
+    assert cell.errors == ("503: no room", "it broke", "the answer has 2 tokens instead of 3")
+    assert cell.ttft_s.samples == 2
+    assert cell.requests_per_s == cell.goodput_per_s == pytest.approx(2 / load.duration_s)
+    late = cell_of("kvferry", load, reference.answers, in_flight=2, slo_ttft_s=0, slo_tpot_s=60)
+    slow = cell_of("kvferry", load, reference.answers, in_flight=2, slo_ttft_s=60, slo_tpot_s=0)
+    assert late.goodput_per_s == slow.goodput_per_s == 0
+
+
+def test_setups_get_the_same_prompts_and_cells_different_ones() -> None:
+    prompts = prompts_of(100, 8, number=3, seed=1)
+    assert prompts == prompts_of(100, 8, number=3, seed=1)
+    others = [*prompts_of(100, 1, number=3, seed=1), *prompts_of(100, 8, number=3, seed=2)]
+    assert len({tuple(prompt[:16]) for prompt in [*prompts, *others]}) == 9
