@@ -204,6 +204,9 @@ class SessionDriver:
                     continue
             if session.arm():
                 return
+            if time.perf_counter() >= ends_at:
+                self._schedule(driven)  # a descriptor that cannot be armed must not hold the loop
+                return
 
     def _look_again_later(self, driven: _Driven) -> None:
         """Without a descriptor: at once at first, then more and more rarely; not at all while nobody waits."""
