@@ -202,12 +202,18 @@ class UcxSession:
             handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
         for found in self._unexpected.values():
             self._discard(found)  # UCX complains about every message that was taken and not received
+        # The first progress of a worker looks at its endpoints, and UCX 1.21 crashes if one of them is closed by then.
+        self._worker.progress_once()
         self._endpoint.close_blocking()  # forced, as errors are handled: waits for no peer
-        for _ in range(_CLOSE_STEPS):
-            self._worker.progress()  # at least once: it frees what UCXX scheduled for cancelling when the peer died
-            if not any(handle.is_active for handle in handles):
+        self._worker.cancel_inflight_requests()  # those that UCXX scheduled for cancelling when the peer died
+        is_kept = False
+        for _ in range(_CLOSE_STEPS):  # not `worker.progress()`: after a refused connection, UCX makes progress for ever
+            has_moved = self._worker.progress_once()
+            self._discard_arrived()
+            is_active = any(handle.is_active for handle in handles)
+            is_kept = is_active or not all(request.completed for request in self._sink_requests)
+            if not is_kept and not has_moved:
                 break
-        is_kept = any(handle.is_active for handle in handles)
         self._ucx.drop_cancelled(self._endpoint)
         # `kept` outlives the worker, which may touch that memory until it is destroyed with the last of these references.
         kept = [handle.detach() for handle in handles]
@@ -314,6 +320,15 @@ class UcxSession:
     def _discard(self, found: Any) -> None:
         """Receive into the sink, truncated where it is longer: no payload lands and the sender settles; the result is no news."""
         self._sink_requests.append(self._worker.tag_recv_with_handle(self._ucx.Array(self._sink), found))
+
+    def _discard_arrived(self) -> None:
+        """Discard each message of which the first bytes have arrived.
+
+        When UCXX 0.52 frees a worker, it receives the messages that are left, and waits for all of their bytes. If the peer is
+        gone, that wait never ends.
+        """
+        while (found := self._worker.tag_probe(self._ucx.any_tag, self._ucx.any_mask, remove=True)).matched:
+            self._discard(found)
 
     def _sweep(self) -> None:
         """Let go of what is settled."""
