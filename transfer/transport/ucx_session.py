@@ -206,14 +206,15 @@ class UcxSession:
         self._worker.progress_once()
         self._endpoint.close_blocking()  # forced, as errors are handled: waits for no peer
         self._worker.cancel_inflight_requests()  # those that UCXX scheduled for cancelling when the peer died
-        is_kept = False
+        active = handles
         for _ in range(_CLOSE_STEPS):  # not `worker.progress()`: after a refused connection, UCX makes progress for ever
             has_moved = self._worker.progress_once()
             self._discard_arrived()
-            is_active = any(handle.is_active for handle in handles)
-            is_kept = is_active or not all(request.completed for request in self._sink_requests)
-            if not is_kept and not has_moved:
+            active = [handle for handle in active if handle.is_active]
+            self._sink_requests = [request for request in self._sink_requests if not request.completed]
+            if not (has_moved or active or self._sink_requests):
                 break
+        is_kept = bool(active or self._sink_requests)
         self._ucx.drop_cancelled(self._endpoint)
         # `kept` outlives the worker, which may touch that memory until it is destroyed with the last of these references.
         kept = [handle.detach() for handle in handles]
