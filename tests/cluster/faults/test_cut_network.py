@@ -113,7 +113,7 @@ async def test_a_silence_shorter_than_three_beats(proxied: Proxied, reference: R
         await scene.generating()
         moving = await scene.arriving(1, num_tokens=1200)
         proxied.network.silence()
-        await asyncio.sleep(0.5)  # and up to a beat, of the three beats of 0.5 s
+        await asyncio.sleep(0.7)
         proxied.network.heal()
         scene.ends(moving, OK)
         await scene.over(moving)
