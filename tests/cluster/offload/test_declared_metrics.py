@@ -113,9 +113,11 @@ async def test_what_happened_is_what_is_shown(cluster: LocalCluster) -> None:
     """Not declared and never moved: every count of an ordinary transfer is above zero, and they agree with each other."""
     await until_idle(*cluster.nodes)
     checked = await idle_checks(cluster)
+    assert len(checked) == len(cluster.nodes), "a node of one rank did not answer"
 
     async def have_reported() -> bool:
-        return all(count >= checked[pid] + 2 for pid, count in (await idle_checks(cluster)).items())
+        now = await idle_checks(cluster)
+        return all(now.get(pid, 0) >= count + 2 for pid, count in checked.items())
 
     await until(have_reported, "reports of all ranks, made after the end")
     prefill, decode = await samples(cluster.prefill), await samples(cluster.decode)
