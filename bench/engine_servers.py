@@ -112,8 +112,7 @@ class Setup:
 
     Attributes:
         urls: Base URLs to which the load is sent, in turn.
-        pids: Process ids by server.
-        metrics_urls: URLs of kvferry's metrics, by server.
+        processes: The servers, in the order of their start.
         started_s: Seconds until all servers were ready.
     """
 
