@@ -218,7 +218,12 @@ class Instance:
 
     def assert_idle(self) -> None:
         """Nothing is left of any prompt, in the leader or on a rank."""
-        wait_for(lambda: self.leader.is_idle and all(rank.is_idle for rank in self.ranks), "nothing is left")
+
+        def is_idle() -> bool:
+            self.take_news()  # a rank is not idle before its engine has taken the last news, and ranks report at different times
+            return self.leader.is_idle and all(rank.is_idle for rank in self.ranks)
+
+        wait_for(is_idle, "nothing is left")
 
 
 def target(
