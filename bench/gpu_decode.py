@@ -27,9 +27,9 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.model_files import read_model_files
 from transfer.engine_types import DecodeItem
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
+from transfer.pool.kv_pool import KVPool
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 MAX_SEQ_LEN, PAGE_SIZE = 8192, 16

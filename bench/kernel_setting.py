@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from transfer.kernels import CopyPlan, Digest, HeadSliceCopier
-from transfer.kv_pool import PagedKVPool
 from transfer.layout import (
     DType,
     HeadSlice,
@@ -24,7 +23,8 @@ from transfer.layout import (
     WireBuffer,
     wire_buffers,
 )
-from transfer.staging import StagingBuffer
+from transfer.pool.kv_pool import PagedKVPool
+from transfer.pool.staging import StagingBuffer
 
 Side = Literal["gather", "scatter"]
 SEED = 1

@@ -27,7 +27,7 @@ from bench.link_plan import Samples, Step, steps
 from bench.pair import Devices, PairFailed, run_pair
 from bench.peers import cuda_copy, nccl, nixl, ucx
 from bench.timing import Environment, Report, Row, argument_parser, sample
-from transfer.staging import zeroed_bytes
+from transfer.pool.staging import zeroed_bytes
 
 MEMCPY = "memcpy, one thread"
 PEER_MEMCPY = "peer memcpy over CUDA IPC"

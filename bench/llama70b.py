@@ -9,8 +9,8 @@ from torch import Tensor
 
 from transfer.kernels import head_slice_copier
 from transfer.kernels.copier import CopyPlan
-from transfer.kv_pool import PagedKVPool, as_words
 from transfer.layout import DType, KVLayout, Route, Shard, Span, routes, wire_buffers
+from transfer.pool.kv_pool import PagedKVPool, as_words
 
 LAYOUT = KVLayout.uniform(num_layers=80, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
 PREFILL, DECODE = Shard(tp_size=4, page_size=16), Shard(tp_size=2, page_size=16)

@@ -46,7 +46,7 @@ from transfer.messages import (
     encode,
 )
 from transfer.metrics import NodeMetrics
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 from transfer.ring import ALIGNMENT_BYTES, MAX_KEPT_RANGES, MAX_PUBLISHED_RANGES, Grant, Watermark
 
 DEADLINE_S = 120.0

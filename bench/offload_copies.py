@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.timing import Report, argument_parser, readable_bytes, sample
-from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool
 
 TARGET_RATIO = 0.9  # of the plain pinned copy; pages whose host pages follow each other
 PLAIN = "plain copy"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 
 from bench.timing import Report, Row, argument_parser
-from transfer.page_allocator import PageAllocator
+from transfer.pool.page_allocator import PageAllocator
 
 POOL_PAGES = (1_000, 10_000, 100_000, 1_000_000)
 NUM_PAGES = 4  # of a request

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from node_runtime.streaming_copies import streaming_copies
-from transfer.staging import zeroed_bytes
+from transfer.pool.staging import zeroed_bytes
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -72,7 +72,7 @@ class Devices:
 
 
 def bytes_on(device: str, num_bytes: int, *, is_shared: bool = False) -> Tensor:
-    """uint8 [num_bytes] of ones, aligned and touched; `is_shared` as in `transfer.staging.StagingBuffer`."""
+    """uint8 [num_bytes] of ones, aligned and touched; `is_shared` as in `transfer.pool.staging.StagingBuffer`."""
     return zeroed_bytes(num_bytes, device, is_shared=is_shared).fill_(1)
 
 

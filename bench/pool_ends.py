@@ -34,9 +34,9 @@ from transfer.layout import Shard, Span, wire_buffers
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
+from transfer.pool.staging import StagingBuffer
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Watermark
-from transfer.staging import StagingBuffer
 from transfer.transport.base import Transport
 from transfer.transport.probe import ProbePlan, serve_probe
 

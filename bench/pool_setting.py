@@ -20,8 +20,8 @@ from torch import Tensor
 from bench.pair import Devices
 from bench.timing import readable_bytes
 from transfer.config import PrefillNodeConfig
-from transfer.kv_pool import KVPool, as_words
 from transfer.layout import DType, KVLayout, Route, Shard, Span, TokenOrder, routes, wire_bytes
+from transfer.pool.kv_pool import KVPool, as_words
 
 MODELS = {
     "llama-8b": KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=DType.FLOAT16),

@@ -31,10 +31,10 @@ from bench.timing import Report, Row, argument_parser, readable_bytes, sample
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
 from transfer.engine_types import DecodeItem
-from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import NO_PAGE
 from transfer.layout import Shard
+from transfer.pool.host_pool import HostPool
 
 TARGET_OF_LINK = 1 / 1.3
 TARGET_BESIDE_SAVES = 0.97

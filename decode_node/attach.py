@@ -25,16 +25,16 @@ from transfer.control.zmq_channel import ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import ChunkTooLarge, StagingError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
-from transfer.kv_pool import KVPool
 from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
 from transfer.metrics import RankMetrics
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.staging import StagingBuffer
 from transfer.registry.guard import Refusal
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import Security
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
 from transfer.ring import Watermark
-from transfer.staging import StagingBuffer
 from transfer.tracing import Tracer
 from transfer.transport.base import LocalMemory, Session, Transport
 from transfer.transport.probe import ProbePlan, serve_probe

@@ -21,13 +21,13 @@ from node_runtime.event_pump import EventPump
 from node_runtime.piece_copier import PieceCopier, PieceCopy
 from transfer.control.base import ControlServer, Received
 from transfer.errors import RemoteProtocolError, TransferError
-from transfer.kv_pool import KVPool
 from transfer.layout import Span
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.staging import StagingBuffer
 from transfer.ring import StagingAllocator, Watermark
-from transfer.staging import StagingBuffer
 from transfer.tracing import Span as TraceSpan
 from transfer.tracing import Tracer
 from transfer.transport.base import ByteRange, LocalMemory, Session, Transport

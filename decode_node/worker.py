@@ -53,7 +53,7 @@ from transfer.loop_turns import turns_of
 from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
-from transfer.page_allocator import GroupAllocator, with_tuples
+from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.registry.security import security_of
 from transfer.ring import Watermark
 from transfer.tracing import Tracer

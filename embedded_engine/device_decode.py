@@ -26,9 +26,9 @@ from embedded_engine.kernel_plan import FIRST_GROUP, POSITIONS, TOKEN_IDS, Kerne
 from embedded_engine.paged_attention import StepPlan
 from embedded_engine.tiered_decode import DeviceBlocks, HostReader, TieredDecodePlan
 from transfer.engine_types import DecodeItem
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind
-from transfer.memory.page_table import NO_SLOT, PageTable
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.page_table import NO_SLOT, PageTable
 
 log = structlog.get_logger(__name__)
 

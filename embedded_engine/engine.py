@@ -35,12 +35,12 @@ from embedded_engine.step_checks import CheckedTables, StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError, OutOfMemory
-from transfer.host_pool import HostPool
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.memory.plan import MemoryPlan
 from transfer.out_of_memory import allocating
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from embedded_engine.device_decode import DeviceDecoder

@@ -16,7 +16,7 @@ from torch import Tensor
 from embedded_engine.host_tier import HostBlock, HostTier
 from transfer.errors import LocalProtocolError
 from transfer.kernels.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
-from transfer.kv_pool import KVPool
+from transfer.pool.kv_pool import KVPool
 
 NUM_BUFFERS = 2
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer.errors import ConfigError
-from transfer.host_pool import HostPool
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool
 
 PARTS_ALIGNMENT = 4  # int32 numbers: where a block's parts begin, Triton's variants are those for 16 bytes
 

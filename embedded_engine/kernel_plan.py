@@ -14,9 +14,9 @@ from embedded_engine.attention import Scores
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.write_rows import write_rows
 from embedded_engine.paged_attention import Advance, LatentHeads
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind
-from transfer.memory.page_table import PageTable
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.page_table import PageTable
 
 TOKEN_IDS: Final = 0
 POSITIONS: Final = 1

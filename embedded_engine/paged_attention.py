@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from embedded_engine.attention import ATTENTION_BYTES, RunningSoftmax, Scores, attention
 from embedded_engine.host_tier import HostTier
 from transfer.engine_types import DecodeItem, PrefillItem
-from transfer.kv_pool import KVPool, PagedKVPool
 from transfer.layer_groups import GroupKind, LayerGroup
+from transfer.pool.kv_pool import KVPool, PagedKVPool
 
 ATTENTION_NAME = "kvferry_paged"
 

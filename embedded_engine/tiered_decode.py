@@ -26,8 +26,8 @@ from embedded_engine.kernel_plan import KernelDecodePlan
 from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.paged_decode import MIN_SPLIT_TOKENS, paged_decode_attention
 from embedded_engine.paged_attention import on_device
-from transfer.kv_pool import KVPool
-from transfer.memory.page_table import PageTable
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.page_table import PageTable
 
 MAX_BLOCK_SPLITS: Final = 32
 """Splits of a row's tokens in a block, at most: its attention only has to be over long before the next block is there. The same

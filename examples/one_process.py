@@ -23,12 +23,12 @@ from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.kernels.digest import DIGEST_XXH3
-from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
 from transfer.metrics import RankMetrics
-from transfer.page_allocator import PageAllocator
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.page_allocator import PageAllocator
+from transfer.pool.staging import StagingBuffer
 from transfer.ring import Watermark
-from transfer.staging import StagingBuffer
 from transfer.transport.base import Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
 

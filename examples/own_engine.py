@@ -19,9 +19,9 @@ from kvferry.engines.hosted import SOURCE, TARGET, Free, HostedEngine, PromptSta
 from kvferry.engines.hosted_leader import HostedLeader
 from kvferry.engines.hosted_rank import HostedRank
 from transfer.config import HostedConfig
-from transfer.kv_pool import LayerBuffers, PoolView
 from transfer.layout import DType, KVLayout, Shard
 from transfer.load_config import load_config
+from transfer.pool.kv_pool import LayerBuffers, PoolView
 
 LAYERS, HEADS, DIM, PAGES = 4, 2, 16, 64
 PROMPT = tuple(range(100, 400))

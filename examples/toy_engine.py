@@ -26,9 +26,9 @@ from kvferry.node_client import NodeClient
 from prefill_node.engine import OnLayersWritten
 from transfer.config import NodeConfig
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault
-from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pb import kvferry_pb2 as pb
+from transfer.pool.kv_pool import KVPool
 
 VOCAB_SIZE = 500
 HEADS = 4

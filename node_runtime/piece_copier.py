@@ -22,9 +22,9 @@ from transfer.kernels import (
     head_slice_copier,
     is_add_digest_compiled,
 )
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind
 from transfer.layout import DType, KVLayout, LayerKind, Route, Span, WireBuffer, wire_buffers
+from transfer.pool.kv_pool import KVPool
 
 Scales = frozenset[tuple[tuple[int, bool], float]]
 

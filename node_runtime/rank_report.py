@@ -11,7 +11,7 @@ from typing import Any
 
 from node_runtime.rank_link import RankAddress
 from transfer.instance import Instance
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

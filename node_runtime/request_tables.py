@@ -19,7 +19,7 @@ from torch import Tensor
 
 from transfer.errors import LayoutError
 from transfer.layer_groups import NO_PAGE
-from transfer.page_allocator import PageEntries
+from transfer.pool.page_allocator import PageEntries
 
 _MIN_ENTRIES = 256
 

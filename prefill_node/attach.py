@@ -23,11 +23,11 @@ from transfer.errors import PeerUnreachable, StagingError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import Route, routes, wire_dtype
 from transfer.messages import MAX_MESSAGE_BYTES
+from transfer.pool.staging import StagingBuffer
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
 from transfer.registry.security import Security
 from transfer.ring import Watermark
-from transfer.staging import StagingBuffer
 from transfer.transport.base import Session, Transport
 from transfer.transport.probe import ProbePlan, probe_link
 

@@ -19,9 +19,9 @@ from node_runtime.lane import Lane
 from prefill_node.prefix_pages import PageSource, page_sources
 from prefill_node.stored_prefix import StoredPrefix, needed_pages
 from transfer.instance import Instance
-from transfer.kv_pool import TORCH_DTYPES, KVPool, as_words, convert
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.layout import DType, HeadSlice, TokenOrder
+from transfer.pool.kv_pool import TORCH_DTYPES, KVPool, as_words, convert
 from transfer.storage.base import USED_STEP_NS
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import store_key

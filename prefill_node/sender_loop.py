@@ -25,14 +25,14 @@ from transfer.control.base import ControlClient
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.instance import Link
-from transfer.kv_pool import KVPool
 from transfer.layout import Span
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
 from transfer.metrics.rank import LinkUse
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.staging import StagingBuffer
 from transfer.ring import ALIGNMENT_BYTES, Watermark
-from transfer.staging import StagingBuffer
 from transfer.tracing import Span as TraceSpan
 from transfer.tracing import Tracer
 from transfer.transport.base import ByteRange, DirectMemory, Session, Transport

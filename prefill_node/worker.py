@@ -57,9 +57,9 @@ from transfer.loop_turns import turns_of
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
-from transfer.page_allocator import GroupAllocator, with_tuples
+from transfer.pool.page_allocator import GroupAllocator, with_tuples
+from transfer.pool.staging import StagingBuffer
 from transfer.registry.security import security_of
-from transfer.staging import StagingBuffer
 from transfer.storage.client import StoreClient
 from transfer.storage.open import open_store_client
 from transfer.tracing import Tracer

@@ -4,7 +4,7 @@ Standard library only, so that an engine's author needs nothing but these names.
 each group of layers (`transfer.layer_groups`; most models have one) a request has a page table, and token `t` lives in page
 ``table[t // page_size]`` at offset ``t % page_size``. Of a sliding window, entries whose tokens are out of reach are `NO_PAGE`.
 Of recurrent layers, the table's one entry is the row that holds the request's state. What has left the device lies in pages of a
-host pool (`transfer.host_pool`): their entries are `NO_PAGE`, too.
+host pool (`transfer.pool.host_pool`): their entries are `NO_PAGE`, too.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from bench.pair import bytes_on, synchronize
 from bench.peers import sglang
 from bench.peers.nixl import NixlEnd
 from bench.pool_setting import SEED, Case, PagePicker, Setting
-from transfer.kv_pool import KVPool
+from transfer.pool.kv_pool import KVPool
 
 _REQUEST = "request"
 _WARMUP = 2

@@ -19,7 +19,7 @@ from transfer.engine_types import DecodeItem
 from transfer.layout import KVLayout, Shard
 
 if TYPE_CHECKING:
-    from transfer.kv_pool import KVPool
+    from transfer.pool.kv_pool import KVPool
 
 
 class DecodeEngine(Protocol):
@@ -84,8 +84,8 @@ class DecodeEngine(Protocol):
     #
     #     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None
     #
-    # Called once, before the first step. From then on an item's `host_tables` can name pages of that `transfer.host_pool`, which
-    # hold what the item's page tables leave out. `block_bytes`: device memory that it may take to read them.
+    # Called once, before the first step. From then on an item's `host_tables` can name pages of that `transfer.pool.host_pool`,
+    # which hold what the item's page tables leave out. `block_bytes`: device memory that it may take to read them.
 
     # Without this one `SwitchRole` is refused:
     #

@@ -13,13 +13,13 @@ from decode_node.offload.store_leader import JOBS_AT_ONCE
 from node_runtime.lane import Lane
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError
-from transfer.host_pool import HostPool
 from transfer.instance import Instance
 from transfer.layer_groups import GroupKind
 from transfer.memory.host_memory import host_memory
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.host_pool import HostPool
+from transfer.pool.page_allocator import GroupAllocator
 from transfer.storage.envelope import HEADER_BYTES
 from transfer.storage.keys import store_fingerprint
 from transfer.storage.open import open_store_client

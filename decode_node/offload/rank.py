@@ -31,13 +31,13 @@ from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.host_pool import HostPool, mixed_pool
 from transfer.kernels.page_mover import PageCopy, PageMove, PageMover
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind
 from transfer.layout import Span
 from transfer.metrics import RankMetrics
-from transfer.page_allocator import GroupAllocator, PageEntries
+from transfer.pool.host_pool import HostPool, mixed_pool
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.page_allocator import GroupAllocator, PageEntries
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import store_key, storing_rank
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall, WriteCall
-from transfer.kv_pool import TORCH_DTYPES, as_words, convert
+from transfer.pool.kv_pool import TORCH_DTYPES, as_words, convert
 
 
 def reference_decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def write_rows(
     *,
     order: TokenOrder = TokenOrder.NHD,
 ) -> None:
-    """Store one new row of K and V per request, converted to the pool's dtype as `transfer.kv_pool.convert` does.
+    """Store one new row of K and V per request, converted to the pool's dtype as `transfer.pool.kv_pool.convert` does.
 
     Queued on the current stream of the tensors' device. A row whose slot is outside the pool is skipped.
 

@@ -20,8 +20,8 @@ from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost,
 from prefill_node.source_messages import SOURCE_MESSAGES
 from prefill_node.source_rank import Free, Wanted
 from transfer.config import HostedConfig
-from transfer.kv_pool import KVPool
 from transfer.layout import KVLayout, Shard
+from transfer.pool.kv_pool import KVPool
 from transfer.registry.security import Security, security_of_tier
 
 __all__ = [
@@ -67,7 +67,7 @@ class HostedEngine:
     Args:
         layout: The KV of the whole model.
         shard: This rank's cut of it.
-        pool: The engine's own tensors, as a `transfer.kv_pool.PoolView`, or a pool of that layout and shard.
+        pool: The engine's own tensors, as a `transfer.pool.kv_pool.PoolView`, or a pool of that layout and shard.
         model_fields: Everything of the model that must be equal on both sides, by name.
         max_context_tokens: Longest prompt.
         vocab_size: Token ids are below it.

@@ -45,7 +45,7 @@ from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import HOSTED_CAPABILITIES
 from transfer.memory.node_plan import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
 from transfer.metrics import RankMetrics
-from transfer.staging import StagingBuffer
+from transfer.pool.staging import StagingBuffer
 
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25

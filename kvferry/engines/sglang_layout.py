@@ -14,8 +14,8 @@ from typing import Any, Final, NoReturn
 from torch import Tensor
 
 from transfer.errors import LayoutError
-from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
+from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 
 MOVABLE_POOLS: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
 """Classes of SGLang whose tensors are ``[slots, heads, elements]`` for each layer."""

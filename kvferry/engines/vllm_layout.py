@@ -25,9 +25,9 @@ from torch import Tensor
 
 from kvferry.engines.vllm_facts import LayerFacts, VllmFacts, read_facts
 from transfer.errors import ConfigError, LayoutError
-from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 from transfer.layer_groups import NO_PAGE, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 
 __all__ = ["NULL_BLOCK", "LayerFacts", "VllmFacts", "VllmLayout", "WindowLayers", "describe", "read_facts"]
 

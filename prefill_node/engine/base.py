@@ -19,7 +19,7 @@ from transfer.engine_types import DeviceEvent, PrefillItem
 from transfer.layout import KVLayout, Shard
 
 if TYPE_CHECKING:
-    from transfer.kv_pool import KVPool
+    from transfer.pool.kv_pool import KVPool
 
 OnLayersWritten = Callable[[int, DeviceEvent | None], None]
 """``(layers_done, event)``: the KV of this step is in the pool for the first `layers_done` layers of the rank.

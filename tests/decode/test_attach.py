@@ -16,10 +16,10 @@ from transfer.config import ServerConfig, TransportConfig
 from transfer.errors import ChunkTooLarge, LayoutError, StagingError
 from transfer.instance import AttachRequest, Instance, Link
 from transfer.metrics import RankMetrics
+from transfer.pool.staging import StagingBuffer
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import PlainText
 from transfer.ring import StagingAllocator
-from transfer.staging import StagingBuffer
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 PREFILL_LIFE, DECODE_LIFE = 11, 22

@@ -27,7 +27,7 @@ from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layout import DType, routes
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 
 PREFILL_LIFE = 11
 PLAN = ChunkPlan(chunk_tokens=8)

@@ -13,7 +13,7 @@ from decode_node.worker import DecodeWorker, RankParts
 from node_runtime.rank_process import RankSpec
 from tests.runtime.instances import decode_config
 from transfer.instance import Instance
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 
 
 class Receiver:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall, WriteCall
 from embedded_engine.kernels.reference import reference_decode_attention, reference_merge_partial, reference_write_rows
-from transfer.kv_pool import as_words, convert
 from transfer.layout import DType, TokenOrder
+from transfer.pool.kv_pool import as_words, convert
 
 MODEL_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 POOL_DTYPES = (*MODEL_DTYPES, DType.FLOAT8_E4M3)

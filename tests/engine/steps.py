@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from transfer.engine_types import GREEDY, DecodeItem, PrefillItem, SamplingParams
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup
+from transfer.pool.kv_pool import KVPool
 
 
 def bind_pages(num_pages: int, page_size: int, lengths: Mapping[str, int], seed: int = 0) -> dict[str, list[int]]:

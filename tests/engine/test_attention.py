@@ -19,8 +19,8 @@ from embedded_engine import paged_attention
 from embedded_engine.attention import Scores, attention
 from embedded_engine.paged_attention import PrefillPlan, rows_of_similar_length
 from transfer.engine_types import PrefillItem
-from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
+from transfer.pool.kv_pool import KVPool
 
 
 def by_the_formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:

@@ -25,10 +25,10 @@ from tests.engine.steps import PageBook, decode_all, fill_with_nan, pages_for, p
 from tests.engine.test_model_files import edit_config
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, LayerKind, Shard, TokenOrder
 from transfer.memory.model_shape import read_model_shape
+from transfer.pool.kv_pool import KVPool
 
 NUM_TOKENS = 24
 LENGTHS = (1, 5, 17, 64, 129)

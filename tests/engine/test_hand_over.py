@@ -20,8 +20,8 @@ from embedded_engine.engine import EmbeddedEngine
 from kvferry.demo_model import make_demo_model
 from tests.engine.steps import decode_all, prefill_all
 from transfer.errors import ConfigError
-from transfer.kv_pool import KVPool
 from transfer.layout import Shard
+from transfer.pool.kv_pool import KVPool
 
 NUM_TOKENS = 48
 PAGE_SIZE = 16

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from transfer.errors import LocalProtocolError, MemoryPlanError
 from transfer.layer_groups import NO_PAGE
-from transfer.memory.page_table import NO_SLOT, PageTable
+from transfer.pool.page_table import NO_SLOT, PageTable
 
 
 def shown(table: PageTable, row: int, num_tokens: int) -> list[int]:

@@ -14,8 +14,8 @@ from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.reference import reference_decode_attention, reference_write_rows
 from tests.engine.decode_cases import GQA, MHA, DecodeCase
 from transfer.errors import ConfigError, LayoutError
-from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
+from transfer.pool.kv_pool import PagedKVPool
 
 
 def token_major(arguments: dict[str, Any], name: str, slots: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from tests.engine.steps import PageBook, pages_for, prefill_all
 from tests.engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from transfer.engine_types import DecodeItem
 from transfer.errors import ConfigError, EngineError
-from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
 from transfer.layout import Shard, TokenOrder
+from transfer.pool.host_pool import HostPool
 
 Directory = Callable[[str], Path]
 Prompts = dict[int, tuple[int, ...]]

@@ -7,9 +7,9 @@ from typing import Any
 
 from tests.engine.steps import PageBook, fill_with_nan
 from transfer.engine_types import DecodeItem
-from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup
+from transfer.pool.host_pool import HostPool
 
 HostEnd = Callable[[int], int]
 """Position of the newest token -> pages of a request that are in host memory, at most those before the newest token's."""

@@ -15,9 +15,9 @@ from kvferry.engines.hosted_rank import HostedRank
 from kvferry.engines.sglang_transfers import IncomingPrompt, IncomingPrompts, OutgoingPrompts, Poll, pack_note, unpack_note
 from transfer.config import HostedConfig
 from transfer.errors import IntegrityError
-from transfer.kv_pool import LayerBuffers, PoolView
 from transfer.layout import DType, KVLayout, Shard
 from transfer.load_config import load_config
+from transfer.pool.kv_pool import LayerBuffers, PoolView
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=8, dtype=DType.FLOAT32)
 PAGES = 32

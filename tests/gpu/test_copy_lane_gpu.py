@@ -13,8 +13,8 @@ from node_runtime.copy_lane import CopyLane, open_copy_lane
 from node_runtime.piece_copier import PieceCopier, PieceCopy
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.kernels.digest import DIGEST_WORDS, digest
-from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard, Span, routes
+from transfer.pool.kv_pool import KVPool
 
 pytestmark = [
     pytest.mark.gpu,

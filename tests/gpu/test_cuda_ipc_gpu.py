@@ -14,7 +14,7 @@ import torch
 from tests.transport.cuda_ipc_ends import Place, Remote, attach
 from tests.transport.cuda_ipc_scenarios import *  # noqa: F403
 from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
-from transfer.staging import StagingBuffer
+from transfer.pool.staging import StagingBuffer
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK_HZ = 2_000_000_000  # at most, of an H200's multiprocessors

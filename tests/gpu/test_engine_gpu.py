@@ -22,9 +22,9 @@ from tests.gpu.busy import occupy
 from tests.gpu.small_engines import Directory, Prompts, make_engine, prompts_of
 from tests.runtime.instances import decode_config
 from transfer.engine_types import DecodeItem, PrefillItem
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, Shard
+from transfer.pool.kv_pool import KVPool
 
 pytestmark = [
     pytest.mark.gpu,

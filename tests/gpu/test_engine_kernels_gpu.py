@@ -20,7 +20,7 @@ from tests.engine.decode_cases import (
 from tests.gpu.busy import occupy
 from transfer.engine_types import SamplingParams
 from transfer.layout import DType, TokenOrder
-from transfer.memory.page_table import PageTable
+from transfer.pool.page_table import PageTable
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ import torch
 from kvferry.engines.hosted import SOURCE
 from tests.gpu.busy import occupy
 from tests.hosted.instances import DIM, HEADS, LAYERS, LAYOUT, PAGES, Instance, prompt_of, target, write
-from transfer.kv_pool import KVPool, LayerBuffers, PoolView
 from transfer.layout import Shard, TokenOrder
+from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ from tests.gpu.busy import occupy
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
 from transfer.kernels import add_digest, head_slice_copier
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
-from transfer.kv_pool import TORCH_DTYPES, PagedKVPool, as_words
 from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, TokenOrder, WireBuffer, wire_buffers
+from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool, as_words
 
 pytestmark = [
     pytest.mark.gpu,

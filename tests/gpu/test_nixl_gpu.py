@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transfer.staging import zeroed_bytes
+from transfer.pool.staging import zeroed_bytes
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.nixl import NixlTransport
 

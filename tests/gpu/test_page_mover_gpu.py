@@ -10,12 +10,12 @@ from hypothesis import given, settings
 
 from tests.gpu.busy import occupy
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
-from transfer import host_pool
 from transfer.errors import MemoryPlanError
-from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover, movement_of
-from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard
+from transfer.pool import host_pool
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool
 
 pytestmark = [
     pytest.mark.gpu,

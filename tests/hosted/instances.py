@@ -21,9 +21,9 @@ from prefill_node.source_rank import Free
 from prefill_node.source_requests import Transfer
 from transfer.config import HostedConfig
 from transfer.config.hosted import HostedLimitsConfig
-from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard
 from transfer.load_config import load_config
+from transfer.pool.kv_pool import KVPool
 
 LAYERS, HEADS, DIM, PAGES = 4, 4, 8, 64
 LAYOUT = KVLayout.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype=DType.FLOAT32)

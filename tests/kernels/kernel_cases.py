@@ -13,7 +13,6 @@ from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, WORD_BYTES, HostDigest
 from transfer.kernels.digest import digest as digest_of
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
-from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 from transfer.layout import (
     DType,
     HeadSlice,
@@ -27,6 +26,7 @@ from transfer.layout import (
     WireBuffer,
     wire_buffers,
 )
+from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 
 SENTINEL = 0xA5
 START = -7  # of a sum: what was there stays in it

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.runtime.scattered_tiers import HYBRID
-from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageCopy, PageMove, PageMovement, PageMover
 from transfer.kernels.reference import ReferencePageMovement
-from transfer.kv_pool import KVPool, LayerBuffers, PoolView, as_words
 from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView, as_words
 
 Side = Literal["save", "load", "copy"]
 MakeMovement = Callable[[KVPool, HostPool, int], PageMovement]

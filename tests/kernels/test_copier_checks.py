@@ -10,8 +10,8 @@ from torch import Tensor
 
 from transfer.errors import LayoutError
 from transfer.kernels import HeadSliceCopier, WireMemory, head_slice_copier
-from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, WireBuffer
+from transfer.pool.kv_pool import PagedKVPool
 
 LAYOUT = KVLayout(
     layers=(LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=2), LayerSpec(num_kv_heads=1, k_head_dim=4, v_head_dim=0)),

@@ -15,8 +15,8 @@ from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, c
 from transfer.kernels import head_slice_copier, host_copy
 from transfer.kernels.host_copy import HostCopier, PageRun, plan_tokens
 from transfer.kernels.reference import ReferenceCopier
-from transfer.kv_pool import LayerBuffers, PagedKVPool, as_words
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer
+from transfer.pool.kv_pool import LayerBuffers, PagedKVPool, as_words
 
 
 @pytest.mark.parametrize("limits", [{}, {"MIN_BYTES_FOR_TORCH": 0}, {"BLOCK_BYTES": 1}, {"BLOCK_BYTES": 700}], ids=str)
@@ -129,7 +129,7 @@ def test_offsets_beyond_32_bits(order: TokenOrder) -> None:
 def test_a_cpu_pool_needs_no_triton() -> None:
     code = (
         "import sys, transfer.kernels as kernels\n"
-        "from transfer.kv_pool import PagedKVPool\n"
+        "from transfer.pool.kv_pool import PagedKVPool\n"
         "from transfer.layout import *\n"
         "layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT32)\n"
         "pool = PagedKVPool(layout=layout, shard=Shard(), num_pages=1)\n"

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
 from transfer.errors import ConfigError, LayoutError
-from transfer.host_pool import HostPool
 from transfer.kernels.host_page_mover import HostPageMovement
 from transfer.kernels.page_mover import PageCopy, PageMove, PageMover
-from transfer.kv_pool import KVPool, LayerBuffers, PoolView
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.kernels.kernel_cases import SENTINEL, Case, cases
 from transfer.errors import LayoutError
 from transfer.kernels.reference import ReferenceCopier
-from transfer.kv_pool import TORCH_DTYPES, PagedKVPool, convert
 from transfer.layout import DType, TokenOrder
+from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool, convert
 
 
 def element(pool: PagedKVPool, buffer: Tensor, slot: int, head: int) -> Tensor:

@@ -13,8 +13,8 @@ from tests.kernels.kernel_cases import Case, Placement, assert_agrees, assert_sa
 from transfer.kernels import HeadSliceCopier, head_slice_copier, strided_copy
 from transfer.kernels.host_copy import HostCopier
 from transfer.kernels.strided_copy import StridedCopier
-from transfer.kv_pool import as_words
 from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, TokenOrder
+from transfer.pool.kv_pool import as_words
 
 PACKED = Placement(is_packed=True)
 

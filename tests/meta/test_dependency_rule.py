@@ -43,7 +43,7 @@ STORED_PAGES = _files("transfer/storage", "__init__ base halving keys pages")
 HOST_PAGES = _files("decode_node/offload", "device_index host_tier jobs rules tiered_request")
 # Layer 0: imports the standard library and layer 0 only.
 L0 = (
-    *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index page_allocator instance"),
+    *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index instance pool/page_allocator"),
     *_files("transfer", "engine_types breaker utf8 transport/base control/base"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN,
 )  # fmt: skip
@@ -63,7 +63,7 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 # Logic uses no clock, random numbers, threads, sockets or environment: it receives their values as arguments and events.
 # (The other files of layer 0 are interfaces, and their signatures may name an event loop.)
 LOGIC = (
-    *_files("transfer", "layout layer_groups chunk piece_size ring ring_index page_allocator breaker"),
+    *_files("transfer", "layout layer_groups chunk piece_size ring ring_index pool/page_allocator breaker"),
     *_files("prefill_node", "scheduler stored_prefix prefix_pages"),
     *_files("decode_node", "placement offload/placing offload/sizes"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
@@ -81,7 +81,7 @@ GRPC_FILES = (
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip
 DEVICE_FILES = (
-    "transfer/kv_pool.py", "transfer/host_pool.py", "transfer/staging.py", "transfer/out_of_memory.py",
+    "transfer/pool/*", "transfer/out_of_memory.py",
     "transfer/kernels/*", "transfer/memory/*", "transfer/transport/*", *NODES,
 )  # fmt: skip
 CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/command.py", "decode_node/command.py")

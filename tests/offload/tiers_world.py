@@ -43,12 +43,12 @@ from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.engine_types import DecodeItem, SamplingParams
-from transfer.host_pool import HostPool
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind, PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 from transfer.metrics import NodeMetrics, RankMetrics
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.page_allocator import GroupAllocator
 from transfer.storage.keys import chain_seed, store_key
 
 PAGE, CHUNK = 2, 4

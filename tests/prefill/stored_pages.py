@@ -11,10 +11,10 @@ from torch import Tensor
 
 from prefill_node.stored_prefix import StoredPrefix, num_storable_tokens, prefix_chain
 from transfer.instance import Instance
-from transfer.kv_pool import KVPool, convert
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.messages import PROTOCOL_VERSIONS
+from transfer.pool.kv_pool import KVPool, convert
 from transfer.storage.base import Outcome, Store
 from transfer.storage.keys import store_key
 from transfer.storage.pages import page_parts

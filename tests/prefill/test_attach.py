@@ -21,10 +21,10 @@ from transfer.control.zmq_channel import ZmqControlClient
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, StagingError, TransferError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Link
+from transfer.pool.staging import StagingBuffer
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
-from transfer.staging import StagingBuffer
 from transfer.transport.base import Session
 from transfer.transport.driver import SessionDriver
 from transfer.transport.inproc import InprocHub, InprocSession, InprocTransport

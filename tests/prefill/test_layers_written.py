@@ -17,7 +17,7 @@ from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, Shard
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 
 LAYOUT = KVLayout.uniform(num_layers=8, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
 PEER = DecodePeer(join=1, instance=instance(2, layout=LAYOUT), digest="xxh3-64", scales=None, routes=())

@@ -34,10 +34,10 @@ from transfer.breaker import BreakerSettings
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.instance import Instance
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
 from transfer.layout import KVLayout, Shard
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.page_allocator import GroupAllocator
 from transfer.storage.base import Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore

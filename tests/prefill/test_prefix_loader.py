@@ -21,10 +21,10 @@ from tests.runtime.hand_clock import HandClock
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.instance import Instance
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.kv_pool import KVPool
+from transfer.pool.page_allocator import GroupAllocator
 from transfer.storage.base import Outcome, Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore

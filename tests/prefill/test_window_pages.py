@@ -18,7 +18,7 @@ from transfer.chunk import ChunkPlan
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.layer_groups import PageCounts
 from transfer.layout import routes
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
 NEEDS = page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)

@@ -13,7 +13,7 @@ from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.sender_events import OutgoingRequest
 from prefill_node.worker import PrefillWorker, RankParts
 from tests.runtime.instances import prefill_config
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 
 
 class Sender:

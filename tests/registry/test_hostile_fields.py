@@ -36,11 +36,11 @@ from transfer.logs import log_level
 from transfer.metrics import RankMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.pool.staging import StagingBuffer
 from transfer.registry.convert import attach_request_to_proto, chunk_plan_to_proto, instance_to_proto, layout_from_proto
 from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, serve
 from transfer.ring import StagingAllocator
-from transfer.staging import StagingBuffer
 from transfer.transport.inproc import InprocHub, InprocOffer, InprocTransport
 
 DAEMON = cast(

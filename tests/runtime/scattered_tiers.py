@@ -18,10 +18,10 @@ from prefill_node.scheduler import STEPS_AHEAD
 from prefill_node.scheduler import page_needs as prefill_needs
 from tests.runtime.instances import until
 from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
-from transfer.kv_pool import KVPool, PagedKVPool, as_words, convert
 from transfer.layer_groups import NO_PAGE, PageCounts, PageNeeds, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, routes, wire_dtype
-from transfer.page_allocator import GroupAllocator, PageAllocator
+from transfer.pool.kv_pool import KVPool, PagedKVPool, as_words, convert
+from transfer.pool.page_allocator import GroupAllocator, PageAllocator
 from transfer.ring import ALIGNMENT_BYTES
 from transfer.transport.inproc import InprocHub, InprocTransport
 

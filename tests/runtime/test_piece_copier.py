@@ -16,7 +16,6 @@ from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
 from transfer.kernels import Digest
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.kernels.reference import ReferenceCopier
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import PageNeeds, layer_groups
 from transfer.layout import (
     DType,
@@ -29,6 +28,7 @@ from transfer.layout import (
     wire_buffers,
     wire_dtype,
 )
+from transfer.pool.kv_pool import KVPool
 
 GROUPS = layer_groups(HYBRID)
 

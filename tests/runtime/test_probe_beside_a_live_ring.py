@@ -10,7 +10,7 @@ from tests.runtime.instances import until
 from tests.runtime.scattered_tiers import ScatteredTiers
 from tests.runtime.test_pool_to_pool import LAYOUT, settled
 from transfer.layout import Shard
-from transfer.staging import StagingBuffer
+from transfer.pool.staging import StagingBuffer
 from transfer.transport.driver import SessionDriver
 from transfer.transport.probe import ProbePlan, probe_link
 

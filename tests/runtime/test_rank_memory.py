@@ -16,13 +16,13 @@ from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_report import RankMemory
 from tests.runtime.instances import hello
 from transfer.config import PrefillNodeConfig
-from transfer.kv_pool import KVPool
 from transfer.layout import Shard
 from transfer.memory.model_directory import ModelDirectory
 from transfer.memory.model_shape import read_model_shape
 from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
 from transfer.memory.plan import MemoryPlan, make_plan
 from transfer.pb import kvferry_pb2 as pb
+from transfer.pool.kv_pool import KVPool
 
 WEIGHTS = 1 << 20
 MODEL = ModelDirectory(

@@ -15,7 +15,7 @@ from examples import one_process
 from tests.runtime.instances import until
 from tests.runtime.scattered_tiers import ScatteredTiers
 from transfer.layout import DType, KVLayout, Shard
-from transfer.staging import StagingBuffer
+from transfer.pool.staging import StagingBuffer
 from transfer.transport import nixl_library
 from transfer.transport.inproc import InprocTransport
 from transfer.transport.nixl import NixlTransport

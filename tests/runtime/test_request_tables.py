@@ -14,7 +14,7 @@ from prefill_node.scheduler import page_needs
 from transfer.errors import LayoutError
 from transfer.layer_groups import NO_PAGE, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 
 PAGE_SIZE = 4
 

@@ -10,10 +10,10 @@ import torch
 from node_runtime.piece_copier import PieceCopier
 from tests.runtime.scattered_tiers import HYBRID
 from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.host_pool import HostPool, mixed_pool
-from transfer.kv_pool import KVPool, as_words
 from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, routes
+from transfer.pool.host_pool import HostPool, mixed_pool
+from transfer.pool.kv_pool import KVPool, as_words
 
 GROUPS = layer_groups(HYBRID)
 FULL = next(index for index, group in enumerate(GROUPS) if group.kind is GroupKind.FULL)

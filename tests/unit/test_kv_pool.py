@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from transfer.errors import ConfigError, LayoutError
-from transfer.kv_pool import BUFFER_ALIGNMENT_BYTES, KVPool, LayerBuffers, PagedKVPool, PoolView, convert
 from transfer.layer_groups import PageNeeds, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.kv_pool import BUFFER_ALIGNMENT_BYTES, KVPool, LayerBuffers, PagedKVPool, PoolView, convert
+from transfer.pool.page_allocator import GroupAllocator
 
 LAYOUT = KVLayout(
     layers=(

@@ -17,7 +17,7 @@ from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, PageCounts, PageNeeds, layer_groups
 from transfer.layout import DType, HeadSlice, KVLayout, LayerKind, LayerSpec, Route, Shard, Span, wire_buffers
-from transfer.page_allocator import GroupAllocator
+from transfer.pool.page_allocator import GroupAllocator
 
 FULL = LayerSpec(num_kv_heads=4, k_head_dim=8, v_head_dim=6)
 MLA = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=20, v_head_dim=0)

@@ -13,7 +13,7 @@ import torch
 
 from transfer.errors import EngineError, MemoryPlanError, OutOfMemory
 from transfer.out_of_memory import allocating, is_out_of_memory
-from transfer.staging import StagingBuffer
+from transfer.pool.staging import StagingBuffer
 
 TOO_MANY = 2**60
 MIB, GIB = 1 << 20, 1 << 30

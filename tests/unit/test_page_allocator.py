@@ -13,7 +13,7 @@ from transfer.engine_types import DecodeItem
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.layer_groups import NO_PAGE, PageCounts, PageNeeds, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
-from transfer.page_allocator import GroupAllocator, PageAllocator, PageEntries, with_tuples
+from transfer.pool.page_allocator import GroupAllocator, PageAllocator, PageEntries, with_tuples
 
 
 def test_what_is_passed_goes_back_and_may_be_bound_again() -> None:

@@ -5,7 +5,7 @@ import mmap
 
 import torch
 
-from transfer.staging import StagingBuffer
+from transfer.pool.staging import StagingBuffer
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 from transfer.transport.memory import HostMemory, memory_of
 from transfer.transport.nixl_revocation import SharedAlias

@@ -20,8 +20,8 @@ from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemor
 from transfer.kernels.digest import HostDigest
 from transfer.kernels.host_copy import HostCopier
 from transfer.kernels.strided_copy import StridedCopier
-from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, Span
+from transfer.pool.kv_pool import PagedKVPool
 
 __all__ = [
     "CopyPlan",

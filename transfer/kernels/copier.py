@@ -11,8 +11,8 @@ from torch import Tensor
 
 from transfer.errors import LayoutError
 from transfer.kernels.digest import WORD_BYTES, HostDigest
-from transfer.kv_pool import TORCH_DTYPES, PagedKVPool
 from transfer.layout import DType, Span, TokenOrder, WireBuffer
+from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool
 
 
 class WireMemory(Protocol):
@@ -159,7 +159,7 @@ class HeadSliceCopier(ABC):
     """Moves some heads of one pool between its pages and wire bytes.
 
     Made once per pool, head slice and wire dtype. Where the dtypes are equal, bits are moved untouched (NaN included); otherwise
-    elements are converted as `transfer.kv_pool.convert` does. Holds no state between calls: threads may share one.
+    elements are converted as `transfer.pool.kv_pool.convert` does. Holds no state between calls: threads may share one.
 
     Args:
         pool: Where the pages are.

@@ -16,12 +16,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from transfer.host_pool import HostPool
 from transfer.kernels.launch import upload
 from transfer.kernels.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
 from transfer.kernels.page_mover import PagePairs, WorkBefore
 from transfer.kernels.page_segments import PageSegment, page_runs, page_segments
-from transfer.kv_pool import KVPool
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool
 
 MIN_RUN_BYTES: Final = 256 << 10
 """Below on average a run is not worth a copy of its own: queueing one takes the host some 5 us, in which 64 GB/s carry 320 KB."""

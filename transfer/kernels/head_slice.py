@@ -27,8 +27,8 @@ from transfer.kernels.digest import WORD_BYTES
 from transfer.kernels.elements import ELEMENT_TYPES
 from transfer.kernels.launch import IS_INTERPRETED, Launcher, Stream, current_stream, upload
 from transfer.kernels.words import check_digest
-from transfer.kv_pool import PagedKVPool, scale_factor
 from transfer.layout import DType, Span, WireBuffer
+from transfer.pool.kv_pool import PagedKVPool, scale_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.kernels.digest import HostDigest
-from transfer.kv_pool import PagedKVPool, convert
 from transfer.layout import DType, Span, WireBuffer
+from transfer.pool.kv_pool import PagedKVPool, convert
 
 Array = npt.NDArray[Any]
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageNumbers, PagePairs, WorkBefore
 from transfer.kernels.page_segments import PageSegment, page_runs, page_segments
-from transfer.kv_pool import KVPool, as_words
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool, as_words
 
 Array = npt.NDArray[Any]
 """[segments, pages] of opaque elements, each one segment of a page, which NumPy moves by one memmove each."""

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer.errors import ConfigError, LayoutError
-from transfer.host_pool import HostPool
-from transfer.kv_pool import KVPool
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool
 
 PageNumbers = NDArray[np.int64]
 

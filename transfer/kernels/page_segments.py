@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from transfer.kv_pool import KVPool
+from transfer.pool.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

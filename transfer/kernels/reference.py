@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transfer.host_pool import HostPool
 from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.kernels.digest import FACTOR, STEP, WORD_BYTES, HostDigest
 from transfer.kernels.page_mover import PagePairs, WorkBefore
-from transfer.kv_pool import KVPool, as_words, convert
 from transfer.layout import WireBuffer
+from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool, as_words, convert
 
 
 class ReferenceCopier(HeadSliceCopier):

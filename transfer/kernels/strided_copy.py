@@ -27,8 +27,8 @@ from torch import Tensor
 from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.kernels.digest import HostDigest
 from transfer.kernels.host_copy import PageRun, plan_tokens
-from transfer.kv_pool import PagedKVPool, as_words, convert
 from transfer.layout import DType, Span, WireBuffer
+from transfer.pool.kv_pool import PagedKVPool, as_words, convert
 
 Array = npt.NDArray[Any]
 

@@ -54,7 +54,7 @@ class SharedAlias:
 
     @classmethod
     def of(cls, memory: HostMemory) -> SharedAlias | None:
-        """None: the memory is not one shared mapping (see `transfer.staging.StagingBuffer`, `is_shared`)."""
+        """None: the memory is not one shared mapping (see `transfer.pool.staging.StagingBuffer`, `is_shared`)."""
         address = memory.view.ctypes.data
         begin = address - address % _PAGE
         num_bytes = -(-(address + memory.num_bytes - begin) // _PAGE) * _PAGE

@@ -19,9 +19,9 @@ from embedded_engine.model_files import read_model_files
 from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
 from tests.engine.steps import fill_with_nan, pages_for
 from transfer.engine_types import DecodeItem
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
+from transfer.pool.kv_pool import KVPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 

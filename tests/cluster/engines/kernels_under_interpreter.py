@@ -21,8 +21,8 @@ from transfer.kernels.digest import DIGEST_WORDS, STEP, digest
 from transfer.kernels.head_slice import TritonCopier, Tuning
 from transfer.kernels.launch import Launcher
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
-from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer, routes, wire_dtype
+from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 

@@ -25,10 +25,10 @@ from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from tests.engine.steps import fill_with_nan, pages_for
 from transfer.engine_types import DecodeItem, PrefillItem
-from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
+from transfer.pool.host_pool import HostPool
 
 
 class Rank:

@@ -20,9 +20,9 @@ from kvferry.demo_kinds import NUM_KV_HEADS, NUM_LAYERS, WINDOW_TOKENS, ModelKin
 from kvferry.demo_model import make_demo_model
 from kvferry.demo_prompts import BUILT_IN
 from transfer.engine_types import GREEDY, DecodeItem, PrefillItem
-from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
 from transfer.layout import LayerKind, Shard
+from transfer.pool.kv_pool import KVPool
 
 NUM_TOKENS = 48
 PAGE_SIZE = 16

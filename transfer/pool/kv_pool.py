@@ -2,7 +2,7 @@
 
 A page holds `page_size` tokens, a slot is one token: ``slot = page * page_size + offset``. Layers that share a page table (see
 `transfer.layer_groups`) are one `PagedKVPool`; a rank's `KVPool` has one for each group of its model. Who owns which page is not
-known here, see `transfer.page_allocator`.
+known here, see `transfer.pool.page_allocator`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transfer.errors import ConfigError, LayoutError
 from transfer.layer_groups import LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
-from transfer.staging import zeroed_bytes
+from transfer.pool.staging import zeroed_bytes
 
 BUFFER_ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from transfer.errors import ConfigError, LayoutError, MemoryPlanError
-from transfer.kv_pool import BUFFER_ALIGNMENT_BYTES, KVPool, LayerBuffers, PagedKVPool, PoolView
 from transfer.layer_groups import GroupKind
-from transfer.staging import zeroed_bytes
+from transfer.pool.kv_pool import BUFFER_ALIGNMENT_BYTES, KVPool, LayerBuffers, PagedKVPool, PoolView
+from transfer.pool.staging import zeroed_bytes
 
 
 class HostPool:

@@ -1,0 +1,1 @@
+"""Memory that KV lies in: the paged pools, their pages and tables, and staging buffers."""
