@@ -32,8 +32,8 @@ from transfer.chunk import ChunkPlan
 from transfer.config import TlsConfig
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
+from transfer.copy.digest import DIGEST_XXH3
 from transfer.instance import AttachRequest, AttachResponse, Instance
-from transfer.kernels.digest import DIGEST_XXH3
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS, GrantRequest, GrantsIssued, decode, encode
 from transfer.registry.certificates import CertificateFiles

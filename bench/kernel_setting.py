@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from transfer.kernels import CopyPlan, Digest, HeadSliceCopier
+from transfer.copy import CopyPlan, Digest, HeadSliceCopier
 from transfer.layout import (
     DType,
     HeadSlice,

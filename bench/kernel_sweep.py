@@ -16,8 +16,8 @@ from torch import Tensor
 from bench.gpu_timing import cache_filler, device_seconds
 from bench.kernel_setting import SLEEP_CYCLES, Geometry, Prepared, Side, prepare
 from bench.timing import Report
-from transfer.kernels import head_slice_copier
-from transfer.kernels.head_slice import DEFAULT_TUNING, TritonCopier, Tuning
+from transfer.copy import head_slice_copier
+from transfer.copy.head_slice import DEFAULT_TUNING, TritonCopier, Tuning
 from transfer.layout import Span
 
 COPY = "device copy"

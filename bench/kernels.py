@@ -29,8 +29,8 @@ from bench.kernel_setting import ON_GPU, ON_HOST, SLEEP_CYCLES, Geometry, Prepar
 from bench.peers import sglang
 from bench.strided_copy import strided_copies
 from bench.timing import Report, argument_parser, sample
-from transfer.kernels import Digest, add_digest, head_slice_copier
-from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest
+from transfer.copy import Digest, add_digest, head_slice_copier
+from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest
 
 SIDES: tuple[Side, ...] = ("gather", "scatter")
 COPY, MEMCPY = "device copy", "memcpy"
@@ -202,7 +202,7 @@ def _copy_and_digest(prepared: Prepared, algorithm: str) -> None:
 
 def measure_interpreted(geometries: Sequence[Geometry]) -> Report:
     """The kernels under Triton's interpreter: no speed to speak of, but all that a GPU is asked for is called once."""
-    from transfer.kernels.head_slice import TritonCopier
+    from transfer.copy.head_slice import TritonCopier
 
     report = Report(title="Kernels under Triton's interpreter: only to see that they run")
     for geometry in geometries:

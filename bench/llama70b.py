@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transfer.kernels import head_slice_copier
-from transfer.kernels.copier import CopyPlan
+from transfer.copy import head_slice_copier
+from transfer.copy.copier import CopyPlan
 from transfer.layout import DType, KVLayout, Route, Shard, Span, routes, wire_buffers
 from transfer.pool.kv_pool import PagedKVPool, as_words
 

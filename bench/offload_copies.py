@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.timing import Report, argument_parser, readable_bytes, sample
-from transfer.kernels.page_mover import PageMove, PageMover
+from transfer.copy.page_mover import PageMove, PageMover
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.host_pool import HostPool

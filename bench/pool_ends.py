@@ -18,7 +18,6 @@ from bench.pool_setting import SEED, Case, PagePicker, Setting
 from bench.pretended import PretendedLane, PretendedTransport
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
-from node_runtime.copy_lane import OpenCopyLane, open_copy_lane
 from prefill_node.attach import DecodeSessions
 from prefill_node.cutting import choose_cut
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
@@ -26,10 +25,11 @@ from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
+from transfer.copy import head_slice_copier
+from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
+from transfer.copy.digest import digests_for
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
-from transfer.kernels import head_slice_copier
-from transfer.kernels.digest import digests_for
 from transfer.layout import Shard, Span, wire_buffers
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS

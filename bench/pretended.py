@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from bench.engine_step import PretendedStep
-from node_runtime.copy_lane import OnGathered, OnScattered
-from node_runtime.lane import Lane
-from node_runtime.piece_copier import PieceCopy
+from transfer.copy.copy_lane import OnGathered, OnScattered
+from transfer.copy.piece_copier import PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
+from transfer.lane import Lane
 from transfer.transport.base import ByteRange, DirectMemory, LocalMemory
 from transfer.transport.memory import memory_of
 

@@ -30,8 +30,8 @@ import torch
 from bench.timing import Report, Row, argument_parser, readable_bytes, sample
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
+from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem
-from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import NO_PAGE
 from transfer.layout import Shard
 from transfer.pool.host_pool import HostPool

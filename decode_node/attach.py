@@ -18,11 +18,11 @@ from decode_node.receiver_events import IncomingRoute
 from decode_node.receiver_loop import HostArrivals, ReceiverLoop, ReceiverOwner
 from node_runtime.refusals import say_refused
 from node_runtime.reminders import Reminders
-from node_runtime.warm_up import warm_up
 from transfer.chunk import largest_wire_bytes
 from transfer.config import ServerConfig, TransportConfig
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
+from transfer.copy.warm_up import warm_up
 from transfer.errors import ChunkTooLarge, StagingError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, Route, routes, wire_dtype

@@ -16,10 +16,10 @@ import structlog
 from decode_node import receiver_events as protocol
 from decode_node.receiver import Receiver
 from decode_node.receiver_events import ReceiverSettings
-from node_runtime.copy_lane import OpenCopyLane, open_copy_lane
 from node_runtime.event_pump import EventPump
-from node_runtime.piece_copier import PieceCopier, PieceCopy
 from transfer.control.base import ControlServer, Received
+from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
+from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.layout import Span
 from transfer.logs import is_debug
@@ -138,7 +138,7 @@ class ReceiverLoop:
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
         self._ending_timer: asyncio.TimerHandle | None = None
         self.copier = PieceCopier(pool)
-        """Prepares the pieces; to be warmed up when a session is attached, see `node_runtime.warm_up`."""
+        """Prepares the pieces; to be warmed up when a session is attached, see `transfer.copy.warm_up`."""
         self._requests: dict[str, protocol.IncomingRequest] = {}
         self._prepared: dict[str, dict[int, PieceCopy]] = {}  # by request and where the grant begins
         self._to_prepare: dict[int, tuple[protocol.PrepareScatter, protocol.IncomingRequest]] = {}  # by where the grant begins

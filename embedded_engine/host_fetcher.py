@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from embedded_engine.host_tier import HostBlock, HostTier
+from transfer.copy.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
 from transfer.errors import LocalProtocolError
-from transfer.kernels.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
 from transfer.pool.kv_pool import KVPool
 
 NUM_BUFFERS = 2

@@ -22,7 +22,7 @@ from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSet
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc import InprocControlClient, InprocControlServer
-from transfer.kernels.digest import DIGEST_XXH3
+from transfer.copy.digest import DIGEST_XXH3
 from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
 from transfer.metrics import RankMetrics
 from transfer.pool.kv_pool import KVPool

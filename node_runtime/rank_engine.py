@@ -6,10 +6,10 @@ import asyncio
 import gc
 from typing import Any
 
-from node_runtime.lane import Lane
 from node_runtime.rank_setup import engine_loader
 from transfer.config import NodeConfig
 from transfer.errors import EngineError
+from transfer.lane import Lane
 
 
 class RankEngine:

@@ -151,7 +151,7 @@ def own_instance(
 ) -> Instance:
     """This rank's instance, as it tells its peers; its pool is on a device of that type."""
     # Loads torch, for which a command line with wrong settings does not wait.
-    from transfer.kernels.digest import digests_for
+    from transfer.copy.digest import digests_for
 
     return Instance(
         incarnation=incarnation,

@@ -13,12 +13,12 @@ from typing import Any
 import structlog
 import torch
 
-from node_runtime.warm_up import warm_up
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan
 from transfer.config import TransportConfig
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.control.zmq_doorkeeper import new_key_pair
+from transfer.copy.warm_up import warm_up
 from transfer.errors import PeerUnreachable, StagingError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import Route, routes, wire_dtype

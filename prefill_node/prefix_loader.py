@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from node_runtime.lane import Lane
 from prefill_node.prefix_pages import PageSource, page_sources
 from prefill_node.stored_prefix import StoredPrefix, needed_pages
 from transfer.instance import Instance
+from transfer.lane import Lane
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.layout import DType, HeadSlice, TokenOrder
 from transfer.pool.kv_pool import TORCH_DTYPES, KVPool, as_words, convert

@@ -15,13 +15,13 @@ from typing import Protocol
 import structlog
 from torch import Tensor
 
-from node_runtime.copy_lane import OpenCopyLane, open_copy_lane
 from node_runtime.event_pump import EventPump
-from node_runtime.piece_copier import PieceCopier
 from prefill_node import sender_events as protocol
 from prefill_node.sender import Sender
 from prefill_node.sender_events import SenderSettings, SentStats
 from transfer.control.base import ControlClient
+from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
+from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.instance import Link
@@ -139,7 +139,7 @@ class SenderLoop:
         self._lane = open_lane("gather", pool.device, loop, on_crash)
         self._peers: dict[int, _Peer] = {}
         self.copier = PieceCopier(pool)
-        """Prepares the pieces; to be warmed up when a session is attached, see `node_runtime.warm_up`."""
+        """Prepares the pieces; to be warmed up when a session is attached, see `transfer.copy.warm_up`."""
         self._layouts: dict[str, protocol.OutgoingRequest] = {}
         self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
             loop,

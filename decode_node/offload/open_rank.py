@@ -10,10 +10,10 @@ from decode_node.offload.open import rules_of
 from decode_node.offload.rank import OffloadRank
 from decode_node.offload.sizes import check_store_sizes, host_page_counts
 from decode_node.offload.store_leader import JOBS_AT_ONCE
-from node_runtime.lane import Lane
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError
 from transfer.instance import Instance
+from transfer.lane import Lane
 from transfer.layer_groups import GroupKind
 from transfer.memory.host_memory import host_memory
 from transfer.metrics import RankMetrics

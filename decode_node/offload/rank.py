@@ -27,11 +27,11 @@ from decode_node.rank_messages import (
     SavePages,
     StoreJob,
 )
-from node_runtime.lane import Lane
-from node_runtime.piece_copier import PieceCopier
+from transfer.copy.page_mover import PageCopy, PageMove, PageMover
+from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.kernels.page_mover import PageCopy, PageMove, PageMover
+from transfer.lane import Lane
 from transfer.layer_groups import NO_PAGE, GroupKind
 from transfer.layout import Span
 from transfer.metrics import RankMetrics

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall
 from embedded_engine.kernels.launch import IS_INTERPRETED, launch
+from transfer.copy.elements import widened
 from transfer.errors import ConfigError, LayoutError
-from transfer.kernels.elements import widened
 from transfer.layout import TokenOrder
 
 MIN_SPLIT_TOKENS = 128

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from embedded_engine.kernels.arguments import WriteCall
 from embedded_engine.kernels.launch import IS_INTERPRETED, launch
+from transfer.copy.elements import narrowed, widened
 from transfer.errors import LayoutError
-from transfer.kernels.elements import narrowed, widened
 from transfer.layout import TokenOrder
 
-# As integers, because they are converted by hand: see transfer.kernels.elements.
+# As integers, because they are converted by hand: see transfer.copy.elements.
 _ELEMENTS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 

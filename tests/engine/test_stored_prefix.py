@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from embedded_engine.engine import EmbeddedEngine
-from node_runtime.lane import Lane
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.stored_prefix import StoredPrefix
 from tests.engine.conftest import Generate
@@ -21,6 +20,7 @@ from tests.storage.stores import Seen
 from transfer.breaker import BreakerSettings
 from transfer.engine_types import PrefillItem
 from transfer.instance import Instance
+from transfer.lane import Lane
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard, TokenOrder
 from transfer.storage.base import Outcome

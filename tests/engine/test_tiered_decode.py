@@ -17,9 +17,9 @@ from tests.engine.conftest import Generate
 from tests.engine.families import FAMILIES
 from tests.engine.steps import PageBook, pages_for, prefill_all
 from tests.engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of, largest_slice
+from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem
 from transfer.errors import ConfigError, EngineError
-from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
 from transfer.layout import Shard, TokenOrder
 from transfer.pool.host_pool import HostPool

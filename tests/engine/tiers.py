@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests.engine.steps import PageBook, fill_with_nan
+from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem
-from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup
 from transfer.pool.host_pool import HostPool
 

@@ -21,8 +21,8 @@ from embedded_engine.model_files import read_model_files
 from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
 from kvferry.engines.vllm_layout import VllmLayout, WindowLayers, describe
 from tests.engines.vllm_memory import Memory, facts_of, placed, ranks, recorded
+from transfer.copy import head_slice_copier
 from transfer.errors import LayoutError
-from transfer.kernels import head_slice_copier
 from transfer.layer_groups import NO_PAGE, layer_groups
 from transfer.layout import (
     DType,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from node_runtime.copy_lane import CopyLane, open_copy_lane
-from node_runtime.piece_copier import PieceCopier, PieceCopy
 from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.kernels.digest import DIGEST_WORDS, digest
+from transfer.copy.copy_lane import CopyLane, open_copy_lane
+from transfer.copy.digest import DIGEST_WORDS, digest
+from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.layout import DType, KVLayout, Shard, Span, routes
 from transfer.pool.kv_pool import KVPool
 

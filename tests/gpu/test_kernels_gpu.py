@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from node_runtime.request_tables import RequestTables
 from tests.gpu.busy import occupy
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
-from transfer.kernels import add_digest, head_slice_copier
-from transfer.kernels.reference import ReferenceCopier, reference_words_sum
+from transfer.copy import add_digest, head_slice_copier
+from transfer.copy.reference import ReferenceCopier, reference_words_sum
+from transfer.copy.request_tables import RequestTables
 from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, TokenOrder, WireBuffer, wire_buffers
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool, as_words
 
@@ -39,7 +39,7 @@ def nothing_waits() -> Iterator[None]:
 @settings(max_examples=60)
 @given(case=cases(max_page_size=256, max_pages=12, max_dim=40))
 def test_agrees_with_the_reference(case: Case) -> None:
-    from transfer.kernels.head_slice import TritonCopier
+    from transfer.copy.head_slice import TritonCopier
 
     assert_agrees(case, TritonCopier, "cuda", has_kernels=True)
 
@@ -48,7 +48,7 @@ def test_agrees_with_the_reference(case: Case) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 576])
 @pytest.mark.parametrize("page_size", [1, 16, 48, 256])
 def test_shapes_that_engines_use(page_size: int, head_dim: int, order: TokenOrder) -> None:
-    from transfer.kernels.head_slice import TritonCopier
+    from transfer.copy.head_slice import TritonCopier
 
     assert_agrees(shape(DType.BFLOAT16, DType.BFLOAT16, page_size, head_dim, order), TritonCopier, "cuda", has_kernels=True)
 

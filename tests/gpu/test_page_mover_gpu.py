@@ -10,8 +10,8 @@ from hypothesis import given, settings
 
 from tests.gpu.busy import occupy
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
+from transfer.copy.page_mover import PageMove, PageMover, movement_of
 from transfer.errors import MemoryPlanError
-from transfer.kernels.page_mover import PageMove, PageMover, movement_of
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pool import host_pool
 from transfer.pool.host_pool import HostPool
@@ -47,7 +47,7 @@ def assert_saved(pool: KVPool, host: HostPool, device_pages: list[int], host_pag
 @settings(max_examples=12, deadline=None)
 @given(case=page_cases())
 def test_moves_what_the_reference_moves(side: Side, min_run_bytes: int, case: PageCase) -> None:
-    from transfer.kernels import device_page_mover
+    from transfer.copy import device_page_mover
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_page_mover, "MIN_RUN_BYTES", min_run_bytes)

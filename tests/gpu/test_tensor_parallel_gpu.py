@@ -15,11 +15,11 @@ import torch.multiprocessing as multiprocessing
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.tensor_parallel import init_distributed
-from node_runtime.lane import Lane
 from tests.engine.decode_scenario import PROMPTS, tokens_of_a_life
 from tests.engine.families import make_family
 from tests.gpu.small_engines import Prompts, make_engine, prompts_of
 from tests.gpu.tiered_requests import LAUNCHED, LENGTHS, NUM_ROWS, NUM_TOKENS, REPLAYED, note_replays, roomy_engine, tiered_tokens
+from transfer.lane import Lane
 from transfer.layout import Shard
 
 pytestmark = [

@@ -20,8 +20,8 @@ from tests.engine.test_tiered_decode import WITHOUT_FULL_ATTENTION
 from tests.engine.tiers import full_group, largest_slice
 from tests.gpu.small_engines import Directory, Prompts, prompts_of
 from tests.gpu.tiered_requests import LAUNCHED, LENGTHS, NUM_ROWS, NUM_TOKENS, REPLAYED, note_replays, roomy_engine, tiered_tokens
+from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem
-from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import NO_PAGE, layer_groups
 from transfer.layout import DType, Shard
 from transfer.pool.host_pool import HostPool

@@ -16,7 +16,6 @@ from decode_node import peers as peers_module
 from decode_node.prefill_peer import PrefillPeer
 from kvferry.engines.hosted import SOURCE
 from node_runtime.hosted_link import hosted_address
-from node_runtime.piece_copier import PieceCopy
 from prefill_node import source_requests
 from prefill_node.joins import Join, Reservation
 from prefill_node.reserve_client import ReserveClient
@@ -25,6 +24,7 @@ from prefill_node.source_requests import SourceRequests
 from tests.hosted.conftest import Start
 from tests.hosted.instances import PROMPT, TIMEOUT_S, Instance, hand_over, wait_for
 from transfer.config.hosted import HostedLimitsConfig
+from transfer.copy.piece_copier import PieceCopy
 from transfer.errors import LocalProtocolError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc

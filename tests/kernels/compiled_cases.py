@@ -12,10 +12,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from transfer.kernels.copy_kernel import copy_pieces
-from transfer.kernels.head_slice import DEFAULT_TUNING
-from transfer.kernels.page_kernel import copy_segments
-from transfer.kernels.words import sum_words
+from transfer.copy.copy_kernel import copy_pieces
+from transfer.copy.head_slice import DEFAULT_TUNING
+from transfer.copy.page_kernel import copy_segments
+from transfer.copy.words import sum_words
 
 COPY: dict[str, Any] = {
     "ROW": 64,

@@ -9,10 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier
-from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, WORD_BYTES, HostDigest
-from transfer.kernels.digest import digest as digest_of
-from transfer.kernels.reference import ReferenceCopier, reference_words_sum
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier
+from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, WORD_BYTES, HostDigest
+from transfer.copy.digest import digest as digest_of
+from transfer.copy.reference import ReferenceCopier, reference_words_sum
 from transfer.layout import (
     DType,
     HeadSlice,

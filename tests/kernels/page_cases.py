@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.runtime.scattered_tiers import HYBRID
-from transfer.kernels.page_mover import PageCopy, PageMove, PageMovement, PageMover
-from transfer.kernels.reference import ReferencePageMovement
+from transfer.copy.page_mover import PageCopy, PageMove, PageMovement, PageMover
+from transfer.copy.reference import ReferencePageMovement
 from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.host_pool import HostPool

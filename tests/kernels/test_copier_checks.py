@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from transfer.copy import HeadSliceCopier, WireMemory, head_slice_copier
 from transfer.errors import LayoutError
-from transfer.kernels import HeadSliceCopier, WireMemory, head_slice_copier
 from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, STEP, HostDigest, digest, digests_for, words_sum
+from transfer.copy.reference import reference_words_sum
 from transfer.errors import ConfigError
-from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, STEP, HostDigest, digest, digests_for, words_sum
-from transfer.kernels.reference import reference_words_sum
 
 MASK = 2**64 - 1
 ALGORITHMS = (DIGEST_XXH3, DIGEST_WORDS)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, cases, fill
-from transfer.kernels import head_slice_copier, host_copy
-from transfer.kernels.host_copy import HostCopier, PageRun, plan_tokens
-from transfer.kernels.reference import ReferenceCopier
+from transfer.copy import head_slice_copier, host_copy
+from transfer.copy.host_copy import HostCopier, PageRun, plan_tokens
+from transfer.copy.reference import ReferenceCopier
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer
 from transfer.pool.kv_pool import LayerBuffers, PagedKVPool, as_words
 
@@ -128,7 +128,7 @@ def test_offsets_beyond_32_bits(order: TokenOrder) -> None:
 
 def test_a_cpu_pool_needs_no_triton() -> None:
     code = (
-        "import sys, transfer.kernels as kernels\n"
+        "import sys, transfer.copy as kernels\n"
         "from transfer.pool.kv_pool import PagedKVPool\n"
         "from transfer.layout import *\n"
         "layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT32)\n"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
+from transfer.copy.host_page_mover import HostPageMovement
+from transfer.copy.page_mover import PageCopy, PageMove, PageMover
 from transfer.errors import ConfigError, LayoutError
-from transfer.kernels.host_page_mover import HostPageMovement
-from transfer.kernels.page_mover import PageCopy, PageMove, PageMover
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tests.kernels.kernel_cases import SENTINEL, Case, cases
+from transfer.copy.reference import ReferenceCopier
 from transfer.errors import LayoutError
-from transfer.kernels.reference import ReferenceCopier
 from transfer.layout import DType, TokenOrder
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool, convert
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.kernel_cases import Case, Placement, assert_agrees, assert_same_pools, cases, placements, tensors
-from transfer.kernels import HeadSliceCopier, head_slice_copier, strided_copy
-from transfer.kernels.host_copy import HostCopier
-from transfer.kernels.strided_copy import StridedCopier
+from transfer.copy import HeadSliceCopier, head_slice_copier, strided_copy
+from transfer.copy.host_copy import HostCopier
+from transfer.copy.strided_copy import StridedCopier
 from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, TokenOrder
 from transfer.pool.kv_pool import as_words
 

@@ -7,10 +7,10 @@ import torch
 
 from tests.kernels.kernel_cases import Case, assert_agrees
 from tests.kernels.page_cases import PageCase, Side, assert_moves
-from transfer.kernels import add_digest
-from transfer.kernels.device_page_mover import DevicePageMovement
-from transfer.kernels.digest import DIGEST_WORDS, digest
-from transfer.kernels.head_slice import TritonCopier
+from transfer.copy import add_digest
+from transfer.copy.device_page_mover import DevicePageMovement
+from transfer.copy.digest import DIGEST_WORDS, digest
+from transfer.copy.head_slice import TritonCopier
 from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, TokenOrder
 
 

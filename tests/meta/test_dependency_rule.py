@@ -81,8 +81,7 @@ GRPC_FILES = (
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip
 DEVICE_FILES = (
-    "transfer/pool/*", "transfer/out_of_memory.py",
-    "transfer/kernels/*", "transfer/memory/*", "transfer/transport/*", *NODES,
+    "transfer/out_of_memory.py", "transfer/pool/*", "transfer/copy/*", "transfer/memory/*", "transfer/transport/*", *NODES,
 )  # fmt: skip
 CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/command.py", "decode_node/command.py")
 
@@ -118,12 +117,12 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "tokenizers": ("tokenizers", ("embedded_engine/*", "decode_node/text.py", "kvferry/*")),
     "torch": ("torch", DEVICE_FILES),
     "transformers": ("transformers", ("embedded_engine/*", "kvferry/*")),
-    "triton": ("triton", ("transfer/kernels/*", "embedded_engine/kernels/*")),
+    "triton": ("triton", ("transfer/copy/*", "embedded_engine/kernels/*")),
     "typer": ("typer", CLI_FILES),
     "ucxx": ("ucxx-cu13", ("transfer/transport/ucx.py", "transfer/transport/ucx_*.py", "kvferry/doctor.py")),
     "xxhash": (
         "xxhash",
-        ("transfer/digest.py", "transfer/storage/envelope.py", "transfer/transport/*", "transfer/kernels/*", *NODES),
+        ("transfer/digest.py", "transfer/storage/envelope.py", "transfer/transport/*", "transfer/copy/*", *NODES),
     ),
     "yaml": ("pyyaml", ("*config.py", "transfer/registry/discovery/node_file.py", "kvferry/*", "deploy/monitoring/rule_file.py")),
     "zmq": ("pyzmq", ("transfer/control/zmq_*.py", "node_runtime/*link*.py")),

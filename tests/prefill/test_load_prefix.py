@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from node_runtime.lane import Lane
 from prefill_node.attach import DecodePeer
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.rank_messages import (
@@ -34,6 +33,7 @@ from transfer.breaker import BreakerSettings
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.instance import Instance
+from transfer.lane import Lane
 from transfer.layer_groups import layer_groups
 from transfer.layout import KVLayout, Shard
 from transfer.pool.kv_pool import KVPool

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from node_runtime.lane import Lane
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.prefix_pages import page_sources
 from prefill_node.scheduler import page_needs
@@ -21,6 +20,7 @@ from tests.runtime.hand_clock import HandClock
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.instance import Instance
+from transfer.lane import Lane
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.kv_pool import KVPool

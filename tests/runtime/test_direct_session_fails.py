@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from examples.one_process import TwoTiers
-from node_runtime.piece_copier import PieceCopy
 from tests.runtime.instances import until
+from transfer.copy.piece_copier import PieceCopy
 from transfer.errors import RemoteProtocolError
 from transfer.layout import DType, KVLayout, Shard
 from transfer.transport.base import ByteRange, DirectMemory

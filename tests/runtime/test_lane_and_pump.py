@@ -11,8 +11,8 @@ import pytest
 
 from node_runtime import event_pump
 from node_runtime.event_pump import EventPump
-from node_runtime.lane import Lane
 from tests.runtime.instances import until
+from transfer.lane import Lane
 
 
 async def test_work_runs_in_order_on_one_other_thread_and_answers_on_the_loop() -> None:

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node_runtime.piece_copier import PieceCopier
 from tests.runtime.scattered_tiers import HYBRID, GroupPages
 from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
-from transfer.kernels import Digest
-from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
-from transfer.kernels.reference import ReferenceCopier
+from transfer.copy import Digest
+from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
+from transfer.copy.piece_copier import PieceCopier
+from transfer.copy.reference import ReferenceCopier
 from transfer.layer_groups import PageNeeds, layer_groups
 from transfer.layout import (
     DType,

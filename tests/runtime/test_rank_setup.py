@@ -13,9 +13,9 @@ from kvferry.demo_model import make_demo_model
 from node_runtime.rank_setup import check_before_start, open_transport, own_instance
 from tests.runtime.instances import LAYOUT
 from transfer.config import PrefillNodeConfig, TransportConfig
+from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3
 from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, check_compatible
-from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3
 from transfer.layout import DType, KVLayout, Shard
 from transfer.messages import PROTOCOL_VERSION
 from transfer.transport.inproc import InprocHub, InprocTransport

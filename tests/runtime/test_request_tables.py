@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from node_runtime.request_tables import RequestTables, TableEntries
 from prefill_node.scheduler import page_needs
+from transfer.copy.request_tables import RequestTables, TableEntries
 from transfer.errors import LayoutError
 from transfer.layer_groups import NO_PAGE, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec

@@ -7,9 +7,9 @@ import gc
 import pytest
 import torch
 
-from node_runtime.piece_copier import PieceCopier
 from tests.runtime.scattered_tiers import HYBRID
 from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.copy.piece_copier import PieceCopier
 from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, routes
 from transfer.pool.host_pool import HostPool, mixed_pool

@@ -104,7 +104,7 @@ class PlanInputs:
         max_total_tokens: Upper bound of the pool's tokens.
         staging_bytes, ring_bytes: Memory of the transfer on this rank.
         offload_bytes: Buffers of a decode rank whose requests may have pages in host memory: two blocks that attention reads
-            (`EmbeddedEngine.host_block_bytes`), and what pages are packed in (`transfer.kernels.page_mover.PageMover`).
+            (`EmbeddedEngine.host_block_bytes`), and what pages are packed in (`transfer.copy.page_mover.PageMover`).
         weights_bytes: Measured size of this rank's weights; None: taken from the checkpoint, or estimated.
         checkpoint_bytes: Size of the stored model; None: unknown.
         checkpoint_source: Where that comes from, for people.

@@ -9,18 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node_runtime import piece_copier
-from node_runtime.piece_copier import PieceCopier
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
 from tests.runtime.scattered_tiers import HYBRID
 from tests.runtime.test_piece_copier import carry_over, pages_of
 from transfer.chunk import ChunkPlan, Pieces, split_into_chunks
-from transfer.kernels import add_digest, copier, device_page_mover
-from transfer.kernels.digest import DIGEST_WORDS, STEP, digest
-from transfer.kernels.head_slice import TritonCopier, Tuning
-from transfer.kernels.launch import Launcher
-from transfer.kernels.reference import ReferenceCopier, reference_words_sum
+from transfer.copy import add_digest, copier, device_page_mover, piece_copier
+from transfer.copy.digest import DIGEST_WORDS, STEP, digest
+from transfer.copy.head_slice import TritonCopier, Tuning
+from transfer.copy.launch import Launcher
+from transfer.copy.piece_copier import PieceCopier
+from transfer.copy.reference import ReferenceCopier, reference_words_sum
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer, routes, wire_dtype
 from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 

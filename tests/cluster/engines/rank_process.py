@@ -24,8 +24,8 @@ from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from tests.engine.steps import fill_with_nan, pages_for
+from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem, PrefillItem
-from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
 from transfer.pool.host_pool import HostPool

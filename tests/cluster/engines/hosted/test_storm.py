@@ -19,9 +19,9 @@ import torch
 from decode_node import target_requests
 from decode_node.target_rank import Settled
 from decode_node.target_requests import PromptState
-from node_runtime.piece_copier import PieceCopy
 from prefill_node.source_rank import Free, GivenUp
 from tests.hosted.instances import LAYERS, PAGES, Instance, prompt_of
+from transfer.copy.piece_copier import PieceCopy
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
-from transfer.kernels.digest import FACTOR, STEP, WORD_BYTES, HostDigest
-from transfer.kernels.page_mover import PagePairs, WorkBefore
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
+from transfer.copy.digest import FACTOR, STEP, WORD_BYTES, HostDigest
+from transfer.copy.page_mover import PagePairs, WorkBefore
 from transfer.layout import WireBuffer
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool, as_words, convert
@@ -50,7 +50,7 @@ class _ReferencePlan(CopyPlan):
 
 
 def reference_words_sum(payload: Tensor, first_word: int = 0) -> int:
-    """`transfer.kernels.digest.words_sum` of bytes on any device, in torch.
+    """`transfer.copy.digest.words_sum` of bytes on any device, in torch.
 
     Args:
         payload: uint8 [bytes], contiguous; the last word is filled up with zeros.
@@ -75,7 +75,7 @@ def _signed(value: int) -> int:
 
 
 class ReferencePageMovement:
-    """Moves of whole pages, see `transfer.kernels.page_mover.PageMovement`."""
+    """Moves of whole pages, see `transfer.copy.page_mover.PageMovement`."""
 
     def __init__(self, pool: KVPool, host: HostPool) -> None:
         self._pool = pool

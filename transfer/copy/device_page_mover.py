@@ -16,10 +16,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from transfer.kernels.launch import upload
-from transfer.kernels.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
-from transfer.kernels.page_mover import PagePairs, WorkBefore
-from transfer.kernels.page_segments import PageSegment, page_runs, page_segments
+from transfer.copy.launch import upload
+from transfer.copy.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
+from transfer.copy.page_mover import PagePairs, WorkBefore
+from transfer.copy.page_segments import PageSegment, page_runs, page_segments
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 

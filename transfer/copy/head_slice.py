@@ -1,4 +1,4 @@
-"""Gather and scatter on a GPU: plans of the Triton kernel `transfer.kernels.copy_kernel`.
+"""Gather and scatter on a GPU: plans of the Triton kernel `transfer.copy.copy_kernel`.
 
 All buffers of a plan with equal tokens and shapes are one launch: a table has their addresses and wire offsets. What changes from
 plan to plan is no constant of the kernel, so that the chunks of all requests share a few compiled variants.
@@ -20,13 +20,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
+from transfer.copy.copy_kernel import MAX_PIECES, WORD_TYPES, copy_pieces, piece_words
+from transfer.copy.digest import WORD_BYTES
+from transfer.copy.elements import ELEMENT_TYPES
+from transfer.copy.launch import IS_INTERPRETED, Launcher, Stream, current_stream, upload
+from transfer.copy.words import check_digest
 from transfer.errors import LayoutError
-from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
-from transfer.kernels.copy_kernel import MAX_PIECES, WORD_TYPES, copy_pieces, piece_words
-from transfer.kernels.digest import WORD_BYTES
-from transfer.kernels.elements import ELEMENT_TYPES
-from transfer.kernels.launch import IS_INTERPRETED, Launcher, Stream, current_stream, upload
-from transfer.kernels.words import check_digest
 from transfer.layout import DType, Span, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool, scale_factor
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from node_runtime.copy_lane import OnGathered, OnScattered
-from node_runtime.lane import Lane
-from node_runtime.piece_copier import PieceCopy
+from transfer.copy.copy_lane import OnGathered, OnScattered
+from transfer.copy.digest import DIGEST_WORDS
+from transfer.copy.piece_copier import PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.kernels.digest import DIGEST_WORDS
+from transfer.lane import Lane
 from transfer.transport.base import DirectMemory
 
 _MASK = 2**64 - 1

@@ -1,7 +1,7 @@
 """Whole pages between the device pool and the host pool, and between places of the device pool.
 
 `PageMover` checks what it is asked for and leaves the copies to what is fastest for the pool's device; all of them agree byte for
-byte with `transfer.kernels.reference`. Triton is imported only for a pool on a GPU.
+byte with `transfer.copy.reference`. Triton is imported only for a pool on a GPU.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ class PageMover:
 def movement_of(pool: KVPool, host: HostPool, buffer_bytes: int) -> PageMovement:
     """The fastest movement for the pool's device."""
     if pool.device.type == "cpu":
-        from transfer.kernels.host_page_mover import HostPageMovement
+        from transfer.copy.host_page_mover import HostPageMovement
 
         return HostPageMovement(pool, host)
-    from transfer.kernels.device_page_mover import DevicePageMovement
+    from transfer.copy.device_page_mover import DevicePageMovement
 
     return DevicePageMovement(pool, host, buffer_bytes=buffer_bytes)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from node_runtime.piece_copier import PieceCopy
+from transfer.copy.piece_copier import PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.transport.base import DirectMemory
 
@@ -78,9 +78,9 @@ def open_copy_lane(
         on_crash: Called on the loop with an exception that ends the rank.
     """
     if device.type == "cpu":
-        from node_runtime.host_copy_lane import HostCopyLane
+        from transfer.copy.host_copy_lane import HostCopyLane
 
         return HostCopyLane(name, loop, on_crash)
-    from node_runtime.device_copy_lane import DeviceCopyLane
+    from transfer.copy.device_copy_lane import DeviceCopyLane
 
     return DeviceCopyLane(name, device, loop, on_crash)

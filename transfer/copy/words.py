@@ -1,4 +1,4 @@
-"""``kvferry-words-64`` in Triton: see `transfer.kernels.digest` for its definition.
+"""``kvferry-words-64`` in Triton: see `transfer.copy.digest` for its definition.
 
 A word takes some 16 integer instructions of 32 bits (two additions, three exclusive ors, two products, the sum); the key, an
 addition per word, comes from its row and its column.
@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transfer.copy.copier import WireMemory
+from transfer.copy.digest import FACTOR, STEP, WORD_BYTES
+from transfer.copy.launch import Launcher, current_stream
 from transfer.errors import LayoutError
-from transfer.kernels.copier import WireMemory
-from transfer.kernels.digest import FACTOR, STEP, WORD_BYTES
-from transfer.kernels.launch import Launcher, current_stream
 
 _STEP = tl.constexpr(STEP)
 _FACTOR = tl.constexpr(FACTOR)

@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transfer.kernels.elements import narrowed, widened
-from transfer.kernels.words import add_to, keys_of, mixed, offsets_of
+from transfer.copy.elements import narrowed, widened
+from transfer.copy.words import add_to, keys_of, mixed, offsets_of
 
 WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 MAX_PIECES = 2**31 - 2**20  # of a buffer in one launch: with the last tile they are still numbered by 32 bits

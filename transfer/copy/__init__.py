@@ -1,7 +1,8 @@
 """Gather and scatter: head slices of paged KV to contiguous wire bytes, and back.
 
 `head_slice_copier()` picks the implementation for a pool's device; all of them agree bit for bit with
-`transfer.kernels.reference`. Triton is imported only for a pool on a GPU.
+`transfer.copy.reference`. Triton is imported only for a pool on a GPU.
+`piece_copier.PieceCopier` applies it to the pieces of requests. A copy lane runs the copies beside the owner's loop.
 
 On an H200 (torch 2.11, Triton 3.6; `bench.kernels`), without conversion, as shares of a device copy of the same bytes: gather
 0.95 to 0.99, scatter 0.94 to 0.98; with digest 0.93 to 0.97 and 0.92 to 0.95. A strided torch copy of the same rows in order
@@ -15,11 +16,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
+from transfer.copy.digest import HostDigest
+from transfer.copy.host_copy import HostCopier
+from transfer.copy.strided_copy import StridedCopier
 from transfer.errors import LayoutError
-from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
-from transfer.kernels.digest import HostDigest
-from transfer.kernels.host_copy import HostCopier
-from transfer.kernels.strided_copy import StridedCopier
 from transfer.layout import DType, Span
 from transfer.pool.kv_pool import PagedKVPool
 
@@ -52,7 +53,7 @@ def head_slice_copier(
     if pool.device.type == "cpu":
         kind = HostCopier if pool.has_adjacent_elements else StridedCopier
         return kind(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
-    from transfer.kernels.head_slice import TritonCopier
+    from transfer.copy.head_slice import TritonCopier
 
     return TritonCopier(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
 
@@ -76,7 +77,7 @@ def add_digest(digest: Digest, wire: WireMemory, num_bytes: int) -> None:
             raise LayoutError(f"wire is a {type(wire).__name__} that is not in host memory; a HostDigest takes nothing else")
         digest.update(wire[:num_bytes])
         return
-    from transfer.kernels.words import add_words
+    from transfer.copy.words import add_words
 
     add_words(digest, wire, num_bytes)
 
@@ -85,7 +86,7 @@ def is_add_digest_compiled(device: torch.device, wire: WireMemory, num_bytes: in
     """Whether `add_digest` of such a wire to a sum on `device` only queues, see `CopyPlan.is_compiled`."""
     if device.type == "cpu":
         return True
-    from transfer.kernels.words import is_pass_compiled
+    from transfer.copy.words import is_pass_compiled
 
     return is_pass_compiled(device, wire, num_bytes)
 
@@ -93,6 +94,6 @@ def is_add_digest_compiled(device: torch.device, wire: WireMemory, num_bytes: in
 def compile_add_digest(device: torch.device, wire: WireMemory, num_bytes: int) -> None:
     """Do what is missing for `is_add_digest_compiled`, see `CopyPlan.compile`."""
     if device.type != "cpu":
-        from transfer.kernels.words import compile_pass
+        from transfer.copy.words import compile_pass
 
         compile_pass(device, wire, num_bytes)

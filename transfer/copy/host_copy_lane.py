@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from node_runtime.copy_lane import OnGathered, OnScattered
-from node_runtime.lane import Lane
-from node_runtime.piece_copier import PieceCopy
+from transfer.copy.copy_lane import OnGathered, OnScattered
+from transfer.copy.digest import HostDigest
+from transfer.copy.piece_copier import PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.kernels.digest import HostDigest
+from transfer.lane import Lane
 from transfer.transport.base import DirectMemory
 
 

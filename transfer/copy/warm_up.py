@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from node_runtime.piece_copier import PieceCopier
 from transfer.chunk import ChunkPlan
+from transfer.copy.piece_copier import PieceCopier
 from transfer.layout import DType, KVLayout, Route, Span
 
 

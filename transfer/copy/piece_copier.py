@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from node_runtime.request_tables import DeviceTable, RequestTables
 from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
-from transfer.kernels import (
+from transfer.copy import (
     CopyPlan,
     Digest,
     HeadSliceCopier,
@@ -22,6 +21,7 @@ from transfer.kernels import (
     head_slice_copier,
     is_add_digest_compiled,
 )
+from transfer.copy.request_tables import DeviceTable, RequestTables
 from transfer.layer_groups import GroupKind
 from transfer.layout import DType, KVLayout, LayerKind, Route, Span, WireBuffer, wire_buffers
 from transfer.pool.kv_pool import KVPool

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from transfer.copy.digest import WORD_BYTES, HostDigest
 from transfer.errors import LayoutError
-from transfer.kernels.digest import WORD_BYTES, HostDigest
 from transfer.layout import DType, Span, TokenOrder, WireBuffer
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool
 

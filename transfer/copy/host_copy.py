@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
-from transfer.kernels.digest import HostDigest
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
+from transfer.copy.digest import HostDigest
 from transfer.layout import DType, Span, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool, convert
 

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from transfer.kernels.copy_kernel import WORD_TYPES, piece_words
-from transfer.kernels.launch import Launcher, current_stream, upload
+from transfer.copy.copy_kernel import WORD_TYPES, piece_words
+from transfer.copy.launch import Launcher, current_stream, upload
 
 TILE_WORDS: Final = 1024
 _MOST_COLUMNS: Final = 512
