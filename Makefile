@@ -115,8 +115,8 @@ CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/p
 	transfer/memory/config_fields.py,transfer/memory/model_*.py,transfer/memory/plan*.py,transfer/memory/workspace.py,$\
 	decode_node/offload/device_index.py,decode_node/offload/host_tier.py,decode_node/offload/jobs.py,decode_node/offload/rules.py,$\
 	decode_node/offload/placing.py,decode_node/offload/sizes.py,decode_node/offload/tiered_request.py,$\
-	decode_node/admission.py,decode_node/receiver.py,decode_node/receiver_events.py,decode_node/receiver_state.py,$\
-	prefill_node/scheduler.py,prefill_node/stored_prefix.py,prefill_node/prefix_pages.py,prefill_node/sender.py,prefill_node/sender_events.py,prefill_node/sender_state.py
+	decode_node/admission.py,transfer/receive/receiver.py,transfer/receive/events.py,transfer/receive/state.py,$\
+	prefill_node/scheduler.py,prefill_node/stored_prefix.py,prefill_node/prefix_pages.py,transfer/send/sender.py,transfer/send/events.py,transfer/send/state.py
 
 coverage: setup ## check that tests cover every branch of the pure core
 	@$(BIN)/python -m pytest -q -n 2 $(CORE_TESTS) --cov --cov-branch --cov-report=

@@ -23,24 +23,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from decode_node import receiver_events as rx
-from decode_node.receiver import Receiver
-from node_runtime.event_pump import EventPump
-from prefill_node import sender_events as tx
-from prefill_node.sender import Sender
 from transfer.chunk import ChunkPlan
 from transfer.config import TlsConfig
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.copy.digest import DIGEST_XXH3
+from transfer.event_pump import EventPump
 from transfer.instance import AttachRequest, AttachResponse, Instance
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS, GrantRequest, GrantsIssued, decode, encode
+from transfer.receive import events as rx
+from transfer.receive.receiver import Receiver
 from transfer.registry.certificates import CertificateFiles
 from transfer.registry.client import TransferControlClient
 from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import StagingAllocator, Watermark
+from transfer.send import events as tx
+from transfer.send.sender import Sender
 
 LAYOUT = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT16)
 PLAN = ChunkPlan(chunk_tokens=64)

@@ -13,7 +13,6 @@ import examples.one_process
 from bench.loop_machines import DECODE_LIFE, Machines, forget_plans
 from bench.loop_models import CONTEXT_TOKENS, layouts, llama_3_8b
 from bench.loop_turns import Watch
-from decode_node import receiver_events as target
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import TierContext
 from decode_node.offload.device_index import DeviceIndex
@@ -21,15 +20,11 @@ from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
-from decode_node.receiver import Receiver
 from examples.one_process import TwoTiers
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_link import LeaderLink, RankLink
 from prefill_node import rank_messages
-from prefill_node import sender_events as source
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.sender import Sender
-from prefill_node.sender_events import SenderSettings
 from transfer.chunk import ChunkPlan
 from transfer.control.base import WATCH_BATCH, Received
 from transfer.control.inproc import InprocControlClient, InprocControlServer
@@ -47,7 +42,12 @@ from transfer.messages import (
 )
 from transfer.metrics import NodeMetrics
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.receive import events as target
+from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, MAX_KEPT_RANGES, MAX_PUBLISHED_RANGES, Grant, Watermark
+from transfer.send import events as source
+from transfer.send.events import SenderSettings
+from transfer.send.sender import Sender
 
 DEADLINE_S = 120.0
 NUM_CANCELLED, NUM_LIVE_GRANTS = 64, 10_000

@@ -15,14 +15,14 @@ from typing import Any
 import transfer.chunk
 import transfer.layout
 from bench.loop_turns import Watch
-from decode_node import receiver_events as target
-from decode_node.receiver import Receiver
-from prefill_node import sender_events as source
-from prefill_node.sender import Sender
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.base import WATCH_BATCH, WATCH_S
 from transfer.layout import KVLayout, Route, Shard, routes, wire_dtype
+from transfer.receive import events as target
+from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, StagingAllocator
+from transfer.send import events as source
+from transfer.send.sender import Sender
 
 RING_BYTES = 2 << 30  # the default on a GPU; nothing lies in it here
 PLAN = ChunkPlan(chunk_tokens=128)

@@ -16,12 +16,7 @@ from bench.engine_step import DeviceStep, EngineStep, PretendedStep
 from bench.link_ends import open_transport
 from bench.pool_setting import SEED, Case, PagePicker, Setting
 from bench.pretended import PretendedLane, PretendedTransport
-from decode_node.receiver_events import IncomingRequest, IncomingRoute
-from decode_node.receiver_loop import ReceiverLoop
-from prefill_node.attach import DecodeSessions
 from prefill_node.cutting import choose_cut
-from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
-from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
@@ -35,8 +30,13 @@ from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
+from transfer.receive.events import IncomingRequest, IncomingRoute
+from transfer.receive.loop import ReceiverLoop
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Watermark
+from transfer.send.attach import DecodeSessions
+from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from transfer.send.loop import SenderLoop
 from transfer.transport.base import Transport
 from transfer.transport.probe import ProbePlan, serve_probe
 
@@ -141,7 +141,7 @@ def compile_kernels(picker: PagePicker, setting: Setting, heads: Span) -> None:
 
 
 class PrefillEnd:
-    """Prefill rank 0; a `prefill_node.sender_loop.SenderOwner`.
+    """Prefill rank 0; a `transfer.send.loop.SenderOwner`.
 
     Args:
         device: Where pool and staging memory lie.
@@ -281,7 +281,7 @@ class PrefillEnd:
 
 
 class DecodeEnd:
-    """Decode rank 0; a `decode_node.receiver_loop.ReceiverOwner`. Arguments as for `PrefillEnd`."""
+    """Decode rank 0; a `transfer.receive.loop.ReceiverOwner`. Arguments as for `PrefillEnd`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, setting: Setting, device: str, lane: str) -> None:
         self._loop = loop

@@ -42,8 +42,6 @@ from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from node_runtime.rank_report import RankHello
-from node_runtime.refusals import without_request
-from node_runtime.transfer_ids import check_request_id
 from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, StagingError, TransferAborted, TransferError
@@ -51,12 +49,14 @@ from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.refusals import without_request
 from transfer.registry.convert import chunk_plan_from_proto, sampling_from_proto
 from transfer.registry.discovery import open_discovery
 from transfer.registry.status import end_with
 from transfer.storage.client import StoreClient
 from transfer.storage.open import open_store_client
 from transfer.tracing import Span, traceparent_in
+from transfer.transfer_ids import check_request_id
 
 log = structlog.get_logger(__name__)
 

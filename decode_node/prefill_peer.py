@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import grpc
 
-from node_runtime.reminders import Reminders
 from transfer.breaker import Breaker
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import GREEDY, SamplingParams
@@ -22,6 +21,7 @@ from transfer.registry.convert import chunk_plan_to_proto, link_to_proto, sampli
 from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.status import tier_error_of
+from transfer.reminders import Reminders
 from transfer.tracing import TRACEPARENT
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
-from node_runtime.transfer_ids import MAX_TRANSFER_ID_BYTES
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
 from transfer.instance import Link
+from transfer.transfer_ids import MAX_TRANSFER_ID_BYTES
 
 PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # the most that a part of a step takes: an id, a token, a position, the fields' names
 

@@ -34,7 +34,6 @@ from decode_node.request_state import Done, Observer, Request, Stage, Tokens, Tr
 from decode_node.text import TextCodec
 from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
-from node_runtime.transfer_ids import new_transfer_id
 from transfer.breaker import Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
 from transfer.engine_types import SamplingParams
@@ -53,6 +52,7 @@ from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
 from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import Span
+from transfer.transfer_ids import new_transfer_id
 
 log = structlog.get_logger(__name__)
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode_node.attach import Receiving, Unattached, WriterSessions
 from decode_node.rank_messages import ForgetPrefill
-from decode_node.receiver_events import IncomingRequest
 from decode_node.target_messages import (
     CancelTransfer,
     ExpectTransfer,
@@ -25,6 +23,8 @@ from decode_node.target_messages import (
 )
 from transfer.errors import LocalProtocolError
 from transfer.layout import KVLayout
+from transfer.receive.attach import Receiving, Unattached, WriterSessions
+from transfer.receive.events import IncomingRequest
 from transfer.ring import Watermark
 
 
@@ -50,7 +50,7 @@ class _Incoming:
 
 
 class TargetRank:
-    """See the module's docstring; a `decode_node.receiver_loop.ReceiverOwner`.
+    """See the module's docstring; a `transfer.receive.loop.ReceiverOwner`.
 
     Args:
         layout: The KV of the whole model.

@@ -29,7 +29,6 @@ from decode_node.target_messages import (
     TransferExpected,
     TransferWhole,
 )
-from node_runtime.transfer_ids import new_transfer_id
 from transfer.breaker import Permit, Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
 from transfer.config import HostedLimitsConfig
@@ -49,6 +48,7 @@ from transfer.errors import (
 from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
+from transfer.transfer_ids import new_transfer_id
 from transfer.utf8 import is_utf8
 
 BIND_WAIT_S: Final = 1.0

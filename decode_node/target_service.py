@@ -18,7 +18,6 @@ from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
 from decode_node.target_messages import TransferBroken, TransferDrained, TransferExpected, TransferWhole
 from decode_node.target_requests import TargetRequests
 from node_runtime.rank_report import RankHello, RankReport
-from node_runtime.transfer_ids import is_try_of
 from transfer.breaker import BreakerSettings
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
@@ -30,6 +29,7 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_from_proto, instance_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
+from transfer.transfer_ids import is_try_of
 
 log = structlog.get_logger(__name__)
 

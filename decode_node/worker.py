@@ -1,7 +1,8 @@
 """One decode rank: its engine, its pool, and what becomes of each request on it.
 
-The rank's loop owns everything but the running step: it reserves and binds pages, runs the receiver, and serves its writers
-(`decode_node.attach`). The leader decides what is admitted, and which requests a step advances; all ranks run the same steps.
+The rank's loop owns everything but the running step: it reserves and binds pages, runs the receiver, and serves its
+writers (`transfer.receive.attach`). The leader decides what is admitted, and which requests a step advances; all ranks run the
+same steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from decode_node.admission import page_needs
-from decode_node.attach import RingMemory, Unattached, WriterSessions, open_receiving
 from decode_node.engine import DecodeEngine
 from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.rank import OffloadRank
@@ -34,8 +34,6 @@ from decode_node.rank_messages import (
     TransferFailed,
     WriterLost,
 )
-from decode_node.receiver_events import IncomingRequest
-from decode_node.receiver_loop import ReceiverLoop
 from node_runtime.engine_step import FailedStep, run_step
 from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
@@ -54,6 +52,9 @@ from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
+from transfer.receive.attach import RingMemory, Unattached, WriterSessions, open_receiving
+from transfer.receive.events import IncomingRequest
+from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
 from transfer.ring import Watermark
 from transfer.tracing import Tracer

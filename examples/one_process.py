@@ -16,10 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode_node.receiver_events import IncomingRequest, IncomingRoute
-from decode_node.receiver_loop import ReceiverLoop
-from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
-from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.copy.digest import DIGEST_XXH3
@@ -28,7 +24,11 @@ from transfer.metrics import RankMetrics
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import PageAllocator
 from transfer.pool.staging import StagingBuffer
+from transfer.receive.events import IncomingRequest, IncomingRoute
+from transfer.receive.loop import ReceiverLoop
 from transfer.ring import Watermark
+from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from transfer.send.loop import SenderLoop
 from transfer.transport.base import Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
 
@@ -62,7 +62,7 @@ class Pages:
 
 
 class SendingRank:
-    """A prefill rank; a `prefill_node.sender_loop.SenderOwner`."""
+    """A prefill rank; a `transfer.send.loop.SenderOwner`."""
 
     def __init__(self, pages: Pages, transport: Transport, slot_bytes: int) -> None:
         self.pages = pages
@@ -100,7 +100,7 @@ class SendingRank:
 
 
 class ReceivingRank:
-    """A decode rank; a `decode_node.receiver_loop.ReceiverOwner`."""
+    """A decode rank; a `transfer.receive.loop.ReceiverOwner`."""
 
     def __init__(
         self, pages: Pages, transport: Transport, ring_bytes: int, *, loop_type: type[ReceiverLoop] = ReceiverLoop

@@ -25,13 +25,10 @@ from node_runtime.preloading import preloaded_modules
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankMemory
-from node_runtime.refusals import say_refused, say_request_refused
-from node_runtime.reminders import Reminders
 from node_runtime.request_view import RequestView
 from node_runtime.role_service import RoleServices, service_of
 from node_runtime.status_page import MAX_REQUESTS, Picture, StatusPage
 from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor
-from node_runtime.transfer_ids import is_try_of
 from transfer.config import NodeConfig
 from transfer.errors import ConfigError, NodeDraining, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
@@ -41,12 +38,15 @@ from transfer.messages import clip_reason
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.refusals import say_refused, say_request_refused
 from transfer.registry.convert import instance_to_proto
 from transfer.registry.discovery import DiscoveryView
 from transfer.registry.guard import Refusal
 from transfer.registry.security import MutualTls, security_of
 from transfer.registry.server import RegistryServer, host_port, serve
 from transfer.registry.status import end_call, end_with
+from transfer.reminders import Reminders
+from transfer.transfer_ids import is_try_of
 
 CLOSE_GRACE_S = 0.2
 ANSWER_S = 0.1  # before a call's deadline its answer must be on its way

@@ -10,7 +10,6 @@ import grpc
 import structlog
 
 from node_runtime.draining import Draining
-from node_runtime.reminders import Reminders
 from prefill_node.joins import Join, Joins
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
 from transfer.errors import ConfigError, LayoutError, PeerUnreachable, TransferError
@@ -20,6 +19,7 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto, instance_from_proto, instance_to_proto, link_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
+from transfer.reminders import Reminders
 
 MAX_ADDRESS_CHARS = 300  # a DNS name has at most 253
 

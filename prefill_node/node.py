@@ -18,7 +18,6 @@ from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello
-from node_runtime.refusals import without_request
 from prefill_node.cutting import choose_cut
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins, Reservation
@@ -39,7 +38,6 @@ from prefill_node.rank_messages import (
 from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, Request, Sent, Started
 from prefill_node.reserve_client import ReserveClient
 from prefill_node.scheduler import PrefillScheduler, page_needs
-from prefill_node.sender_events import SentStats
 from transfer.chunk import check_num_pieces
 from transfer.config import PrefillNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
@@ -47,9 +45,11 @@ from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.refusals import without_request
 from transfer.registry.convert import link_to_proto, sampling_from_proto
 from transfer.registry.discovery import open_registration
 from transfer.registry.status import end_with
+from transfer.send.events import SentStats
 from transfer.storage.open import open_store_client
 from transfer.tracing import Span, traceparent_in
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
-from prefill_node.sender_events import SentStats
 from transfer.chunk import ChunkPlan
 from transfer.config import PrefillNodeConfig
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
 from transfer.instance import Instance, Link
+from transfer.send.events import SentStats
 
 TOKEN_BYTES = 5  # the most that MessagePack takes for a token id below 2**32
 PART_BYTES = 4 * 128 + 128  # a part of a step without its tokens: an id of 128 characters, and the names of the fields

@@ -11,7 +11,6 @@ import structlog
 
 from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
-from node_runtime.transfer_ids import client_id_of
 from prefill_node.joins import Join, Reservation
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
@@ -26,7 +25,6 @@ from prefill_node.rank_messages import (
     StepPart,
 )
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
-from prefill_node.sender_events import SentStats
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -39,7 +37,9 @@ from transfer.errors import (
 )
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
+from transfer.send.events import SentStats
 from transfer.tracing import Span
+from transfer.transfer_ids import client_id_of
 
 RETRY_RESERVE_S = 0.05
 """Shortest pause after "not yet", before the next question about the same request."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefill_node.sender_events import SentStats
 from transfer.chunk import ChunkPlan
+from transfer.send.events import SentStats
 
 # Leader -> rank
 

@@ -14,10 +14,7 @@ from typing import Any
 
 import structlog
 
-from prefill_node.attach import DecodeSessions
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
-from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SentStats
-from prefill_node.sender_loop import SenderLoop
 from prefill_node.source_messages import (
     AbortTransfer,
     CloseSource,
@@ -34,6 +31,9 @@ from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layout import wire_dtype
 from transfer.messages import clip_reason
+from transfer.send.attach import DecodeSessions
+from transfer.send.events import OutgoingRequest, OutgoingRoute, SentStats
+from transfer.send.loop import SenderLoop
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +100,7 @@ class _Transfer:
 
 
 class SourceRank:
-    """See the module's docstring; a `prefill_node.sender_loop.SenderOwner`.
+    """See the module's docstring; a `transfer.send.loop.SenderOwner`.
 
     Args:
         loop: The owner's.

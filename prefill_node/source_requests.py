@@ -18,7 +18,6 @@ from typing import Any, Final
 import structlog
 
 from prefill_node.joins import Join
-from prefill_node.sender_events import SentStats
 from prefill_node.source_messages import (
     AbortTransfer,
     CloseSource,
@@ -42,6 +41,7 @@ from transfer.errors import (
 )
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
+from transfer.send.events import SentStats
 
 RETRY_RESERVE_S: Final = 0.05
 LOOK_S: Final = 0.01

@@ -14,15 +14,11 @@ import structlog
 from node_runtime.draining import Draining
 from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello, RankReport
-from node_runtime.refusals import say_request_refused
-from node_runtime.reminders import Reminders
-from node_runtime.transfer_ids import is_try_of
 from prefill_node.cutting import choose_cut
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import DecodeAttached, DecodeLost
 from prefill_node.reserve_client import ReserveClient
-from prefill_node.sender_events import SentStats
 from prefill_node.source_messages import SourceIdle, TransferNotSent, TransferSent
 from prefill_node.source_requests import FirstToken, Note, Sent, SourceRequests, Started, Transfer
 from transfer.chunk import check_num_pieces
@@ -43,9 +39,13 @@ from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.refusals import say_request_refused
 from transfer.registry.convert import instance_to_proto, link_to_proto, sampling_from_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
+from transfer.reminders import Reminders
+from transfer.send.events import SentStats
+from transfer.transfer_ids import is_try_of
 
 MAX_ID_CHARS = 128
 

@@ -24,7 +24,6 @@ from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
-from prefill_node.attach import DecodeSessions
 from prefill_node.engine import PrefillEngine
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
 from prefill_node.rank_messages import (
@@ -44,8 +43,6 @@ from prefill_node.rank_messages import (
     StepFailed,
 )
 from prefill_node.scheduler import page_needs
-from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
-from prefill_node.sender_loop import SenderLoop
 from prefill_node.stored_prefix import StoredPrefix
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.config import PrefillNodeConfig
@@ -60,6 +57,9 @@ from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.pool.staging import StagingBuffer
 from transfer.registry.security import security_of
+from transfer.send.attach import DecodeSessions
+from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from transfer.send.loop import SenderLoop
 from transfer.storage.client import StoreClient
 from transfer.storage.open import open_store_client
 from transfer.tracing import Tracer

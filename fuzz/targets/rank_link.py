@@ -11,10 +11,10 @@ from fuzz.target import Target, require
 from fuzz.trees import tree_mutator
 from node_runtime.rank_link import RankCodec
 from prefill_node import rank_messages as prefill_messages
-from prefill_node.sender_events import SentStats
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import LocalProtocolError
+from transfer.send.events import SentStats
 
 PLAN = ChunkPlan(chunk_tokens=16)
 SAMPLING = SamplingParams(temperature=0.5)

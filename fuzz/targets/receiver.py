@@ -10,8 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from decode_node import receiver_events as rx
-from decode_node.receiver import Receiver
 from fuzz.histories import (
     CROWDED,
     DECODE_LIFE,
@@ -45,6 +43,8 @@ from transfer.messages import (
     decode,
     encode,
 )
+from transfer.receive import events as rx
+from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, MAX_PUBLISHED_RANGES, Grant, StagingAllocator, Watermark
 
 
@@ -338,7 +338,7 @@ def seeds() -> list[bytes]:
 TARGET = Target(
     name="receiver",
     about="the target's protocol machine",
-    modules=("decode_node.receiver", "decode_node.receiver_state", "transfer.ring", "transfer.ring_index"),
+    modules=("transfer.receive.receiver", "transfer.receive.state", "transfer.ring", "transfer.ring_index"),
     check=check_with(World),
     mutate=mutator(KINDS),
     seeds=seeds,

@@ -30,8 +30,6 @@ from fuzz.histories import (
     routes_of,
 )
 from fuzz.target import Target, require
-from prefill_node import sender_events as tx
-from prefill_node.sender import MAX_DIRECT_GATHERS, MAX_SPENT_KEYS, Sender
 from transfer.chunk import split_into_chunks
 from transfer.errors import LocalProtocolError, RemoteProtocolError
 from transfer.messages import (
@@ -49,6 +47,8 @@ from transfer.messages import (
     encode,
 )
 from transfer.ring import ALIGNMENT_BYTES, MAX_KEPT_RANGES, Grant, Watermark
+from transfer.send import events as tx
+from transfer.send.sender import MAX_DIRECT_GATHERS, MAX_SPENT_KEYS, Sender
 
 
 class World:
@@ -380,7 +380,7 @@ def seeds() -> list[bytes]:
 TARGET = Target(
     name="sender",
     about="the writer's protocol machine",
-    modules=("prefill_node.sender", "prefill_node.sender_state", "transfer.ring", "transfer.ring_index"),
+    modules=("transfer.send.sender", "transfer.send.state", "transfer.ring", "transfer.ring_index"),
     check=check_with(World),
     mutate=mutator(KINDS),
     seeds=seeds,

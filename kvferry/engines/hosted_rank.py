@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import structlog
 
-from decode_node.attach import RingMemory, WriterSessions, open_receiving
 from decode_node.rank_messages import LinkProbed, WriterLost
 from decode_node.target_rank import Settled, TargetRank
 from kvferry.engines.hosted import (
@@ -34,10 +33,7 @@ from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes
 from node_runtime.rank_report import RankHello, RankReport, RankStartFailed, process_figures
 from node_runtime.rank_setup import open_transport, own_instance
-from prefill_node.attach import DecodeSessions
 from prefill_node.rank_messages import DecodeLost
-from prefill_node.sender_events import SenderSettings
-from prefill_node.sender_loop import SenderLoop
 from prefill_node.source_rank import News, SourceRank
 from transfer.config import HostedConfig
 from transfer.engine_types import DeviceEvent
@@ -46,6 +42,10 @@ from transfer.instance import HOSTED_CAPABILITIES
 from transfer.memory.node_plan import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
+from transfer.receive.attach import RingMemory, WriterSessions, open_receiving
+from transfer.send.attach import DecodeSessions
+from transfer.send.events import SenderSettings
+from transfer.send.loop import SenderLoop
 
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from decode_node.attach import Receiving, Unattached, WriterSessions, WritersOfInstance
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.config import ServerConfig, TransportConfig
@@ -17,6 +16,7 @@ from transfer.errors import ChunkTooLarge, LayoutError, StagingError
 from transfer.instance import AttachRequest, Instance, Link
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
+from transfer.receive.attach import Receiving, Unattached, WriterSessions, WritersOfInstance
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import PlainText
 from transfer.ring import StagingAllocator

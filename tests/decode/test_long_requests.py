@@ -19,13 +19,13 @@ from prefill_node.joins import Join, Reservation
 from prefill_node.rank_messages import RequestSent, RunStep, StepDone
 from prefill_node.requests import PrefillRequests, Request, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
-from prefill_node.sender_events import SentStats
 from tests.prefill.leader_world import new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
+from transfer.send.events import SentStats
 
 PAGE_SIZE, CHUNK = 16, 128
 DECODE_PAGES, LONG_PAGES, SHORT_PAGES = 100, 60, 10

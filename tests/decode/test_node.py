@@ -30,7 +30,6 @@ from decode_node.rank_messages import (
 )
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon, NodeState
-from node_runtime.transfer_ids import MAX_REQUEST_ID_CHARS, new_transfer_id
 from tests.decode.leader_world import Text, turns
 from tests.decode.local_nodes import LocalContext, serve_locally
 from tests.prefill.join_server import CUT, JoinServer
@@ -40,6 +39,7 @@ from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto
+from transfer.transfer_ids import MAX_REQUEST_ID_CHARS, new_transfer_id
 
 DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, num_restarts=0))
 MOST_RUNNING = MAX_PAYLOAD_BYTES // PART_BYTES - 1

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from decode_node.admission import page_needs
-from decode_node.attach import Unattached, WritersOfInstance
 from decode_node.rank_messages import (
     CancelRequest,
     ExpectRequest,
@@ -20,7 +19,6 @@ from decode_node.rank_messages import (
     RunStep,
     StepPart,
 )
-from decode_node.receiver_events import IncomingRoute
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
@@ -28,6 +26,8 @@ from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layout import DType, routes
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.receive.attach import Unattached, WritersOfInstance
+from transfer.receive.events import IncomingRoute
 
 PREFILL_LIFE = 11
 PLAN = ChunkPlan(chunk_tokens=8)

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from decode_node.attach import Unattached, WritersOfInstance
-from decode_node.receiver_events import IncomingRequest
 from decode_node.worker import DecodeWorker, RankParts
 from node_runtime.rank_process import RankSpec
 from tests.runtime.instances import decode_config
 from transfer.instance import Instance
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.receive.attach import Unattached, WritersOfInstance
+from transfer.receive.events import IncomingRequest
 
 
 class Receiver:

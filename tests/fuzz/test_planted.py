@@ -18,7 +18,6 @@ from fuzz.target import NAMES, load
 from fuzz.targets import messages, nixl_metadata, plan_flags, settings, stored_page
 from kvferry.plan_options import PlanOptions
 from node_runtime.rank_link import RankCodec
-from prefill_node.sender_state import SessionState, StagingSlots
 from transfer.config import NodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from transfer.load_config import load_config
@@ -27,6 +26,7 @@ from transfer.memory.plan_inputs import Policy
 from transfer.messages import MESSAGE_TYPES, Message
 from transfer.registry import convert
 from transfer.ring import RingView, StagingAllocator, grant_key
+from transfer.send.state import SessionState, StagingSlots
 from transfer.storage import envelope
 from transfer.storage.base import Outcome
 from transfer.transport import cuda_ipc_blob

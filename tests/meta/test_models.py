@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from decode_node import receiver_state
 from docs.models import run as models
 from docs.models.run import RUNS, Outcome
-from prefill_node import sender_state
 from transfer.messages import MESSAGE_TYPES
+from transfer.receive import state as receiver_state
 from transfer.ring import MAX_ATTEMPTS
+from transfer.send import state as sender_state
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "models"

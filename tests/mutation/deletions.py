@@ -54,12 +54,12 @@ MIN_LIMIT_S, LIMIT_FACTOR = 30.0, 5.0
 MODULES = {
     "ring": "transfer.ring",
     "ring_index": "transfer.ring_index",
-    "sender": "prefill_node.sender",
-    "sender_state": "prefill_node.sender_state",
-    "sender_events": "prefill_node.sender_events",
-    "receiver": "decode_node.receiver",
-    "receiver_state": "decode_node.receiver_state",
-    "receiver_events": "decode_node.receiver_events",
+    "sender": "transfer.send.sender",
+    "sender_state": "transfer.send.state",
+    "sender_events": "transfer.send.events",
+    "receiver": "transfer.receive.receiver",
+    "receiver_state": "transfer.receive.state",
+    "receiver_events": "transfer.receive.events",
 }
 _RING = ["tests/protocol/test_ring_rules.py", "tests/protocol/test_rules.py", "tests/unit/test_ring.py"]
 _SENDER = [f"tests/protocol/test_{name}.py" for name in ("sender", "sender_direct", "hostile_decode", "rules")]

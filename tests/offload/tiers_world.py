@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from decode_node.admission import Admission, page_needs
-from decode_node.attach import WritersOfInstance
 from decode_node.offload.context import TierContext
 from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostTier
@@ -49,6 +48,7 @@ from transfer.metrics import NodeMetrics, RankMetrics
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.receive.attach import WritersOfInstance
 from transfer.storage.keys import chain_seed, store_key
 
 PAGE, CHUNK = 2, 4

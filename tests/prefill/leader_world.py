@@ -22,7 +22,6 @@ from prefill_node.rank_messages import (
 )
 from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
-from prefill_node.sender_events import SentStats
 from tests.decode.leader_world import told_of
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
@@ -30,6 +29,7 @@ from transfer.engine_types import SamplingParams
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
+from transfer.send.events import SentStats
 
 POOL_PAGES, PAGE_SIZE, CHUNK, NUM_RANKS = 8, 4, 8, 2
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))

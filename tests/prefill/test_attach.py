@@ -12,8 +12,6 @@ from typing import Any, cast
 
 import pytest
 
-from prefill_node.attach import DecodeSessions
-from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
 from transfer.config import TransportConfig
@@ -25,6 +23,8 @@ from transfer.pool.staging import StagingBuffer
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
+from transfer.send.attach import DecodeSessions
+from transfer.send.loop import SenderLoop
 from transfer.transport.base import Session
 from transfer.transport.driver import SessionDriver
 from transfer.transport.inproc import InprocHub, InprocSession, InprocTransport

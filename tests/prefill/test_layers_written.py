@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from prefill_node.attach import DecodePeer
 from prefill_node.rank_messages import RunStep, StartRequest, StepPart
 from prefill_node.scheduler import page_needs
 from tests.prefill.workers import Sender, new_worker
@@ -18,6 +17,7 @@ from transfer.engine_types import SamplingParams
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.send.attach import DecodePeer
 
 LAYOUT = KVLayout.uniform(num_layers=8, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
 PEER = DecodePeer(join=1, instance=instance(2, layout=LAYOUT), digest="xxh3-64", scales=None, routes=())

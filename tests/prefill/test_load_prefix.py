@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from prefill_node.attach import DecodePeer
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.rank_messages import (
     AbortRequest,
@@ -38,6 +37,7 @@ from transfer.layer_groups import layer_groups
 from transfer.layout import KVLayout, Shard
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.send.attach import DecodePeer
 from transfer.storage.base import Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from prefill_node.attach import DecodePeer
 from prefill_node.rank_messages import AbortRequest, PagesReleased, RunStep, StartRequest, StepDone, StepPart
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
 from tests.prefill.workers import Sender, new_worker
@@ -19,6 +18,7 @@ from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.layer_groups import PageCounts
 from transfer.layout import routes
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.send.attach import DecodePeer
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
 NEEDS = page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)

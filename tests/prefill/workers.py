@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from node_runtime.rank_process import RankSpec
-from prefill_node.attach import DecodePeer
 from prefill_node.prefix_loader import PrefixLoader
-from prefill_node.sender_events import OutgoingRequest
 from prefill_node.worker import PrefillWorker, RankParts
 from tests.runtime.instances import prefill_config
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.send.attach import DecodePeer
+from transfer.send.events import OutgoingRequest
 
 
 class Sender:

@@ -7,10 +7,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
-from decode_node import receiver_events as rx
-from decode_node.receiver import Receiver
-from prefill_node import sender_events as tx
-from prefill_node.sender import Sender
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.messages import (
@@ -24,7 +20,11 @@ from transfer.messages import (
     IssuedGrant,
     WriterDrained,
 )
+from transfer.receive import events as rx
+from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator, Watermark
+from transfer.send import events as tx
+from transfer.send.sender import Sender
 
 CELL = ALIGNMENT_BYTES
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, dtype=DType.FLOAT16)

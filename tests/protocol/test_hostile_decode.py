@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from prefill_node import sender_events as tx
-from prefill_node.sender import MAX_SPENT_KEYS
 from tests.protocol.machines import CELL, WHOLE_CHUNK, SenderHand, cells, declined, drops, messages, of_type
 from transfer.messages import ChunkReady
 from transfer.ring import grant_key
+from transfer.send import events as tx
+from transfer.send.sender import MAX_SPENT_KEYS
 
 
 def test_one_grant_for_two_chunks_is_taken_once() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from decode_node import receiver_events as rx
-from prefill_node import sender_events as tx
 from tests.protocol.machines import CELL, DECODE_LIFE, ReceiverHand, SenderHand, of_type
+from transfer.receive import events as rx
 from transfer.ring import MAX_PUBLISHED_RANGES, Grant, RingView
+from transfer.send import events as tx
 
 NUM_REQUESTS = 2 * MAX_PUBLISHED_RANGES + 20
 

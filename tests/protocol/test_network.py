@@ -13,12 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from decode_node import receiver_events as rx
-from prefill_node import sender_events as tx
 from tests.protocol.machines import ReceiverHand, SenderHand, num_chunks
 from tests.protocol.memory import RingMemory, Tag, require
 from transfer.messages import decode, encode
+from transfer.receive import events as rx
 from transfer.ring import Grant, Watermark
+from transfer.send import events as tx
 
 SESSION = 1
 PICK = st.integers(0, 40)

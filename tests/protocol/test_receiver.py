@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from decode_node import receiver_events as rx
-from decode_node.receiver_state import Piece
 from tests.protocol.machines import (
     CELL,
     PREFILL_LIFE,
@@ -31,6 +29,8 @@ from transfer.messages import (
     GrantsIssued,
     WriterDrained,
 )
+from transfer.receive import events as rx
+from transfer.receive.state import Piece
 from transfer.ring import Grant, StagingAllocator, grant_key
 
 
@@ -105,7 +105,7 @@ def test_a_watermark_goes_to_no_session_that_is_lost() -> None:
 
 
 def test_a_watermark_without_room_for_every_range_goes_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode_node.receiver.MAX_PUBLISHED_RANGES", 0)
+    monkeypatch.setattr("transfer.receive.receiver.MAX_PUBLISHED_RANGES", 0)
     receiver, ask, arrive = two_writers(is_one_sided=True)
     first, second = ask(0, writer=1), ask(0, writer=2)
     assert arrive(0, second, writer=2) == [None]
@@ -443,7 +443,7 @@ def lines_of_a_cancel(num_grants: int) -> list[int]:
     receiver.settled(grants[0])
     receiver.ready(0, grants[0])
     receiver.cancel()
-    counts = count_lines(receiver.machine, "receiver.py", "receiver_state.py")
+    counts = count_lines(receiver.machine, "receive/receiver.py", "receive/state.py")
     receiver.scattered(grants[0], is_intact=False)
     receiver.settled(grants[1])
     receiver.drained()  # which looks at each unreleased grant of its route, once
@@ -585,7 +585,7 @@ def _transferred(num_chunks: int) -> ReceiverHand:
 def test_what_a_long_prompt_has_received_costs_nothing_to_cancel() -> None:
     """Released chunks were walked four times at each step of a request that was given up."""
     few, many = _transferred(1), _transferred(40)
-    costs = [count_lines(one.machine, "receiver.py", "receiver_state.py") for one in (few, many)]
+    costs = [count_lines(one.machine, "receive/receiver.py", "receive/state.py") for one in (few, many)]
     few.cancel(), many.cancel()
     assert costs[0] == costs[1]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node import receiver_events as rx
-from prefill_node import sender_events as tx
 from tests.protocol.machines import (
     CELL,
     DECODE_LIFE,
@@ -22,6 +20,8 @@ from tests.protocol.machines import (
 from transfer.chunk import split_into_chunks
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.messages import AbortTransfer, ChunkReady, GrantRefused, GrantRequest, GrantsIssued, WriterDrained
+from transfer.receive import events as rx
+from transfer.send import events as tx
 
 
 def test_rule_01_a_grant_is_published_whole_and_never_changes() -> None:

@@ -7,9 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from prefill_node import sender as sender_module
-from prefill_node import sender_events as tx
-from prefill_node.sender_state import Piece, SessionState, Stage, StagingSlots
 from tests.protocol.machines import (
     CELL,
     DECODE_LIFE,
@@ -25,6 +22,9 @@ from tests.protocol.machines import (
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDrained
 from transfer.ring import Grant, RingView, Watermark, grant_key
+from transfer.send import events as tx
+from transfer.send import sender as sender_module
+from transfer.send.state import Piece, SessionState, Stage, StagingSlots
 
 
 def test_a_request_goes_from_start_to_sent() -> None:
@@ -691,7 +691,7 @@ def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:
 def lines_of_a_failure(num_tokens: int) -> list[int]:
     """The lines of the sender that each event of a request's start and failure runs."""
     sender = SenderHand(prefill_tp=1, decode_tp=2, ring_cells=64, num_slots=8, grants_ahead=4)
-    counts = count_lines(sender.machine, "sender.py", "sender_state.py")
+    counts = count_lines(sender.machine, "send/sender.py", "send/state.py")
     sender.start(num_tokens=num_tokens)
     sender.compute(0)
     sender.compute(1)

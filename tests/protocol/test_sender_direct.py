@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from prefill_node import sender as sender_module
-from prefill_node import sender_events as tx
 from tests.protocol.machines import CELL, SenderHand, cells, declined, drops, messages, of_type
 from transfer.messages import ChunkReady, WriterDrained
+from transfer.send import events as tx
+from transfer.send import sender as sender_module
 
 DIRECT = frozenset({1})
 DIRECT_0 = 2  # number of the first direct piece: behind the slots

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from decode_node import receiver_events as rx
-from decode_node.receiver import Receiver
-from prefill_node import sender_events as tx
-from prefill_node.sender import Sender
-from prefill_node.sender_state import RouteState, Stage
 from tests.protocol.histories import KINDS, SHAPES, play
 from tests.protocol.links import Faults
 from tests.protocol.memory import RingMemory, Tag, WorldError
 from tests.protocol.world import World, WorldConfig
+from transfer.receive import events as rx
+from transfer.receive.receiver import Receiver
 from transfer.ring import Grant, RingView, StagingAllocator, grant_key
+from transfer.send import events as tx
+from transfer.send.sender import Sender
+from transfer.send.state import RouteState, Stage
 
 DEATHS = {"link_deaths", "sender_restarts", "receiver_restarts"}
 BOTH = pytest.mark.parametrize("is_one_sided", [False, True], ids=["two_sided", "one_sided"])
@@ -69,7 +69,7 @@ def test_without_faults_every_request_arrives(
 def test_watermarks_without_room_for_every_range_are_enough(is_one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring in which most is released and little can be said: no session is closed because its pieces were not taken over."""
     monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 1)
-    monkeypatch.setattr("decode_node.receiver.MAX_PUBLISHED_RANGES", 1)
+    monkeypatch.setattr("transfer.receive.receiver.MAX_PUBLISHED_RANGES", 1)
     for seed in range(4):
         config = WorldConfig(
             prefill_tp=2,

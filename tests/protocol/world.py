@@ -17,17 +17,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
-from decode_node import receiver_events as rx
-from decode_node.receiver import Receiver
-from prefill_node import sender_events as tx
-from prefill_node.sender import Sender
 from tests.protocol.links import Faults, Link, Post, Shipment
 from tests.protocol.machines import incoming, outgoing
 from tests.protocol.memory import RingMemory, Tag, WorldError, require
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.layout import DType, KVLayout, Route, Shard, routes, wire_bytes
 from transfer.messages import GrantsIssued, Message, decode, encode
+from transfer.receive import events as rx
+from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator, Watermark, grant_key
+from transfer.send import events as tx
+from transfer.send.sender import Sender
 
 TICK = 25
 HEARTBEAT = 50

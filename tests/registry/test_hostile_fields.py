@@ -20,7 +20,6 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from decode_node.attach import Receiving, WriterSessions
 from decode_node.node import DecodeNode
 from node_runtime.daemon import Daemon, NodeState
 from prefill_node.node import PrefillNode
@@ -37,6 +36,7 @@ from transfer.metrics import RankMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.pool.staging import StagingBuffer
+from transfer.receive.attach import Receiving, WriterSessions
 from transfer.registry.convert import attach_request_to_proto, chunk_plan_to_proto, instance_to_proto, layout_from_proto
 from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, serve
@@ -387,7 +387,7 @@ UNREAD = {
 
 @pytest.fixture
 async def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Nodes]:
-    monkeypatch.setattr("decode_node.attach.secrets", SimpleNamespace(randbits=lambda bits: SESSION - 1))
+    monkeypatch.setattr("transfer.receive.attach.secrets", SimpleNamespace(randbits=lambda bits: SESSION - 1))
     one = Nodes(tmp_path)
     await one.open()
     yield one

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-from node_runtime import event_pump
-from node_runtime.event_pump import EventPump
 from tests.runtime.instances import until
+from transfer import event_pump
+from transfer.event_pump import EventPump
 from transfer.lane import Lane
 
 

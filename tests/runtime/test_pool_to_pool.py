@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
-from decode_node import receiver_events as protocol
-from decode_node.receiver_loop import ReceiverLoop
 from tests.runtime.instances import until
 from tests.runtime.scattered_tiers import HybridTiers, ScatteredTiers
 from transfer.chunk import ChunkPlan
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
+from transfer.receive import events as protocol
+from transfer.receive.loop import ReceiverLoop
 
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)
 PREFILL = Shard(tp_size=4, page_size=16)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from decode_node import receiver_events as protocol
-from decode_node.receiver_loop import ReceiverLoop
 from examples.one_process import TwoTiers
 from tests.runtime.instances import until
 from transfer.layout import DType, KVLayout, Shard
+from transfer.receive import events as protocol
+from transfer.receive.loop import ReceiverLoop
 
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
 

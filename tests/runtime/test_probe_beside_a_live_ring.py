@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from decode_node.receiver_loop import ReceiverLoop
 from tests.runtime.instances import until
 from tests.runtime.scattered_tiers import ScatteredTiers
 from tests.runtime.test_pool_to_pool import LAYOUT, settled
 from transfer.layout import Shard
 from transfer.pool.staging import StagingBuffer
+from transfer.receive.loop import ReceiverLoop
 from transfer.transport.driver import SessionDriver
 from transfer.transport.probe import ProbePlan, probe_link
 

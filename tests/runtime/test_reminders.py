@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from node_runtime.reminders import Reminders
+from transfer.reminders import Reminders
 
 
 def test_made_up_news_take_no_memory_without_end() -> None:

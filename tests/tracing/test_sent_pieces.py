@@ -11,13 +11,13 @@ import pytest
 from examples import one_process
 from examples.one_process import TwoTiers
 from node_runtime.tracing_client import OtelTracer
-from prefill_node.sender import OutgoingRequest
-from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import until
 from tests.tracing.collector import Collector, listening
 from transfer.config import TracingConfig
 from transfer.copy.host_copy_lane import HostCopyLane
 from transfer.layout import DType, KVLayout, Shard
+from transfer.send.loop import SenderLoop
+from transfer.send.sender import OutgoingRequest
 
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)

@@ -81,7 +81,7 @@ def _late(hand_on: Callable[[], object]) -> None:
 
 def _disturb_decode(faults: Faults) -> None:
     """The control channel's server sees every control message of both directions."""
-    attach: Any = importlib.import_module("decode_node.attach")
+    attach: Any = importlib.import_module("transfer.receive.attach")
 
     class FaultyServer(attach.ZmqControlServer):  # type: ignore[misc]
         def send(self, peer: int, payload: bytes) -> bool:
@@ -96,7 +96,7 @@ def _disturb_decode(faults: Faults) -> None:
 
 def _disturb_prefill(faults: Faults) -> None:
     """Watermarks on their way to the sender."""
-    attach: Any = importlib.import_module("prefill_node.attach")
+    attach: Any = importlib.import_module("transfer.send.attach")
 
     class FaultyClient(attach.TransferControlClient):  # type: ignore[misc]
         def watch(self, session_id: int, *, on_watermark: Callable[[Any], None], **rest: Any) -> Any:

@@ -13,7 +13,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import assert_never
 
-from decode_node.receiver_events import (
+from transfer.chunk import Chunk
+from transfer.errors import ChunkTooLarge, LocalProtocolError
+from transfer.messages import (
+    MAX_CHUNKS_PER_MESSAGE,
+    AbortTransfer,
+    ChunkReady,
+    ChunkRejected,
+    GrantRefused,
+    GrantRequest,
+    GrantsIssued,
+    IssuedGrant,
+    Message,
+    WriterDrained,
+    clip_reason,
+)
+from transfer.receive.events import (
     Action,
     ChunkBroken,
     CloseSession,
@@ -41,22 +56,7 @@ from decode_node.receiver_events import (
     StartScatter,
     Tick,
 )
-from decode_node.receiver_state import Piece, Request, RouteState, Stage
-from transfer.chunk import Chunk
-from transfer.errors import ChunkTooLarge, LocalProtocolError
-from transfer.messages import (
-    MAX_CHUNKS_PER_MESSAGE,
-    AbortTransfer,
-    ChunkReady,
-    ChunkRejected,
-    GrantRefused,
-    GrantRequest,
-    GrantsIssued,
-    IssuedGrant,
-    Message,
-    WriterDrained,
-    clip_reason,
-)
+from transfer.receive.state import Piece, Request, RouteState, Stage
 from transfer.ring import MAX_ATTEMPTS, MAX_PUBLISHED_RANGES, Grant, StagingAllocator, grant_key
 from transfer.ring_index import WaitingGrants
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SentStats
 from transfer.chunk import Chunk, Pieces, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.layout import wire_slices
 from transfer.ring import MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
 from transfer.ring_index import PositionIndex, WaitingGrants
+from transfer.send.events import OutgoingRequest, OutgoingRoute, SentStats
 
 
 class Stage(Enum):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import structlog
 
-from node_runtime.reminders import Reminders
 from transfer.errors import ConfigError, TransferError
 from transfer.metrics import abort_reason
 from transfer.registry.guard import Refusal
+from transfer.reminders import Reminders
 
 log = structlog.get_logger(__name__)
 

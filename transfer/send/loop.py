@@ -15,15 +15,12 @@ from typing import Protocol
 import structlog
 from torch import Tensor
 
-from node_runtime.event_pump import EventPump
-from prefill_node import sender_events as protocol
-from prefill_node.sender import Sender
-from prefill_node.sender_events import SenderSettings, SentStats
 from transfer.control.base import ControlClient
 from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
 from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
+from transfer.event_pump import EventPump
 from transfer.instance import Link
 from transfer.layout import Span
 from transfer.logs import is_debug
@@ -33,6 +30,9 @@ from transfer.metrics.rank import LinkUse
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
 from transfer.ring import ALIGNMENT_BYTES, Watermark
+from transfer.send import events as protocol
+from transfer.send.events import SenderSettings, SentStats
+from transfer.send.sender import Sender
 from transfer.tracing import Span as TraceSpan
 from transfer.tracing import Tracer
 from transfer.transport.base import ByteRange, DirectMemory, Session, Transport

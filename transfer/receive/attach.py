@@ -1,6 +1,6 @@
 """A decode rank's side of its writers: the ring they write into, and their sessions from attach to end.
 
-The counterpart of `prefill_node.attach`. Which requests come and whose pages they fill is its owner's matter.
+The counterpart of `transfer.send.attach`. Which requests come and whose pages they fill is its owner's matter.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from typing import Any
 import structlog
 import torch
 
-from decode_node.receiver_events import IncomingRoute
-from decode_node.receiver_loop import HostArrivals, ReceiverLoop, ReceiverOwner
-from node_runtime.refusals import say_refused
-from node_runtime.reminders import Reminders
 from transfer.chunk import largest_wire_bytes
 from transfer.config import ServerConfig, TransportConfig
 from transfer.control.zmq_channel import ZmqControlServer
@@ -30,10 +26,14 @@ from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
 from transfer.metrics import RankMetrics
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
+from transfer.receive.events import IncomingRoute
+from transfer.receive.loop import HostArrivals, ReceiverLoop, ReceiverOwner
+from transfer.refusals import say_refused
 from transfer.registry.guard import Refusal
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import Security
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
+from transfer.reminders import Reminders
 from transfer.ring import Watermark
 from transfer.tracing import Tracer
 from transfer.transport.base import LocalMemory, Session, Transport

@@ -13,7 +13,6 @@ from typing import Any
 import structlog
 import torch
 
-from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan
 from transfer.config import TransportConfig
 from transfer.control.zmq_channel import ZmqControlClient
@@ -28,6 +27,7 @@ from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
 from transfer.registry.security import Security
 from transfer.ring import Watermark
+from transfer.send.loop import SenderLoop
 from transfer.transport.base import Session, Transport
 from transfer.transport.probe import ProbePlan, probe_link
 

@@ -13,7 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import assert_never
 
-from prefill_node.sender_events import (
+from transfer.errors import LocalProtocolError, RemoteProtocolError
+from transfer.messages import (
+    AbortTransfer,
+    ChunkReady,
+    ChunkRejected,
+    ChunkSize,
+    GrantRefused,
+    GrantRequest,
+    GrantsIssued,
+    WriterDrained,
+)
+from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, grant_key
+from transfer.send.events import (
     Action,
     ChunkComputed,
     CloseSession,
@@ -42,19 +54,7 @@ from prefill_node.sender_events import (
     WriteFailed,
     WriteFinished,
 )
-from prefill_node.sender_state import Piece, Request, RouteState, SessionState, Stage, StagingSlots
-from transfer.errors import LocalProtocolError, RemoteProtocolError
-from transfer.messages import (
-    AbortTransfer,
-    ChunkReady,
-    ChunkRejected,
-    ChunkSize,
-    GrantRefused,
-    GrantRequest,
-    GrantsIssued,
-    WriterDrained,
-)
-from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, grant_key
+from transfer.send.state import Piece, Request, RouteState, SessionState, Stage, StagingSlots
 
 MAX_DIRECT_GATHERS = 64
 """Of one session at a time: all of them may be queued behind one event, and a launch into a full queue (some 1000 entries) would

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from transfer.chunk import Chunk, Chunks, Pieces, split_into_chunks
 from transfer.errors import LocalProtocolError
 from transfer.messages import ChunkReady
+from transfer.receive.events import IncomingRequest, IncomingRoute
 from transfer.ring import Grant
 
 

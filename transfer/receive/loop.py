@@ -13,20 +13,20 @@ from typing import Protocol
 
 import structlog
 
-from decode_node import receiver_events as protocol
-from decode_node.receiver import Receiver
-from decode_node.receiver_events import ReceiverSettings
-from node_runtime.event_pump import EventPump
 from transfer.control.base import ControlServer, Received
 from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.errors import RemoteProtocolError, TransferError
+from transfer.event_pump import EventPump
 from transfer.layout import Span
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
+from transfer.receive import events as protocol
+from transfer.receive.events import ReceiverSettings
+from transfer.receive.receiver import Receiver
 from transfer.ring import StagingAllocator, Watermark
 from transfer.tracing import Span as TraceSpan
 from transfer.tracing import Tracer

@@ -1,0 +1,1 @@
+"""The receiving end of a transfer: the state machine, the loop that drives it, and sessions with prefill ranks."""
