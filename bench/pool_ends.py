@@ -16,7 +16,6 @@ from bench.engine_step import DeviceStep, EngineStep, PretendedStep
 from bench.link_ends import open_transport
 from bench.pool_setting import SEED, Case, PagePicker, Setting
 from bench.pretended import PretendedLane, PretendedTransport
-from prefill_node.cutting import choose_cut
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
@@ -26,7 +25,6 @@ from transfer.copy.digest import digests_for
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
 from transfer.layout import Shard, Span, wire_buffers
-from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
@@ -37,6 +35,7 @@ from transfer.ring import Watermark
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from transfer.send.loop import SenderLoop
+from transfer.sizes import choose_cut, finest_chunk_plan, staging_slot_bytes
 from transfer.transport.base import Transport
 from transfer.transport.probe import ProbePlan, serve_probe
 

@@ -48,7 +48,6 @@ from transfer.errors import LocalProtocolError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts
 from transfer.loop_turns import turns_of
-from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
@@ -57,6 +56,7 @@ from transfer.receive.events import IncomingRequest
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
 from transfer.ring import Watermark
+from transfer.sizes import ring_capacity_bytes
 from transfer.tracing import Tracer
 
 STEP_ADVICE: Final = "lower memory.static_fraction or limits.max_running_requests"

@@ -35,9 +35,9 @@ from node_runtime import exit_codes as node_codes
 from transfer.config import ChunkConfig, DecodeLimitsConfig, PrefillLimitsConfig, RingConfig, StagingConfig
 from transfer.config.page import configuration_page
 from transfer.errors import TransferError
-from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.metrics.document import metrics_page
 from transfer.registry.status import error_of
+from transfer.sizes import ring_capacity_bytes
 from transfer.tracing import SPANS
 
 ROOT: Final = Path(__file__).resolve().parents[1]

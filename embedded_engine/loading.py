@@ -14,7 +14,8 @@ from embedded_engine.tensor_parallel import init_distributed
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError
 from transfer.layout import DType, Shard
-from transfer.memory.node_plan import finest_chunk_plan, graph_batch_sizes
+from transfer.memory.node_plan import graph_batch_sizes
+from transfer.sizes import finest_chunk_plan
 
 DUMMY_SEED = 0
 """Of dummy weights: the same model on both tiers."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from transfer.memory.host_memory import host_memory
+from transfer.host_memory import host_memory, shown
 from transfer.memory.plan_inputs import MB
-from transfer.memory.plan_values import shown
 
 QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S: Final = 5.0

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvferry.plan_view import capacity, headline, segments
 from transfer.errors import ConfigError
-from transfer.memory.plan_values import MemoryPlan, shown
+from transfer.host_memory import shown
+from transfer.memory.plan_values import MemoryPlan
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefill_node.cutting import Cut
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
 from transfer.instance import Instance, Link
 from transfer.messages import clip_reason
+from transfer.sizes import Cut
 
 ATTACH_ALL_TIMEOUT_S = 30.0
 MAX_JOINS = 256  # a session costs each rank some 14 descriptors and a gRPC channel; clusters have tens of decode nodes

@@ -18,7 +18,6 @@ from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello
-from prefill_node.cutting import choose_cut
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins, Reservation
 from prefill_node.prefix_loads import PrefixLoads
@@ -50,6 +49,7 @@ from transfer.registry.convert import link_to_proto, sampling_from_proto
 from transfer.registry.discovery import open_registration
 from transfer.registry.status import end_with
 from transfer.send.events import SentStats
+from transfer.sizes import choose_cut
 from transfer.storage.open import open_store_client
 from transfer.tracing import Span, traceparent_in
 

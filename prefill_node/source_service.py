@@ -14,7 +14,6 @@ import structlog
 from node_runtime.draining import Draining
 from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello, RankReport
-from prefill_node.cutting import choose_cut
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import DecodeAttached, DecodeLost
@@ -45,6 +44,7 @@ from transfer.registry.security import Security
 from transfer.registry.status import end_with
 from transfer.reminders import Reminders
 from transfer.send.events import SentStats
+from transfer.sizes import choose_cut
 from transfer.transfer_ids import is_try_of
 
 MAX_ID_CHARS = 128

@@ -51,7 +51,6 @@ from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layout import wire_dtype
 from transfer.loop_turns import turns_of
-from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
@@ -60,6 +59,7 @@ from transfer.registry.security import security_of
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from transfer.send.loop import SenderLoop
+from transfer.sizes import finest_chunk_plan, staging_slot_bytes
 from transfer.storage.client import StoreClient
 from transfer.storage.open import open_store_client
 from transfer.tracing import Tracer

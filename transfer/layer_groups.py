@@ -17,6 +17,8 @@ from transfer.layout import KVLayout, LayerKind, LayerSpec, Shard
 NO_PAGE: Final = -1
 """Entry of a page table where a window has passed, or where it began only behind: nothing may be read or written there."""
 
+PAGE_TABLE_COLUMNS: Final = 32
+"""Columns of a page table are a multiple of this: 128 bytes, a cache line of the device."""
 
 PREFILL_STEPS_IN_FLIGHT: Final = 3
 """Steps of a prompt's chunks that a prefill rank may have been sent without having taken note of their end.

@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from transfer.errors import ConfigError, EngineError, OutOfMemory
-from transfer.memory.host_memory import host_memory
-from transfer.memory.plan_values import shown
+from transfer.host_memory import host_memory, shown
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bench.simulation.settings import ClusterSettings
 from transfer.config import ChunkConfig, DecodeLimitsConfig, PrefillLimitsConfig, RingConfig, StagingConfig
-from transfer.memory.node_plan import ring_capacity_bytes
+from transfer.sizes import ring_capacity_bytes
 
 _LARGE_GPU_BYTES = 80 << 30
 

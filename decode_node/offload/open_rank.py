@@ -12,10 +12,10 @@ from decode_node.offload.sizes import check_store_sizes, host_page_counts
 from decode_node.offload.store_leader import JOBS_AT_ONCE
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError
+from transfer.host_memory import host_memory
 from transfer.instance import Instance
 from transfer.lane import Lane
 from transfer.layer_groups import GroupKind
-from transfer.memory.host_memory import host_memory
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.host_pool import HostPool

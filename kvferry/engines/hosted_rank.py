@@ -39,13 +39,13 @@ from transfer.config import HostedConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import HOSTED_CAPABILITIES
-from transfer.memory.node_plan import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.receive.attach import RingMemory, WriterSessions, open_receiving
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
+from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
 
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25

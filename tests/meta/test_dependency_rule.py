@@ -44,7 +44,7 @@ HOST_PAGES = _files("decode_node/offload", "device_index host_tier jobs rules ti
 # Layer 0: imports the standard library and layer 0 only.
 L0 = (
     *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index instance pool/page_allocator"),
-    *_files("transfer", "engine_types breaker utf8 transport/base control/base"),
+    *_files("transfer", "engine_types breaker utf8 host_memory transport/base control/base"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN,
 )  # fmt: skip
 # Layer 1: also imports the small libraries in L1_LIBRARIES.

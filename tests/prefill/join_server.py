@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from node_runtime.draining import Draining
-from prefill_node.cutting import Cut
 from prefill_node.join_service import JoinService
 from prefill_node.joins import Joins
 from prefill_node.rank_messages import AttachDecode, DecodeAttached
@@ -17,6 +16,7 @@ from transfer.chunk import ChunkPlan
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.security import PlainText, Security
+from transfer.sizes import Cut
 
 CUT = Cut(plan=ChunkPlan(chunk_tokens=4), largest_piece_bytes=64)
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from prefill_node.cutting import Cut
 from prefill_node.joins import Join, Reservation
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
@@ -30,6 +29,7 @@ from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 from transfer.send.events import SentStats
+from transfer.sizes import Cut
 
 POOL_PAGES, PAGE_SIZE, CHUNK, NUM_RANKS = 8, 4, 8, 2
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from prefill_node.cutting import Cut, choose_cut
 from tests.runtime.instances import instance, prefill_config
 from transfer.chunk import ChunkPlan
 from transfer.errors import ConfigError
 from transfer.instance import Link
 from transfer.layout import DType, KVLayout
+from transfer.sizes import Cut, choose_cut
 
 LAYOUT = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=DType.FLOAT16)
 LAYER_BYTES = 128 * 8 * 128 * 2 * 2  # 512 KiB a chunk of 128 tokens

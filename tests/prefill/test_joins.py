@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from prefill_node import joins as joins_module
-from prefill_node.cutting import Cut
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from tests.decode.leader_world import turns
@@ -15,6 +14,7 @@ from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
 from transfer.instance import Link
+from transfer.sizes import Cut
 
 LIFE = 5
 RINGS = (8192, 4096, 0)

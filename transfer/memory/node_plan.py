@@ -5,21 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from transfer.chunk import ChunkPlan, largest_wire_bytes
-from transfer.config import ChunkConfig, DecodeNodeConfig, NodeConfig, PrefillNodeConfig, RingConfig, StagingConfig
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError, MemoryPlanError
+from transfer.host_memory import host_memory, shown
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT
-from transfer.layout import DType, KVLayout, Shard, routes
-from transfer.memory.host_memory import host_memory
+from transfer.layout import DType, Shard
 from transfer.memory.model_directory import ModelDirectory, read_model_directory
 from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
-from transfer.memory.plan_values import shown
-from transfer.transport.base import REGION_ALIGNMENT_BYTES
-
-HOST_RING_BYTES: Final = 64 << 20
-GPU_RING_BYTES: Final = 2 << 30
-GPU_RING_PART: Final = 32
-"""At most so many-th part of a GPU is its ring by default."""
+from transfer.sizes import ring_capacity_bytes, staging_slot_bytes
 
 _SETTINGS: Final = {
     "a larger --tp or --pp, or a quantised model": "a larger parallel.tp_size",  # the embedded engine has neither of the others
@@ -103,40 +96,6 @@ class DeviceMemory:
         return DeviceMemory(total_bytes=num_bytes, free_bytes=max(1, num_bytes - in_use), is_cpu=self.is_cpu)
 
 
-def staging_slot_bytes(chunk: ChunkConfig, staging: StagingConfig, layout: KVLayout, shard: Shard) -> int:
-    """Size of a staging slot: room for the largest grant, which is this rank's whole share of a chunk.
-
-    Raises:
-        MemoryPlanError: `staging.slot_bytes` is smaller than that.
-    """
-    mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == shard.rank]
-    most = largest_wire_bytes(chunk_plan(chunk), layout, mine, shard.pool_dtype(layout))
-    asked = staging.slot_bytes
-    if asked is not None and asked < most:
-        raise MemoryPlanError(
-            f"staging.slot_bytes is {asked}; a chunk of {chunk.chunk_tokens} tokens has up to {most} bytes here: "
-            "raise it, or lower chunk.chunk_tokens"
-        )
-    return -(-(most if asked is None else asked) // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
-
-
-def ring_capacity_bytes(ring: RingConfig, device_bytes: int, *, device: str) -> int:
-    """Size of a rank's ring: as set, or what the device has room for.
-
-    A piece stays in the ring from its grant until its release is heard of, for 2 to 3 ms between two GPUs, in which an NVLink
-    carries 1 GiB: 2 GiB keep it busy (docs/adr/0019).
-
-    Args:
-        device_bytes: Size of the rank's device, as far as it is counted on; 0, or of no matter, in host memory.
-        device: What the rank computes on, as the setting `device`.
-    """
-    if ring.capacity_bytes is not None:
-        return ring.capacity_bytes
-    if device == "cpu" or not device_bytes:  # an engine may keep its pool on the host, whatever it computes on
-        return HOST_RING_BYTES
-    return min(GPU_RING_BYTES, device_bytes // GPU_RING_PART // REGION_ALIGNMENT_BYTES * REGION_ALIGNMENT_BYTES)
-
-
 def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
     """Decode batches of which a CUDA graph is captured: fine where a batch is small, then in steps of eight; up to the largest
     batch that there can be."""
@@ -144,17 +103,6 @@ def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
     most = running if asked is None else min(asked, running)
     sizes = (1, 2, 4, *range(8, most, 8), most)
     return tuple(sorted({size for size in sizes if 0 < size <= most}))
-
-
-def chunk_plan(chunk: ChunkConfig) -> ChunkPlan:
-    """The coarsest way in which the node cuts prompts: what memory is sized by."""
-    return ChunkPlan(chunk_tokens=chunk.chunk_tokens, layers_per_group=chunk.layers_per_group or 0)
-
-
-def finest_chunk_plan(chunk: ChunkConfig) -> ChunkPlan:
-    """The finest way in which the node cuts prompts: a decode node that has no room for its chunks has room for none."""
-    layers = chunk.layers_per_group
-    return ChunkPlan(chunk_tokens=chunk.chunk_tokens, layers_per_group=1 if layers is None else layers)
 
 
 def node_plan_inputs(

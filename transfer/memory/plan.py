@@ -14,13 +14,14 @@ from dataclasses import replace
 from typing import Final
 
 from transfer.errors import ConfigError, MemoryPlanError
-from transfer.layer_groups import GroupKind
+from transfer.host_memory import shown
+from transfer.layer_groups import PAGE_TABLE_COLUMNS, GroupKind
 from transfer.layout import LayerKind
 from transfer.memory.plan_advice import advice_on, does_not_fit
 from transfer.memory.plan_inputs import GIB, PlanInputs, Policy, Role
 from transfer.memory.plan_pools import PoolSizing
 from transfer.memory.plan_reserve import Reserve, make_reserve
-from transfer.memory.plan_values import GroupPlan, MemoryPlan, PlanLine, WorkspacePlan, shown
+from transfer.memory.plan_values import GroupPlan, MemoryPlan, PlanLine, WorkspacePlan
 from transfer.memory.workspace import SPARSE_CHUNK_TOKENS, Strategy, Workspace, WorkspaceSizes
 
 __all__ = [
@@ -39,8 +40,6 @@ __all__ = [
 MAX_DIFFERENCE_BYTES: Final = 2 * GIB
 """Ranks whose free memory differs by more than this do not start: something else runs on one of their devices."""
 MAX_REAL_DIFFERENCE: Final = 0.05
-PAGE_TABLE_COLUMNS: Final = 32
-"""Columns of a page table are a multiple of this: 128 bytes, a cache line of the device."""
 _INDEX_BYTES: Final = 4  # int32
 
 

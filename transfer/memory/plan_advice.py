@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from transfer.errors import MemoryPlanError
+from transfer.host_memory import shown
 from transfer.layer_groups import GroupKind
 from transfer.memory.plan_inputs import GIB, PlanInputs, Policy, Role
-from transfer.memory.plan_values import MemoryPlan, PlanLine, shown
+from transfer.memory.plan_values import MemoryPlan, PlanLine
 from transfer.memory.workspace import Strategy
 
 _NAMED_TERMS: Final = 3

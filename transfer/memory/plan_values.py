@@ -6,16 +6,8 @@ from dataclasses import dataclass
 
 from transfer.errors import ConfigError
 from transfer.layer_groups import GroupKind
-from transfer.memory.plan_inputs import GIB, PlanInputs
+from transfer.memory.plan_inputs import PlanInputs
 from transfer.memory.workspace import Strategy
-
-
-def shown(num_bytes: int) -> str:
-    """Bytes for people: ``140.4 GiB``, ``64.0 MiB``."""
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if abs(num_bytes) >= unit:
-            return f"{num_bytes / unit:,.1f} {name}"
-    return f"{num_bytes} B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from transfer.errors import ConfigError, LocalProtocolError, MemoryPlanError
-from transfer.memory.plan import PAGE_TABLE_COLUMNS
+from transfer.layer_groups import PAGE_TABLE_COLUMNS
 
 NO_SLOT: Final = -1
 """Where a token has no slot: nobody reads it and nobody writes it."""

@@ -1,4 +1,4 @@
-"""How much memory this host has, and how much of it a process may still take. Standard library only."""
+"""The memory of this host: its size, the part that a process may still take, and sizes as text. Standard library only."""
 
 from __future__ import annotations
 
@@ -91,3 +91,11 @@ def _reclaimable(path: Path, name: str) -> int:
         return int(fields.get(name, 0))
     except (OSError, ValueError):
         return 0
+
+
+def shown(num_bytes: int) -> str:
+    """Bytes for people: ``140.4 GiB``, ``64.0 MiB``."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:,.1f} {name}"
+    return f"{num_bytes} B"
