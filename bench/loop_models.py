@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from planner.model_families import FAMILIES
+from planner.model_shape import read_model_shape
 from transfer.layout import DType, KVLayout
-from transfer.memory.model_families import FAMILIES
-from transfer.memory.model_shape import read_model_shape
 
 CONTEXT_TOKENS: Final = 131_072
 

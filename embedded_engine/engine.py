@@ -33,11 +33,11 @@ from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
 from embedded_engine.step_checks import CheckedTables, StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
+from planner.plan import MemoryPlan
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError, OutOfMemory
 from transfer.layer_groups import LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
-from transfer.memory.plan import MemoryPlan
 from transfer.out_of_memory import allocating
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool

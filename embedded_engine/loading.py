@@ -11,10 +11,10 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.memory import MemoryPlanner
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
+from planner.node_plan import graph_batch_sizes
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError
 from transfer.layout import DType, Shard
-from transfer.memory.node_plan import graph_batch_sizes
 from transfer.sizes import finest_chunk_plan
 
 DUMMY_SEED = 0

@@ -10,11 +10,11 @@ import torch
 from embedded_engine.engine import LoadedWeights
 from embedded_engine.model_files import ModelFiles
 from embedded_engine.tensor_parallel import TensorParallelGroup
+from planner.model_directory import read_model_directory
+from planner.node_plan import DeviceMemory, node_plan_inputs
+from planner.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
 from transfer.config import NodeConfig
 from transfer.layout import Shard
-from transfer.memory.model_directory import read_model_directory
-from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
-from transfer.memory.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
 
 log = structlog.get_logger(__name__)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from embedded_engine.architectures import ARCHITECTURES, check_cut
+from planner.config_fields import shown
+from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 from transfer.errors import ConfigError
-from transfer.memory.config_fields import shown
-from transfer.memory.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 
 _LEAN: Final = ("embedded_engine.models_package",)
 _ENGINE: Final = ("embedded_engine.loading",)

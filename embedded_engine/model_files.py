@@ -20,10 +20,10 @@ from transformers import PretrainedConfig
 
 from embedded_engine.architectures import ARCHITECTURES, Architecture, check_cut
 from embedded_engine.model_config import architecture_of, check_is_plain, no_weights, one_line
+from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config, read_json
+from planner.model_shape import read_model_shape
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Shard
-from transfer.memory.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config, read_json
-from transfer.memory.model_shape import read_model_shape
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 """Kinds of layers that the embedded engine runs."""

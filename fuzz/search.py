@@ -25,7 +25,7 @@ def main() -> None:
     name = sys.argv.pop(1)
     for module in list(sys.modules):
         # What this package has imported by now was not instrumented.
-        assert not module.startswith(("transfer", "prefill_node", "decode_node", "node_runtime")), (
+        assert not module.startswith(("transfer", "planner", "prefill_node", "decode_node", "node_runtime")), (
             f"{module} is imported too early"
         )
     with atheris.instrument_imports(include=_instrumented(name)):

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from decode_node.text import TextCodec
 from kvferry.bench_serve.options import MAX_REQUESTS
+from planner import model_directory
 from transfer.errors import ConfigError
-from transfer.memory import model_directory
 
 _PASSAGE: Final = (
     "The ferry left at dawn with forty crates on board, and every crate had a number that the crew read aloud. "

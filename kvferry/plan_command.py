@@ -15,9 +15,9 @@ from kvferry.plan_device import Device
 from kvferry.plan_engine import advice_on_embedded_engine
 from kvferry.plan_options import PlanOptions, device_for, make_plan_for
 from kvferry.plan_view import print_comparison, print_plan
+from planner.model_directory import ModelDirectory, read_config, read_model_directory
+from planner.plan import MemoryPlan
 from transfer.errors import MemoryPlanError, TransferError
-from transfer.memory.model_directory import ModelDirectory, read_config, read_model_directory
-from transfer.memory.plan import MemoryPlan
 
 
 def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | None, compare: str | None) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from planner.plan_inputs import MB
 from transfer.host_memory import host_memory, shown
-from transfer.memory.plan_inputs import MB
 
 QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S: Final = 5.0

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from embedded_engine.architectures import ARCHITECTURES, check_cut
+from planner.plan import PlanInputs
 from transfer.errors import ConfigError
-from transfer.memory.plan import PlanInputs
 
 
 def advice_on_embedded_engine(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:

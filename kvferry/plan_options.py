@@ -8,14 +8,14 @@ from enum import StrEnum
 from typing import Any, Final, TypeVar
 
 from kvferry.plan_device import Device, detect_device, given_device
+from planner.model_directory import ModelDirectory
+from planner.model_parts import MODEL_DTYPES
+from planner.plan import MemoryPlan, PlanInputs, make_plan
+from planner.plan_inputs import MB, Policy, Role
+from planner.workspace import Strategy, sparse_prefill_workspaces
 from transfer.errors import ConfigError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind
 from transfer.layout import DType
-from transfer.memory.model_directory import ModelDirectory
-from transfer.memory.model_parts import MODEL_DTYPES
-from transfer.memory.plan import MemoryPlan, PlanInputs, make_plan
-from transfer.memory.plan_inputs import MB, Policy, Role
-from transfer.memory.workspace import Strategy, sparse_prefill_workspaces
 
 _LARGEST_GIB: Final = 2048
 """A size without a unit that is smaller is taken to be meant in GiB, a larger one in MiB, as nvidia-smi gives it."""

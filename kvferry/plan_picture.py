@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvferry.plan_view import capacity, headline, segments
+from planner.plan_values import MemoryPlan
 from transfer.errors import ConfigError
 from transfer.host_memory import shown
-from transfer.memory.plan_values import MemoryPlan
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.plan_device import Device
+from planner.plan_values import MemoryPlan, PlanLine
 from transfer.host_memory import shown
 from transfer.layer_groups import GroupKind
-from transfer.memory.plan_values import MemoryPlan, PlanLine
 
 LABELS: Final = {
     "in_use": "in use before",

@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from node_runtime.rank_report import RankMemory
-from transfer.memory.plan import MemoryPlan, compare_with_real
+from planner.plan import MemoryPlan, compare_with_real
 
 log = structlog.get_logger(__name__)
 

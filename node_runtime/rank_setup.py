@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import transfer
+from planner.node_plan import check_fits
 from transfer.config import EMBEDDED_ENGINE, NodeConfig, TransportConfig
 from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, Instance
 from transfer.layout import KVLayout, Shard
-from transfer.memory.node_plan import check_fits
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.storage.open import check_store
 from transfer.transport.base import Transport

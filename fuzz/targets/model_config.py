@@ -7,9 +7,9 @@ from typing import Any
 
 from fuzz.target import Target, require, scratch_folder
 from fuzz.trees import tree_mutator
+from planner.model_directory import INDEX_NAME, read_model_directory
 from transfer.errors import ConfigError, LayoutError
 from transfer.layout import MAX_LAYERS, DType
-from transfer.memory.model_directory import INDEX_NAME, read_model_directory
 
 _FOLDER = scratch_folder()
 
@@ -83,7 +83,7 @@ def _encode(tree: Any) -> bytes:
 TARGET = Target(
     name="model_config",
     about="config.json of a model (JSON)",
-    modules=("transfer.memory", "transfer.layout"),
+    modules=("planner", "transfer.layout"),
     check=check,
     refuses=(ConfigError, LayoutError),
     mutate=tree_mutator(_decode, _encode),

@@ -9,10 +9,10 @@ from fuzz.target import Target, require
 from fuzz.trees import BORDERS, BYTE_SHARE, TEXTS, changed_bytes
 from kvferry.plan_device import given_device
 from kvferry.plan_options import PlanOptions, make_plan_for
+from planner.model_directory import ModelDirectory
+from planner.model_parts import LayerShape, ModelShape, Part, Weights
 from transfer.errors import ConfigError, LayoutError, MemoryPlanError
 from transfer.layout import DType, LayerSpec
-from transfer.memory.model_directory import ModelDirectory
-from transfer.memory.model_parts import LayerShape, ModelShape, Part, Weights
 
 _SHAPE = ModelShape(
     architecture="LlamaForCausalLM",
@@ -62,7 +62,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 TARGET = Target(
     name="plan_flags",
     about="flags of kvferry plan",
-    modules=("kvferry.plan_options", "transfer.memory"),
+    modules=("kvferry.plan_options", "planner"),
     check=check,
     refuses=(ConfigError, LayoutError, MemoryPlanError),
     mutate=mutate,

@@ -10,8 +10,8 @@ from typing import Any
 from embedded_engine.model_files import StoredTensor, stored_tensors
 from fuzz.target import Target, require, scratch_folder
 from fuzz.trees import BORDERS, BYTE_SHARE, changed_bytes, changed_tree
+from planner.model_directory import INDEX_NAME
 from transfer.errors import ConfigError
-from transfer.memory.model_directory import INDEX_NAME
 
 _FOLDER = scratch_folder()
 _WEIGHTS = "model-00001-of-00001.safetensors"
@@ -74,7 +74,7 @@ def seeds() -> list[bytes]:
 TARGET = Target(
     name="weight_files",
     about="safetensors headers and their index (JSON)",
-    modules=("embedded_engine.model_files", "transfer.memory.model_directory"),
+    modules=("embedded_engine.model_files", "planner.model_directory"),
     check=check,
     refuses=(ConfigError,),
     mutate=mutate,

@@ -11,8 +11,8 @@ from typing import Any, Final
 from transformers.utils.hub import cached_file
 
 from embedded_engine.model_files import read_model_files, stored_tensors, weights_digest
+from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 from transfer.errors import ConfigError
-from transfer.memory.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 
 _VOLATILE: Final = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "auto_map"})
 """Fields of a config.json that say who wrote it or how it is to be loaded, and nothing of what the model computes."""

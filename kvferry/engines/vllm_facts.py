@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from planner.model_shape import read_model_shape
 from transfer.errors import ConfigError
 from transfer.layout import DType, LayerSpec
-from transfer.memory.model_shape import read_model_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from kvferry import plan_device
 from kvferry.__main__ import app
 from kvferry.plan_device import Device, detect_device
 from kvferry.plan_options import PlanOptions, inputs_for, make_plan_for
+from planner.model_directory import read_model_directory
+from planner.node_plan import DeviceMemory, node_plan_inputs
+from planner.plan import make_plan
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.layout import Shard
-from transfer.memory.model_directory import read_model_directory
-from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
-from transfer.memory.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "tests" / "unit" / "configs"

@@ -19,6 +19,7 @@ import transformers
 from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
+from planner.model_shape import read_model_shape
 from tests.engine.conftest import Generate
 from tests.engine.families import FAMILIES
 from tests.engine.steps import PageBook, decode_all, fill_with_nan, pages_for, prefill_all
@@ -27,7 +28,6 @@ from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
 from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, LayerKind, Shard, TokenOrder
-from transfer.memory.model_shape import read_model_shape
 from transfer.pool.kv_pool import KVPool
 
 NUM_TOKENS = 24

@@ -17,11 +17,11 @@ from embedded_engine.loading import load_engine
 from embedded_engine.memory import MemoryPlanner
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import TensorParallelGroup
+from planner.node_plan import check_fits
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.config import CPU_POOL_PAGES
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layout import Shard
-from transfer.memory.node_plan import check_fits
 
 MIB = 1 << 20
 

@@ -18,11 +18,11 @@ from fuzz.target import NAMES, load
 from fuzz.targets import messages, nixl_metadata, plan_flags, settings, stored_page
 from kvferry.plan_options import PlanOptions
 from node_runtime.rank_link import RankCodec
+from planner.config_fields import ConfigFields
+from planner.plan_inputs import Policy
 from transfer.config import NodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from transfer.load_config import load_config
-from transfer.memory.config_fields import ConfigFields
-from transfer.memory.plan_inputs import Policy
 from transfer.messages import MESSAGE_TYPES, Message
 from transfer.registry import convert
 from transfer.ring import RingView, StagingAllocator, grant_key

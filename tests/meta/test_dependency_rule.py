@@ -22,11 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # Packages that each package may import, besides itself.
 PACKAGES: dict[str, set[str]] = {
     "transfer": set(),
-    "node_runtime": {"transfer"},
-    "embedded_engine": {"transfer"},
-    "prefill_node": {"transfer", "node_runtime", "embedded_engine"},
-    "decode_node": {"transfer", "node_runtime", "embedded_engine"},
-    "kvferry": {"transfer", "node_runtime", "embedded_engine", "prefill_node", "decode_node"},
+    "planner": {"transfer"},
+    "node_runtime": {"transfer", "planner"},
+    "embedded_engine": {"transfer", "planner"},
+    "prefill_node": {"transfer", "planner", "node_runtime", "embedded_engine"},
+    "decode_node": {"transfer", "planner", "node_runtime", "embedded_engine"},
+    "kvferry": {"transfer", "planner", "node_runtime", "embedded_engine", "prefill_node", "decode_node"},
     "deploy": set(),
 }
 
@@ -36,7 +37,7 @@ def _files(folder: str, names: str) -> tuple[str, ...]:
 
 
 # The memory plan. It is in layer 0, so that it works without torch and transformers.
-MEMORY_PLAN = _files("transfer/memory", "__init__ config_fields model_* plan* workspace")
+MEMORY_PLAN = _files("planner", "__init__ config_fields model_* plan* workspace")
 # Names and formats of stored pages, and the interface of a store.
 STORED_PAGES = _files("transfer/storage", "__init__ base halving keys pages")
 # The decode leader's state and rules of host pages.
@@ -82,7 +83,7 @@ GRPC_FILES = (
 )  # fmt: skip
 DEVICE_FILES = (
     *_files("transfer", "out_of_memory send/attach send/loop receive/attach receive/loop"),
-    "transfer/pool/*", "transfer/copy/*", "transfer/memory/*", "transfer/transport/*", *NODES,
+    "transfer/pool/*", "transfer/copy/*", "transfer/transport/*", *NODES,
 )  # fmt: skip
 CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/command.py", "decode_node/command.py")
 

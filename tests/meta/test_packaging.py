@@ -11,7 +11,7 @@ from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PACKAGES = {"transfer", "node_runtime", "embedded_engine", "prefill_node", "decode_node", "kvferry"}
+PACKAGES = {"transfer", "planner", "node_runtime", "embedded_engine", "prefill_node", "decode_node", "kvferry"}
 
 
 def _distribution(requirement: str) -> str:

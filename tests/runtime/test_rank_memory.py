@@ -14,13 +14,13 @@ from kvferry.status_view import status_to_json
 from node_runtime.leader_service import memory_to_proto
 from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_report import RankMemory
+from planner.model_directory import ModelDirectory
+from planner.model_shape import read_model_shape
+from planner.node_plan import DeviceMemory, node_plan_inputs
+from planner.plan import MemoryPlan, make_plan
 from tests.runtime.instances import hello
 from transfer.config import PrefillNodeConfig
 from transfer.layout import Shard
-from transfer.memory.model_directory import ModelDirectory
-from transfer.memory.model_shape import read_model_shape
-from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
-from transfer.memory.plan import MemoryPlan, make_plan
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pool.kv_pool import KVPool
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.model_directory import INDEX_NAME, read_model_directory
 from transfer.errors import ConfigError
-from transfer.memory.model_directory import INDEX_NAME, read_model_directory
 
 QWEN = Path(__file__).parent / "configs" / "qwen3-8b.json"
 

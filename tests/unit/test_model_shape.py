@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from planner.model_parts import Part
+from planner.model_shape import ModelShape, read_model_shape
 from transfer.errors import ConfigError
 from transfer.layout import DType, LayerKind, LayerSpec
-from transfer.memory.model_parts import Part
-from transfer.memory.model_shape import ModelShape, read_model_shape
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from planner.model_directory import ModelDirectory
+from planner.model_shape import read_model_shape
+from planner.node_plan import DeviceMemory, node_plan_inputs
+from planner.plan import PlanInputs, Policy, Role, make_plan
 from transfer.chunk import largest_wire_bytes
 from transfer.config import CPU_POOL_PAGES, DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import host_memory
 from transfer.layout import DType, Shard, TokenOrder, routes
-from transfer.memory.model_directory import ModelDirectory
-from transfer.memory.model_shape import read_model_shape
-from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
-from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
 from transfer.sizes import chunk_plan, ring_capacity_bytes, staging_slot_bytes
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 

@@ -15,11 +15,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from transfer.errors import ConfigError, LayoutError, MemoryPlanError
-from transfer.layer_groups import GroupKind
-from transfer.layout import DType
-from transfer.memory.model_shape import ModelShape, read_model_shape
-from transfer.memory.plan import (
+from planner.model_shape import ModelShape, read_model_shape
+from planner.plan import (
     MemoryPlan,
     PlanInputs,
     Policy,
@@ -28,7 +25,10 @@ from transfer.memory.plan import (
     compare_with_real,
     make_plan,
 )
-from transfer.memory.workspace import Strategy, sparse_prefill_workspaces
+from planner.workspace import Strategy, sparse_prefill_workspaces
+from transfer.errors import ConfigError, LayoutError, MemoryPlanError
+from transfer.layer_groups import GroupKind
+from transfer.layout import DType
 
 CONFIGS = Path(__file__).parent / "configs"
 MIB, GIB = 1 << 20, 1 << 30

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.plan_inputs import PlanInputs
+from planner.workspace import Strategy
 from transfer.errors import ConfigError
 from transfer.layer_groups import GroupKind
-from transfer.memory.plan_inputs import PlanInputs
-from transfer.memory.workspace import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from planner.model_directory import ModelDirectory, read_model_directory
+from planner.plan import PlanInputs, Policy, Role, make_plan
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import host_memory, shown
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT
 from transfer.layout import DType, Shard
-from transfer.memory.model_directory import ModelDirectory, read_model_directory
-from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
 from transfer.sizes import ring_capacity_bytes, staging_slot_bytes
 
 _SETTINGS: Final = {

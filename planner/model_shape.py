@@ -11,10 +11,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final, TypeGuard
 
+from planner.config_fields import ConfigFields
+from planner.model_families import FAMILIES, Family
+from planner.model_parts import MODEL_DTYPES, ModelShape, Part, Quantisation, VisionSizes, Weights
 from transfer.layout import MAX_LAYERS, DType
-from transfer.memory.config_fields import ConfigFields
-from transfer.memory.model_families import FAMILIES, Family
-from transfer.memory.model_parts import MODEL_DTYPES, ModelShape, Part, Quantisation, VisionSizes, Weights
 
 __all__ = ["ModelShape", "read_model_shape"]
 

@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from planner.plan_advice import advice_on, does_not_fit
+from planner.plan_inputs import GIB, PlanInputs, Policy, Role
+from planner.plan_pools import PoolSizing
+from planner.plan_reserve import Reserve, make_reserve
+from planner.plan_values import GroupPlan, MemoryPlan, PlanLine, WorkspacePlan
+from planner.workspace import SPARSE_CHUNK_TOKENS, Strategy, Workspace, WorkspaceSizes
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import shown
 from transfer.layer_groups import PAGE_TABLE_COLUMNS, GroupKind
 from transfer.layout import LayerKind
-from transfer.memory.plan_advice import advice_on, does_not_fit
-from transfer.memory.plan_inputs import GIB, PlanInputs, Policy, Role
-from transfer.memory.plan_pools import PoolSizing
-from transfer.memory.plan_reserve import Reserve, make_reserve
-from transfer.memory.plan_values import GroupPlan, MemoryPlan, PlanLine, WorkspacePlan
-from transfer.memory.workspace import SPARSE_CHUNK_TOKENS, Strategy, Workspace, WorkspaceSizes
 
 __all__ = [
     "GroupPlan",

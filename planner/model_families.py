@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from planner.config_fields import MAX_COUNT, REQUIRED, ConfigFields
+from planner.model_parts import LayerShape, ModelShape, Part, Weights
 from transfer.layout import MAX_KV_HEADS, MAX_LAYERS, DType, LayerKind, LayerSpec
-from transfer.memory.config_fields import MAX_COUNT, REQUIRED, ConfigFields
-from transfer.memory.model_parts import LayerShape, ModelShape, Part, Weights
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"

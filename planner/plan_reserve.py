@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.model_parts import VisionSizes
+from planner.plan_inputs import MB, SPECULATIVE_MB, UNKNOWN_FRACTION, PlanInputs, Policy
 from transfer.errors import MemoryPlanError
-from transfer.memory.model_parts import VisionSizes
-from transfer.memory.plan_inputs import MB, SPECULATIVE_MB, UNKNOWN_FRACTION, PlanInputs, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

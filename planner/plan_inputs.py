@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from planner.model_parts import MODEL_DTYPES, ModelShape
+from planner.workspace import Mode, Workspace
 from transfer.errors import ConfigError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
-from transfer.memory.model_parts import MODEL_DTYPES, ModelShape
-from transfer.memory.workspace import Mode, Workspace
 
 GIB: Final = 1 << 30
 MB: Final = 1 << 20

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from planner.plan_inputs import PlanInputs
+from planner.plan_values import GroupPlan, PlanLine
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.layout import Shard
-from transfer.memory.plan_inputs import PlanInputs
-from transfer.memory.plan_values import GroupPlan, PlanLine
 
 
 class PoolSizing:

@@ -1,6 +1,6 @@
 """What a model is made of: its layers, the KV that each keeps, and its weights by the pieces in which they are cut.
 
-The values that `transfer.memory.model_shape.read_model_shape` makes.
+The values that `planner.model_shape.read_model_shape` makes.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
+from planner.config_fields import shown
+from planner.model_shape import ModelShape, read_model_shape
 from transfer.errors import ConfigError
-from transfer.memory.config_fields import shown
-from transfer.memory.model_shape import ModelShape, read_model_shape
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"

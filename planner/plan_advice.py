@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from planner.plan_inputs import GIB, PlanInputs, Policy, Role
+from planner.plan_values import MemoryPlan, PlanLine
+from planner.workspace import Strategy
 from transfer.errors import MemoryPlanError
 from transfer.host_memory import shown
 from transfer.layer_groups import GroupKind
-from transfer.memory.plan_inputs import GIB, PlanInputs, Policy, Role
-from transfer.memory.plan_values import MemoryPlan, PlanLine
-from transfer.memory.workspace import Strategy
 
 _NAMED_TERMS: Final = 3
 _LEAST_SHARE: Final = 0.01
