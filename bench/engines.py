@@ -30,8 +30,8 @@ from bench.engine_load import Answer, Load, send_load
 from bench.engine_servers import SETUPS, ServerFailed, Serving, start_setup
 from bench.timing import Environment
 from kvferry.bench_serve.summary import Spread
-from kvferry.demo_kinds import KINDS, VOCAB_SIZE, DemoKind, ModelKind
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.kinds import KINDS, VOCAB_SIZE, DemoKind, ModelKind
+from kvferry.demo.model import make_demo_model
 
 LEAST_REQUESTS: Final = 8
 FIRST_TOKEN_ID: Final = 3  # the smaller ids are special tokens

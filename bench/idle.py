@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.timing import Report, argument_parser
-from kvferry.demo_cache import cached_demo_model
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.demo.cache import cached_demo_model
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from transfer.errors import TransferError
 
 TARGET_SHARE = 0.03

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 
 from bench.timing import Report, argument_parser
-from kvferry.demo_cache import cached_demo_model
-from kvferry.demo_offload import Figures
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.offload import Figures
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 

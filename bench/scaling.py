@@ -41,10 +41,10 @@ from bench.timing import Environment
 from kvferry.bench_serve.options import LoadOptions, shape_of
 from kvferry.bench_serve.summary import Objectives
 from kvferry.bench_serve.workload import Planned, Shape
-from kvferry.cluster_spec import child_environment
-from kvferry.demo_cache import cached_demo_model
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.cache import cached_demo_model
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.spec import child_environment
 from node_runtime.rank_process import REPORT_S
 from transfer.pb import kvferry_pb2 as pb
 

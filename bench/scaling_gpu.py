@@ -31,8 +31,8 @@ from bench.simulation.settings import ClusterSettings
 from bench.simulation.stage_times import StageTimes
 from bench.timing import Environment
 from kvferry.bench_serve.options import shape_of
-from kvferry.demo_cache import cached_demo_model
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.demo.cache import cached_demo_model
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 
 NVLINK_BYTES_PER_S: Final = 3.61e11
 """The gather that stores into another GPU's ring, which is the write: bench/results/2026-11-22-two-h200.json."""

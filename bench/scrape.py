@@ -17,10 +17,10 @@ from pathlib import Path
 
 from bench.idle import SETTLE_S, Watched, watch
 from bench.timing import Report, argument_parser
-from kvferry.cluster_node import ClusterNode
-from kvferry.demo_cache import cached_demo_model
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.cache import cached_demo_model
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.node import ClusterNode
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.plain_text import ANYWHERE

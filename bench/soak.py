@@ -26,10 +26,10 @@ import psutil
 from bench.soak_faults import Faults
 from bench.soak_traffic import MAX_NEW_TOKENS, Prompt, Traffic, make_texts
 from bench.timing import Report, argument_parser
-from kvferry.demo_cache import cached_demo_model
-from kvferry.demo_report import find_leaks
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.reference_run import ReferenceRun
+from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.reference_run import ReferenceRun
+from kvferry.demo.report import find_leaks
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 
 IDLE_WITHIN_S = 10.0
 NUM_PROMPTS, FEW_PROMPTS = 40, 6

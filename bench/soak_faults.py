@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvferry.cluster_spec import Role
-from kvferry.local_cluster import LocalCluster, NodeFailed
+from kvferry.local_cluster.cluster import LocalCluster, NodeFailed
+from kvferry.local_cluster.spec import Role
 
 FROZEN_S = 3.0
 """Longer than three beats of half a second: the other tier has given the process up when it wakes."""

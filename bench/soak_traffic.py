@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvferry.demo_prompts import BUILT_IN
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.prompts import BUILT_IN
 from transfer.errors import PeerUnreachable, TransferAborted, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 

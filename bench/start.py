@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Final
 
 from bench.timing import ROOT, Report, argument_parser
-from kvferry.cluster_spec import ROLES, ClusterSpec, Role, TierSpec, child_environment
-from kvferry.demo_cache import cached_demo_model
-from kvferry.local_cluster import LocalCluster
+from kvferry.demo.cache import cached_demo_model
+from kvferry.local_cluster.cluster import LocalCluster
+from kvferry.local_cluster.spec import ROLES, ClusterSpec, Role, TierSpec, child_environment
 from transfer.errors import TransferError
 
 TARGET_S: Final = 30.0

@@ -22,10 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.monitoring import RULES, pictures
-from kvferry.demo_cache import cached_demo_model
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.local_prometheus import HOW_TO_GET_IT, find_prometheus, prometheus
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.cache import cached_demo_model
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.prometheus import HOW_TO_GET_IT, find_prometheus, prometheus
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 

@@ -29,7 +29,7 @@ from deploy.monitoring.grafana import dashboard_json
 from deploy.monitoring.rule_file import rules_yaml
 from docs import chart
 from embedded_engine.architectures import ARCHITECTURES
-from kvferry import exit_codes as command_codes
+from kvferry.cli import exit_codes as command_codes
 from kvferry.router.metrics import ROUTER_METRICS
 from node_runtime import exit_codes as node_codes
 from transfer.config import ChunkConfig, DecodeLimitsConfig, PrefillLimitsConfig, RingConfig, StagingConfig

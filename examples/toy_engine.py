@@ -21,8 +21,8 @@ import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from prefill_node.engine import OnLayersWritten
 from transfer.config import NodeConfig
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault

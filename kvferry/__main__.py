@@ -10,11 +10,11 @@ from typing import Annotated, NoReturn
 import typer
 
 import transfer
-from kvferry import exit_codes
-from kvferry.cli_options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey
-from kvferry.demo_kinds import ModelKind
-from kvferry.node_commands import node_app
-from kvferry.text_command import TextTyper
+from kvferry.cli import exit_codes
+from kvferry.cli.node_commands import node_app
+from kvferry.cli.options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey
+from kvferry.cli.text_command import TextTyper
+from kvferry.demo.kinds import ModelKind
 from transfer.errors import ConfigError, TransferError
 
 app = TextTyper(
@@ -67,8 +67,8 @@ def demo(
     json: Annotated[Path | None, typer.Option(help="Write the report to this file as JSON; - is standard output.")] = None,
 ) -> None:
     """Run both tiers on this machine, send prompts through them, and compare every token with a single process."""
-    from kvferry.demo import DemoOptions, run_demo
-    from kvferry.signals import run_until_signalled
+    from kvferry.cli.signals import run_until_signalled
+    from kvferry.demo.command import DemoOptions, run_demo
 
     try:
         options = DemoOptions(
@@ -104,8 +104,8 @@ def demo_cluster(
     json: Annotated[Path | None, typer.Option(help="Write the summary to this file as JSON; - is standard output.")] = None,
 ) -> None:
     """Run several nodes of each tier on this machine under load, with Prometheus where there is one, and sum it up."""
-    from kvferry.demo_cluster import DemoClusterOptions, run_demo_cluster
-    from kvferry.signals import run_until_signalled
+    from kvferry.cli.signals import run_until_signalled
+    from kvferry.demo.cluster import DemoClusterOptions, run_demo_cluster
 
     try:
         options = DemoClusterOptions(
@@ -127,7 +127,7 @@ def model_make(
     try:
         if directory.is_dir() and any(directory.iterdir()) and not force:
             raise ConfigError(f"{directory} is not empty; name another directory, or replace a demo model with --force")
-        from kvferry.demo_model import make_demo_model
+        from kvferry.demo.model import make_demo_model
 
         made = make_demo_model(directory, kind=kind, seed=seed)
     except TransferError as error:
@@ -174,8 +174,8 @@ def plan(
     compare: Annotated[str | None, typer.Option(help='Other settings beside these, for example "tp=4,page_size=64".')] = None,
 ) -> None:
     """Say what a node's devices would hold: weights, KV pools, reserve, and how many tokens fit. Needs no GPU."""
-    from kvferry.plan_command import run_plan
-    from kvferry.plan_options import PlanOptions
+    from kvferry.plan.command import run_plan
+    from kvferry.plan.options import PlanOptions
 
     options = PlanOptions(**{one.name: context.params[one.name] for one in fields(PlanOptions)})
     try:
@@ -206,9 +206,9 @@ def generate(
     json: JsonFlag = False,
 ) -> None:
     """Generate at a decode node; the text streams. Ctrl-C cancels the request."""
-    from kvferry.client_settings import client_security
-    from kvferry.generate import make_request, run_generate
-    from kvferry.signals import run_until_signalled
+    from kvferry.cli.client_settings import client_security
+    from kvferry.cli.generate import make_request, run_generate
+    from kvferry.cli.signals import run_until_signalled
 
     try:
         request = make_request(
@@ -244,9 +244,9 @@ def status(
     insecure: Insecure = 0,
 ) -> None:
     """Show a node of either kind: state, ranks, pool, ring, peers, links."""
-    from kvferry.client_settings import client_security
-    from kvferry.signals import run_until_signalled
-    from kvferry.status_view import run_status
+    from kvferry.cli.client_settings import client_security
+    from kvferry.cli.signals import run_until_signalled
+    from kvferry.cli.status_view import run_status
 
     try:
         security = client_security(
@@ -306,8 +306,8 @@ def bench_serve(
     from kvferry.bench_serve.generator import Choice
     from kvferry.bench_serve.options import LoadOptions, fresh_seed, named, parse_rates, shape_of
     from kvferry.bench_serve.summary import Objectives
-    from kvferry.client_settings import client_security
-    from kvferry.signals import run_until_signalled
+    from kvferry.cli.client_settings import client_security
+    from kvferry.cli.signals import run_until_signalled
 
     try:
         options = LoadOptions(
@@ -443,9 +443,9 @@ def top(
     insecure: Insecure = 0,
 ) -> None:
     """Show a cluster live: nodes, rings, links against their probe, requests in flight; drain nodes and abort requests."""
-    from kvferry.client_settings import client_security
-    from kvferry.signals import run_until_signalled
-    from kvferry.top import run_top
+    from kvferry.cli.client_settings import client_security
+    from kvferry.cli.signals import run_until_signalled
+    from kvferry.top.command import run_top
 
     try:
         security = client_security(
@@ -485,9 +485,9 @@ def doctor(
     insecure: Insecure = 0,
 ) -> None:
     """Check what this machine offers; exit code 1 if something is missing that kvferry cannot do without."""
-    from kvferry.client_settings import client_security
-    from kvferry.doctor import run_doctor
-    from kvferry.doctor_ports import server_of
+    from kvferry.cli.client_settings import client_security
+    from kvferry.doctor.command import run_doctor
+    from kvferry.doctor.ports import server_of
 
     nodes = node or []
     try:

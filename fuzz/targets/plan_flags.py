@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from fuzz.target import Target, require
 from fuzz.trees import BORDERS, BYTE_SHARE, TEXTS, changed_bytes
-from kvferry.plan_device import given_device
-from kvferry.plan_options import PlanOptions, make_plan_for
+from kvferry.plan.device import given_device
+from kvferry.plan.options import PlanOptions, make_plan_for
 from planner.model_directory import ModelDirectory
 from planner.model_parts import LayerShape, ModelShape, Part, Weights
 from transfer.errors import ConfigError, LayoutError, MemoryPlanError
@@ -62,7 +62,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 TARGET = Target(
     name="plan_flags",
     about="flags of kvferry plan",
-    modules=("kvferry.plan_options", "planner"),
+    modules=("kvferry.plan.options", "planner"),
     check=check,
     refuses=(ConfigError, LayoutError, MemoryPlanError),
     mutate=mutate,

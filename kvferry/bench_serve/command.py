@@ -15,15 +15,15 @@ from typing import Any
 
 from rich.console import Console
 
-from kvferry import exit_codes
 from kvferry.bench_serve.generator import OpenLoop
 from kvferry.bench_serve.options import LoadOptions, Run
 from kvferry.bench_serve.picture import check_picture, write_picture
 from kvferry.bench_serve.report import LoadReport, machine, print_report
 from kvferry.bench_serve.summary import RateSummary, summarise
 from kvferry.bench_serve.workload import Planned, Prompts, longest_prompt
-from kvferry.demo import cpu_name
-from kvferry.node_client import NodeClient
+from kvferry.cli import exit_codes
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.command import cpu_name
 from transfer.errors import ConfigError, PeerUnreachable, TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security

@@ -13,7 +13,7 @@ from typing import Final
 from kvferry.bench_serve.records import Moved, Record
 from kvferry.bench_serve.summary import Lateness, Spread
 from kvferry.bench_serve.workload import Planned
-from kvferry.node_client import NodeClient, code_name
+from kvferry.cli.node_client import NodeClient, code_name
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 

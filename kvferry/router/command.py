@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, Final, Literal, cast
 
-from kvferry.client_settings import client_security
+from kvferry.cli.client_settings import client_security
 from kvferry.router.serve import run_router
 from kvferry.router.settings import RouterSettings
 from transfer.config import LogConfig

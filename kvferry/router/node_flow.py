@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from kvferry.node_client import is_refusal_of_caller
+from kvferry.cli.node_client import is_refusal_of_caller
 from kvferry.router import node_body
 from kvferry.router.api import CHAT, SSE_TYPE, ApiError, Call, Head
 from kvferry.router.body_reader import BodyReader, is_light

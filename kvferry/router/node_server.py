@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
 from kvferry.router.servers import Server, ServerFailed
 from transfer.errors import TransferError
 from transfer.registry.security import Security

@@ -16,7 +16,7 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 
-from kvferry import exit_codes
+from kvferry.cli import exit_codes
 from kvferry.router.api import Backend
 from kvferry.router.app import RouterApp
 from kvferry.router.metrics import RouterMetrics

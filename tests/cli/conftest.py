@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.model import make_demo_model
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvferry.cluster_spec import child_environment
+from kvferry.local_cluster.spec import child_environment
 
 
 def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

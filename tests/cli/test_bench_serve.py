@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvferry import exit_codes
 from kvferry.__main__ import app
 from kvferry.bench_serve import generator
 from kvferry.bench_serve.arrivals import ArrivalKind, gaps_s
@@ -28,7 +27,8 @@ from kvferry.bench_serve.options import shape_of
 from kvferry.bench_serve.records import Moved, Record
 from kvferry.bench_serve.summary import Lateness, Objectives, Spread, percentile, summarise, sustained_rate
 from kvferry.bench_serve.workload import FIRST_ID, Planned, Prompts, Shape, plan_requests, read_trace
-from kvferry.node_client import NodeClient
+from kvferry.cli import exit_codes
+from kvferry.cli.node_client import NodeClient
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.errors import ConfigError, StagingError
 from transfer.pb import kvferry_pb2 as pb

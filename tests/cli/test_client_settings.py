@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client_settings import client_security
+from kvferry.cli.client_settings import client_security
 from tests.authority import Authority, Files
 from transfer.errors import ConfigError
 from transfer.registry.security import MutualTls

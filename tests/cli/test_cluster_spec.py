@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cluster_spec import ClusterSpec, TierSpec, child_environment
-from kvferry.node_log import NodeLog
+from kvferry.local_cluster.node_log import NodeLog
+from kvferry.local_cluster.spec import ClusterSpec, TierSpec, child_environment
 from transfer.errors import ConfigError
 
 

@@ -13,13 +13,13 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import transfer
-from kvferry import exit_codes
 from kvferry.__main__ import app
-from kvferry.demo import DemoOptions, write_report
-from kvferry.demo_prompts import load_prompts
-from kvferry.demo_report import DemoReport
-from kvferry.generate import make_request, parse_token_ids
-from kvferry.text_command import TextCommand
+from kvferry.cli import exit_codes
+from kvferry.cli.generate import make_request, parse_token_ids
+from kvferry.cli.text_command import TextCommand
+from kvferry.demo.command import DemoOptions, write_report
+from kvferry.demo.prompts import load_prompts
+from kvferry.demo.report import DemoReport
 from transfer.errors import ConfigError
 from transfer.registry.convert import sampling_from_proto
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.demo_cache import cached_demo_model
-from kvferry.demo_kinds import ModelKind
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.kinds import ModelKind
+from kvferry.demo.model import make_demo_model
 from tests.cli.demo_runs import demo
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvferry.bench_serve.records import Moved, Record
 from kvferry.bench_serve.report import LoadReport
 from kvferry.bench_serve.summary import Lateness, Objectives, Spread, summarise
-from kvferry.demo_cluster import ClusterSummary, DemoClusterOptions, print_summary
+from kvferry.demo.cluster import ClusterSummary, DemoClusterOptions, print_summary
 from transfer.errors import ConfigError
 
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from embedded_engine.loading import load_engine
-from kvferry import reference_generate as reference
-from kvferry.demo import DemoOptions
-from kvferry.demo_dtype import chosen_dtype, model_dtype
-from kvferry.demo_prompts import BUILT_IN
+from kvferry.demo import reference_generate as reference
+from kvferry.demo.command import DemoOptions
+from kvferry.demo.dtype import chosen_dtype, model_dtype
+from kvferry.demo.prompts import BUILT_IN
 from tests.engine.steps import generate_all
 from tests.runtime.instances import prefill_config
 from transfer.errors import ConfigError

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from embedded_engine.model_files import read_model_files
-from kvferry import demo_cache
-from kvferry.demo import DemoOptions
-from kvferry.demo_kinds import ModelKind
-from kvferry.demo_model import make_demo_model
+from kvferry.demo import cache as demo_cache
+from kvferry.demo.command import DemoOptions
+from kvferry.demo.kinds import ModelKind
+from kvferry.demo.model import make_demo_model
 from transfer.errors import ConfigError
 from transfer.layout import Shard
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import kvferry.demo as demo_module
-from kvferry.demo import DemoOptions, run_demo
-from kvferry.demo_prompts import BUILT_IN, check_prompts_fit
+import kvferry.demo.command as demo_module
+from kvferry.demo.command import DemoOptions, run_demo
+from kvferry.demo.prompts import BUILT_IN, check_prompts_fit
 from transfer.errors import ConfigError
 
 CONTEXT = 4096  # tokens, of the demo model

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvferry.demo_print import print_report, verdict
-from kvferry.demo_report import DemoReport, RequestOutcome, find_leaks, find_mismatches, make_report, percentile
-from kvferry.reference_generate import ReferenceResult
+from kvferry.demo.print import print_report, verdict
+from kvferry.demo.reference_generate import ReferenceResult
+from kvferry.demo.report import DemoReport, RequestOutcome, find_leaks, find_mismatches, make_report, percentile
 from transfer.pb import kvferry_pb2 as pb
 
 

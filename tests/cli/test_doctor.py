@@ -7,9 +7,9 @@ import resource
 
 import pytest
 
-from kvferry import doctor
-from kvferry.doctor import Finding, State
-from kvferry.loopback import LoopbackResult
+from kvferry.doctor import command as doctor
+from kvferry.doctor.command import Finding, State
+from kvferry.doctor.loopback import LoopbackResult
 from transfer.errors import EngineError
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.doctor_clock import ClockState, check_clock
-from kvferry.doctor_gpu import PeerAccess, check_peers
-from kvferry.doctor_rdma import Gid, RdmaPort, check_gpu_direct, check_port, rdma_devices, read_ports
-from kvferry.doctor_versions import (
+from kvferry.doctor.clock import ClockState, check_clock
+from kvferry.doctor.finding import Finding, State
+from kvferry.doctor.gpu import PeerAccess, check_peers
+from kvferry.doctor.rdma import Gid, RdmaPort, check_gpu_direct, check_port, rdma_devices, read_ports
+from kvferry.doctor.versions import (
     check_versions,
 )
-from kvferry.finding import Finding, State
 
 LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a00:0005"

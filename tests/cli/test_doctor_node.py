@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry.doctor_node import NodeLook, check_node, look_at_node
-from kvferry.finding import State
+from kvferry.doctor.finding import State
+from kvferry.doctor.node import NodeLook, check_node, look_at_node
 from node_runtime.health import HealthServer, Readiness
 from transfer.messages import PROTOCOL_VERSION
 from transfer.pb import kvferry_pb2 as pb

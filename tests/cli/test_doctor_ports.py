@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry import doctor, exit_codes
 from kvferry.__main__ import app
-from kvferry.doctor_ports import check_configured_ports, server_of
-from kvferry.finding import State
+from kvferry.cli import exit_codes
+from kvferry.doctor import command as doctor
+from kvferry.doctor.finding import State
+from kvferry.doctor.ports import check_configured_ports, server_of
 from transfer.config import ServerConfig
 from transfer.errors import ConfigError
 

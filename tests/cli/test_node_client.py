@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry import exit_codes
-from kvferry.generate import make_request, run_generate
-from kvferry.node_client import NodeClient
-from kvferry.node_commands import node_app
-from kvferry.signals import run_until_signalled
-from kvferry.status_view import run_status, status_to_json
+from kvferry.cli import exit_codes
+from kvferry.cli.generate import make_request, run_generate
+from kvferry.cli.node_client import NodeClient
+from kvferry.cli.node_commands import node_app
+from kvferry.cli.signals import run_until_signalled
+from kvferry.cli.status_view import run_status, status_to_json
 from tests.authority import Authority
 from tests.runtime.hand_clock import HandClock
 from transfer.errors import PeerUnreachable, RemoteProtocolError, TransportTimeout

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvferry import plan_device
 from kvferry.__main__ import app
-from kvferry.plan_device import Device, detect_device
-from kvferry.plan_options import PlanOptions, inputs_for, make_plan_for
+from kvferry.plan import device as plan_device
+from kvferry.plan.device import Device, detect_device
+from kvferry.plan.options import PlanOptions, inputs_for, make_plan_for
 from planner.model_directory import read_model_directory
 from planner.node_plan import DeviceMemory, node_plan_inputs
 from planner.plan import make_plan

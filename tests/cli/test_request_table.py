@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from kvferry.request_table import request_table, requests_to_json
-from kvferry.status_view import status_tables
+from kvferry.cli.request_table import request_table, requests_to_json
+from kvferry.cli.status_view import status_tables
 from transfer.pb import kvferry_pb2 as pb
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2Jb\x1b[31m [bold]c[/bold]"

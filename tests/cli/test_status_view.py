@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from kvferry.status_view import status_tables, status_to_json
+from kvferry.cli.status_view import status_tables, status_to_json
 from transfer.pb import kvferry_pb2 as pb
 
 IDLE = pb.NodeStatus(role="decode", state="ready", not_ready_reason="no prefill node is joined: [b]:1 is lost: no such host")

@@ -14,8 +14,8 @@ import grpc
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvferry.local_cluster import ClusterNode
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.cluster import ClusterNode
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.demo_model import make_demo_model
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.demo.model import make_demo_model
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Reference
 
 Start = Callable[[ClusterSpec], AbstractContextManager[LocalCluster]]

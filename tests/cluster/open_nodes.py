@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvferry import process_guard
-from kvferry.cluster_node import ClusterNode
-from kvferry.cluster_spec import Role, child_environment
+from kvferry.local_cluster import process_guard
+from kvferry.local_cluster.node import ClusterNode
+from kvferry.local_cluster.spec import Role, child_environment
 from tests.cluster.calls import until
 
 START_S = 150.0

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.model import make_demo_model
 from tests.engine.families import make_family
 
 Generate = Callable[[Path, tuple[int, ...], int], list[int]]

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from embedded_engine.engine import EmbeddedEngine
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.model import make_demo_model
 from tests.engine.steps import decode_all, prefill_all
 from transfer.errors import ConfigError
 from transfer.layout import Shard

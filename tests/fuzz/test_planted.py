@@ -16,7 +16,7 @@ from embedded_engine import model_files
 from fuzz.plain import search
 from fuzz.target import NAMES, load
 from fuzz.targets import messages, nixl_metadata, plan_flags, settings, stored_page
-from kvferry.plan_options import PlanOptions
+from kvferry.plan.options import PlanOptions
 from node_runtime.rank_link import RankCodec
 from planner.config_fields import ConfigFields
 from planner.plan_inputs import Policy

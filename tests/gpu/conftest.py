@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from embedded_engine.recurrent_state import NEEDED_TRANSFORMERS
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.model import make_demo_model
 from tests.engine.families import make_family
 from tests.gpu.small_engines import Directory
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.doctor import State, check_transfer
-from kvferry.loopback import measure_loopback
+from kvferry.doctor.command import State, check_transfer
+from kvferry.doctor.loopback import measure_loopback
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.cluster_spec import child_environment
+from kvferry.local_cluster.spec import child_environment
 
 NUM_GPUS = torch.cuda.device_count()
 TIMEOUT_S = 150

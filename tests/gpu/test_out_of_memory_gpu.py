@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from embedded_engine.engine import EmbeddedEngine
-from kvferry.cluster_spec import child_environment
+from kvferry.local_cluster.spec import child_environment
 from tests.gpu.small_engines import Directory, make_engine, prompts_of
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import OutOfMemory

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.local_cluster import ClusterNode
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.cluster import ClusterNode
 from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.open_nodes import open_nodes
 from tests.gpu.small_engines import Directory

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embedded_engine.engine import EmbeddedEngine, ForwardBatch
 from embedded_engine.model_files import read_model_files
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.model import make_demo_model
 from tests.engine.families import FAMILIES
 from tests.engine.steps import pages_for
 from tests.engine.test_tiered_decode import WITHOUT_FULL_ATTENTION

@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
 from prefill_node.joins import Join, Reservation
 from prefill_node.reserve_client import ReserveClient
 from tests.registry.hostile_messages import hostile_messages

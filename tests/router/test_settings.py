@@ -12,8 +12,8 @@ import pytest
 import structlog
 from typer.testing import CliRunner, Result
 
-from kvferry import exit_codes
 from kvferry.__main__ import app
+from kvferry.cli import exit_codes
 from kvferry.router.settings import FlowKind, RouterSettings, router_settings
 from transfer.errors import ConfigError
 
@@ -81,7 +81,7 @@ def test_bad_options_are_refused_in_one_line(arguments: list[str], said: str) ->
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
-    from kvferry.demo_model import make_demo_model
+    from kvferry.demo.model import make_demo_model
 
     model = make_demo_model(tmp_path / "model")
     result = route("--decode", "grpc://127.0.0.1:1", "--insecure", "--tokenizer", str(model))

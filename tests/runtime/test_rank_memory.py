@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import rank_messages as decode_messages
-from kvferry.status_view import status_to_json
+from kvferry.cli.status_view import status_to_json
 from node_runtime.leader_service import memory_to_proto
 from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_report import RankMemory

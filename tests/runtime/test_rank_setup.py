@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.model import make_demo_model
 from node_runtime.rank_setup import check_before_start, open_transport, own_instance
 from tests.runtime.instances import LAYOUT
 from transfer.config import PrefillNodeConfig, TransportConfig

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cluster_spec import ClusterTls, TlsFiles
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.spec import ClusterTls, TlsFiles
 from tests.authority import Authority, Files
 from tests.cluster.calls import Caller, prompt, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, model, reference, running

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, running
 

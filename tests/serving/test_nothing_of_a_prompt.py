@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvferry.local_cluster import LocalCluster
+from kvferry.local_cluster.cluster import LocalCluster
 from tests.cluster.calls import Caller, prefill_control, prompt, status_of, until
 from tests.serving.conftest import Serving
 from transfer.pb import kvferry_pb2 as pb

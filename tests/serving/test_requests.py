@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.monitoring import ALERTS, DASHBOARDS
-from kvferry.local_cluster import ClusterNode
+from kvferry.local_cluster.cluster import ClusterNode
 from tests.cluster.calls import Answer, Reference, prompt, status_of, until
 from tests.serving.conftest import CHUNK_TOKENS, Serving
 from transfer.errors import ConfigError

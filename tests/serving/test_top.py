@@ -13,10 +13,10 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, RichLog, Static
 from typer.testing import CliRunner
 
-from kvferry import exit_codes
 from kvferry.__main__ import app as commands
-from kvferry.cluster_watch import ClusterWatch
-from kvferry.top_app import Confirm, TopApp
+from kvferry.cli import exit_codes
+from kvferry.top.app import Confirm, TopApp
+from kvferry.top.cluster_watch import ClusterWatch
 from tests.serving.conftest import Serving
 from transfer.registry.security import Security
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.model import make_demo_model
 from tests.cluster.calls import Reference, prompt
 from tests.sglang.servers import Cut, Pair, post, running
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kvferry.cluster_view import SLOW_LOOKS, STALLED_S, Alerts, ClusterView, Seen, view_of
-from kvferry.text_bars import ring_bar
-from kvferry.top_view import picture, view_to_json
+from kvferry.cli.text_bars import ring_bar
+from kvferry.top.cluster_view import SLOW_LOOKS, STALLED_S, Alerts, ClusterView, Seen, view_of
+from kvferry.top.view import picture, view_to_json
 from transfer.pb import kvferry_pb2 as pb
 
 P, D = 0x11, 0x22

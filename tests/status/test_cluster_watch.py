@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvferry import cluster_watch
-from kvferry.cluster_view import Alerts, Seen
-from kvferry.cluster_watch import ClusterWatch
-from kvferry.top_view import node_cells, summary
+from kvferry.top import cluster_watch
+from kvferry.top.cluster_view import Alerts, Seen
+from kvferry.top.cluster_watch import ClusterWatch
+from kvferry.top.view import node_cells, summary
 from tests.runtime.virtual_time import run_in_virtual_time
 from transfer.errors import PeerUnreachable, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvferry.cluster_node import ClusterNode
-from kvferry.cluster_spec import Role, child_environment
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.node import ClusterNode
+from kvferry.local_cluster.spec import Role, child_environment
 from tests.cluster.open_nodes import Nodes
 from tests.vllm.answers import TIMEOUT_S, Answer
 from tests.vllm.instances import HEARTBEAT_S

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from kvferry.demo_model import TRAINING_TEXT
+from kvferry.demo.model import TRAINING_TEXT
 
 LENGTHS = (10, 13, 31, 32, 33, 64, 100, 127, 128, 129, 130, 200, 255, 256, 257, 300, 384, 450, 513, 600)
 

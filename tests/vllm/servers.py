@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from kvferry import process_guard
+from kvferry.local_cluster import process_guard
 
 HOST = "127.0.0.1"
 START_S = 300.0  # 17 to 30 are enough for a vLLM server by itself; on a loaded machine, beside others, 150

@@ -17,8 +17,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from kvferry.cluster_node import ClusterNode
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.node import ClusterNode
 from tests.cluster.calls import until, until_idle
 from tests.cluster.open_nodes import Nodes, open_nodes
 from tests.vllm.answers import MAX_TOKENS, Answer, answer, client

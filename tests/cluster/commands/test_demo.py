@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cluster_spec import child_environment
-from kvferry.demo_kinds import ModelKind
+from kvferry.demo.kinds import ModelKind
+from kvferry.local_cluster.spec import child_environment
 from tests.cli.demo_runs import demo
 
 

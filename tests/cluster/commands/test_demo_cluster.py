@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.local_prometheus import find_prometheus
+from kvferry.local_cluster.prometheus import find_prometheus
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 
-from kvferry import doctor
-from kvferry.cluster_spec import child_environment
-from kvferry.doctor_gpu import PeerAccess, look_at_peers
+from kvferry.doctor import command as doctor
+from kvferry.doctor.gpu import PeerAccess, look_at_peers
+from kvferry.local_cluster.spec import child_environment
 
 
 def test_this_machine_is_well_and_really_transfers() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry import process_guard
-from kvferry.cluster_spec import child_environment
-from kvferry.local_cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster import process_guard
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
+from kvferry.local_cluster.spec import child_environment
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 
@@ -87,8 +87,8 @@ def test_guard_kills_what_ignores_signals_and_stopped_ones_and_nobody_else(tmp_p
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from kvferry import process_guard
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster import process_guard
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 
 async def main():
     tier = TierSpec(model=Path(sys.argv[1]), tp_size=1, pool_tokens=2048)

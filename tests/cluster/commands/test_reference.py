@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from kvferry.cluster_spec import child_environment
-from kvferry.demo import generate_one
-from kvferry.demo_prompts import BUILT_IN
-from kvferry.demo_view import PlainView, RequestProgress
-from kvferry.node_client import NodeClient
-from kvferry.reference_generate import generate_all
-from kvferry.reference_run import ReferenceRun
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.command import generate_one
+from kvferry.demo.prompts import BUILT_IN
+from kvferry.demo.reference_generate import generate_all
+from kvferry.demo.reference_run import ReferenceRun
+from kvferry.demo.view import PlainView, RequestProgress
+from kvferry.local_cluster.spec import child_environment
 from transfer.errors import EngineError, PeerUnreachable
 
 PROMPTS = BUILT_IN[:2]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry import exit_codes
+from kvferry.cli import exit_codes
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cluster_spec import Role
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.spec import Role
 from tests.cluster.calls import Caller, prompt
 from tests.cluster.conftest import START_TIMEOUT_S, running
 from tests.cluster.faults.faulty_node import FAULTS_FILE

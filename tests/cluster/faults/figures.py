@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvferry.local_cluster import ClusterNode
+from kvferry.local_cluster.cluster import ClusterNode
 from transfer.pb import kvferry_pb2 as pb
 
 MORE_FILES: Final = 8

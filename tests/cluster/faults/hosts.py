@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from kvferry.cluster_spec import Role
+from kvferry.local_cluster.spec import Role
 
 DATA: Final = "data0"
 MANAGE: Final = "manage0"

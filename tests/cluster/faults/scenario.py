@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvferry.local_cluster import ClusterNode
+from kvferry.local_cluster.cluster import ClusterNode
 from tests.cluster.calls import Answer, Caller, Reference, leftovers, prompt, status_of, until
 from tests.cluster.faults.figures import Figures, figures_of_node
 from tests.cluster.faults.stalls import StallMeter

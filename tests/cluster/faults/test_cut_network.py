@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.local_cluster import ClusterNode
+from kvferry.local_cluster.cluster import ClusterNode
 from tests.cluster.calls import Reference, status_of, until
 from tests.cluster.faults.conftest import reached_at, warm_up
 from tests.cluster.faults.proxy import HOST, PROXY_HOST, ProxyNetwork

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvferry.cluster_spec import Role
+from kvferry.local_cluster.spec import Role
 from tests.cluster.calls import Reference
 from tests.cluster.faults.conftest import Chaos
 from tests.cluster.faults.scenario import OK, UNAVAILABLE, Scenario

@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
 from tests.cluster.calls import Answer, Caller, Reference, prefill_control, prompt, until
 from tests.cluster.faults.conftest import Chaos
 from tests.cluster.faults.scenario import ABORTED, CANCELLED, DEADLINE_EXCEEDED, Flight, Scenario

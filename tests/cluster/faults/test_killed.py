@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvferry.cluster_spec import Role
+from kvferry.local_cluster.spec import Role
 from tests.cluster.calls import Reference, status_of, until
 from tests.cluster.faults.conftest import Chaos
 from tests.cluster.faults.scenario import UNAVAILABLE, Scenario

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
-from kvferry.demo_kinds import NUM_KV_HEADS, NUM_LAYERS, WINDOW_TOKENS, ModelKind
-from kvferry.demo_model import make_demo_model
-from kvferry.demo_prompts import BUILT_IN
+from kvferry.demo.kinds import NUM_KV_HEADS, NUM_LAYERS, WINDOW_TOKENS, ModelKind
+from kvferry.demo.model import make_demo_model
+from kvferry.demo.prompts import BUILT_IN
 from transfer.engine_types import GREEDY, DecodeItem, PrefillItem
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
 from transfer.layout import LayerKind, Shard

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvferry.local_cluster import ClusterNode
+from kvferry.local_cluster.cluster import ClusterNode
 from tests.cluster.calls import Caller, prompt, status_of, until
 from tests.cluster.conftest import POOL_TOKENS
 from tests.cluster.open_nodes import Nodes, open_nodes

@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvferry.local_cluster import ClusterNode
+from kvferry.local_cluster.cluster import ClusterNode
 from node_runtime import exit_codes
 from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.conftest import POOL_TOKENS

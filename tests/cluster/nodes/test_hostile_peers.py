@@ -16,8 +16,8 @@ import msgpack
 import pytest
 import zmq
 
-from kvferry.cluster_spec import child_environment
-from kvferry.local_cluster import LocalCluster
+from kvferry.local_cluster.cluster import LocalCluster
+from kvferry.local_cluster.spec import child_environment
 from tests.cluster.calls import (
     Caller,
     Reference,

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.demo_kinds import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, WINDOW_TOKENS, ModelKind
-from kvferry.demo_model import make_demo_model
-from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from kvferry.demo.kinds import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, WINDOW_TOKENS, ModelKind
+from kvferry.demo.model import make_demo_model
+from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, Start
 

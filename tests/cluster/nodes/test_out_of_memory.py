@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Caller, Reference, prompt, status_of, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, Start
 from tests.cluster.nodes.hungry_engine import SEED_OF_DECODE, SEED_OF_PREFILL

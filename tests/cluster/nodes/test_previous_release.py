@@ -18,9 +18,9 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 import transfer
-from kvferry.cluster_node import ClusterNode
-from kvferry.cluster_spec import Role
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.node import ClusterNode
+from kvferry.local_cluster.spec import Role
 from tests.cluster.calls import Caller, Reference, prompt, until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS
 from tests.cluster.open_nodes import Nodes, open_nodes

@@ -20,7 +20,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from kvferry.local_cluster import ClusterNode
+from kvferry.local_cluster.cluster import ClusterNode
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.conftest import POOL_TOKENS
 from tests.cluster.open_nodes import Nodes, open_nodes

@@ -19,10 +19,10 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from transformers import AutoTokenizer
 
-from kvferry.cluster_spec import ROLES, Role
-from kvferry.demo_model import TRAINING_TEXT
-from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.model import TRAINING_TEXT
+from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.spec import ROLES, Role
 from kvferry.router.serve import open_router
 from kvferry.router.settings import RouterSettings
 from node_runtime import exit_codes

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.local_cluster import ClusterSpec, ClusterTls, LocalCluster, TierSpec, TlsFiles
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.cluster import ClusterSpec, ClusterTls, LocalCluster, TierSpec, TlsFiles
 from tests.authority import Authority, Files
 from tests.cluster.calls import Reference, prompt, until
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cluster_node import ClusterNode
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.node import ClusterNode
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
 from transfer.pb import kvferry_pb2 as pb

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S
 from tests.offload.tier_contexts import number_on

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.local_cluster import ClusterNode, LocalCluster
+from kvferry.local_cluster.cluster import ClusterNode, LocalCluster
 from tests.cluster.calls import Caller, prompt, status_of, until, until_idle
 from tests.cluster.conftest import Start
 from tests.cluster.offload.clusters import EARLY, spec

@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvferry.local_cluster import LocalCluster
+from kvferry.local_cluster.cluster import LocalCluster
 from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
 from tests.cluster.faults.conftest import warm_up

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cluster_spec import Role
-from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster.spec import Role
 from tests.cluster.calls import Reference, prompt, until
 from tests.cluster.conftest import Start
 from tests.cluster.offload.clusters import (

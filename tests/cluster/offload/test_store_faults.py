@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.local_cluster import LocalCluster
+from kvferry.local_cluster.cluster import LocalCluster
 from tests.cluster.calls import Caller, Reference, prompt, until, until_idle
 from tests.cluster.conftest import Start
 from tests.cluster.offload.clusters import (

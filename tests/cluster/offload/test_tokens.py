@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.demo_kinds import ModelKind
-from kvferry.demo_model import make_demo_model
-from kvferry.local_cluster import LocalCluster
+from kvferry.demo.kinds import ModelKind
+from kvferry.demo.model import make_demo_model
+from kvferry.local_cluster.cluster import LocalCluster
 from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
 from tests.cluster.offload.clusters import EARLY, PAGE, PATIENT, another_life, hits, number, spec, stored_files, until_all_is_back

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.demo_model import make_demo_model
+from kvferry.demo.model import make_demo_model
 from tests.authority import Authority, Files
 from tests.cluster.faults.hosts import Hosts, open_hosts, why_not
 from tests.deploy.manifests.containers import Disk, environment

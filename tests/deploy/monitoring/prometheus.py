@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from kvferry.local_prometheus import HOW_TO_GET_IT
+from kvferry.local_cluster.prometheus import HOW_TO_GET_IT
 
 
 def program(name: str) -> str:

@@ -25,8 +25,8 @@ from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
 from deploy.monitoring.grafana import ALERTS as ALERTS_THAT_FIRE
 from deploy.monitoring.pictures import View, draw, row_of
 from deploy.monitoring.promql import VARIABLES
-from kvferry.local_prometheus import Prometheus, prometheus
-from kvferry.node_client import NodeClient
+from kvferry.cli.node_client import NodeClient
+from kvferry.local_cluster.prometheus import Prometheus, prometheus
 from tests.cluster.calls import prompt
 from tests.cluster.conftest import model, reference
 from tests.deploy.monitoring.prometheus import program

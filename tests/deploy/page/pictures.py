@@ -12,10 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvferry.cluster_watch import ClusterWatch
-from kvferry.demo_model import make_demo_model
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.top_app import TopApp
+from kvferry.demo.model import make_demo_model
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.top.app import TopApp
+from kvferry.top.cluster_watch import ClusterWatch
 from tests.deploy.page.chromium import tab
 from tests.serving.conftest import under_load
 

@@ -1,0 +1,206 @@
+"""Calls a node as its users do: generate, status, abort."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, cast
+
+import grpc
+
+from kvferry.cli.node_address import check_address
+from transfer.errors import PeerUnreachable, RemoteProtocolError, TransferError, TransportTimeout
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.malformed import readable
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.security import PlainText, Security
+from transfer.registry.status import error_of, status_of
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
+
+ANSWER_TIMEOUT_S: Final = 10.0
+"""Longest wait for a node's first answer; one that lives answers in milliseconds, also when it has no room."""
+
+CHANGE_S: Final = 330.0
+"""Longest wait for a node's ranks to take another role on; the node itself gives them 300 s."""
+
+
+class NodeClient:
+    """A connection to one node of either role. Use it as an async context manager, on one loop.
+
+    Args:
+        address: host:port of the node's gRPC API.
+        security: How it is spoken to; None: in plain text on a loopback address.
+
+    Raises:
+        ConfigError: `address` is no host:port, or must not be spoken to in plain text.
+    """
+
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
+        check_address("target", address)
+        self.address = address
+        security = PlainText() if security is None else security
+        self._is_plain = isinstance(security, PlainText)
+        self._channel = PeerChannel(address, security)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; calls that run are cancelled."""
+        await self._channel.close()
+
+    async def _decode(self, timeout_s: float) -> DecodeControlAsyncStub:
+        return cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(await self._channel.ready(timeout_s=timeout_s)))
+
+    async def status(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> pb.NodeStatus:
+        """The node's status, whichever role it has.
+
+        Raises:
+            TransferError: The call failed, see `transfer.registry.status.error_of`.
+        """
+        answer: pb.NodeStatus = await self._ask("Status", pb.StatusRequest(), timeout_s)
+        return answer
+
+    async def list_requests(self, limit: int = 0, *, timeout_s: float = ANSWER_TIMEOUT_S) -> pb.ListRequestsResponse:
+        """The oldest `limit` requests in flight; 0: as many as an answer holds.
+
+        Raises:
+            TransferError: The call failed.
+        """
+        answer: pb.ListRequestsResponse = await self._ask("ListRequests", pb.ListRequestsRequest(limit=limit), timeout_s)
+        return answer
+
+    async def abort(self, request_id: str, *, reason: str = "", timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+        """Abort a request, named by its client's id or by a transfer's; whether it was in flight.
+
+        Raises:
+            TransferError: The call failed.
+        """
+        answer: pb.AbortResponse = await self._ask("Abort", pb.AbortRequest(request_id=request_id, reason=reason), timeout_s)
+        return answer.found
+
+    async def drain(self, *, budget_s: float) -> int:
+        """Have the node take no new requests, and wait for those in flight for up to `budget_s`; how many are left.
+
+        Raises:
+            TransferError: The call failed.
+        """
+        answer: pb.DrainResponse = await self._ask("Drain", pb.DrainRequest(), budget_s)
+        return answer.remaining
+
+    async def undrain(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+        """Have the node take requests again; whether it was draining.
+
+        Raises:
+            TransferError: The call failed, or the node is being stopped.
+        """
+        answer: pb.UndrainResponse = await self._ask("Undrain", pb.UndrainRequest(), timeout_s)
+        return answer.was_draining
+
+    async def set_log_level(self, level: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+        """What the node and its ranks write from now on; the level before.
+
+        Raises:
+            TransferError: The call failed, or there is no such level.
+        """
+        answer: pb.SetLogLevelResponse = await self._ask("SetLogLevel", pb.SetLogLevelRequest(level=level), timeout_s)
+        return answer.level_before
+
+    async def switch_role(self, role: str, *, budget_s: float) -> pb.SwitchRoleResponse:
+        """Give the node another role, once its requests are over, for which they get `budget_s`.
+
+        Raises:
+            TransferError: The call failed, or the node keeps the role that it has.
+        """
+        asked = pb.SwitchRoleRequest(role=role, drain_budget_s=budget_s)
+        answer: pb.SwitchRoleResponse = await self._ask("SwitchRole", asked, budget_s + CHANGE_S)
+        return answer
+
+    async def _ask(self, method: str, question: Any, timeout_s: float) -> Any:
+        """Call a method of `NodeControl`, or where there is none (version 0.1, or an engine hosts kvferry) that of its role."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            channel = await self._channel.ready(timeout_s=timeout_s)
+            for stub_type in (pb_grpc.NodeControlStub, pb_grpc.DecodeControlStub, pb_grpc.PrefillControlStub):
+                call = getattr(stub_type(channel), method, None)
+                if call is None:
+                    continue
+                try:
+                    answer = await call(question, timeout=max(0.0, deadline_s - time.monotonic()))
+                    return readable(answer, peer=self.address, method=method)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                        raise
+            raise RemoteProtocolError(f"{self.address} has no {method}: it is a node of version 0.1, an engine's, or no node")
+        except grpc.aio.AioRpcError as error:
+            raise self._error_of(error, timeout_s) from error
+
+    async def generate(
+        self, request: pb.GenerateRequest, *, accept_timeout_s: float = ANSWER_TIMEOUT_S, timeout_s: float | None = None
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """Generate at the decode node; the request is cancelled when the iteration is given up (close the generator).
+
+        Args:
+            accept_timeout_s: Longest wait for the first event.
+            timeout_s: Deadline of the whole request.
+
+        Raises:
+            TransferError: The call failed, or ended without a last event.
+        """
+        call = (await self._decode(accept_timeout_s)).Generate(request, timeout=timeout_s)
+        event = None
+        is_done = False
+        try:
+            try:
+                async with asyncio.timeout(accept_timeout_s):
+                    event = await call.read()
+            except TimeoutError:
+                raise TransportTimeout(f"{self.address}: no answer within {accept_timeout_s:g} s") from None
+            while isinstance(event, pb.GenerateEvent):  # else it is grpc.aio.EOF
+                is_done = event.HasField("done")
+                yield event
+                event = await call.read()
+            if not is_done:
+                raise RemoteProtocolError(f"{self.address}: the stream ended without its last event")
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise RemoteProtocolError(f"{self.address} is no decode node; give the address of one") from error
+            raise self._error_of(error, timeout_s, what="no answer" if event is None else "not finished") from error
+        finally:
+            call.cancel()
+
+    def _error_of(self, error: grpc.aio.AioRpcError, timeout_s: float | None, *, what: str = "no answer") -> TransferError:
+        """What a failed call is for the caller; our own deadline in words, for gRPC calls it a removed stream."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+            return TransportTimeout(f"{self.address}: {what} within {timeout_s:g} s")
+        details = error.details() or ""
+        # Accepted, and closed before gRPC's first frame was answered: a port that waits for a TLS handshake does that.
+        if self._is_plain and "failed to connect" in details and "Socket closed" in details:
+            return PeerUnreachable(
+                f"{self.address}: it closes connections that do not speak TLS; give a certificate (--tls-cert, --tls-key, "
+                "--tls-ca) instead of --insecure, or look at what listens there"
+            )
+        return error_of(error, peer=self.address)
+
+
+def code_name(error: TransferError) -> str:
+    """Name of the gRPC status that a call ended in; of a failure that is no status of the node's, that which says the same."""
+    cause = error.__cause__
+    return cause.code().name if isinstance(cause, grpc.aio.AioRpcError) else status_of(error).name
+
+
+def is_refusal_of_caller(error: TransferError) -> bool:
+    """Whether a call failed because of who made it, not of what was asked for."""
+    cause = error.__cause__
+    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() in (
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+    )

@@ -1,0 +1,35 @@
+"""Runs a command's coroutine such that the signals that end a command cancel it, and its clean-up runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvferry.cli import exit_codes
+
+
+def run_until_signalled(make: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run to the end and return the exit code, also when Ctrl-C, SIGTERM or SIGHUP cancels it meanwhile."""
+    return asyncio.run(_run(make))
+
+
+async def _run(make: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(make())
+    ended_by: list[int] = []
+
+    def end(code: int) -> None:
+        ended_by.append(code)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, end, exit_codes.INTERRUPTED)
+    loop.add_signal_handler(signal.SIGTERM, end, exit_codes.TERMINATED)
+    loop.add_signal_handler(signal.SIGHUP, end, exit_codes.TERMINATED)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not ended_by:
+            raise
+        return ended_by[0]

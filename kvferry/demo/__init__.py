@@ -1,0 +1,1 @@
+"""`kvferry demo` and `kvferry demo-cluster`: both tiers on this machine, and proof that the tokens are right."""

@@ -1,0 +1,315 @@
+"""`kvferry demo-cluster`: several nodes of each tier on this machine, watched by Prometheus, under load, summed up at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry.bench_serve.command import put_load
+from kvferry.bench_serve.lengths import Lengths
+from kvferry.bench_serve.options import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, LoadOptions
+from kvferry.bench_serve.report import LoadReport, print_report
+from kvferry.bench_serve.summary import Objectives
+from kvferry.bench_serve.workload import Shape
+from kvferry.cli import exit_codes
+from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.report import find_leaks
+from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, StopReport, TierSpec
+from kvferry.local_cluster.prometheus import HOW_TO_GET_IT, Prometheus, find_prometheus, prometheus
+from transfer.errors import ConfigError, TransferError
+from transfer.pb import kvferry_pb2 as pb
+
+POOL_TOKENS: Final = 8192
+PROMPT_TOKENS: Final = "lognormal:200:0.6:1500"
+OUTPUT_TOKENS: Final = "uniform:8:24"
+OBJECTIVES: Final = Objectives(ttft_s=2.0, tpot_s=0.2)
+IDLE_S: Final = 5.0
+STATUS_S: Final = 0.5
+RULES: Final = Path(__file__).parents[2] / "deploy" / "monitoring" / "rules" / "kvferry.yaml"
+"""Beside the package in a checkout; an installed one has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoClusterOptions:
+    """What to run.
+
+    Args:
+        num_prefill, num_decode: Nodes of each tier, each with one rank.
+        rate: Requests a second, at random moments.
+        seconds: How long they come.
+        is_kept: Stay afterwards, until Ctrl-C.
+        json_file: Where the summary goes as JSON; ``-`` is standard output.
+    """
+
+    num_prefill: int = 2
+    num_decode: int = 2
+    rate: float = 3.0
+    seconds: float = 20.0
+    is_kept: bool = False
+    json_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, most in (("--prefill", self.num_prefill, 16), ("--decode", self.num_decode, 16)):
+            if not 1 <= value <= most:
+                raise ConfigError(f"{name} is {value}; it must be in [1, {most}]")
+        for name, number, largest in (("--rate", self.rate, MAX_RATE), ("--seconds", self.seconds, MAX_SECONDS)):
+            if not 0 < number <= largest:
+                raise ConfigError(f"{name} is {number:g}; it must be above 0 and at most {largest}")
+        if self.rate * self.seconds > MAX_REQUESTS:
+            raise ConfigError(f"--rate {self.rate:g} for --seconds {self.seconds:g} is over {MAX_REQUESTS} requests")
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterSummary:
+    """What the run came to.
+
+    Args:
+        ready_s: Seconds from the start of the nodes until every decode node had joined every prefill node.
+        load: Of the requests.
+        page_ms: Milliseconds of each reading of a node's `/metrics`, while there was load.
+        page_bytes: Size of the largest.
+        ring_peaks: Highest occupancy of each decode node's ring, as a share of it, by name.
+        links: The measured links, by the names of both ends.
+        alerts: Names of alerts that were pending or firing, as Prometheus has it; None: there is no Prometheus.
+        leftovers: What nodes still hold afterwards, and what did not end well.
+        has_ended: The nodes have been stopped since.
+    """
+
+    ready_s: float
+    load: LoadReport
+    page_ms: list[float]
+    page_bytes: int
+    ring_peaks: dict[str, float]
+    links: dict[str, pb.LinkStatus]
+    alerts: list[str] | None
+    leftovers: list[str] = field(default_factory=list)
+    has_ended: bool = False
+
+    @property
+    def is_success(self) -> bool:
+        served_all = all(one.served == one.requests > 0 and one.failed_warm_up == 0 for one in self.load.summaries)
+        return not self.leftovers and served_all
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ready_s": self.ready_s,
+            "load": self.load.to_json(),
+            "metrics_page": {
+                "median_ms": _median(self.page_ms),
+                "most_ms": max(self.page_ms, default=0.0),
+                "bytes": self.page_bytes,
+            },
+            "ring_peaks": self.ring_peaks,
+            "links": {
+                name: {"lane": link.lane, "latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
+                for name, link in self.links.items()
+            },
+            "alerts": self.alerts,
+            "leftovers": self.leftovers,
+            "is_success": self.is_success,
+        }
+
+
+async def run_demo_cluster(options: DemoClusterOptions) -> int:
+    """Run it and print what it came to; returns the exit code. However it ends, no process of it is left."""
+    is_on_output = str(options.json_file) == "-"
+    console = Console(highlight=False, soft_wrap=True, stderr=is_on_output)
+
+    def publish(summary: ClusterSummary) -> bool:
+        print_summary(summary, console)
+        return _write(summary, options.json_file)
+
+    try:
+        summary = await _run(options, console, publish)
+    except TransferError as error:
+        for line in str(error).splitlines():
+            print(f"kvferry demo-cluster: {line}", file=sys.stderr)
+        return exit_codes.exit_code_of(error)
+    is_written = publish(summary)
+    return exit_codes.OK if summary.is_success and is_written else exit_codes.FAILED
+
+
+def _write(summary: ClusterSummary, file: Path | None) -> bool:
+    """The summary as JSON, where it is wanted; False: it cannot be written."""
+    if file is None:
+        return True
+    text = json.dumps(summary.to_json(), indent=1) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return True
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"kvferry demo-cluster: --json is {file}; it cannot be written: {error.strerror}", file=sys.stderr)
+        return False
+    return True
+
+
+async def _run(options: DemoClusterOptions, console: Console, publish: Callable[[ClusterSummary], bool]) -> ClusterSummary:
+    """The whole run; one that is kept is summed up before somebody ends it, for there is nothing after that."""
+    model = await cached_demo_model()
+    tier = TierSpec(model=model, pool_tokens=POOL_TOKENS)
+    spec = ClusterSpec(prefill=tier, decode=tier, num_prefill=options.num_prefill, num_decode=options.num_decode)
+    cluster = LocalCluster(spec)
+    console.print(f"starting {options.num_prefill} prefill and {options.num_decode} decode nodes")
+    begun_s = time.monotonic()
+    async with cluster:
+        ready_s = time.monotonic() - begun_s
+        console.print(f"ready after {ready_s:.1f} s; every decode node has joined every prefill node")
+        with _watched(cluster, console) as server:
+            _say_where(cluster, server, console)
+            summary = await _under_load(options, cluster, server, console, ready_s=ready_s)
+            if options.is_kept:
+                publish(summary)
+                console.print("still running; Ctrl-C ends it")
+                await asyncio.Event().wait()
+        stopped = await cluster.stop()
+    summary.leftovers += _not_ended_well(stopped)
+    summary.has_ended = True
+    return summary
+
+
+@contextlib.contextmanager
+def _watched(cluster: LocalCluster, console: Console) -> Iterator[Prometheus | None]:
+    """A Prometheus that scrapes every node, where this machine has one."""
+    if find_prometheus() is None:
+        console.print(f"no Prometheus here, so nobody keeps what /metrics says; {HOW_TO_GET_IT}")
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="kvferry-prometheus-") as folder:
+        targets = [node.http_address for node in cluster.nodes]
+        rules = RULES if RULES.is_file() else None
+        with prometheus(Path(folder), targets, environment=cluster.environment, rules=rules) as server:
+            yield server
+
+
+def _say_where(cluster: LocalCluster, server: Prometheus | None, console: Console) -> None:
+    for node in cluster.nodes:
+        console.print(f"  {node.name:<10} page http://{node.http_address}/   gRPC {node.address}")
+    if server is not None:
+        console.print(f"  prometheus {server.url}/graph")
+    console.print(f"  in a terminal: kvferry top --insecure {cluster.decode.address}")
+
+
+async def _under_load(
+    options: DemoClusterOptions, cluster: LocalCluster, server: Prometheus | None, console: Console, *, ready_s: float
+) -> ClusterSummary:
+    console.print(f"{options.rate:g} requests a second for {options.seconds:g} s, at random moments")
+    prompt, output = Lengths.parse("--prompt-tokens", PROMPT_TOKENS), Lengths.parse("--output-tokens", OUTPUT_TOKENS)
+    load = LoadOptions(
+        targets=tuple(node.address for node in cluster.decode_nodes),
+        rates=(options.rate,),
+        shape=Shape(prompt=prompt, output=output),
+        duration_s=options.seconds,
+        num_warm_up=len(cluster.nodes),
+        objectives=OBJECTIVES,
+    )
+    page_ms: list[float] = []
+    sizes: list[int] = []
+    peaks: dict[str, float] = {}
+    watching = asyncio.create_task(_watch(cluster.nodes, page_ms, sizes, peaks))
+    try:
+        report = await put_load(load)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    statuses = {node.name: await node.status() for node in cluster.nodes}
+    return ClusterSummary(
+        ready_s=ready_s,
+        load=report,
+        page_ms=page_ms,
+        page_bytes=max(sizes, default=0),
+        ring_peaks=peaks,
+        links=_links(cluster, statuses),
+        alerts=await asyncio.to_thread(_alerts, server) if server is not None else None,
+        leftovers=await _leftovers(cluster),
+    )
+
+
+async def _watch(nodes: Sequence[ClusterNode], page_ms: list[float], sizes: list[int], peaks: dict[str, float]) -> None:
+    """Read every node's metrics as a scraper does, and how full the rings have been. Who does not answer is looked at later."""
+    while True:
+        for node in nodes:
+            begun_s = time.monotonic()
+            code, text = await node.http("/metrics")
+            if code == 200:
+                page_ms.append((time.monotonic() - begun_s) * 1e3)
+                sizes.append(len(text))
+            with contextlib.suppress(TransferError):
+                for rank in (await node.status()).ranks:
+                    if rank.ring_capacity:
+                        peaks[node.name] = max(peaks.get(node.name, 0.0), rank.ring_peak_bytes / rank.ring_capacity)
+        await asyncio.sleep(STATUS_S)
+
+
+def _links(cluster: LocalCluster, statuses: dict[str, pb.NodeStatus]) -> dict[str, pb.LinkStatus]:
+    """As the decode nodes have them."""
+    names = {status.instance.incarnation: name for name, status in statuses.items()}
+    return {
+        f"{names.get(link.peer_incarnation, '?')} -> {node.name}": link
+        for node in cluster.decode_nodes
+        for link in statuses[node.name].links
+    }
+
+
+def _alerts(server: Prometheus) -> list[str]:
+    """Names of those that are pending or firing now."""
+    return sorted({alert["labels"]["alertname"] for alert in server.asked("alerts")["alerts"]})
+
+
+async def _leftovers(cluster: LocalCluster) -> list[str]:
+    """What the nodes hold of requests that are over; ranks say it a moment later."""
+    deadline_s = time.monotonic() + IDLE_S
+    while True:
+        held = [f"{node.name}: {leak}" for node in cluster.nodes for leak in find_leaks(await node.status())]
+        if not held or time.monotonic() > deadline_s:
+            return held
+        await asyncio.sleep(0.2)
+
+
+def _not_ended_well(stopped: StopReport) -> list[str]:
+    codes = [f"exit code of {name} is {code}, not 0" for name, code in stopped.exit_codes.items() if code]
+    return [*codes, *(f"process {survivor} was left" for survivor in stopped.survivors)]
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def print_summary(summary: ClusterSummary, console: Console) -> None:
+    """Tables of the load and of the links, and a line for everything else."""
+    print_report(summary.load, console)
+    links = Table(title="links, as probed at attach", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("link", "lane", "latency", "bandwidth"):
+        links.add_column(heading, justify="left" if heading in ("link", "lane") else "right", no_wrap=True)
+    for name, link in summary.links.items():
+        speed = f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
+        links.add_row(escape(name), escape(link.lane), f"{link.latency_s * 1e6:,.0f} us", speed)
+    console.print(links)
+    console.print(f"ready after {summary.ready_s:.1f} s")
+    rings = ", ".join(f"{name} {peak:.0%}" for name, peak in summary.ring_peaks.items())
+    console.print(f"rings at their fullest: {rings}")
+    times = f"{_median(summary.page_ms):.1f} ms in the median, {max(summary.page_ms, default=0.0):.1f} ms at most"
+    console.print(f"/metrics: {times}, of {len(summary.page_ms)} readings under load; {summary.page_bytes / 1024:.0f} KiB")
+    if summary.alerts is not None:
+        console.print(f"alerts pending or firing: {', '.join(summary.alerts) or 'none'}")
+    for line in summary.leftovers:
+        console.print(f"left over: {escape(line)}", style="red")
+    if summary.is_success:
+        ended = "every node drained and ended with exit code 0, " if summary.has_ended else ""
+        console.print(f"every request was answered, {ended}nothing is left", style="green")
+    else:
+        console.print("not everything went well; see above", style="red")

@@ -1,0 +1,381 @@
+"""`kvferry demo`: both tiers on this machine, prompts through them, proof that the tokens are right, a report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+import transfer
+from kvferry.cli import exit_codes
+from kvferry.cli.node_client import NodeClient
+from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.dtype import EXACT_DTYPE, chosen_dtype, model_dtype
+from kvferry.demo.kinds import ModelKind
+from kvferry.demo.offload import POOL_TOKENS, offload_report, offload_settings, store_settings
+from kvferry.demo.print import print_report
+from kvferry.demo.prompts import architecture, check_prompts_fit, load_prompts
+from kvferry.demo.reference_run import ReferenceRun
+from kvferry.demo.report import DemoReport, RequestOutcome, find_leaks, make_report
+from kvferry.demo.view import DemoView, RequestProgress, make_view
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
+from node_runtime import exit_codes as node_exit_codes
+from transfer.errors import ConfigError, TransferError
+from transfer.pb import kvferry_pb2 as pb
+
+REQUEST_TIMEOUT_S: Final = 300.0
+IDLE_TIMEOUT_S: Final = 5.0  # ranks report what they hold four times a second
+TIGHT_RUNNING_REQUESTS: Final = 4
+TIGHT_CHUNK_TOKENS: Final = 32
+DEMO_HEARTBEAT_S: Final = 1.0  # laptops are busy with other things: three missed beats of the default are 1.5 s
+_STATUS_S: Final = 0.25
+_POLL_S: Final = 0.05
+_CLEAR_REFUSALS: Final = (node_exit_codes.BAD_CONFIG, node_exit_codes.NO_MEMORY)
+_PACKAGES: Final = ("torch", "transformers", "triton", "grpcio", "pyzmq", "ucxx-cu13", "ucxx-cu12")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What to run. The nodes judge their own settings; here only what they never see is checked.
+
+    Args:
+        device: "cpu" or "cuda".
+        model: Hugging Face directory; None makes the demo model.
+        model_kind: Which one.
+        dtype: What both tiers and the single process compute in: "float32", in which tokens are comparable, or "model", the
+            directory's own.
+        prompts_file: One prompt a line; None takes those built in.
+        num_requests: None sends each prompt once.
+        max_new_tokens: Tokens to generate for each prompt, exactly.
+        offload: Directory that decode stores KV in, behind a device pool that is too small and host memory; None: no such tiers.
+        json_file: Where the report goes as JSON; ``-`` is standard output.
+    """
+
+    prefill_tp: int = 4
+    decode_tp: int = 2
+    prefill_page_size: int = 16
+    decode_page_size: int = 32
+    prefill_order: str = "NHD"
+    decode_order: str = "NHD"
+    transport: str = "ucx"
+    device: str = "cpu"
+    model: Path | None = None
+    model_kind: ModelKind = ModelKind.LLAMA
+    dtype: str = EXACT_DTYPE
+    prompts_file: Path | None = None
+    num_requests: int | None = None
+    max_new_tokens: int = 32
+    offload: Path | None = None
+    json_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.dtype not in (EXACT_DTYPE, "model"):
+            raise ConfigError(f"--dtype is {self.dtype}; it must be {EXACT_DTYPE} or model")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device is {self.device}; it must be cpu or cuda")
+        if self.model is not None and self.model_kind is not ModelKind.LLAMA:
+            raise ConfigError(f"--model-kind is {self.model_kind}; it is of the model that is made, and --model names another")
+        if self.json_file is not None and not self.is_json_on_stdout:
+            _check_writable(self.json_file)
+
+    @property
+    def is_json_on_stdout(self) -> bool:
+        return self.json_file is not None and str(self.json_file) == "-"
+
+    def cluster(self, model: Path, num_requests: int) -> ClusterSpec:
+        """The two tiers, with queues that take every request at once.
+
+        The pools of windows and states are as large as the requests that run at once can need: of the kinds that have some, few
+        run at once, and in small chunks, so that their pages are used again while the demo runs.
+        """
+        settings: dict[str, object] = {
+            "limits.max_queued_requests": max(256, num_requests),
+            "limits.queue_timeout_s": REQUEST_TIMEOUT_S,
+        }
+        dtype = chosen_dtype(self.dtype, model)
+        if dtype is not None:
+            settings["dtype"] = dtype
+        is_tight = self.model_kind is not ModelKind.LLAMA
+        if is_tight:
+            settings["limits.max_running_requests"] = TIGHT_RUNNING_REQUESTS
+        decode_settings = dict(settings)
+        if self.offload is not None:
+            decode_settings |= offload_settings(self.offload)
+            settings |= store_settings(self.offload)
+        if self.device == "cuda":
+            settings["device"] = decode_settings["device"] = "cuda"
+            decode_settings["first_device"] = first_decode_device(self.prefill_tp, self.decode_tp)
+        return ClusterSpec(
+            prefill=TierSpec(
+                model=model,
+                tp_size=self.prefill_tp,
+                page_size=self.prefill_page_size,
+                order=self.prefill_order,
+                settings=settings,
+            ),
+            decode=TierSpec(
+                model=model,
+                tp_size=self.decode_tp,
+                page_size=self.decode_page_size,
+                order=self.decode_order,
+                settings=decode_settings,
+                **({} if self.offload is None else {"pool_tokens": POOL_TOKENS}),
+            ),
+            transport=self.transport,
+            heartbeat_s=DEMO_HEARTBEAT_S,
+            chunk_tokens=TIGHT_CHUNK_TOKENS if is_tight else None,
+        )
+
+
+def first_decode_device(prefill_tp: int, decode_tp: int) -> int:
+    """Where the decode tier's GPUs begin: behind the prefill tier's where there are enough for both, else at 0.
+
+    Raises:
+        ConfigError: There are too few for one of the tiers.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < max(prefill_tp, decode_tp):
+        raise ConfigError(
+            f"--device is cuda, and torch sees {count} GPUs; a tier of TP {max(prefill_tp, decode_tp)} needs as many: "
+            "lower --prefill-tp or --decode-tp, or use --device cpu"
+        )
+    return prefill_tp if count >= prefill_tp + decode_tp else 0
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse before a run of a minute what could not take its report; leaves nothing behind.
+
+    Raises:
+        ConfigError: The file cannot be opened for writing.
+    """
+    target = Path(os.path.realpath(file))
+    if os.path.exists(target) and not (target.is_file() or target.is_dir()):
+        return  # a pipe, say: opening it is heard at its other end
+    is_new = not os.path.exists(target)
+    try:
+        target.open("a").close()
+        if is_new:
+            target.unlink()
+    except OSError as error:
+        raise ConfigError(_unwritable(file, error)) from error
+
+
+def _unwritable(file: Path, error: OSError) -> str:
+    return f"--json is {file}; it cannot be written: {error.strerror or error}"
+
+
+async def run_demo(options: DemoOptions) -> int:
+    """Run it; returns the exit code: 0 only if all tokens are right and nothing is left over."""
+    console = Console(stderr=options.is_json_on_stdout)
+    try:
+        report = await _run(options, make_view(console))
+    except NodeFailed as error:
+        # A refusal says everything in its one line; what died needs its last words.
+        if error.exit_code not in _CLEAR_REFUSALS:
+            for line in error.log_tail:
+                print(f"  {line}", file=sys.stderr)
+        print(f"kvferry demo: {error}", file=sys.stderr)
+        return error.exit_code if error.exit_code is not None and error.exit_code > 0 else exit_codes.FAILED
+    except TransferError as error:
+        print(f"kvferry demo: {error}", file=sys.stderr)
+        return exit_codes.exit_code_of(error)
+    except asyncio.CancelledError:
+        print("kvferry demo: interrupted", file=sys.stderr)
+        raise
+    print_report(console, report)
+    is_written = options.json_file is None or write_report(report, options.json_file)
+    return exit_codes.OK if report.is_success and is_written else exit_codes.FAILED
+
+
+def write_report(report: DemoReport, file: Path) -> bool:
+    """Write the report as JSON and return whether that worked; ``-`` is standard output."""
+    text = json.dumps(report.to_json(), indent=2) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+        return True
+    try:
+        file.write_text(text)
+    except OSError as error:  # the disk is full, say; that it can be written at all was checked before the run
+        print(f"kvferry demo: {_unwritable(file, error)}", file=sys.stderr)
+        return False
+    return True
+
+
+async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
+    begun_s = time.monotonic()
+    prompts = load_prompts(options.prompts_file, options.num_requests)
+    with view:
+        model = options.model
+        if model is None:
+            view.phase("the demo model" if options.model_kind is ModelKind.LLAMA else f"the demo model, {options.model_kind}")
+            model = await cached_demo_model(options.model_kind)
+        await check_prompts_fit(model, prompts, options.max_new_tokens)
+        dtype, own_dtype = chosen_dtype(options.dtype, model), model_dtype(model)
+        if dtype == EXACT_DTYPE and own_dtype not in (None, EXACT_DTYPE):
+            view.phase(
+                f"the model is {own_dtype}; computing in {dtype}, where tokens are comparable (--dtype model keeps its own)"
+            )
+        cluster = LocalCluster(options.cluster(model, len(prompts)))
+        with ReferenceRun(model, prompts, options.max_new_tokens, cluster.environment, dtype=dtype) as reference:
+            view.phase(
+                f"starting prefill TP {options.prefill_tp} (pages of {options.prefill_page_size}) "
+                f"and decode TP {options.decode_tp} (pages of {options.decode_page_size})"
+            )
+            async with cluster:
+                view.phase(f"{len(prompts)} prompts at once")
+                generate_begun_s = time.monotonic()
+                outcomes = await _generate_all(cluster, prompts, options.max_new_tokens, view, reference)
+                generate_s = time.monotonic() - generate_begun_s
+                leaked = await _wait_idle(cluster)
+                offload = None
+                if options.offload is not None:
+                    longest = max(one.prompt_tokens + len(one.token_ids) for one in outcomes)
+                    offload = await offload_report(cluster, longest_request_tokens=longest, page_size=options.decode_page_size)
+                prefill, decode = await cluster.prefill.status(), await cluster.decode.status()
+                if not any(outcome.error for outcome in outcomes):
+                    view.phase("waiting for the single process that the tokens are compared with")
+                results = await reference.results()
+                view.phase("stopping")
+                stopped = await cluster.stop()
+        view.phase("stopped")
+    leaked += [f"process {survivor}" for survivor in stopped.survivors]
+    leaked += [f"exit code of the {role} node is {code}, not 0" for role, code in stopped.exit_codes.items() if code]
+    return make_report(
+        outcomes,
+        results,
+        decode=decode,
+        leaked=leaked,
+        seconds=time.monotonic() - begun_s,
+        generate_seconds=generate_s,
+        dtype=dtype or "as stored",
+        model_kind=options.model_kind if options.model is None else architecture(model),
+        prefill=prefill if offload is None else None,
+        offload=offload,
+        environment=_environment(options, model),
+    )
+
+
+async def _generate_all(
+    cluster: LocalCluster, prompts: Sequence[str], max_new_tokens: int, view: DemoView, reference: ReferenceRun
+) -> list[RequestOutcome]:
+    progress = [
+        RequestProgress(number=number, max_new_tokens=max_new_tokens, token_ids=[]) for number in range(1, len(prompts) + 1)
+    ]
+    view.watch(progress)
+    watching = asyncio.create_task(_watch_status(cluster, view))
+    try:
+        async with NodeClient(cluster.decode.address) as client, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(generate_one(client, prompt, one, view, reference))
+                for prompt, one in zip(prompts, progress, strict=True)
+            ]
+        return [task.result() for task in tasks]
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def generate_one(
+    client: NodeClient, prompt: str, progress: RequestProgress, view: DemoView, reference: ReferenceRun
+) -> RequestOutcome:
+    """One request to its end; an error of it is its outcome, and nobody else's."""
+    request = pb.GenerateRequest(
+        request_id=f"demo-{secrets.token_hex(4)}-{progress.number}",
+        prompt=prompt,
+        max_new_tokens=progress.max_new_tokens,
+        ignore_eos=True,
+    )
+    done: pb.GenerateDone | None = None
+    error = ""
+    try:
+        # Everybody is sent at once, so the last one's first answer may take a while on a small machine.
+        events = client.generate(request, accept_timeout_s=REQUEST_TIMEOUT_S, timeout_s=REQUEST_TIMEOUT_S)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                match event.WhichOneof("event"):
+                    case "accepted":
+                        progress.state, progress.prompt_tokens = "accepted", event.accepted.prompt_tokens
+                    case "tokens":
+                        progress.state = "generating"
+                        progress.token_ids.extend(event.tokens.token_ids)
+                        progress.text += event.tokens.text
+                    case "done":
+                        done = event.done
+    except TransferError as failure:
+        error = str(failure)
+        reference.cancel()  # the run has failed by now, and what a large model has left to compute could take minutes
+    progress.error, progress.state = error, "failed" if error else "done"
+    view.finished(progress)
+    return RequestOutcome(
+        prompt_tokens=progress.prompt_tokens, token_ids=tuple(progress.token_ids), done=None if error else done, error=error
+    )
+
+
+async def _watch_status(cluster: LocalCluster, view: DemoView) -> None:
+    async with NodeClient(cluster.decode.address) as client:
+        while True:
+            with contextlib.suppress(TransferError):  # only shown; what it means for requests, they say themselves
+                view.status(await client.status())
+            await asyncio.sleep(_STATUS_S)
+
+
+async def _wait_idle(cluster: LocalCluster) -> list[str]:
+    """What both tiers still hold when they have had time to let go; empty: nothing.
+
+    Raises:
+        NodeFailed: A node has ended.
+    """
+    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+    while True:
+        leaked: list[str] = []
+        for node in cluster.nodes:
+            node.check_alive()
+            leaked += find_leaks(await node.status())
+        if not leaked or time.monotonic() > deadline_s:
+            return leaked
+        await asyncio.sleep(_POLL_S)
+
+
+def _environment(options: DemoOptions, model: Path) -> dict[str, Any]:
+    """Versions and machine, for the record."""
+    versions = {"kvferry": transfer.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "prefill_tp": options.prefill_tp,
+        "decode_tp": options.decode_tp,
+        "prefill_page_size": options.prefill_page_size,
+        "decode_page_size": options.decode_page_size,
+        "max_new_tokens": options.max_new_tokens,
+        "model": model.name if options.model is None else str(model),
+        "versions": versions,
+        "cpu": cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "system": platform.platform(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

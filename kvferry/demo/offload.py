@@ -1,0 +1,131 @@
+"""`kvferry demo --offload`: a decode tier that is short of device memory, with host memory and a directory behind it.
+
+The device pool is smaller than the longest request, so older tokens have to leave it while their request still runs. What is
+stored stays in the directory: a second run finds the prompts there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.local_cluster.cluster import LocalCluster
+
+POOL_TOKENS: Final = 512
+"""Of each decode rank's device pool; the longest of the demo's prompts has about 600."""
+
+DEVICE_WINDOW: Final = 64
+STRIDE_TOKENS: Final = 64
+HOST_RATIO: Final = 12
+_SETTLE_TIMEOUT_S: Final = 20.0
+_POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """What became of the KV outside of the device. Field names are those of ``--json``.
+
+    Args:
+        device_tokens: Tokens that fit each decode rank's device pool.
+        longest_request_tokens: Of the longest request, prompt and generated.
+        host_tokens: Tokens that fit each decode rank's host memory.
+        hit_tokens_device, hit_tokens_host, hit_tokens_storage: Tokens of prompts that did not come from prefill, by where they
+            were found.
+        skipped_tokens: Tokens of prompts that prefill ranks had from the store, and did not compute.
+        saved_bytes: Copied from the device into host memory, over all ranks.
+        loaded_bytes: Copied from host memory onto the device.
+        stored_bytes: Put into the store.
+        fetched_bytes: Had from the store, by both tiers.
+        released_pages: Device pages that were given back before their request ended.
+        restored_pages: Pages that were brought back while their request ran.
+        unstored_pages: Pages that could not be put into the store.
+    """
+
+    device_tokens: int
+    longest_request_tokens: int
+    host_tokens: int
+    hit_tokens_device: int
+    hit_tokens_host: int
+    hit_tokens_storage: int
+    skipped_tokens: int
+    saved_bytes: int
+    loaded_bytes: int
+    stored_bytes: int
+    fetched_bytes: int
+    released_pages: int
+    restored_pages: int
+    unstored_pages: int
+
+
+def offload_settings(directory: Path) -> dict[str, object]:
+    """Settings of the decode tier, by path."""
+    return {
+        "offload.host_ratio": HOST_RATIO,
+        "offload.device_window": DEVICE_WINDOW,
+        "offload.stride_tokens": STRIDE_TOKENS,
+    } | store_settings(directory)
+
+
+def store_settings(directory: Path) -> dict[str, object]:
+    """Settings that both tiers share, by path."""
+    return {"storage.directory": directory.absolute()}
+
+
+class Figures:
+    """A node's metrics, summed over its ranks.
+
+    Args:
+        text: Its page.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def sum(self, name: str, **labels: str) -> int:
+        """Of all samples of that name that have these labels."""
+        return round(
+            sum(
+                sample.value
+                for sample in self._samples
+                if sample.name == f"kvferry_{name}" and all(sample.labels.get(key) == value for key, value in labels.items())
+            )
+        )
+
+
+async def offload_report(cluster: LocalCluster, *, longest_request_tokens: int, page_size: int) -> OffloadReport:
+    """What the nodes' metrics say, once nothing waits for the store any more.
+
+    Args:
+        longest_request_tokens: Prompt and generated tokens.
+        page_size: Of the decode tier.
+    """
+    deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
+    while True:
+        decode = Figures((await cluster.decode.http("/metrics"))[1])
+        is_busy = decode.sum("offload_backup_queue") or decode.sum("store_queue_depth")
+        if not is_busy or time.monotonic() > deadline_s:
+            break
+        await asyncio.sleep(_POLL_S)
+    prefill = Figures((await cluster.prefill.http("/metrics"))[1])
+    ranks = len((await cluster.decode.status()).ranks)
+    return OffloadReport(
+        device_tokens=decode.sum("pool_pages", group="full") // ranks * page_size,
+        longest_request_tokens=longest_request_tokens,
+        host_tokens=decode.sum("host_pages", group="full") * page_size,
+        hit_tokens_device=decode.sum("offload_hit_tokens_total", tier="device"),
+        hit_tokens_host=decode.sum("offload_hit_tokens_total", tier="host"),
+        hit_tokens_storage=decode.sum("offload_hit_tokens_total", tier="storage"),
+        skipped_tokens=prefill.sum("loaded_prompt_tokens_total"),
+        saved_bytes=decode.sum("offload_copied_bytes_total", direction="save"),
+        loaded_bytes=decode.sum("offload_copied_bytes_total", direction="load"),
+        stored_bytes=decode.sum("store_bytes_total", op="put"),
+        fetched_bytes=decode.sum("store_bytes_total", op="get") + prefill.sum("store_bytes_total", op="get"),
+        released_pages=decode.sum("offload_released_pages_total"),
+        restored_pages=decode.sum("offload_restored_pages_total"),
+        unstored_pages=decode.sum("offload_backups_total", outcome="failed"),
+    )

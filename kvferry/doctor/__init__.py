@@ -1,0 +1,1 @@
+"""`kvferry doctor`: checks of this machine, each with the command that fixes it."""

@@ -1,0 +1,262 @@
+"""Both tiers on this machine, as processes of their own: for the demo, for tests, and for trying things out.
+
+    spec = ClusterSpec(prefill=TierSpec(model=path, tp_size=4), decode=TierSpec(model=path, tp_size=2))
+    async with LocalCluster(spec) as cluster:
+        status = await cluster.decode.status()
+
+However the block or the process around it ends (normally, by an exception, cancelled, killed by a signal), no process of the
+cluster is left, and no file of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from kvferry.local_cluster import process_guard
+from kvferry.local_cluster.node import ClusterNode, NodeFailed
+from kvferry.local_cluster.spec import ROLES, ClusterSpec, ClusterTls, Role, TierSpec, TlsFiles, child_environment
+from node_runtime import exit_codes
+from transfer.errors import TransferError
+
+__all__ = ["ClusterNode", "ClusterSpec", "ClusterTls", "LocalCluster", "NodeFailed", "StopReport", "TierSpec", "TlsFiles"]
+
+_HOST: Final = "127.0.0.1"
+_POLL_S: Final = 0.05
+_REFUSAL_GRACE_S: Final = 2.0  # the decode node joins again after 0.4 and 0.8 s; what still refuses it then will go on refusing
+_FADE_S: Final = 15.0  # fork servers end by themselves after their leader, and take seconds to unload torch on a busy machine
+_KILL_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopReport:
+    """How a cluster ended.
+
+    Args:
+        exit_codes: Of each node, by its name: the role, with a number where the role has several.
+        survivors: Command lines of processes that had to be killed because they had not ended by themselves.
+    """
+
+    exit_codes: Mapping[str, int]
+    survivors: tuple[str, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every node drained, ended with exit code 0, and left no process behind."""
+        return not self.survivors and all(code == exit_codes.OK for code in self.exit_codes.values())
+
+
+class LocalCluster:
+    """Both tiers, of one node each or of several.
+
+    Args:
+        spec: What to start.
+        environment: Variables for the nodes, over those of this process (of which ``KVFERRY_...`` are left out).
+    """
+
+    def __init__(self, spec: ClusterSpec, *, environment: Mapping[str, str] | None = None) -> None:
+        self.spec = spec
+        self.stop_report: StopReport | None = None
+        self._security = spec.client_security()
+        self._token = secrets.token_hex(16)
+        self._extra_environment = dict(environment or {})
+        self._folder: Path | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._ports: dict[str, socket.socket] = {}  # by name of the node
+        self._nodes: dict[str, ClusterNode] = {}
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            await self.stop()
+        else:
+            self.kill()
+
+    @property
+    def prefill(self) -> ClusterNode:
+        """The first one, where there are several."""
+        return self.prefill_nodes[0]
+
+    @property
+    def decode(self) -> ClusterNode:
+        """The first one, where there are several."""
+        return self.decode_nodes[0]
+
+    @property
+    def prefill_nodes(self) -> tuple[ClusterNode, ...]:
+        return tuple(node for node in self.nodes if node.role == "prefill")
+
+    @property
+    def decode_nodes(self) -> tuple[ClusterNode, ...]:
+        return tuple(node for node in self.nodes if node.role == "decode")
+
+    @property
+    def nodes(self) -> tuple[ClusterNode, ...]:
+        return tuple(self._nodes.values())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment of the cluster's processes. Others that are started with it end with the cluster, too."""
+        environment = child_environment() | self._extra_environment
+        environment[process_guard.MARK] = self._token
+        if self._folder is not None:
+            environment["TMPDIR"] = str(self._folder)  # so that sockets and rendezvous files go when the folder goes
+        return environment
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all living processes of the cluster by process id: leaders, ranks, fork servers."""
+        return process_guard.processes_of(self._token)
+
+    async def start(self) -> None:
+        """Start both tiers; returns when every decode node has joined every prefill node.
+
+        Raises:
+            NodeFailed: A node refused, died, or was not ready in time; nothing is left.
+        """
+        self._open()
+        try:
+            for role in ROLES:
+                for index in range(len(self.spec.names(role))):
+                    self.launch(role, index)
+            await self.wait_joined()
+        except BaseException:
+            self.kill()
+            raise
+
+    def launch(self, role: Role, index: int = 0) -> ClusterNode:
+        """Start one node, at the address that it had before if it is not the first in its place (which must have ended)."""
+        name = self.spec.names(role)[index]
+        folder, former = self._opened(), self._nodes.get(name)
+        assert former is None or former.exit_code is not None, f"the {name} node runs"
+        ready_file = ClusterNode.ready_path(folder, name)
+        ready_file.unlink(missing_ok=True)  # one that was killed leaves it
+        ports = {name: held.getsockname()[1] for name, held in self._ports.items()}
+        prefill = [f"{_HOST}:{ports[name]}" for name in self.spec.names("prefill")]
+        command = self.spec.command(role, port=ports[name], prefill_addresses=prefill, ready_file=ready_file)
+        node = self._nodes[name] = ClusterNode(role, command, self.environment, folder, name=name, security=self._security)
+        node.launch()
+        return node
+
+    async def wait_joined(self, timeout_s: float | None = None) -> None:
+        """Wait until all nodes are ready and joined: every decode node with every prefill node.
+
+        Args:
+            timeout_s: By default the spec's `start_timeout_s`.
+
+        Raises:
+            NodeFailed: A node ended, or refuses the other one, or the time is over.
+        """
+        timeout_s = self.spec.start_timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        refused_before = self._num_refusals()
+        refused_s: float | None = None
+        while True:
+            for node in self.nodes:
+                node.check_alive()
+            waiting_for, reason = await self._what_is_missing()
+            if waiting_for is None:
+                return
+            now_s = time.monotonic()
+            if self._num_refusals() > refused_before:
+                refused_s = now_s if refused_s is None else refused_s
+                if now_s - refused_s > _REFUSAL_GRACE_S:
+                    raise self._refusal()
+            if now_s > deadline_s:
+                raise waiting_for.failure(f"not ready within {timeout_s:g} s: {reason}")
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self) -> StopReport:
+        """Let all nodes drain and end, and look whether anything is left; kills what is. A second time: the first report."""
+        if self.stop_report is not None:
+            return self.stop_report
+        try:
+            # Decode first: its requests end, then nobody asks prefill for anything.
+            for node in (*self.decode_nodes, *self.prefill_nodes):
+                node.terminate()
+            await self._until(lambda: all(node.exit_code is not None for node in self.nodes), self.spec.stop_timeout_s)
+            await self._until(lambda: not self.processes(), _FADE_S)
+        finally:
+            self.kill()
+        assert self.stop_report is not None
+        return self.stop_report
+
+    def kill(self) -> None:
+        """End everything at once. Does not need an event loop, and nothing can cancel it; takes some ten milliseconds."""
+        if self._folder is None:
+            return
+        survivors = self.processes()
+        process_guard.kill_all(self._token, timeout_s=_KILL_S)
+        for node in self.nodes:
+            node.reap(_KILL_S)
+        codes = {node.name: node.exit_code or 0 for node in self.nodes}
+        self.stop_report = StopReport(
+            exit_codes=codes, survivors=tuple(f"pid {pid}: {command}" for pid, command in survivors.items())
+        )
+        for held in self._ports.values():
+            held.close()
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            self._guard.wait(_KILL_S)
+        self._folder = None
+
+    def _open(self) -> None:
+        if self._folder is not None or self.stop_report is not None:
+            raise TransferError("this local cluster was started before; make another one")
+        # A socket that is bound but does not listen keeps the port from everybody else; the node, which sets SO_REUSEADDR as
+        # this does, can still listen on it. So all nodes can start at once, each knowing the others' addresses.
+        for name in (name for role in ROLES for name in self.spec.names(role)):
+            held = self._ports[name] = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((_HOST, 0))
+        self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
+        command = [sys.executable, "-I", "-S", process_guard.__file__, self._token, str(self._folder)]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _opened(self) -> Path:
+        if self._folder is None:
+            raise TransferError("this local cluster is not started, or has been stopped")
+        return self._folder
+
+    async def _what_is_missing(self) -> tuple[ClusterNode | None, str]:
+        """The node that is waited for and what it says; (None, "") when all are ready."""
+        for node in self.nodes:
+            if node.ready_file is None:
+                return node, node.not_started
+        for node in self.decode_nodes:
+            readiness = await node.readiness()
+            if not readiness.is_ready:
+                return node, readiness.reason
+            if len(self.prefill_nodes) > 1:
+                try:
+                    apart = [peer for peer in (await node.status()).peers if peer.state != "joined"]
+                except TransferError as error:  # its ranks have died, and it says so in a moment
+                    return node, str(error)
+                if apart:
+                    return node, f"prefill node {apart[0].address} is {apart[0].state}: {apart[0].reason}"
+        return None, ""
+
+    def _num_refusals(self) -> int:
+        return sum(1 for node in self.prefill_nodes for _ in node.log.events("join_refused"))
+
+    def _refusal(self) -> NodeFailed:
+        """Of the first prefill node that refuses anybody, in its own words."""
+        node = next(node for node in self.prefill_nodes if any(node.log.events("join_refused")))
+        return node.failure(str(list(node.log.events("join_refused"))[-1].get("reason")))
+
+    async def _until(self, is_true: Callable[[], bool], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not is_true() and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,63 @@
+"""`kvferry plan`: what a node's devices would hold, without a device, a weight or torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvferry.cli import exit_codes
+from kvferry.plan.device import Device
+from kvferry.plan.engine import advice_on_embedded_engine
+from kvferry.plan.options import PlanOptions, device_for, make_plan_for
+from kvferry.plan.view import print_comparison, print_plan
+from planner.model_directory import ModelDirectory, read_config, read_model_directory
+from planner.plan import MemoryPlan
+from transfer.errors import MemoryPlanError, TransferError
+
+
+def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | None, compare: str | None) -> int:
+    """Make the plan and print it; returns the exit code.
+
+    Raises:
+        TransferError: The model, a flag or the plan itself is wrong; nothing has been printed.
+    """
+    directory = read_model_directory(model)
+    config = read_config(model)
+    asked = [("as given", options)]
+    if compare is not None:
+        asked.append((compare, options.changed(compare)))
+    plans = [(name, *_plan(directory, config, one, name if one is not options else "")) for name, one in asked]
+    _, plan, device = plans[0]
+    if png is not None:
+        from kvferry.plan.picture import write_picture
+
+        write_picture([(name if len(plans) > 1 else "", one) for name, one, _ in plans], png)
+    if is_json:
+        content = plan.as_json() | {"model": str(model), "device": device.text}
+        if compare is not None:
+            content = {"plan": content, "compared": plans[1][1].as_json() | {"change": compare}}
+        print(json.dumps(content, indent=2))
+        return exit_codes.OK
+    console = Console(highlight=False)
+    if compare is None:
+        print_plan(console, plan, device)
+    else:
+        print_comparison(console, plan, plans[1][1], compare)
+    return exit_codes.OK
+
+
+def _plan(directory: ModelDirectory, config: Mapping[str, Any], options: PlanOptions, change: str) -> tuple[MemoryPlan, Device]:
+    """The plan and its device. What is wrong is said with the setting that it comes from, and with a device that was detected."""
+    device = device_for(options)
+    try:
+        plan = make_plan_for(options, directory, device)
+    except TransferError as error:
+        where = f"with {change}: " if change else ""
+        is_detected = isinstance(error, MemoryPlanError) and options.device_memory is None
+        raise type(error)(f"{where}{error}" + (f" (device: {device.text})" if is_detected else "")) from error
+    return replace(plan, advice=(*plan.advice, *advice_on_embedded_engine(plan.inputs, config))), device

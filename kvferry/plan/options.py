@@ -1,0 +1,222 @@
+"""The flags of `kvferry plan`, and the plan that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any, Final, TypeVar
+
+from kvferry.plan.device import Device, detect_device, given_device
+from planner.model_directory import ModelDirectory
+from planner.model_parts import MODEL_DTYPES
+from planner.plan import MemoryPlan, PlanInputs, make_plan
+from planner.plan_inputs import MB, Policy, Role
+from planner.workspace import Strategy, sparse_prefill_workspaces
+from transfer.errors import ConfigError
+from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind
+from transfer.layout import DType
+
+_LARGEST_GIB: Final = 2048
+"""A size without a unit that is smaller is taken to be meant in GiB, a larger one in MiB, as nvidia-smi gives it."""
+_TIERS: Final = {
+    "sparse_prefill": Role.PREFILL,
+    "chunk_tokens": Role.PREFILL,
+    "staging": Role.PREFILL,
+    "ring": Role.DECODE,
+    "cuda_graph_max_bs": Role.DECODE,
+    "cuda_graph_bs": Role.DECODE,
+}
+"""Flags for what only one tier has."""
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The flags as given; `inputs_for` explains them. Names are those of the flags, with underscores."""
+
+    role: str = "decode"
+    device_memory: str | None = None
+    free_memory: str | None = None
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    dp_attention: bool = False
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    page_size: int = 16
+    chunked_prefill_size: int | None = None
+    chunk_tokens: int | None = None
+    max_running_requests: int = 32
+    max_seq_len: int | None = None
+    cuda_graph_max_bs: int | None = None
+    cuda_graph_bs: str | None = None
+    speculative: str | None = None
+    static_fraction: float | None = None
+    policy: str = "static-fraction"
+    memory_ratio: float = 0.88
+    max_total_tokens: int | None = None
+    staging: str = "0"
+    ring: str = "0"
+    weights: str | None = None
+    sparse_prefill: bool = False
+    kv_offload: bool = False
+    workspace_strategy: str = "chunk_bounded"
+
+    def changed(self, text: str) -> PlanOptions:
+        """These options with those of ``"tp=4,page_size=64"`` in their place; a flag without a value is ``name=true``."""
+        kinds = {field.name: str(field.type) for field in fields(self)}
+        changes: dict[str, Any] = {}
+        for part in filter(None, (one.strip() for one in text.split(","))):
+            name, equals, value = part.partition("=")
+            name = name.strip().lstrip("-").replace("-", "_")
+            if name not in kinds or not equals:
+                raise ConfigError(f"--compare has {part!r}; it must be name=value, with a name of {', '.join(kinds)}")
+            changes[name] = _converted(name, value.strip(), kinds[name])
+        return replace(self, **changes)
+
+
+def make_plan_for(options: PlanOptions, directory: ModelDirectory, device: Device) -> MemoryPlan:
+    """The plan of the rank that has the least room: of the pipeline stages, the one with the fewest tokens.
+
+    Stages of windows and states alone hold any number of tokens; they count only where there are no others.
+    """
+    inputs = inputs_for(options, directory, device)
+    plans = [make_plan(replace(inputs, pp_rank=pp_rank)) for pp_rank in range(inputs.pp_size)]
+    bounded = [plan for plan in plans if any(group.kind is GroupKind.FULL and group.layers for group in plan.groups)]
+    return min(bounded or plans, key=lambda plan: plan.max_total_tokens)
+
+
+def device_for(options: PlanOptions) -> Device:
+    """The device that the options name, or that this machine has."""
+    given = given_device(_size("device_memory", options.device_memory), _size("free_memory", options.free_memory))
+    return given or detect_device(max(1, options.tp * options.pp))
+
+
+def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) -> PlanInputs:
+    """What the plan is made from.
+
+    Raises:
+        ConfigError: A flag's value is wrong; the message names it, the value, and what would be right.
+    """
+    role = _choice("role", options.role, Role)
+    sizes = {name: _size(name, getattr(options, name)) for name in ("staging", "ring", "weights")}
+    for name, tier in _TIERS.items():
+        if role is not tier and sizes.get(name, getattr(options, name)):
+            raise ConfigError(f"{_flag(name)} is given and --role is {role}; only a {tier} node has it")
+    return PlanInputs(
+        model=directory.shape,
+        role=role,
+        device_bytes=device.total_bytes,
+        free_bytes=device.free_bytes,
+        is_cpu=device.is_cpu,
+        tp_size=options.tp,
+        pp_size=options.pp,
+        dp_size=options.dp,
+        has_dp_attention=options.dp_attention,
+        dtype=_model_dtype(options.dtype),
+        kv_dtype=None if options.kv_dtype is None else _choice("kv_dtype", options.kv_dtype, DType),
+        page_size=options.page_size,
+        chunked_prefill_size=options.chunked_prefill_size or (1 if role is Role.DECODE else None),  # decode computes no prompts
+        tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * _chunk_tokens(options) if role is Role.PREFILL else None,
+        max_running_requests=options.max_running_requests,
+        max_seq_len=options.max_seq_len,
+        cuda_graph_batch_sizes=_batch_sizes(options) if role is Role.DECODE else (),
+        has_page_tables=role is Role.DECODE and not device.is_cpu,  # what decode steps look up on the device
+        speculative=options.speculative,
+        static_fraction=options.static_fraction,
+        policy=_choice("policy", options.policy, Policy),
+        memory_ratio=options.memory_ratio,
+        max_total_tokens=options.max_total_tokens,
+        staging_bytes=sizes["staging"] or 0,
+        ring_bytes=sizes["ring"] or 0,
+        weights_bytes=sizes["weights"],
+        checkpoint_bytes=directory.checkpoint_bytes,
+        checkpoint_source=directory.checkpoint_source,
+        workspaces=_workspaces(options),
+        has_kv_offload=options.kv_offload,
+    )
+
+
+def _chunk_tokens(options: PlanOptions) -> int:
+    """Tokens of a chunk of a prompt; what a node takes where nobody says."""
+    if options.chunk_tokens is None:
+        from transfer.config import ChunkConfig
+
+        return ChunkConfig().chunk_tokens
+    if options.chunk_tokens < 1:
+        raise ConfigError(f"--chunk-tokens is {options.chunk_tokens}; it must be at least 1")
+    return options.chunk_tokens
+
+
+def _workspaces(options: PlanOptions) -> tuple[Any, ...]:
+    strategy = _choice("workspace_strategy", options.workspace_strategy, Strategy)
+    return sparse_prefill_workspaces(strategy) if options.sparse_prefill else ()
+
+
+def _batch_sizes(options: PlanOptions) -> tuple[int, ...] | None:
+    """The batch sizes of CUDA graphs: a list, or the largest (0: none); None: by the device."""
+    if options.cuda_graph_bs is not None:
+        if options.cuda_graph_max_bs is not None:
+            raise ConfigError("--cuda-graph-bs and --cuda-graph-max-bs are both given; it must be one of them")
+        sizes = options.cuda_graph_bs.replace(",", " ").split()
+        if not all(size.isdecimal() for size in sizes):
+            raise ConfigError(f"--cuda-graph-bs is {options.cuda_graph_bs!r}; it must be batch sizes, for example 1,2,4,8")
+        return tuple(int(size) for size in sizes)
+    if options.cuda_graph_max_bs is None:
+        return None
+    if options.cuda_graph_max_bs < 0:
+        raise ConfigError(f"--cuda-graph-max-bs is {options.cuda_graph_max_bs}; it must be at least 0")
+    return (options.cuda_graph_max_bs,) if options.cuda_graph_max_bs else ()
+
+
+def _model_dtype(name: str | None) -> DType | None:
+    if name is not None and name not in MODEL_DTYPES:
+        raise ConfigError(f"--dtype is {name!r}; it must be one of {', '.join(MODEL_DTYPES)}")
+    return None if name is None else MODEL_DTYPES[name]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _choice(name: str, value: str, choices: type[_Choice]) -> _Choice:
+    try:
+        return choices(value)
+    except ValueError:
+        known = ", ".join(choices)
+        raise ConfigError(f"{_flag(name)} is {value!r}; it must be one of {known}") from None
+
+
+def _size(name: str, value: str | None) -> int | None:
+    """Bytes of a flag such as ``80GiB``. A bare number that is no size of anything lacks its unit."""
+    if value is None:
+        return None
+    from transfer.config import parse_size
+
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{_flag(name)} is {value!r}; {error}") from None
+    assert isinstance(size, int)  # of a text
+    if 0 < size < MB and value.strip().isdecimal():
+        unit = "GiB" if size < _LARGEST_GIB and name not in ("staging", "ring") else "MiB"
+        raise ConfigError(f"{_flag(name)} is {value}, which is {size} bytes; did you mean {size}{unit}? (bytes: {size}B)")
+    return size
+
+
+def _converted(name: str, value: str, kind: str) -> Any:
+    """The value of an option as text, as what the option takes."""
+    if value.lower() in ("none", "auto") and "None" in kind:
+        return None
+    if kind == "bool":
+        if value.lower() not in ("true", "false"):
+            raise ConfigError(f"--compare has {name}={value}; it must be true or false")
+        return value.lower() == "true"
+    converters: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float}
+    convert = converters.get(kind.partition(" ")[0], str)
+    try:
+        return convert(value)
+    except ValueError:
+        raise ConfigError(f"--compare has {name}={value}; it must be a number") from None

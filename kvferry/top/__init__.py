@@ -1,0 +1,1 @@
+"""`kvferry top`: the state of a cluster, live on a terminal or once."""
