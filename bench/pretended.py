@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from bench.engine_step import PretendedStep
-from transfer.copy.copy_lane import OnGathered, OnScattered
-from transfer.copy.piece_copier import PieceCopy
+from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.lane import Lane

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from decode_node.role import ROLE
-from node_runtime.rank_process import RankSpec, run_rank
+from decode_node.rank_messages import CODEC
+from node_runtime.rank_process import run_rank
+from node_runtime.rank_worker import RankSpec
 
 
 def run_decode_rank(spec: RankSpec) -> None:
     """Be one rank until the leader ends it or goes away."""
-    run_rank(spec, ROLE.load_codec(), ROLE.load_worker())
+    from decode_node.worker import DecodeWorker
+
+    run_rank(spec, CODEC, DecodeWorker)

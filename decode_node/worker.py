@@ -39,9 +39,9 @@ from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes, rank_memory
-from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
+from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import LocalProtocolError
@@ -98,7 +98,7 @@ class RankParts:
 
 
 class DecodeWorker:
-    """See the module's docstring; a `node_runtime.rank_process.Worker`."""
+    """See the module's docstring; a `node_runtime.rank_worker.Worker`."""
 
     def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self._spec = spec

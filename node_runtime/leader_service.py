@@ -23,8 +23,8 @@ from node_runtime.open_tracer import open_tracer
 from node_runtime.peer_look_client import PeerLook
 from node_runtime.preloading import preloaded_modules
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankMemory
+from node_runtime.rank_worker import RankSpec
 from node_runtime.request_view import RequestView
 from node_runtime.role_service import RoleServices, service_of
 from node_runtime.status_page import MAX_REQUESTS, Picture, StatusPage

@@ -16,7 +16,7 @@ from transfer.errors import ConfigError
 if TYPE_CHECKING:
     from node_runtime.daemon import Daemon, SwitchableRole
     from node_runtime.rank_link import RankCodec
-    from node_runtime.rank_process import WorkerFactory
+    from node_runtime.rank_worker import WorkerFactory
 
 RoleName = Literal["prefill", "decode"]
 

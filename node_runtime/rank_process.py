@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -29,9 +27,8 @@ from node_runtime.node_role import NodeRole, node_role
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_group import watch_leader
-from node_runtime.rank_link import RankAddress, RankCodec, RankLink
+from node_runtime.rank_link import RankCodec, RankLink
 from node_runtime.rank_report import (
-    RankHello,
     RankLogLevel,
     RankReport,
     RankShutdown,
@@ -39,7 +36,7 @@ from node_runtime.rank_report import (
     RankSwitch,
     process_figures,
 )
-from transfer.config import NodeConfig
+from node_runtime.rank_worker import RankSpec, Worker, WorkerFactory
 from transfer.errors import OutOfMemory, TransferError
 from transfer.logs import configure_logging, rename_process, set_log_level
 from transfer.loop_turns import run_measured, turns_of
@@ -51,83 +48,6 @@ REFUSAL_HEARD_S = 5.0
 SWITCH_INTERVAL_S = 0.0005  # the engine's thread holds the interpreter lock for long stretches; the owner's loop must get in
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSpec:
-    """What a rank process is started with.
-
-    Args:
-        config: The node's settings.
-        rank: Index in the instance.
-        incarnation: This life of the rank group.
-        address: Where the leader listens.
-        rendezvous: Fresh file at which the ranks of a TP group meet.
-        other_config: The node's settings in its other role; None where it has none.
-    """
-
-    config: NodeConfig
-    rank: int
-    incarnation: int
-    address: RankAddress
-    rendezvous: Path
-    other_config: NodeConfig | None = None
-
-    @property
-    def device(self) -> str:
-        """The rank's device, as torch names it."""
-        config = self.config
-        return config.device if config.device == "cpu" else f"{config.device}:{config.first_device + self.rank}"
-
-    def switched(self, message: RankSwitch) -> RankSpec:
-        """What the rank goes on with."""
-        assert self.other_config is not None and self.other_config.role == message.role
-        return dataclasses.replace(
-            self,
-            config=self.other_config,
-            other_config=self.config,
-            incarnation=message.incarnation,
-            address=message.address,
-            rendezvous=Path(message.rendezvous),
-        )
-
-
-class Worker(Protocol):
-    """What makes a rank a prefill or a decode rank. Owned by the process's one loop."""
-
-    async def start(self) -> RankHello:
-        """Load the engine, take the memory, open the ports.
-
-        Raises:
-            TransferError: It cannot be done, and nothing is left open but the engine; the node ends with that error, or keeps the
-                role that it had.
-        """
-        ...
-
-    def on_message(self, message: Any) -> None: ...
-
-    def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus."""
-        ...
-
-    def check_idle(self) -> bool:
-        """Prove what must hold of a rank on which nothing is in flight; False: something is, and nothing was looked at. Cheap.
-
-        Raises:
-            LocalProtocolError: An invariant is broken; the message names it.
-        """
-        ...
-
-    def metrics(self, status: Mapping[str, Any]) -> Any:
-        """Snapshot of the rank's metrics; `status` is what its report says of it."""
-        ...
-
-    async def close(self) -> None:
-        """Give back everything but the engine, which rests when this returns."""
-        ...
-
-
-WorkerFactory = Callable[[RankSpec, RankLink, asyncio.AbstractEventLoop, RankEngine], Worker]
 
 
 def run_rank(

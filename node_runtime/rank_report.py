@@ -111,7 +111,7 @@ class RankSwitch:
 
     Args:
         role: "prefill" or "decode".
-        incarnation, address, rendezvous: As `node_runtime.rank_process.RankSpec` has them, of the life that begins.
+        incarnation, address, rendezvous: As `node_runtime.rank_worker.RankSpec` has them, of the life that begins.
     """
 
     role: str

@@ -18,8 +18,8 @@ from node_runtime.exit_codes import ENGINE_FAILED, NO_MEMORY
 from node_runtime.fork_server import end_fork_server
 from node_runtime.rank_group import RankGroup
 from node_runtime.rank_link import LeaderLink, RankCodec
-from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
+from node_runtime.rank_worker import RankSpec
 from transfer.config import NodeConfig
 from transfer.errors import EngineError, LocalProtocolError, TransferError
 

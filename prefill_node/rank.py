@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from node_runtime.rank_process import RankSpec, run_rank
-from prefill_node.role import ROLE
+from node_runtime.rank_process import run_rank
+from node_runtime.rank_worker import RankSpec
+from prefill_node.rank_messages import CODEC
 
 
 def run_prefill_rank(spec: RankSpec) -> None:
     """Be one rank until the leader ends it or goes away."""
-    run_rank(spec, ROLE.load_codec(), ROLE.load_worker())
+    from prefill_node.worker import PrefillWorker
+
+    run_rank(spec, CODEC, PrefillWorker)

@@ -21,9 +21,9 @@ from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import rank_memory
-from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
+from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
 from prefill_node.rank_messages import (
@@ -105,7 +105,7 @@ class RankParts:
 
 
 class PrefillWorker:
-    """See the module's docstring; a `node_runtime.rank_process.Worker`."""
+    """See the module's docstring; a `node_runtime.rank_worker.Worker`."""
 
     def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self._spec = spec

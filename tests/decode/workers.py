@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from decode_node.worker import DecodeWorker, RankParts
-from node_runtime.rank_process import RankSpec
+from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import decode_config
 from transfer.instance import Instance
 from transfer.pool.page_allocator import GroupAllocator

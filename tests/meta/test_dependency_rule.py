@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -219,6 +220,14 @@ def test_every_file_follows_the_dependency_rule() -> None:
     assert {"transfer/layout.py", "transfer/receive/receiver.py", "kvferry/router/metrics.py"} <= set(files)
     broken = [line for path in files for line in violations(path, (ROOT / path).read_text(encoding="utf-8"))]
     assert not broken, "\n" + "\n".join(broken)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = _our_files()
+    graph = {
+        path: {_file_of(found.module) for found in imports_of(path, (ROOT / path).read_text(encoding="utf-8"))} for path in files
+    }
+    TopologicalSorter(graph).prepare()  # CycleError lists the files of a circle
 
 
 @pytest.mark.parametrize(

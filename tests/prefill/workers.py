@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from node_runtime.rank_process import RankSpec
+from node_runtime.rank_worker import RankSpec
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.worker import PrefillWorker, RankParts
 from tests.runtime.instances import prefill_config

@@ -11,8 +11,8 @@ from typing import Any
 
 from node_runtime.daemon import Daemon, NodeState, OtherRole
 from node_runtime.health import Readiness
-from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello
+from node_runtime.rank_worker import RankSpec
 from node_runtime.supervisor import RankSide, RankSupervisor
 from tests.runtime import rank_entries
 from tests.runtime.instances import decode_config, prefill_config, until

@@ -17,8 +17,9 @@ from typing import Any
 from node_runtime.node_role import NodeRole
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankCodec, RankLink
-from node_runtime.rank_process import RankSpec, run_rank
+from node_runtime.rank_process import run_rank
 from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
+from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import hello
 from transfer.errors import LocalProtocolError, MemoryPlanError
 
@@ -50,7 +51,7 @@ def take_too_much() -> None:
 
 
 class ObedientWorker:
-    """A `node_runtime.rank_process.Worker` that does what it is told."""
+    """A `node_runtime.rank_worker.Worker` that does what it is told."""
 
     def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self.spec = spec

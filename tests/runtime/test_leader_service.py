@@ -20,8 +20,8 @@ from node_runtime.exit_codes import NO_MEMORY
 from node_runtime.health import Readiness
 from node_runtime.leader_service import ConfigT, Leader
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankMemory
+from node_runtime.rank_worker import RankSpec
 from node_runtime.request_view import RequestView
 from node_runtime.supervisor import RankStartError, RankSupervisor
 from tests.authority import Authority

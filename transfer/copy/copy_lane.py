@@ -13,15 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from transfer.copy.piece_copier import PieceCopy
+from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.transport.base import DirectMemory
-
-OnGathered = Callable[[int, float], None]
-"""Called with the digest of the wire bytes, and the seconds that the copy took; on a GPU from when its stream was free for it."""
-
-OnScattered = Callable[[bool, float], None]
-"""Called with whether the wire bytes had the digest that was announced, and the seconds that the copy took."""
 
 
 class CopyLane(Protocol):

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transfer.copy.copy_lane import OnGathered, OnScattered
 from transfer.copy.digest import DIGEST_WORDS
-from transfer.copy.piece_copier import PieceCopy
+from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.lane import Lane

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from transfer.copy.launch import upload
 from transfer.copy.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
-from transfer.copy.page_mover import PagePairs, WorkBefore
-from transfer.copy.page_segments import PageSegment, page_runs, page_segments
+from transfer.copy.page_segments import PagePairs, PageSegment, WorkBefore, page_runs, page_segments
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 

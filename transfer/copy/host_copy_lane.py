@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from transfer.copy.copy_lane import OnGathered, OnScattered
 from transfer.copy.digest import HostDigest
-from transfer.copy.piece_copier import PieceCopy
+from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.lane import Lane

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transfer.copy.page_mover import PageNumbers, PagePairs, WorkBefore
-from transfer.copy.page_segments import PageSegment, page_runs, page_segments
+from transfer.copy.page_segments import PageNumbers, PagePairs, PageSegment, WorkBefore, page_runs, page_segments
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool, as_words
 

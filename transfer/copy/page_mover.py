@@ -12,19 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from transfer.copy.page_segments import PageNumbers, PagePairs, WorkBefore
 from transfer.errors import ConfigError, LayoutError
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
-
-PageNumbers = NDArray[np.int64]
-
-
-class WorkBefore(Protocol):
-    """A point in a device's work; for a pool on a GPU a recorded `torch.cuda.Event`."""
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +38,6 @@ class PageCopy:
     group: int
     source_pages: Sequence[int]
     target_pages: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PagePairs:
-    """A checked `PageMove` or `PageCopy`, in ascending order of its host or target pages; never empty."""
-
-    group: int
-    source_pages: PageNumbers
-    target_pages: PageNumbers
 
 
 class PageMovement(Protocol):

@@ -1,14 +1,32 @@
-"""Where the parts of a page lie in the device pool, and where in a page of the host pool; for the movements of whole pages."""
+"""The values that movements of whole pages work on: pairs of pages, and the segments of a page in both pools."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from transfer.pool.kv_pool import KVPool
+
+PageNumbers = NDArray[np.int64]
+
+
+class WorkBefore(Protocol):
+    """A point in a device's work; for a pool on a GPU a recorded `torch.cuda.Event`."""
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagePairs:
+    """A checked `PageMove` or `PageCopy`, in ascending order of its host or target pages; never empty."""
+
+    group: int
+    source_pages: PageNumbers
+    target_pages: PageNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,6 +25,12 @@ from transfer.copy.request_tables import DeviceTable, RequestTables
 from transfer.layer_groups import GroupKind
 from transfer.layout import DType, KVLayout, LayerKind, Route, Span, WireBuffer, wire_buffers
 from transfer.pool.kv_pool import KVPool
+
+OnGathered = Callable[[int, float], None]
+"""Called with the digest of the wire bytes, and the seconds that the copy took; on a GPU from when its stream was free for it."""
+
+OnScattered = Callable[[bool, float], None]
+"""Called with whether the wire bytes had the digest that was announced, and the seconds that the copy took."""
 
 Scales = frozenset[tuple[tuple[int, bool], float]]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.copy.digest import FACTOR, STEP, WORD_BYTES, HostDigest
-from transfer.copy.page_mover import PagePairs, WorkBefore
+from transfer.copy.page_segments import PagePairs, WorkBefore
 from transfer.layout import WireBuffer
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool, as_words, convert

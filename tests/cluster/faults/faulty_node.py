@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from node_runtime.rank_process import RankSpec
+from node_runtime.rank_worker import RankSpec
 
 FAULTS_FILE: Final = "CHAOS_FAULTS_FILE"
 """Variable that names the file: JSON of what `Faults` does. What was done is appended to a file of that name and ".done"."""

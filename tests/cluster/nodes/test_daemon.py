@@ -14,7 +14,7 @@ import pytest
 from node_runtime import exit_codes
 from node_runtime.daemon import NodeState
 from node_runtime.health import Readiness
-from node_runtime.rank_process import RankSpec
+from node_runtime.rank_worker import RankSpec
 from tests.runtime import rank_entries
 from tests.runtime.daemons import Node, node_of
 from tests.runtime.instances import until

@@ -13,7 +13,7 @@ import pytest
 
 from node_runtime import exit_codes
 from node_runtime.daemon import NodeState
-from node_runtime.rank_process import RankSpec
+from node_runtime.rank_worker import RankSpec
 from node_runtime.supervisor import RankStartError
 from tests.runtime import daemons, rank_entries
 from tests.runtime.daemons import Node

@@ -16,7 +16,7 @@ import pytest
 from node_runtime import supervisor as supervisor_module
 from node_runtime.fork_server import end_fork_server, fork_server_pid
 from node_runtime.rank_link import LeaderLink
-from node_runtime.rank_process import RankSpec
+from node_runtime.rank_worker import RankSpec
 from node_runtime.supervisor import RankStartError
 from tests.runtime import rank_entries
 from tests.runtime.daemons import Ranks, ranks_of
