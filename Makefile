@@ -115,7 +115,7 @@ CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/p
 	planner/config_fields.py,planner/model_*.py,planner/plan*.py,planner/workspace.py,$\
 	decode_node/offload/device_index.py,decode_node/offload/host_tier.py,decode_node/offload/jobs.py,decode_node/offload/rules.py,$\
 	decode_node/offload/placing.py,decode_node/offload/sizes.py,decode_node/offload/tiered_request.py,$\
-	decode_node/admission.py,transfer/receive/receiver.py,transfer/receive/events.py,transfer/receive/state.py,$\
+	decode_node/admission.py,transfer/session_events.py,transfer/receive/receiver.py,transfer/receive/events.py,transfer/receive/state.py,$\
 	prefill_node/scheduler.py,prefill_node/stored_prefix.py,prefill_node/prefix_pages.py,transfer/send/sender.py,transfer/send/events.py,transfer/send/state.py
 
 coverage: setup ## check that tests cover every branch of the pure core

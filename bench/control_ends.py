@@ -120,7 +120,7 @@ class Writer:
         self._pump: EventPump[tx.Event, tx.Action] = EventPump(
             loop, handle=self._machine.handle, carry_out=self._carry_out, is_idle=lambda: self._machine.is_idle, tick=tx.Tick()
         )
-        self._pump.feed(tx.SessionOpened(session=session, incarnation=DECODE_LIFE, ring_capacity_bytes=ring_bytes))
+        self._pump.feed(tx.SenderSessionOpened(session=session, incarnation=DECODE_LIFE, ring_capacity_bytes=ring_bytes))
 
     async def move(self, num_chunks: int) -> None:
         """Send a request; returns when every grant came back released."""
@@ -141,7 +141,7 @@ class Writer:
     def _start(self, num_chunks: int) -> str:
         request_id = f"{self._name}-{next(self._numbers)}:{num_chunks}"
         routed = (tx.OutgoingRoute(route=ROUTE, session=self._session),)
-        self._pump.feed(tx.RequestStarted(request=tx.OutgoingRequest(**_request(request_id), routes=routed)))
+        self._pump.feed(tx.OutgoingStarted(request=tx.OutgoingRequest(**_request(request_id), routes=routed)))
         return request_id
 
     def on_payload(self, payload: bytes) -> None:
@@ -166,11 +166,11 @@ class Writer:
                 self._pump.feed(tx.GatherFinished(slot=action.slot, digest=1))
             case tx.StartWrite():
                 self._pump.feed(tx.WriteFinished(slot=action.slot))
-            case tx.RequestSent():
+            case tx.OutgoingSent():
                 done = self._waiting.pop(action.request_id)
                 if not done.done():  # it is when nobody waits any more, because the measuring is over
                     done.set_result(None)
-            case tx.RequestFailed() | tx.CloseSession() | tx.MessageDropped():
+            case tx.OutgoingFailed() | tx.CloseSession() | tx.MessageDropped():
                 raise RuntimeError(f"the benchmark's writer failed: {action}")
             case _:
                 pass
@@ -203,7 +203,7 @@ class Target:
         )
 
     def open(self, session: int) -> None:
-        self._pump.feed(rx.SessionOpened(session=session, incarnation=life_of(session)))
+        self._pump.feed(rx.ReceiverSessionOpened(session=session, incarnation=life_of(session)))
 
     def on_payload(self, session: int, payload: bytes) -> None:
         message = decode(payload)
@@ -226,7 +226,7 @@ class Target:
 
     def _expect(self, session: int, request_id: str) -> None:
         routed = (rx.IncomingRoute(route=ROUTE, session=session),)
-        self._pump.feed(rx.RequestExpected(request=rx.IncomingRequest(**_request(request_id), routes=routed)))
+        self._pump.feed(rx.IncomingExpected(request=rx.IncomingRequest(**_request(request_id), routes=routed)))
 
     def close(self) -> None:
         self._pump.close()
@@ -241,7 +241,7 @@ class Target:
                 self._pump.feed(rx.ScatterFinished(grant=action.grant, is_intact=True))
             case rx.PublishWatermark():
                 self._publish(self.ring.watermark(), action.sessions)
-            case rx.RequestFailed() | rx.CloseSession() | rx.MessageDropped():
+            case rx.IncomingFailed() | rx.CloseSession() | rx.MessageDropped():
                 raise RuntimeError(f"the benchmark's target failed: {action}")
             case _:
                 pass

@@ -16,9 +16,9 @@ from transfer.layout import (
     KVLayout,
     LayerKind,
     LayerSpec,
+    Range,
     Route,
     Shard,
-    Span,
     TokenOrder,
     WireBuffer,
     wire_buffers,
@@ -75,7 +75,7 @@ class Geometry:
         return KVLayout(layers=(spec,) * self.num_layers, dtype=self.dtype)
 
     def buffers(self) -> tuple[WireBuffer, ...]:
-        layers, tokens = Span(begin=0, end=self.num_layers), Span(begin=0, end=self.num_tokens)
+        layers, tokens = Range(begin=0, end=self.num_layers), Range(begin=0, end=self.num_tokens)
         heads = HeadSlice(source_start=0, target_start=0, count=self.heads)
         route = Route(index=0, prefill_rank=0, decode_rank=0, layers=layers, heads=heads)
         layout = self.layout(self.heads)
@@ -124,7 +124,7 @@ def prepare(geometry: Geometry, side: Side, device: str, copier: Callable[..., H
     for layer in pool.layers:
         for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]:
             pool.buffer(layer, is_v=is_v).uniform_(-4.0, 4.0)
-    heads = Span(begin=0, end=geometry.heads)
+    heads = Range(begin=0, end=geometry.heads)
     plan = copier(pool, heads=heads, wire_dtype=geometry.wire_dtype, scales=geometry.scales()).plan(geometry.buffers())
     order = torch.randperm(2 * num_pages, generator=torch.Generator().manual_seed(SEED))[:num_pages]
     pages = torch.arange(num_pages) if geometry.is_consecutive else order

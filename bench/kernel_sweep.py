@@ -18,7 +18,7 @@ from bench.kernel_setting import SLEEP_CYCLES, Geometry, Prepared, Side, prepare
 from bench.timing import Report
 from transfer.copy import head_slice_copier
 from transfer.copy.head_slice import DEFAULT_TUNING, TritonCopier, Tuning
-from transfer.layout import Span
+from transfer.layout import Range
 
 COPY = "device copy"
 _THREADS = 8  # that compile
@@ -61,7 +61,7 @@ class _Shape:
 
     def prepared(self, tuning: Tuning) -> Prepared:
         geometry = self.base.geometry
-        heads, scales = Span(begin=0, end=geometry.heads), geometry.scales()
+        heads, scales = Range(begin=0, end=geometry.heads), geometry.scales()
         copier = TritonCopier(self.base.pool, heads=heads, wire_dtype=geometry.wire_dtype, scales=scales, tuning=tuning)
         return replace(self.base, plan=copier.plan(geometry.buffers()))
 

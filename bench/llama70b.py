@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transfer.copy import head_slice_copier
 from transfer.copy.copier import CopyPlan
-from transfer.layout import DType, KVLayout, Route, Shard, Span, routes, wire_buffers
+from transfer.layout import DType, KVLayout, Range, Route, Shard, routes, wire_buffers
 from transfer.pool.kv_pool import PagedKVPool, as_words
 
 LAYOUT = KVLayout.uniform(num_layers=80, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
@@ -30,22 +30,22 @@ class Gather:
     pages: Tensor
 
     @classmethod
-    def of(cls, num_tokens: int, device: str, *, layers: Span | None = None) -> Gather:
+    def of(cls, num_tokens: int, device: str, *, layers: Range | None = None) -> Gather:
         """A filled pool and a prepared plan.
 
         Args:
             num_tokens: A multiple of the page size.
             layers: Those that move; all by default.
         """
-        layers = Span(begin=0, end=LAYOUT.num_layers) if layers is None else layers
+        layers = Range(begin=0, end=LAYOUT.num_layers) if layers is None else layers
         num_pages = num_tokens // PREFILL.page_size
         pool = PagedKVPool(layout=LAYOUT, shard=PREFILL, num_pages=2 * num_pages, device=device)
         fill(pool, seed=1)
         order = torch.randperm(2 * num_pages, generator=torch.Generator().manual_seed(2))[:num_pages].to(device)
-        tokens = Span(begin=0, end=num_tokens)
+        tokens = Range(begin=0, end=num_tokens)
         buffers = wire_buffers(LAYOUT, route(), tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=LAYOUT.dtype)
         heads = route().heads
-        span = Span(begin=heads.source_start, end=heads.source_start + heads.count)
+        span = Range(begin=heads.source_start, end=heads.source_start + heads.count)
         plan = head_slice_copier(pool, heads=span, wire_dtype=LAYOUT.dtype).plan(buffers)
         return cls(pool=pool, plan=plan, pages=order)
 

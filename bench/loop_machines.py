@@ -93,8 +93,8 @@ class Machines:
     def open_session(self, prefill_rank: int, decode_rank: int) -> int:
         number = next(self._numbers)
         self.sessions[number] = prefill_rank, decode_rank
-        self._turn(self.receivers[decode_rank], [target.SessionOpened(session=number, incarnation=PREFILL_LIFE)])
-        opened = source.SessionOpened(
+        self._turn(self.receivers[decode_rank], [target.ReceiverSessionOpened(session=number, incarnation=PREFILL_LIFE)])
+        opened = source.SenderSessionOpened(
             session=number, incarnation=DECODE_LIFE, ring_capacity_bytes=self.rings[decode_rank].capacity_bytes, is_direct=False
         )
         self._turn(self.senders[prefill_rank], [opened])
@@ -128,7 +128,7 @@ class Machines:
                 if route.decode_rank == number
             )
             forget_plans()
-            self._turn(rank, [target.RequestExpected(request=target.IncomingRequest(routes=mine, **common))])
+            self._turn(rank, [target.IncomingExpected(request=target.IncomingRequest(routes=mine, **common))])
         for number, rank in enumerate(self.senders):
             to = tuple(
                 source.OutgoingRoute(route=route, session=session or self.session_of(route))
@@ -136,7 +136,7 @@ class Machines:
                 if route.prefill_rank == number
             )
             forget_plans()
-            self._turn(rank, [source.RequestStarted(request=source.OutgoingRequest(routes=to, **common))])
+            self._turn(rank, [source.OutgoingStarted(request=source.OutgoingRequest(routes=to, **common))])
 
     def compute(self, request_id: str, chunks: Sequence[int]) -> None:
         for rank in self.senders:
@@ -147,23 +147,23 @@ class Machines:
 
     def cancel(self, request_id: str) -> None:
         for rank in self.receivers:
-            self._turn(rank, [target.RequestCancelled(request_id=request_id, reason="its client went away")])
+            self._turn(rank, [target.IncomingCancelled(request_id=request_id, reason="its client went away")])
 
     def abort(self, request_id: str) -> None:
         for rank in self.senders:
-            self._turn(rank, [source.RequestAborted(request_id=request_id, reason="its caller went away")])
+            self._turn(rank, [source.OutgoingAborted(request_id=request_id, reason="its caller went away")])
 
     def lose(self, session: int, *, is_over: bool = True) -> None:
         """End a session, on both sides where its writer is not frozen."""
         prefill_rank, decode_rank = self.sessions.pop(session)
-        lost = target.SessionLost(session=session, reason="lost", is_over=is_over)
+        lost = target.ReceiverSessionLost(session=session, reason="lost", is_over=is_over)
         self._turn(self.receivers[decode_rank], [lost])
         if not self.is_frozen:
-            self._turn(self.senders[prefill_rank], [source.SessionLost(session=session, reason="lost")])
+            self._turn(self.senders[prefill_rank], [source.SenderSessionLost(session=session, reason="lost")])
 
     def end(self, session: int, decode_rank: int) -> None:
         """The writer of a lost session is gone."""
-        self._turn(self.receivers[decode_rank], [target.SessionOver(session=session)])
+        self._turn(self.receivers[decode_rank], [target.ReceiverSessionOver(session=session)])
 
     def tick(self) -> None:
         self.now_s += 2.0

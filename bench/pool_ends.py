@@ -24,7 +24,7 @@ from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
 from transfer.copy.digest import digests_for
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
-from transfer.layout import Shard, Span, wire_buffers
+from transfer.layout import Range, Shard, wire_buffers
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
@@ -115,20 +115,20 @@ def own_instance(setting: Setting, shard: Shard, transport: Transport) -> Instan
     )
 
 
-def _source_heads(setting: Setting) -> Span:
+def _source_heads(setting: Setting) -> Range:
     heads = setting.route.heads
-    return Span(begin=heads.source_start, end=heads.source_start + heads.count)
+    return Range(begin=heads.source_start, end=heads.source_start + heads.count)
 
 
-def _target_heads(setting: Setting) -> Span:
+def _target_heads(setting: Setting) -> Range:
     heads = setting.route.heads
-    return Span(begin=heads.target_start, end=heads.target_start + heads.count)
+    return Range(begin=heads.target_start, end=heads.target_start + heads.count)
 
 
-def compile_kernels(picker: PagePicker, setting: Setting, heads: Span) -> None:
+def compile_kernels(picker: PagePicker, setting: Setting, heads: Range) -> None:
     """One gather and one scatter of a piece on a GPU's pool, before anybody counts beats: compiling takes seconds."""
     pool, layout, num_tokens = picker.pool, setting.layout, setting.cases[0].num_tokens
-    spans = {"tokens": Span(begin=0, end=num_tokens), "layers": Span(begin=0, end=layout.num_layers)}
+    spans = {"tokens": Range(begin=0, end=num_tokens), "layers": Range(begin=0, end=layout.num_layers)}
     buffers = wire_buffers(layout, setting.route, **spans, num_tokens=num_tokens, dtype=layout.dtype)
     plan = head_slice_copier(pool.part_of(0), heads=heads, wire_dtype=layout.dtype).plan(buffers)
     wire = torch.zeros(plan.num_wire_bytes, dtype=torch.uint8, device=pool.device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.pair import Devices
 from bench.timing import readable_bytes
 from transfer.config import PrefillNodeConfig
-from transfer.layout import DType, KVLayout, Route, Shard, Span, TokenOrder, routes, wire_bytes
+from transfer.layout import DType, KVLayout, Range, Route, Shard, TokenOrder, routes, wire_bytes
 from transfer.pool.kv_pool import KVPool, as_words
 
 MODELS = {
@@ -142,7 +142,7 @@ class Setting:
 @cache
 def _moved_bytes(model: str, route: Route, num_tokens: int) -> int:
     layout = MODELS[model]
-    tokens, layers = Span(begin=0, end=num_tokens), Span(begin=0, end=layout.num_layers)
+    tokens, layers = Range(begin=0, end=num_tokens), Range(begin=0, end=layout.num_layers)
     return wire_bytes(layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=layout.dtype)
 
 
@@ -173,7 +173,7 @@ class PagePicker:
         self._random.shuffle(pages)
         self.pages = {name: pages[i * each : (i + 1) * each] for i, name in enumerate(request_ids)}
 
-    def digest(self, request_id: str, heads: Span, num_tokens: int) -> str:
+    def digest(self, request_id: str, heads: Range, num_tokens: int) -> str:
         """Of these heads of all tokens of a request, in their order, in every layer."""
         size = self.pool.page_size
         pages = torch.tensor(self.pages[request_id], device=self.pool.device)

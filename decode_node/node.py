@@ -21,19 +21,17 @@ from decode_node.prefill_peer import PrefillPeer, links_of, peer_status
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
     CODEC,
+    DecodeStepDone,
     ForgetPrefill,
     JobDone,
     LinkProbed,
-    PagesReleased,
     RequestExpected,
-    StepDone,
-    StepFailed,
     TransferComplete,
     TransferFailed,
     WriterLost,
     check_step_fits,
 )
-from decode_node.request_state import Done, Observer, Request, Tokens
+from decode_node.request_state import Done, GenerationRequest, Observer, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
@@ -41,7 +39,7 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import PagesReleased, RankHello, StepFailed
 from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, StagingError, TransferAborted, TransferError
@@ -170,7 +168,7 @@ def _others(addresses: Iterable[str], own: str) -> list[str]:
 
 
 class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer):
-    """A `node_runtime.daemon.Role` and the servicer of its API."""
+    """A `node_runtime.daemon.RoleServer` and the servicer of its API."""
 
     def __init__(self, daemon: Daemon, config: DecodeNodeConfig) -> None:
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
@@ -178,7 +176,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         super().__init__(daemon, config, entry=run_decode_rank, codec=CODEC, on_rank_message=self._on_rank_message)
         self.discovery = open_discovery(config, self.security)  # of the node: every life of its ranks uses what it has found
         self.text = TextCodec(config.model)
-        self._in_flight: dict[str, Request] = {}  # by the ids of clients, whose calls have not ended
+        self._in_flight: dict[str, GenerationRequest] = {}  # by the ids of clients, whose calls have not ended
         self._num_coming = 0  # calls that have been let in, and are not in the queue yet
         self._tokenising: set[asyncio.Future[tuple[int, ...]]] = set()
 
@@ -249,7 +247,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         if life is None:
             return
         match message:
-            case StepDone():
+            case DecodeStepDone():
                 life.memory_watch.step_done()
                 life.requests.on_step_done(message)
             case StepFailed():
@@ -341,7 +339,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             if span is not None:
                 span.end()  # unless what failed it has ended it
 
-    async def _submit(self, life: _Life, request: pb.GenerateRequest, span: Span | None = None) -> tuple[Request, str]:
+    async def _submit(self, life: _Life, request: pb.GenerateRequest, span: Span | None = None) -> tuple[GenerationRequest, str]:
         """The queued request, and the id that its client knows it by."""
         request_id = request.request_id or secrets.token_hex(8)
         check_request_id(request_id)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
+from node_runtime.rank_report import (
+    PagesReleased,
+    RankHello,
+    RankLogLevel,
+    RankReport,
+    RankShutdown,
+    RankStartFailed,
+    RankSwitch,
+    StepFailed,
+)
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
 from transfer.control.base import MAX_PAYLOAD_BYTES
@@ -52,7 +61,7 @@ class CancelRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPart:
+class DecodeStepPart:
     """One request's newest token, at its position."""
 
     request_id: str
@@ -61,11 +70,11 @@ class StepPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStep:
-    """Generate one token for each; every rank gets the same steps in the same order. Rank 0 answers `StepDone`."""
+class RunDecodeStep:
+    """Generate one token for each; every rank gets the same steps in the same order. Rank 0 answers `DecodeStepDone`."""
 
     step: int
-    parts: tuple[StepPart, ...]
+    parts: tuple[DecodeStepPart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +93,7 @@ class ForgetPrefill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageRun:
+class HostPageRun:
     """Adjacent entries of a request's page table in one group of layers, and a host page for each."""
 
     group: int
@@ -98,7 +107,7 @@ class SavePages:
 
     job: int
     request_id: str
-    runs: tuple[PageRun, ...]
+    runs: tuple[HostPageRun, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +120,7 @@ class LoadPages:
 
     job: int
     request_id: str
-    runs: tuple[PageRun, ...]
+    runs: tuple[HostPageRun, ...]
     grow: int = 0
 
 
@@ -211,12 +220,7 @@ class TransferFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagesReleased:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
+class DecodeStepDone:
     """The step ran. `faults`: requests that cannot go on all the same, and why.
 
     In a step of several requests a fault of one is not the others'.
@@ -226,17 +230,6 @@ class StepDone:
     tokens: dict[str, int]
     compute_s: float
     faults: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFailed:
-    """The engine failed; `is_fatal`: it is of no more use. `is_out_of_memory`: there was no memory for the step."""
-
-    step: int
-    request_ids: tuple[str, ...]
-    reason: str
-    is_fatal: bool
-    is_out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +254,7 @@ class WriterLost:
 CODEC = RankCodec(
     ExpectRequest,
     CancelRequest,
-    RunStep,
+    RunDecodeStep,
     FinishRequest,
     ForgetPrefill,
     SavePages,
@@ -275,7 +268,7 @@ CODEC = RankCodec(
     TransferComplete,
     TransferFailed,
     PagesReleased,
-    StepDone,
+    DecodeStepDone,
     StepFailed,
     LinkProbed,
     WriterLost,

@@ -43,7 +43,7 @@ class Done:
 Progress = Tokens | Done | TransferError
 
 
-class Stage(Enum):
+class GenerationStage(Enum):
     WAITING = auto()  # for a prefill node to be joined, where none is, and for prefill to start: it pins nothing here
     RECEIVING = auto()
     RUNNING = auto()
@@ -52,16 +52,16 @@ class Stage(Enum):
 
 
 _SHOWN_STAGES: Final = {
-    Stage.WAITING: "queued",
-    Stage.RECEIVING: "receiving",
-    Stage.RUNNING: "generating",
-    Stage.LEAVING: "ending",
-    Stage.GONE: "ending",
+    GenerationStage.WAITING: "queued",
+    GenerationStage.RECEIVING: "receiving",
+    GenerationStage.RUNNING: "generating",
+    GenerationStage.LEAVING: "ending",
+    GenerationStage.GONE: "ending",
 }
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class GenerationRequest:
     """One generation. `progress` is what its caller reads; the last item is `Done` or an error."""
 
     request_id: str  # the client's
@@ -104,7 +104,7 @@ class Request:
     def view(self, now_s: float, *, num_ranks: int) -> RequestView:
         """What operators see of it."""
         current = self.current
-        has_room = current.stage is not Stage.WAITING
+        has_room = current.stage is not GenerationStage.WAITING
         return RequestView(
             request_id=self.request_id,
             transfer_id=current.transfer_id,
@@ -125,14 +125,14 @@ class Try:
     """One way of a request through one life of a prefill node."""
 
     transfer_id: str
-    request: Request
+    request: GenerationRequest
     begun_s: float
     after: TransferError | None  # what ended the try before it
     peer: PrefillPeer | None = None  # None: it waits for one to be joined, and is not sent yet
     incarnation: int = 0  # of the prefill instance, once it is sent
     permit: Permit | None = None  # from then until the peer's breaker has heard what came of it
     unsent: asyncio.TimerHandle | None = None  # ends its wait for a peer
-    stage: Stage = Stage.WAITING
+    stage: GenerationStage = GenerationStage.WAITING
     prompt: Prompt | None = None  # once it has been looked for
     start_token: int = 0  # first token whose KV comes from prefill, once it has room
     first_token: int | None = None

@@ -21,17 +21,17 @@ from decode_node.peers import REASON_GRACE_S, PrefillPeers
 from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import (
     CancelRequest,
+    DecodeStepDone,
+    DecodeStepPart,
     ExpectRequest,
     FinishRequest,
     RequestExpected,
-    RunStep,
-    StepDone,
-    StepFailed,
-    StepPart,
+    RunDecodeStep,
     TransferFailed,
 )
-from decode_node.request_state import Done, Observer, Request, Stage, Tokens, Try, is_retried, verdict_of
+from decode_node.request_state import Done, GenerationRequest, GenerationStage, Observer, Tokens, Try, is_retried, verdict_of
 from decode_node.text import TextCodec
+from node_runtime.rank_report import StepFailed
 from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from transfer.breaker import Verdict
@@ -119,11 +119,11 @@ class DecodeRequests:
         self._unsent: list[Try] = []  # of those the ones that wait for a prefill node to be joined, the oldest request's first
         self._placing: asyncio.TimerHandle | None = None
         self._running: dict[str, Try] = {}
-        self._step: RunStep | None = None
+        self._step: RunDecodeStep | None = None
         self._num_steps = 0
 
     @property
-    def _requests(self) -> tuple[Request, ...]:
+    def _requests(self) -> tuple[GenerationRequest, ...]:
         return tuple(dict.fromkeys(a_try.request for a_try in self._tries.values()))
 
     @property
@@ -133,7 +133,7 @@ class DecodeRequests:
 
     @property
     def num_queued(self) -> int:
-        return sum(a_try.stage is Stage.WAITING for a_try in self._tries.values())
+        return sum(a_try.stage is GenerationStage.WAITING for a_try in self._tries.values())
 
     @property
     def num_running(self) -> int:
@@ -156,7 +156,7 @@ class DecodeRequests:
             if not request.is_over:
                 self._end(request, error)
         for a_try in tries:
-            a_try.stage = Stage.GONE
+            a_try.stage = GenerationStage.GONE
             self._stop_waiting(a_try)
             self._judge(a_try, Verdict.NOTHING, str(error))
             self._answer_reserve(a_try, str(error))
@@ -181,7 +181,7 @@ class DecodeRequests:
         cache_salt: str = "",
         span: Span | None = None,
         may_wait: bool = True,
-    ) -> Request:
+    ) -> GenerationRequest:
         """Queue a generation.
 
         Args:
@@ -204,7 +204,7 @@ class DecodeRequests:
             raise PeerUnreachable(self._peers.why_none())
         if may_wait and self._placing is not None and any(one.after is None for one in self._unsent):
             peer = None  # it comes after those that wait already
-        request = Request(
+        request = GenerationRequest(
             request_id=request_id,
             token_ids=token_ids,
             max_new_tokens=max_new_tokens,
@@ -255,7 +255,7 @@ class DecodeRequests:
                 return True
         return False
 
-    def give_up(self, request: Request, error: TransferError) -> None:
+    def give_up(self, request: GenerationRequest, error: TransferError) -> None:
         """As `abort`, for one that `submit` returned. No-op once it is over."""
         self._fail(request, error)
 
@@ -284,7 +284,7 @@ class DecodeRequests:
 
     # Tries
 
-    def _begin(self, request: Request, peer: PrefillPeer | None, after: TransferError | None) -> None:
+    def _begin(self, request: GenerationRequest, peer: PrefillPeer | None, after: TransferError | None) -> None:
         """Try the request on that peer, which is joined, or as soon as there is one.
 
         Args:
@@ -350,7 +350,7 @@ class DecodeRequests:
 
     def _fail_transfer(self, a_try: Try, error: TransferError) -> None:
         """The prefill side gave it up or is gone: of no interest once the KV is whole, and until then the end of this try."""
-        if a_try.stage not in (Stage.WAITING, Stage.RECEIVING):
+        if a_try.stage not in (GenerationStage.WAITING, GenerationStage.RECEIVING):
             return
         request = a_try.request
         if isinstance(error, EngineError) and not error.spares_kv:
@@ -366,17 +366,17 @@ class DecodeRequests:
         self._give_up(a_try, error)
         self._begin(request, peer, error)
 
-    def _pick(self, request: Request) -> PrefillPeer | None:
+    def _pick(self, request: GenerationRequest) -> PrefillPeer | None:
         """Where to try the request now; None where only those are joined that had it."""
         tried = frozenset(one.incarnation for one in request.tries if one.peer is not None)
         return self._peers.pick(tried=tried, token_ids=request.token_ids, cache_salt=request.cache_salt)
 
-    def _may_come(self, request: Request) -> bool:
+    def _may_come(self, request: GenerationRequest) -> bool:
         """Whether another prefill node can be waited for. One that was lost with the request is not: it may be what kills it."""
         return self._peers.may_come(tried=frozenset(one.peer for one in request.tries if one.peer is not None))
 
     def _queue_left_s(self, a_try: Try) -> float:
-        waits_s = time.monotonic() - a_try.begun_s if a_try.stage is Stage.WAITING else 0.0
+        waits_s = time.monotonic() - a_try.begun_s if a_try.stage is GenerationStage.WAITING else 0.0
         return a_try.request.queue_left_s - waits_s
 
     def _give_up(self, a_try: Try, error: TransferError) -> None:
@@ -387,15 +387,15 @@ class DecodeRequests:
             a_try.span.end(str(error))
         if a_try.prefill is not None and a_try.prefill is not asyncio.current_task():
             a_try.prefill.cancel()
-        if a_try.stage is Stage.WAITING:
+        if a_try.stage is GenerationStage.WAITING:
             self._stop_waiting(a_try)
             a_try.request.queue_left_s = self._queue_left_s(a_try)
             self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
             self._observer.on_wait_over(a_try.transfer_id)
-            a_try.stage = Stage.GONE
+            a_try.stage = GenerationStage.GONE
             del self._tries[a_try.transfer_id]
         else:
-            a_try.stage = Stage.LEAVING
+            a_try.stage = GenerationStage.LEAVING
             self._answer_reserve(a_try, str(error))
             self._broadcast(CancelRequest(request_id=a_try.transfer_id, reason=clip_reason(str(error))))
 
@@ -404,9 +404,9 @@ class DecodeRequests:
         request = a_try.request
         if request.span is None:
             return
-        if a_try.stage is Stage.WAITING:
+        if a_try.stage is GenerationStage.WAITING:
             request.span.record("kvferry.queue", begun_s=a_try.begun_s, ended_s=time.monotonic(), error=str(error))
-        elif a_try.stage is Stage.RUNNING:
+        elif a_try.stage is GenerationStage.RUNNING:
             begun_s = request.accepted_s + request.ttft_s
             request.span.record("kvferry.decode", begun_s=begun_s, ended_s=time.monotonic(), error=str(error))
 
@@ -441,7 +441,7 @@ class DecodeRequests:
                     case "sent":
                         a_try.stats = event.sent.stats
                 self._run_if_whole(a_try)
-            if not a_try.is_sent or a_try.stage is Stage.WAITING:
+            if not a_try.is_sent or a_try.stage is GenerationStage.WAITING:
                 self._fail_transfer(a_try, PeerUnreachable(f"{peer.address} ended the call early"))
         except TransferError as error:
             self._fail_transfer(a_try, error)
@@ -463,7 +463,7 @@ class DecodeRequests:
             self._say_done(request)
 
     def _expire(self, a_try: Try) -> None:
-        if a_try.stage is Stage.WAITING:
+        if a_try.stage is GenerationStage.WAITING:
             self._fail(a_try.request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
@@ -485,7 +485,7 @@ class DecodeRequests:
         if (
             a_try is None
             or a_try.prompt is None
-            or a_try.stage is not Stage.WAITING
+            or a_try.stage is not GenerationStage.WAITING
             or decode_incarnation != self._own.incarnation
         ):
             raise TransportClosed(f"request {request_id} does not wait here for room")
@@ -511,7 +511,7 @@ class DecodeRequests:
         if request.span is not None:
             request.span.record("kvferry.queue", begun_s=a_try.begun_s, ended_s=time.monotonic())
         request.queue_left_s = self._queue_left_s(a_try)
-        a_try.stage = Stage.RECEIVING
+        a_try.stage = GenerationStage.RECEIVING
         a_try.holding = set(range(self._own.shard.num_ranks))
         a_try.answering = set(range(self._own.shard.num_ranks))
         a_try.receiving = set(range(self._own.shard.num_ranks))
@@ -560,7 +560,7 @@ class DecodeRequests:
 
     def on_transfer_failed(self, rank: int, message: TransferFailed) -> None:
         a_try = self._tries.get(message.request_id)
-        if a_try is None or a_try.stage is not Stage.RECEIVING:
+        if a_try is None or a_try.stage is not GenerationStage.RECEIVING:
             return
         if message.is_data_loss:
             self._fail(a_try.request, IntegrityError(f"decode rank {rank}: {message.reason}"))
@@ -576,7 +576,7 @@ class DecodeRequests:
             self._tiers.gone(request_id)
             self._forget_if_done(a_try)
 
-    def on_step_done(self, message: StepDone) -> None:
+    def on_step_done(self, message: DecodeStepDone) -> None:
         if self._step is None or message.step != self._step.step:
             raise LocalProtocolError(f"step {message.step} is done, but it is not the one under way")
         for part in self._step.parts:
@@ -611,10 +611,10 @@ class DecodeRequests:
     def _run_if_whole(self, a_try: Try) -> None:
         """Start to generate once every rank has the whole KV and the first token is known; nothing less will do."""
         is_there = not a_try.receiving and not self._tiers.is_loading(a_try.transfer_id)
-        whole = a_try.stage is Stage.RECEIVING and is_there
+        whole = a_try.stage is GenerationStage.RECEIVING and is_there
         if whole and a_try.first_token is not None:
             request = a_try.request
-            a_try.stage = Stage.RUNNING
+            a_try.stage = GenerationStage.RUNNING
             self._tiers.begin(a_try.transfer_id)
             self._running[a_try.transfer_id] = a_try
             self._judge(a_try, Verdict.SUCCESS)
@@ -639,7 +639,7 @@ class DecodeRequests:
 
     def _finish(self, a_try: Try, reason: str) -> None:
         del self._running[a_try.transfer_id]
-        a_try.stage = Stage.LEAVING
+        a_try.stage = GenerationStage.LEAVING
         self._observer.on_outcome("done")
         self._tiers.finish(a_try.transfer_id)
         self._broadcast(FinishRequest(request_id=a_try.transfer_id))
@@ -653,7 +653,7 @@ class DecodeRequests:
         if a_try.prefill is None or a_try.prefill.done():
             self._say_done(a_try.request)
 
-    def _say_done(self, request: Request) -> None:
+    def _say_done(self, request: GenerationRequest) -> None:
         if request.is_told:
             return
         request.is_told, request.told_s = True, time.monotonic()
@@ -674,7 +674,7 @@ class DecodeRequests:
         """Once no rank holds its pages; the current try stays until its caller has been told, too."""
         is_needed = bool(a_try.holding) or (a_try.is_current and not a_try.request.is_told)
         if not is_needed and self._tries.get(a_try.transfer_id) is a_try:
-            a_try.stage = Stage.GONE
+            a_try.stage = GenerationStage.GONE
             del self._tries[a_try.transfer_id]
 
     def _send_step(self) -> None:
@@ -682,14 +682,16 @@ class DecodeRequests:
         if self._step is not None:
             return
         parts = tuple(
-            StepPart(request_id=a_try.transfer_id, token_id=a_try.request.generated[-1], position=a_try.request.next_position)
+            DecodeStepPart(
+                request_id=a_try.transfer_id, token_id=a_try.request.generated[-1], position=a_try.request.next_position
+            )
             for a_try in self._running.values()
             if self._tiers.may_step(a_try.transfer_id, a_try.request.next_position)
         )
         if not parts:
             return
         self._num_steps += 1
-        self._step = RunStep(step=self._num_steps, parts=parts)
+        self._step = RunDecodeStep(step=self._num_steps, parts=parts)
         self._broadcast(self._step)
         self._watch.step_sent()
 
@@ -700,7 +702,7 @@ class DecodeRequests:
         if a_try.prompt is not None:
             self._tiers.damaged(a_try.prompt)
 
-    def _fail(self, request: Request, error: TransferError, *, outcome: str = "") -> None:
+    def _fail(self, request: GenerationRequest, error: TransferError, *, outcome: str = "") -> None:
         """Tell the caller, and give up the try that is under way."""
         if request.is_over:
             return
@@ -712,7 +714,7 @@ class DecodeRequests:
         if a_try.expected is not None and not a_try.expected.done():
             a_try.expected.set_result(reason or "the request is over")
 
-    def _end(self, request: Request, error: TransferError, *, outcome: str = "") -> None:
+    def _end(self, request: GenerationRequest, error: TransferError, *, outcome: str = "") -> None:
         request.is_told, request.told_s = True, time.monotonic()
         request.progress.put_nowait(error)
         self._observer.on_outcome(outcome or outcome_of(error))

@@ -20,16 +20,14 @@ from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.rank import OffloadRank
 from decode_node.rank_messages import (
     CancelRequest,
+    DecodeStepDone,
+    DecodeStepPart,
     ExpectRequest,
     FinishRequest,
     ForgetPrefill,
     LinkProbed,
-    PagesReleased,
     RequestExpected,
-    RunStep,
-    StepDone,
-    StepFailed,
-    StepPart,
+    RunDecodeStep,
     TransferComplete,
     TransferFailed,
     WriterLost,
@@ -39,7 +37,7 @@ from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes, rank_memory
-from node_runtime.rank_report import RankHello, pool_status
+from node_runtime.rank_report import PagesReleased, RankHello, StepFailed, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
@@ -77,7 +75,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankParts:
+class DecodeRankParts:
     """Parts of an open rank that its requests use.
 
     Args:
@@ -199,7 +197,7 @@ class DecodeWorker:
             on_crash=self._crash,
         )
         self.use(
-            RankParts(
+            DecodeRankParts(
                 engine=engine,
                 instance=instance,
                 allocator=allocator,
@@ -224,7 +222,7 @@ class DecodeWorker:
             can_switch=self._rank_engine.can_switch,
         )
 
-    def use(self, parts: RankParts) -> None:
+    def use(self, parts: DecodeRankParts) -> None:
         """Serve requests with these parts, as `start` does with those that it opens."""
         self._engine = parts.engine
         self._instance = parts.instance
@@ -244,7 +242,7 @@ class DecodeWorker:
                 self._expect(message)
             case CancelRequest():
                 self._cancel(message)
-            case RunStep():
+            case RunDecodeStep():
                 self._run_step(message)
             case FinishRequest():
                 self._leave(message.request_id)
@@ -314,14 +312,14 @@ class DecodeWorker:
                 self._allocator.check_idle()
             self._link.send(PagesReleased(request_id=request_id))
 
-    def _run_step(self, message: RunStep) -> None:
+    def _run_step(self, message: RunDecodeStep) -> None:
         items: list[DecodeItem] = []
         for part in message.parts:
             request = self._requests[part.request_id]
             request.steps_under_way += 1
             items.append(self._item_of(part, request))
 
-        def work() -> StepDone | StepFailed:
+        def work() -> DecodeStepDone | StepFailed:
             outcome = run_step(
                 lambda: self._engine.decode([with_tuples(item) for item in items]),
                 f"computing a decode step of {len(items)} requests",
@@ -337,13 +335,13 @@ class DecodeWorker:
                     is_fatal=outcome.is_fatal,
                     is_out_of_memory=outcome.is_out_of_memory,
                 )
-            return StepDone(
+            return DecodeStepDone(
                 step=message.step, tokens=dict(outcome.tokens), compute_s=outcome.compute_s, faults=dict(outcome.faults)
             )
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
-    def _item_of(self, part: StepPart, request: _Request) -> DecodeItem:
+    def _item_of(self, part: DecodeStepPart, request: _Request) -> DecodeItem:
         offload = self._offload
         # The steps before are over: the leader sends one at a time.
         copied_from = None if offload is None else offload.copied_from(part.request_id)
@@ -361,8 +359,8 @@ class DecodeWorker:
             sampling=request.sampling,
         )
 
-    def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
-        if isinstance(outcome, StepDone):
+    def _on_step_over(self, step: RunDecodeStep, outcome: DecodeStepDone | StepFailed) -> None:
+        if isinstance(outcome, DecodeStepDone):
             self._metrics.step_seconds(outcome.compute_s)
         for part in step.parts:
             request = self._requests[part.request_id]

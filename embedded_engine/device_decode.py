@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
-from embedded_engine.host_tier import HostTier
+from embedded_engine.host_tier import HostBlocks
 from embedded_engine.kernel_plan import FIRST_GROUP, POSITIONS, TOKEN_IDS, KernelDecodePlan
 from embedded_engine.paged_attention import StepPlan
 from embedded_engine.tiered_decode import DeviceBlocks, HostReader, TieredDecodePlan
@@ -121,7 +121,7 @@ class DeviceDecoder:
         """Bytes of the buffers for host blocks on the device."""
         return 0 if self._host is None else self._host.fetcher.num_bytes
 
-    def use_host_tier(self, tier: HostTier) -> None:
+    def use_host_tier(self, tier: HostBlocks) -> None:
         """Have steps read host pages, see `EmbeddedEngine.use_host_pool`; one for the dummy request compiles what they launch."""
         self._host = HostReader(self._pool, tier, max_rows=self.max_running_requests)
         self._load((), 1)

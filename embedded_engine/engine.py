@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from embedded_engine.architectures import Hook
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
 from embedded_engine.graphs import CAPTURE_ADVICE
-from embedded_engine.host_tier import HostTier
+from embedded_engine.host_tier import HostBlocks
 from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
@@ -244,7 +244,7 @@ class EmbeddedEngine:
         with self._allocating_pool(num_pages):
             self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=num_pages, device=self._device)
         self._checks = self._make_checks()
-        self._tier: HostTier | None = None
+        self._tier: HostBlocks | None = None
         self._decoder: DeviceDecoder | None = None
         if max_running_requests is not None and self._has_decode_kernels:
             advice = "lower limits.max_seq_len, limits.max_running_requests or memory.static_fraction"
@@ -357,7 +357,7 @@ class EmbeddedEngine:
         """
         if self._tier is not None:
             raise ConfigError("the engine has a host pool already; it takes one, before its first step")
-        tier = HostTier(self.pool, host, block_bytes=block_bytes)
+        tier = HostBlocks(self.pool, host, block_bytes=block_bytes)
         if self._decoder is not None:
             with self._step("allocating the buffers for host blocks", _HOST_BLOCKS_ADVICE):
                 self._decoder.use_host_tier(tier)

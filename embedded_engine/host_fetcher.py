@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embedded_engine.host_tier import HostBlock, HostTier
+from embedded_engine.host_tier import HostBlock, HostBlocks
 from transfer.copy.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
 from transfer.errors import LocalProtocolError
 from transfer.pool.kv_pool import KVPool
@@ -45,7 +45,7 @@ class HostFetcher:
         tier: Its host tier.
     """
 
-    def __init__(self, pool: KVPool, tier: HostTier) -> None:
+    def __init__(self, pool: KVPool, tier: HostBlocks) -> None:
         self._device = device = pool.device
         is_gpu = device.type == "cuda"
         self._layers = tuple(tier.slice_bytes)
@@ -124,7 +124,7 @@ class HostFetcher:
         self._num_fetched += 1
 
 
-def _block_buffer(tier: HostTier, layer: int, memory: Tensor) -> BlockBuffer:
+def _block_buffer(tier: HostBlocks, layer: int, memory: Tensor) -> BlockBuffer:
     part, size = tier.host.device_part(tier.group), tier.slice_bytes[layer]
     host_k = part.buffer(layer, is_v=False)
     pages = memory[: tier.pages_per_block * size].view(tier.pages_per_block, size)

@@ -16,7 +16,7 @@ from transfer.pool.kv_pool import KVPool
 PARTS_ALIGNMENT = 4  # int32 numbers: where a block's parts begin, Triton's variants are those for 16 bytes
 
 
-class HostTier:
+class HostBlocks:
     """A host pool as an engine reads it: layer by layer, in blocks of whole pages.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from embedded_engine.attention import ATTENTION_BYTES, RunningSoftmax, Scores, attention
-from embedded_engine.host_tier import HostTier
+from embedded_engine.host_tier import HostBlocks
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.pool.kv_pool import KVPool, PagedKVPool
@@ -431,7 +431,7 @@ class GatherDecodePlan:
         tables: Sequence[Tables],
         pool: KVPool,
         dtype: torch.dtype,
-        tier: HostTier | None = None,
+        tier: HostBlocks | None = None,
     ) -> None:
         self._pool = pool
         self._dtype = dtype

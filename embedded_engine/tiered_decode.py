@@ -21,7 +21,7 @@ from torch import Tensor
 
 from embedded_engine.attention import Scores
 from embedded_engine.host_fetcher import NUM_BUFFERS, HostFetcher
-from embedded_engine.host_tier import PARTS_ALIGNMENT, HostBlock, HostTier, cut_into_blocks
+from embedded_engine.host_tier import PARTS_ALIGNMENT, HostBlock, HostBlocks, cut_into_blocks
 from embedded_engine.kernel_plan import KernelDecodePlan
 from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.paged_decode import MIN_SPLIT_TOKENS, paged_decode_attention
@@ -70,7 +70,7 @@ class HostReader:
         max_rows: Most rows of a captured step.
     """
 
-    def __init__(self, pool: KVPool, tier: HostTier, *, max_rows: int) -> None:
+    def __init__(self, pool: KVPool, tier: HostBlocks, *, max_rows: int) -> None:
         self.tier = tier
         self.fetcher = HostFetcher(pool, tier)
         self._device = pool.device
@@ -130,7 +130,7 @@ class LoadedBlocks:
         device: The GPU.
     """
 
-    def __init__(self, tier: HostTier, *, max_rows: int, device: torch.device) -> None:
+    def __init__(self, tier: HostBlocks, *, max_rows: int, device: torch.device) -> None:
         self._tier = tier
         self._pitch = -(-max_rows // PARTS_ALIGNMENT) * PARTS_ALIGNMENT
         self._num_pages = NUM_BUFFERS * tier.pages_per_block

@@ -26,7 +26,7 @@ from transfer.errors import TransferError
 from transfer.load_config import load_config
 
 if TYPE_CHECKING:
-    from node_runtime.daemon import Daemon, OtherRole, Role
+    from node_runtime.daemon import Daemon, OtherRole, RoleServer
 
 SETTING_OF_FLAG = {
     "model": "model",
@@ -107,7 +107,7 @@ def _callback(
 def run_daemon(
     context: typer.Context,
     config_type: type[AnyNodeConfig],
-    load_role: Callable[[], Callable[[Daemon, AnyNodeConfig], Role]],
+    load_role: Callable[[], Callable[[Daemon, AnyNodeConfig], RoleServer]],
     *,
     check_step_fits: Callable[[AnyNodeConfig], None],
     file: Path | None,
@@ -174,7 +174,7 @@ def _checked(config: AnyNodeConfig, check_step_fits: Callable[[AnyNodeConfig], N
 
 def _serve(
     config: AnyNodeConfig,
-    load_role: Callable[[], Callable[[Daemon, AnyNodeConfig], Role]],
+    load_role: Callable[[], Callable[[Daemon, AnyNodeConfig], RoleServer]],
     other_config: NodeConfig | None,
     warning: str | None,
 ) -> int:

@@ -47,7 +47,7 @@ class NodeState(StrEnum):
     DRAINING = "draining"
 
 
-class Role(Protocol):
+class RoleServer(Protocol):
     """What makes a node a prefill or a decode node. Owned by the daemon's loop."""
 
     async def open(self) -> str:
@@ -91,7 +91,7 @@ class Role(Protocol):
     async def close(self) -> None: ...
 
 
-class SwitchableRole(Role, Protocol):
+class SwitchableRole(RoleServer, Protocol):
     """One of two roles of a node."""
 
     @property
@@ -126,7 +126,7 @@ class Daemon:
         other: The role that it can change to, and back from.
     """
 
-    def __init__(self, config: NodeConfig, make_role: Callable[[Daemon], Role], *, other: OtherRole | None = None) -> None:
+    def __init__(self, config: NodeConfig, make_role: Callable[[Daemon], RoleServer], *, other: OtherRole | None = None) -> None:
         self.config = config
         self.other_config = None if other is None else other.config
         """Of the role that the node does not have now."""

@@ -95,7 +95,7 @@ LifeT = TypeVar("LifeT", bound=Life)
 
 
 class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
-    """A node's leader but for what its role adds: a `node_runtime.daemon.Role`, and servicer of all but its role's own methods.
+    """The leader of a node, without the methods of its role: a `node_runtime.daemon.RoleServer` and a gRPC servicer.
 
     Args:
         daemon: Runs this leader.

@@ -153,3 +153,21 @@ def pool_status(allocator: GroupAllocator) -> dict[str, Any]:
         "pool_pages_bound": totals["bound"],
         "pools": pools,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed:
+    """The engine failed; `is_fatal`: it is of no more use. `is_out_of_memory`: there was no memory for the step."""
+
+    step: int
+    request_ids: tuple[str, ...]
+    reason: str
+    is_fatal: bool
+    is_out_of_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesReleased:
+    """The request's pages are back in this rank's pool."""
+
+    request_id: str

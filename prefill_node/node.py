@@ -17,7 +17,7 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import PagesReleased, RankHello, StepFailed
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins, Reservation
 from prefill_node.prefix_loads import PrefixLoads
@@ -26,15 +26,13 @@ from prefill_node.rank_messages import (
     CODEC,
     DecodeAttached,
     DecodeLost,
-    PagesReleased,
+    PrefillStepDone,
     PrefixLoaded,
     RequestFailed,
     RequestSent,
-    StepDone,
-    StepFailed,
     check_step_fits,
 )
-from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, Request, Sent, Started
+from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, PromptRequest, Sent, Started
 from prefill_node.reserve_client import ReserveClient
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.chunk import check_num_pieces
@@ -131,7 +129,7 @@ class _Life:
 
 
 class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServicer):
-    """A `node_runtime.daemon.Role` and the servicer of its API."""
+    """A `node_runtime.daemon.RoleServer` and the servicer of its API."""
 
     def __init__(self, daemon: Daemon, config: PrefillNodeConfig) -> None:
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
@@ -194,7 +192,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         if life is None:
             return
         match message:
-            case StepDone():
+            case PrefillStepDone():
                 life.memory_watch.step_done()
                 life.requests.on_step_done(rank, message)
             case PrefixLoaded():
@@ -275,7 +273,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             if span is not None:
                 span.end()  # unless what failed it has ended it
 
-    def _submit(self, life: _Life, request: pb.PrefillRequest, span: Span | None = None) -> Request:
+    def _submit(self, life: _Life, request: pb.PrefillRequest, span: Span | None = None) -> PromptRequest:
         if not 1 <= len(request.request_id) <= 128:
             raise ConfigError(f"request_id has {len(request.request_id)} characters; it must have 1 to 128")
         if request.engine_request:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
+from node_runtime.rank_report import (
+    PagesReleased,
+    RankHello,
+    RankLogLevel,
+    RankReport,
+    RankShutdown,
+    RankStartFailed,
+    RankSwitch,
+    StepFailed,
+)
 from transfer.chunk import ChunkPlan
 from transfer.config import PrefillNodeConfig
 from transfer.control.base import MAX_PAYLOAD_BYTES
@@ -62,7 +71,7 @@ class StartRequest:
 class LoadPrefix:
     """Load the stored beginning of a request that was started, in no more time than `storage.get_timeout_s`.
 
-    Every rank answers `PrefixLoaded` once; the first `RunStep` of the request says where computing begins.
+    Every rank answers `PrefixLoaded` once; the first `RunPrefillStep` of the request says where computing begins.
 
     Args:
         hashes: Of the decode instance's pages from the first on, 32 bytes each.
@@ -74,7 +83,7 @@ class LoadPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPart:
+class PrefillStepPart:
     """Tokens of one request in a step; `first_token` is the position of `token_ids[0]`."""
 
     request_id: str
@@ -84,11 +93,11 @@ class StepPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStep:
-    """Compute one step; every rank gets the same steps in the same order, and answers each with `StepDone` or `StepFailed`."""
+class RunPrefillStep:
+    """Compute one step. Every rank gets the same steps in the same order and answers `PrefillStepDone` or `StepFailed`."""
 
     step: int
-    parts: tuple[StepPart, ...]
+    parts: tuple[PrefillStepPart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +138,7 @@ class PrefixLoaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
+class PrefillStepDone:
     """The step ran. `faults`: requests that cannot go on all the same, and why.
 
     In a step of several requests a fault of one is not the others'.
@@ -139,24 +148,6 @@ class StepDone:
     first_tokens: dict[str, int]
     compute_s: float
     faults: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFailed:
-    """The engine failed; `is_fatal`: it is of no more use. `is_out_of_memory`: there was no memory for the step."""
-
-    step: int
-    request_ids: tuple[str, ...]
-    reason: str
-    is_fatal: bool
-    is_out_of_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagesReleased:
-    """The request's pages are back in this rank's pool."""
-
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +169,12 @@ CODEC = RankCodec(
     DetachDecode,
     StartRequest,
     LoadPrefix,
-    RunStep,
+    RunPrefillStep,
     AbortRequest,
     DecodeAttached,
     DecodeLost,
     PrefixLoaded,
-    StepDone,
+    PrefillStepDone,
     StepFailed,
     PagesReleased,
     RequestSent,

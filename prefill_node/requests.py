@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from node_runtime.rank_report import StepFailed
 from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from prefill_node.joins import Join, Reservation
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
     AbortRequest,
+    PrefillStepDone,
+    PrefillStepPart,
     PrefixLoaded,
     RequestFailed,
     RequestSent,
-    RunStep,
+    RunPrefillStep,
     StartRequest,
-    StepDone,
-    StepFailed,
-    StepPart,
 )
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
 from transfer.engine_types import SamplingParams
@@ -73,7 +73,7 @@ Progress = Started | FirstToken | Sent | TransferError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class PromptRequest:
     """One prompt. `progress` is what its caller reads; the last item is `Sent` or an error."""
 
     request_id: str
@@ -99,7 +99,7 @@ class Request:
 class _Step:
     """A step under way, and the ranks that have not ended it."""
 
-    message: RunStep
+    message: RunPrefillStep
     running: set[int]
 
 
@@ -148,10 +148,10 @@ class PrefillRequests:
         self._on_outcome = on_outcome
         self._on_given_up = on_given_up
         self._on_short = on_short
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, PromptRequest] = {}
         self._steps: dict[int, _Step] = {}
         self._step = 0
-        self._asking: dict[Request, asyncio.Task[None]] = {}  # also those that pause after "not yet"
+        self._asking: dict[PromptRequest, asyncio.Task[None]] = {}  # also those that pause after "not yet"
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loads = loads(self._on_loaded, self._on_task_over) if loads is not None else None
@@ -179,7 +179,7 @@ class PrefillRequests:
         now_s = time.monotonic()
         return [self._view(request, now_s) for request in self._requests.values()]
 
-    def _view(self, request: Request, now_s: float) -> RequestView:
+    def _view(self, request: PromptRequest, now_s: float) -> RequestView:
         if request.is_over:
             stage = "ending"
         elif request.started_s is None:
@@ -237,7 +237,7 @@ class PrefillRequests:
         *,
         cache_salt: str = "",
         span: Span | None = None,
-    ) -> Request:
+    ) -> PromptRequest:
         """Queue a prompt; `span` is that of its call, where it is traced, and ended by whoever began it.
 
         Raises:
@@ -252,7 +252,7 @@ class PrefillRequests:
         if self._scheduler.num_waiting >= self._max_queued:
             raise StagingError(f"prefill queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
         now_s = time.monotonic()
-        request = Request(
+        request = PromptRequest(
             request_id=request_id,
             token_ids=token_ids,
             start_token=start_token,
@@ -278,7 +278,7 @@ class PrefillRequests:
         self._fail(request, error)
         return True
 
-    def give_up(self, request: Request, error: TransferError) -> None:
+    def give_up(self, request: PromptRequest, error: TransferError) -> None:
         """As `abort`, for one that `submit` returned: its id can be another request's by now. No-op once it is over."""
         if not request.is_over:
             self._fail(request, error)
@@ -291,7 +291,7 @@ class PrefillRequests:
 
     # What the ranks say
 
-    def on_step_done(self, rank: int, message: StepDone) -> None:
+    def on_step_done(self, rank: int, message: PrefillStepDone) -> None:
         """A rank's step is over; it is over for good with the last of them: on GPUs rank 0 does not wait for the others."""
         step = self._steps.get(message.step)
         if step is None:
@@ -359,7 +359,7 @@ class PrefillRequests:
 
     # Inside
 
-    def _end_if_sent(self, request: Request) -> None:
+    def _end_if_sent(self, request: PromptRequest) -> None:
         """Over once every rank has sent its part and the first token is known; either can be the last to come."""
         if not request.unsent and request.has_first_token and not request.is_over:
             request.is_over = True
@@ -367,7 +367,7 @@ class PrefillRequests:
             self._on_outcome("sent")
         self._forget_if_done(request)
 
-    def _fail(self, request: Request, error: TransferError) -> None:
+    def _fail(self, request: PromptRequest, error: TransferError) -> None:
         """Tell the caller, and have the ranks give the request up where they have not yet."""
         if self._requests.get(request.request_id) is not request:
             return  # it is over everywhere; its id may be another request's by now
@@ -382,7 +382,7 @@ class PrefillRequests:
             self._broadcast(AbortRequest(request_id=request.request_id, reason=clip_reason(str(error))))
         self._forget_if_done(request)  # its pages may be back already, and then nobody speaks of it again
 
-    def _end(self, request: Request, error: TransferError) -> None:
+    def _end(self, request: PromptRequest, error: TransferError) -> None:
         if not request.is_over:
             request.is_over = True
             request.progress.put_nowait(error)
@@ -396,7 +396,7 @@ class PrefillRequests:
                     request.span.record(what, begun_s=begun_s, ended_s=time.monotonic(), error=str(error))
                 request.span.end(str(error))
 
-    def _forget_if_done(self, request: Request) -> None:
+    def _forget_if_done(self, request: PromptRequest) -> None:
         """Its id may be used again once no rank knows it any more: each has sent or failed its part and given its pages back."""
         if request.is_over and not request.holding and not request.unsent:
             self._requests.pop(request.request_id, None)
@@ -439,7 +439,7 @@ class PrefillRequests:
                 task = self._asking[request] = asyncio.get_running_loop().create_task(self._ask(request))
                 task.add_done_callback(self._on_task_over)
 
-    async def _ask(self, request: Request) -> None:
+    async def _ask(self, request: PromptRequest) -> None:
         """Ask the decode node once, and keep the request in `_asking` until the next question is allowed."""
         try:
             answer = await self._reserve(request.join, request.request_id)
@@ -463,7 +463,7 @@ class PrefillRequests:
         for request_id in self._scheduler.start_accepted():
             self._start(self._requests[request_id])
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: PromptRequest) -> None:
         request.started_s = time.monotonic()
         request.unsent = set(range(self._num_ranks))
         request.holding = set(range(self._num_ranks))
@@ -496,7 +496,7 @@ class PrefillRequests:
         while len(self._steps) < STEPS_AHEAD and (items := self._scheduler.next_step()):
             self._step += 1
             parts = tuple(
-                StepPart(
+                PrefillStepPart(
                     request_id=item.request_id,
                     token_ids=self._requests[item.request_id].token_ids[item.begin : item.end],
                     first_token=item.begin,
@@ -504,7 +504,7 @@ class PrefillRequests:
                 )
                 for item in items
             )
-            step = RunStep(step=self._step, parts=parts)
+            step = RunPrefillStep(step=self._step, parts=parts)
             self._steps[self._step] = _Step(message=step, running=set(range(self._num_ranks)))
             self._broadcast(step)
             self._watch.step_sent()
@@ -516,7 +516,7 @@ def _pause_s() -> float:
     return RETRY_RESERVE_S + -earliest_s % PAUSES_END_EVERY_S
 
 
-def _checked_start_token(request: Request, start_token: int) -> int:
+def _checked_start_token(request: PromptRequest, start_token: int) -> int:
     """Raises RemoteProtocolError for one that the decode side must not tell."""
     if not request.start_token <= start_token < len(request.token_ids):
         raise RemoteProtocolError(

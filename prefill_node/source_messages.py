@@ -35,7 +35,7 @@ class StartTransfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbortTransfer:
+class CancelOutgoing:
     transfer_id: str
     reason: str
 
@@ -95,7 +95,7 @@ class SourceIdle:
 SOURCE_MESSAGES = (
     SourceWanted,
     StartTransfer,
-    AbortTransfer,
+    CancelOutgoing,
     CloseSource,
     FreeSource,
     TransferSent,

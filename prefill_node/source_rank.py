@@ -16,7 +16,7 @@ import structlog
 
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from prefill_node.source_messages import (
-    AbortTransfer,
+    CancelOutgoing,
     CloseSource,
     FreeSource,
     SourceIdle,
@@ -189,7 +189,7 @@ class SourceRank:
                     self._on_news(Wanted(name=message.name, start_token=message.start_token))
             case StartTransfer():
                 self._start(message)
-            case AbortTransfer():
+            case CancelOutgoing():
                 self._abort(message)
             case CloseSource():
                 source = self._sources.setdefault(message.name, _Source())
@@ -273,7 +273,7 @@ class SourceRank:
             transfer.num_told += 1
             self._sender.chunk_computed(transfer_id, chunk.index, source.event)
 
-    def _abort(self, message: AbortTransfer) -> None:
+    def _abort(self, message: CancelOutgoing) -> None:
         name = self._names.get(message.transfer_id)
         if name is not None:
             self._end_transfer(self._sources[name], message.transfer_id, message.reason)

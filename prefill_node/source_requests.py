@@ -19,7 +19,7 @@ import structlog
 
 from prefill_node.joins import Join
 from prefill_node.source_messages import (
-    AbortTransfer,
+    CancelOutgoing,
     CloseSource,
     FreeSource,
     SourceIdle,
@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class PromptStarted:
     """Room is reserved on the decode side, and the ranks have been told."""
 
     queue_s: float
@@ -66,17 +66,17 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
+class PromptFirstToken:
     token_id: int
     compute_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class PromptSent:
     stats: tuple[SentStats, ...]
 
 
-Progress = Started | Note | FirstToken | Sent | TransferError
+Progress = PromptStarted | Note | PromptFirstToken | PromptSent | TransferError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,7 +101,7 @@ class _Prompt:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transfer:
-    """A try; `progress` is what its caller reads, the last item is `Sent` or an error."""
+    """A try; `progress` is what its caller reads, the last item is `PromptSent` or an error."""
 
     transfer_id: str
     engine_request: str
@@ -459,7 +459,7 @@ class SourceRequests:
                 plan=transfer.join.plan,
             )
         )
-        transfer.progress.put_nowait(Started(queue_s=time.monotonic() - transfer.asked_s))
+        transfer.progress.put_nowait(PromptStarted(queue_s=time.monotonic() - transfer.asked_s))
 
     async def _tell_rest(self, transfer: Transfer, prompt: _Prompt, *, is_token_needed: bool) -> None:
         """All KV is there: what else the decode side gets, and the end."""
@@ -468,13 +468,13 @@ class SourceRequests:
             raise EngineError(f"the engine has ended prompt {prompt.name} without a token")
         if prompt.first_token is not None:
             compute_s = time.monotonic() - prompt.offered_s
-            transfer.progress.put_nowait(FirstToken(token_id=prompt.first_token, compute_s=compute_s))
+            transfer.progress.put_nowait(PromptFirstToken(token_id=prompt.first_token, compute_s=compute_s))
         if prompt.note is not None:
             transfer.progress.put_nowait(Note(payload=prompt.note))
         if transfer.is_over:
             return
         transfer.is_over = True
-        transfer.progress.put_nowait(Sent(stats=tuple(transfer.stats)))
+        transfer.progress.put_nowait(PromptSent(stats=tuple(transfer.stats)))
         self._on_outcome("sent")
         self._forget(transfer)
         self._close(prompt, "")
@@ -484,7 +484,7 @@ class SourceRequests:
             return
         self._end(transfer, error)
         if transfer.is_started:
-            self._broadcast(AbortTransfer(transfer_id=transfer.transfer_id, reason=clip_reason(str(error))))
+            self._broadcast(CancelOutgoing(transfer_id=transfer.transfer_id, reason=clip_reason(str(error))))
         self._forget(transfer)
         if transfer.computing is not None:
             # Nobody else can ask for it, and the engine may be given it only now, where the call could not be stopped any more.

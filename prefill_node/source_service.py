@@ -19,7 +19,7 @@ from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import DecodeAttached, DecodeLost
 from prefill_node.reserve_client import ReserveClient
 from prefill_node.source_messages import SourceIdle, TransferNotSent, TransferSent
-from prefill_node.source_requests import FirstToken, Note, Sent, SourceRequests, Started, Transfer
+from prefill_node.source_requests import Note, PromptFirstToken, PromptSent, PromptStarted, SourceRequests, Transfer
 from transfer.chunk import check_num_pieces
 from transfer.config import HostedConfig
 from transfer.errors import (
@@ -190,14 +190,14 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         try:
             while True:
                 match await transfer.progress.get():
-                    case Started(queue_s=queue_s):
+                    case PromptStarted(queue_s=queue_s):
                         self.metrics.queue_seconds(queue_s)
                         yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=queue_s))
-                    case FirstToken(token_id=token_id, compute_s=compute_s):
+                    case PromptFirstToken(token_id=token_id, compute_s=compute_s):
                         yield pb.PrefillEvent(first_token=pb.FirstToken(token_id=token_id, compute_s=compute_s))
                     case Note(payload=payload):
                         yield pb.PrefillEvent(note=pb.EngineNote(payload=payload))
-                    case Sent(stats=stats):
+                    case PromptSent(stats=stats):
                         yield pb.PrefillEvent(sent=pb.PrefillSent(stats=_stats_to_proto(stats)))
                         return
                     case Preempted():

@@ -21,7 +21,7 @@ from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import rank_memory
-from node_runtime.rank_report import RankHello, pool_status
+from node_runtime.rank_report import PagesReleased, RankHello, StepFailed, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
@@ -33,14 +33,12 @@ from prefill_node.rank_messages import (
     DecodeLost,
     DetachDecode,
     LoadPrefix,
-    PagesReleased,
+    PrefillStepDone,
     PrefixLoaded,
     RequestFailed,
     RequestSent,
-    RunStep,
+    RunPrefillStep,
     StartRequest,
-    StepDone,
-    StepFailed,
 )
 from prefill_node.scheduler import page_needs
 from prefill_node.stored_prefix import StoredPrefix
@@ -86,7 +84,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankParts:
+class PrefillRankParts:
     """Parts of an open rank that its requests use.
 
     Args:
@@ -185,7 +183,7 @@ class PrefillWorker:
             ),
         )
         loader = self._open_store(instance)
-        self.use(RankParts(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=loader))
+        self.use(PrefillRankParts(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=loader))
         return RankHello(
             rank=self._spec.rank,
             pid=os.getpid(),
@@ -211,7 +209,7 @@ class PrefillWorker:
             batch_bytes=min(BATCH_BYTES, storage.queue_bytes),
         )
 
-    def use(self, parts: RankParts) -> None:
+    def use(self, parts: PrefillRankParts) -> None:
         """Serve requests with these parts, as `start` does with those that it opens."""
         self._engine = parts.engine
         self._allocator = parts.allocator
@@ -234,7 +232,7 @@ class PrefillWorker:
                 self._start_request(message)
             case LoadPrefix():
                 self._load_prefix(message)
-            case RunStep():
+            case RunPrefillStep():
                 self._run_step(message)
             case AbortRequest():
                 self._abort(message)
@@ -326,7 +324,7 @@ class PrefillWorker:
             request.reported.add(chunk.index)
             self._sender.chunk_computed(request_id, chunk.index, None)
 
-    def _run_step(self, message: RunStep) -> None:
+    def _run_step(self, message: RunPrefillStep) -> None:
         items: list[PrefillItem] = []
         for part in message.parts:
             request = self._requests[part.request_id]
@@ -345,7 +343,7 @@ class PrefillWorker:
                 )
             )
 
-        def work() -> StepDone | StepFailed:
+        def work() -> PrefillStepDone | StepFailed:
             outcome = run_step(
                 lambda: self._engine.prefill(
                     [with_tuples(item) for item in items],
@@ -364,13 +362,13 @@ class PrefillWorker:
                     is_fatal=outcome.is_fatal,
                     is_out_of_memory=outcome.is_out_of_memory,
                 )
-            return StepDone(
+            return PrefillStepDone(
                 step=message.step, first_tokens=dict(outcome.tokens), compute_s=outcome.compute_s, faults=dict(outcome.faults)
             )
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
-    def _on_layers_written(self, step: RunStep, layers_done: int, event: DeviceEvent | None) -> None:
+    def _on_layers_written(self, step: RunPrefillStep, layers_done: int, event: DeviceEvent | None) -> None:
         """The first `layers_done` layers of this rank have the step's KV: tell the sender which chunks that completes."""
         mine = self._engine.shard.layers(self._engine.layout)  # other pipeline stages compute the rest of a chunk's layers
         end_layer = mine.begin + layers_done
@@ -383,10 +381,10 @@ class PrefillWorker:
                     request.reported.add(chunk.index)
                     self._sender.chunk_computed(part.request_id, chunk.index, event)
 
-    def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
+    def _on_step_over(self, step: RunPrefillStep, outcome: PrefillStepDone | StepFailed) -> None:
         # Before any page is given back: an id may be used again then, and its token must not be taken for the other's.
         self._link.send(outcome)
-        if isinstance(outcome, StepDone):
+        if isinstance(outcome, PrefillStepDone):
             self._metrics.step_seconds(outcome.compute_s)
         for part in step.parts:
             request = self._requests[part.request_id]

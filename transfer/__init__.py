@@ -4,7 +4,7 @@ The names below are the pure core; importing them loads neither torch nor any ne
 """
 
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
-from transfer.layout import DType, HeadSlice, KVLayout, LayerKind, LayerSpec, Route, Shard, Span, TokenOrder, routes
+from transfer.layout import DType, HeadSlice, KVLayout, LayerKind, LayerSpec, Range, Route, Shard, TokenOrder, routes
 from transfer.ring import Grant, RingView, StagingAllocator, Watermark
 
 __version__ = "0.2.0.dev0"
@@ -18,10 +18,10 @@ __all__ = [
     "KVLayout",
     "LayerKind",
     "LayerSpec",
+    "Range",
     "RingView",
     "Route",
     "Shard",
-    "Span",
     "StagingAllocator",
     "TokenOrder",
     "Watermark",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, overload
 
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, Route, Shard, Span, first_travelling_token, most_routes, wire_bytes
+from transfer.layout import DType, KVLayout, Range, Route, Shard, first_travelling_token, most_routes, wire_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +15,8 @@ class Chunk:
     """A token range x layer range of one request that moves as a unit; knows nothing of pages."""
 
     index: int
-    tokens: Span
-    layers: Span
+    tokens: Range
+    layers: Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Chunks(Sequence[Chunk]):
         self._first_range = start_token // plan.chunk_tokens
         self.num_ranges = -(-num_tokens // plan.chunk_tokens) - self._first_range
         group = plan.layers_per_group or num_layers
-        self.groups = tuple(Span(begin=first, end=min(num_layers, first + group)) for first in range(0, num_layers, group))
+        self.groups = tuple(Range(begin=first, end=min(num_layers, first + group)) for first in range(0, num_layers, group))
         """Layers of the chunks of each token range, in their order."""
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ class Chunks(Sequence[Chunk]):
         at, group = divmod(index, len(self.groups))
         begin = (self._first_range + at) * self._plan.chunk_tokens
         end = min(self._num_tokens, begin + self._plan.chunk_tokens)
-        return Chunk(index=index, tokens=Span(begin=max(begin, self._start_token), end=end), layers=self.groups[group])
+        return Chunk(index=index, tokens=Range(begin=max(begin, self._start_token), end=end), layers=self.groups[group])
 
 
 def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> Chunks:

@@ -63,7 +63,7 @@ class TokenOrder(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Range:
     """Half-open range [begin, end) of tokens, layers or heads; may be empty."""
 
     begin: int
@@ -79,10 +79,10 @@ class Span:
     def __contains__(self, index: int) -> bool:
         return self.begin <= index < self.end
 
-    def intersect(self, other: Span) -> Span:
+    def intersect(self, other: Range) -> Range:
         """The common part; empty (and placed at the larger begin) where there is none."""
         begin = max(self.begin, other.begin)
-        return Span(begin=begin, end=max(begin, min(self.end, other.end)))
+        return Range(begin=begin, end=max(begin, min(self.end, other.end)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,11 +257,11 @@ class Shard:
         """Element type in which this rank keeps the global layer `layer`."""
         return layout.layers[layer].dtype or self.pool_dtype(layout)
 
-    def layers(self, layout: KVLayout) -> Span:
+    def layers(self, layout: KVLayout) -> Range:
         """Global layers of this rank's stage. Without `stage_layers` the first stages take one more where it does not divide."""
         return self.stages(layout)[self.pp_rank]
 
-    def stages(self, layout: KVLayout) -> tuple[Span, ...]:
+    def stages(self, layout: KVLayout) -> tuple[Range, ...]:
         """Global layers of every stage, see `layers()`.
 
         Raises:
@@ -277,16 +277,16 @@ class Shard:
         else:
             base, extra = divmod(layout.num_layers, self.pp_size)
             ends = tuple(stage * base + min(stage, extra) for stage in range(1, self.pp_size + 1))
-        return tuple(Span(begin=begin, end=end) for begin, end in zip((0, *ends), ends, strict=False))
+        return tuple(Range(begin=begin, end=end) for begin, end in zip((0, *ends), ends, strict=False))
 
-    def heads(self, num_kv_heads: int) -> Span:
+    def heads(self, num_kv_heads: int) -> Range:
         """Global KV heads of this rank. With more ranks than heads, consecutive ranks share one (divide, never modulo)."""
         return _heads_of(self.tp_rank, self.tp_size, num_kv_heads)
 
 
-def _heads_of(tp_rank: int, tp_size: int, num_heads: int) -> Span:
+def _heads_of(tp_rank: int, tp_size: int, num_heads: int) -> Range:
     begin = tp_rank * num_heads // tp_size
-    return Span(begin=begin, end=begin + 1 if tp_size > num_heads else (tp_rank + 1) * num_heads // tp_size)
+    return Range(begin=begin, end=begin + 1 if tp_size > num_heads else (tp_rank + 1) * num_heads // tp_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,11 +314,11 @@ class Route:
     index: int
     prefill_rank: int
     decode_rank: int
-    layers: Span
+    layers: Range
     heads: HeadSlice
     num_kv_heads: int | None = None
 
-    def layers_in(self, layout: KVLayout, layers: Span) -> Sequence[int]:
+    def layers_in(self, layout: KVLayout, layers: Range) -> Sequence[int]:
         """Those of `layers` that travel on this route."""
         common = self.layers.intersect(layers)
         within = range(common.begin, common.end)
@@ -367,13 +367,13 @@ def most_routes(layout: KVLayout, prefill: Shard, decode: Shard) -> int:
     return max(counts.values())
 
 
-def _spans_of_equal_heads(layout: KVLayout, layers: Span) -> dict[int, Span]:
+def _spans_of_equal_heads(layout: KVLayout, layers: Range) -> dict[int, Range]:
     """For each number of KV heads, in the order of their first layers: from the first to behind the last layer that has it."""
-    spans: dict[int, Span] = {}
+    spans: dict[int, Range] = {}
     for index in range(layers.begin, layers.end):
         num_heads = layout.layers[index].num_kv_heads
         first = spans[num_heads].begin if num_heads in spans else index
-        spans[num_heads] = Span(begin=first, end=index + 1)
+        spans[num_heads] = Range(begin=first, end=index + 1)
     return spans
 
 
@@ -398,7 +398,7 @@ def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[
     return sources
 
 
-def _ranks_with(heads: Span, tp_size: int, num_heads: int) -> range:
+def _ranks_with(heads: Range, tp_size: int, num_heads: int) -> range:
     """The TP ranks that hold any of `heads`, which are not empty."""
     end = -(-heads.end * tp_size // num_heads)
     if tp_size > num_heads:
@@ -406,12 +406,12 @@ def _ranks_with(heads: Span, tp_size: int, num_heads: int) -> range:
     return range(-(-(heads.begin + 1) * tp_size // num_heads) - 1, end)
 
 
-def _sharers(num_heads: int, head: int, target: Shard) -> Span:
+def _sharers(num_heads: int, head: int, target: Shard) -> Range:
     """The decode TP ranks that want `head`, the target among them: all r with r * heads // tp == head."""
     if target.tp_size <= num_heads:
-        return Span(begin=target.tp_rank, end=target.tp_rank + 1)
+        return Range(begin=target.tp_rank, end=target.tp_rank + 1)
     begin = -(-head * target.tp_size // num_heads)
-    return Span(begin=begin, end=-(-(head + 1) * target.tp_size // num_heads))
+    return Range(begin=begin, end=-(-(head + 1) * target.tp_size // num_heads))
 
 
 def wire_dtype(layout: KVLayout, prefill: Shard, decode: Shard) -> DType:
@@ -439,7 +439,7 @@ class WireBuffer:
 
     layer: int
     is_v: bool
-    tokens: Span
+    tokens: Range
     row_bytes: int
     offset_bytes: int
 
@@ -449,7 +449,7 @@ class WireBuffer:
 
 
 def wire_buffers(
-    layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType
+    layout: KVLayout, route: Route, *, tokens: Range, layers: Range, num_tokens: int, dtype: DType
 ) -> tuple[WireBuffer, ...]:
     """How the part of a chunk that travels on `route` lies in its grant: ``[buffer (layer x K/V)][token][head][dim]``.
 
@@ -478,7 +478,7 @@ def wire_buffers(
     return tuple(buffers)
 
 
-def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
+def wire_bytes(layout: KVLayout, route: Route, *, tokens: Range, layers: Range, num_tokens: int, dtype: DType) -> int:
     """Payload of the grant for this part of a chunk, in bytes; 0 where chunk and route share nothing."""
     rates = _rates(layout, route, layers, dtype)
     if rates.num_states and tokens.end == num_tokens:
@@ -487,14 +487,14 @@ def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, nu
     return sum(rate.count(tokens, num_tokens) * rate.token_bytes for rate in rates.windows)
 
 
-def wire_slices(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
+def wire_slices(layout: KVLayout, route: Route, *, tokens: Range, layers: Range, num_tokens: int, dtype: DType) -> int:
     """Writes that this part of a chunk would take as token x layer x K/V slices; what a window leaves out is none."""
     rates = _rates(layout, route, layers, dtype)
     num_states = rates.num_states if tokens.end == num_tokens else 0
     return num_states + sum(rate.count(tokens, num_tokens) * rate.token_buffers for rate in rates.windows)
 
 
-def first_travelling_token(layout: KVLayout, route: Route, *, layers: Span, num_tokens: int, dtype: DType) -> int:
+def first_travelling_token(layout: KVLayout, route: Route, *, layers: Range, num_tokens: int, dtype: DType) -> int:
     """Return the first token of a prompt that has a payload on `route`; `num_tokens` if none has.
 
     From that token on each token range has a payload: a window reaches to the end of the prompt, and a recurrent state travels
@@ -522,7 +522,7 @@ class _WindowRate:
         """Return the first token that travels, for a prompt of `num_tokens`."""
         return max(0, num_tokens - self.window_tokens) if self.window_tokens else 0
 
-    def count(self, tokens: Span, num_tokens: int) -> int:
+    def count(self, tokens: Range, num_tokens: int) -> int:
         """Return the number of `tokens` that travel."""
         return max(0, tokens.end - max(tokens.begin, self.first_token(num_tokens)))
 
@@ -536,7 +536,7 @@ class _Rates:
 
 
 @lru_cache(maxsize=1024)  # called for each piece of each request; one entry for each group of layers
-def _rates(layout: KVLayout, route: Route, layers: Span, dtype: DType) -> _Rates:
+def _rates(layout: KVLayout, route: Route, layers: Range, dtype: DType) -> _Rates:
     of_window: dict[int, list[LayerSpec]] = {}
     num_states = 0
     for layer in route.layers_in(layout, layers):
@@ -556,9 +556,9 @@ def _rates(layout: KVLayout, route: Route, layers: Span, dtype: DType) -> _Rates
     return _Rates(windows=windows, num_states=num_states)
 
 
-def _travelling_tokens(spec: LayerSpec, tokens: Span, num_tokens: int) -> Span:
+def _travelling_tokens(spec: LayerSpec, tokens: Range, num_tokens: int) -> Range:
     if spec.kind is LayerKind.RECURRENT_STATE:
-        return Span(begin=0, end=1) if tokens.end == num_tokens else Span(begin=0, end=0)
+        return Range(begin=0, end=1) if tokens.end == num_tokens else Range(begin=0, end=0)
     if spec.kind is LayerKind.SLIDING_WINDOW:
-        return tokens.intersect(Span(begin=max(0, num_tokens - spec.window_tokens), end=num_tokens))
+        return tokens.intersect(Range(begin=max(0, num_tokens - spec.window_tokens), end=num_tokens))
     return tokens

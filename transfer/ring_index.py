@@ -140,7 +140,7 @@ class PositionIndex(Generic[_T]):
         return [thing for position in self._positions.take(begin, end) for thing in self._things.pop(position)]
 
 
-class Span(Protocol):
+class RingRange(Protocol):
     """Positions [begin, end) of a ring: a grant; no two begin at one position."""
 
     @property
@@ -150,7 +150,7 @@ class Span(Protocol):
     def end(self) -> int: ...
 
 
-_S = TypeVar("_S", bound=Span)
+_S = TypeVar("_S", bound=RingRange)
 
 
 class WaitingGrants(Generic[_S, _T]):

@@ -23,7 +23,7 @@ from decode_node.offload.saving import next_save
 from decode_node.offload.store_leader import StoreLeader
 from decode_node.offload.tiered_request import TieredRequest
 from decode_node.offload.tiers import Place, Prompt
-from decode_node.rank_messages import CopyPages, EntryRun, LoadPages, MoveBoundary, PageRun, SavePages
+from decode_node.rank_messages import CopyPages, EntryRun, HostPageRun, LoadPages, MoveBoundary, SavePages
 from transfer.instance import Instance
 from transfer.storage.hashing import HashingTurns
 from transfer.storage.keys import PageHashes
@@ -406,7 +406,7 @@ class OffloadLeader:
             self._tell_room()
 
         pages = tuple(page.number for page in request.host[boundary : request.boundary])
-        run = PageRun(group=FULL, first_entry=boundary, host_pages=pages)
+        run = HostPageRun(group=FULL, first_entry=boundary, host_pages=pages)
         job = self._context.jobs.begin(done)
         self._context.broadcast(LoadPages(job=job, request_id=request.request_id, runs=(run,), grow=count))
 

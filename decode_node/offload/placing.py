@@ -15,7 +15,7 @@ from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceCopy
 from decode_node.offload.host_tier import HostPage
 from decode_node.offload.tiered_request import TieredRequest
-from decode_node.rank_messages import PageRun
+from decode_node.rank_messages import HostPageRun
 from transfer.errors import LayoutError
 from transfer.layer_groups import PageCounts
 from transfer.storage.keys import PageHashes
@@ -41,7 +41,7 @@ class Placement:
     request: TieredRequest
     pages: PageCounts
     start_token: int
-    loads: tuple[PageRun, ...]
+    loads: tuple[HostPageRun, ...]
     loaded_from: tuple[HostPage, ...]
     copies: tuple[DeviceCopy, ...]
     hits: tuple[HostPage, ...]
@@ -191,7 +191,7 @@ def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, 
         (request.host if is_kept else transient).append(page)
     hits = (*request.host, *transient)
     request.next_save = len(hits)
-    loads = [PageRun(group=FULL, first_entry=boundary, host_pages=_numbers(hits[boundary:]))] if len(hits) > boundary else []
+    loads = [HostPageRun(group=FULL, first_entry=boundary, host_pages=_numbers(hits[boundary:]))] if len(hits) > boundary else []
     for group in context.windows:
         first = context.first_window_page(group, request.num_prompt_tokens)
         reached = [tier.find(group, page_hash) for page_hash in request.chain.hashes[first : len(hits)]]
@@ -199,7 +199,7 @@ def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, 
         assert len(held) == len(reached)  # _window_limit has seen to it
         transient += held
         if held:
-            loads.append(PageRun(group=group, first_entry=first, host_pages=_numbers(held)))
+            loads.append(HostPageRun(group=group, first_entry=first, host_pages=_numbers(held)))
     copy = _found_on_device(context, request, len(hits)) if may_skip else None
     num_found = len(hits) if copy is None else copy.runs[FULL][1]
     request.next_save = max(request.next_save, boundary)

@@ -20,10 +20,10 @@ from decode_node.rank_messages import (
     CopyPages,
     EntryRun,
     FetchPages,
+    HostPageRun,
     JobDone,
     LoadPages,
     MoveBoundary,
-    PageRun,
     SavePages,
     StoreJob,
 )
@@ -33,7 +33,7 @@ from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.lane import Lane
 from transfer.layer_groups import NO_PAGE, GroupKind
-from transfer.layout import Span
+from transfer.layout import Range
 from transfer.metrics import RankMetrics
 from transfer.pool.host_pool import HostPool, mixed_pool
 from transfer.pool.kv_pool import KVPool
@@ -165,7 +165,7 @@ class OffloadRank:
         """The request's pages are back."""
         del self._requests[request_id]
 
-    def arrives_in_host(self, request_id: str, tokens: Span) -> bool:
+    def arrives_in_host(self, request_id: str, tokens: Range) -> bool:
         """Whether that part of the prompt goes to host memory.
 
         Raises:
@@ -313,7 +313,7 @@ class OffloadRank:
         if not request.num_jobs:
             self._on_free(request_id)
 
-    def _window_entries(self, runs: Sequence[PageRun | EntryRun]) -> dict[int, int]:
+    def _window_entries(self, runs: Sequence[HostPageRun | EntryRun]) -> dict[int, int]:
         """First entry of each window, of runs that ascend."""
         found: dict[int, int] = {}
         for run in runs:
@@ -321,7 +321,7 @@ class OffloadRank:
                 found.setdefault(run.group, run.first_entry)
         return found
 
-    def _moves(self, request_id: str, runs: Sequence[PageRun]) -> list[PageMove]:
+    def _moves(self, request_id: str, runs: Sequence[HostPageRun]) -> list[PageMove]:
         moves: list[PageMove] = []
         for run in runs:
             device_pages = self._device_pages(request_id, run.group, run.first_entry, len(run.host_pages))

@@ -14,7 +14,7 @@ from typing import Final
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.host_tier import HostPage
 from decode_node.offload.tiered_request import TieredRequest
-from decode_node.rank_messages import PageRun
+from decode_node.rank_messages import HostPageRun
 
 MAX_SAVED_PAGES: Final = 256
 """Pages of a save: large enough for the link, small enough that other requests have their turn."""
@@ -45,14 +45,14 @@ class Save:
         self.entries.setdefault(group, []).append((entry, page))
 
     @property
-    def runs(self) -> tuple[PageRun, ...]:
-        found: list[PageRun] = []
+    def runs(self) -> tuple[HostPageRun, ...]:
+        found: list[HostPageRun] = []
         for group, of_group in self.entries.items():
             begin = 0
             for index in range(1, len(of_group) + 1):
                 if index == len(of_group) or of_group[index][0] != of_group[index - 1][0] + 1:
                     numbers = tuple(page.number for _, page in of_group[begin:index])
-                    found.append(PageRun(group=group, first_entry=of_group[begin][0], host_pages=numbers))
+                    found.append(HostPageRun(group=group, first_entry=of_group[begin][0], host_pages=numbers))
                     begin = index
         return tuple(found)
 

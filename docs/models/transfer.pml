@@ -215,7 +215,7 @@ inline released_at_sender(p) {
 	do
 	:: k < PIECES && REQUEST(k) == REQUEST(p) && stage[k] != RELEASED -> break
 	:: k < PIECES && !(REQUEST(k) == REQUEST(p) && stage[k] != RELEASED) -> k++
-	:: k == PIECES -> knows[REQUEST(p)] = false; break              /* RequestSent */
+	:: k == PIECES -> knows[REQUEST(p)] = false; break              /* OutgoingSent */
 	od;
 	k = 0
 }
@@ -336,7 +336,7 @@ proctype SenderRequest(byte r) {
 end:	do
 	MESSAGE(GrantRefused(r), on_refused(r))
 	MESSAGE(AbortTransfer(r), on_abort(r))
-	:: d_step { aborts_left > 0 && knows[r] -> aborts_left--; fail(r) }     /* RequestAborted */
+	:: d_step { aborts_left > 0 && knows[r] -> aborts_left--; fail(r) }     /* OutgoingAborted */
 	od
 }
 
@@ -475,7 +475,7 @@ inline on_scattered(p) {
 			do
 			:: j < PIECES && REQUEST(j) == REQUEST(p) && t_stage[j] != T_RELEASED -> break
 			:: j < PIECES && !(REQUEST(j) == REQUEST(p) && t_stage[j] != T_RELEASED) -> j++
-			:: j == PIECES -> t_knows[REQUEST(p)] = false; break    /* RequestComplete: the set is whole (rules 7 and 8) */
+			:: j == PIECES -> t_knows[REQUEST(p)] = false; break    /* IncomingComplete: the set is whole (rules 7 and 8) */
 			od;
 			j = 0
 		fi

@@ -10,6 +10,7 @@ from decode_node import rank_messages as decode_messages
 from fuzz.target import Target, require
 from fuzz.trees import tree_mutator
 from node_runtime.rank_link import RankCodec
+from node_runtime.rank_report import StepFailed
 from prefill_node import rank_messages as prefill_messages
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
@@ -27,16 +28,16 @@ MESSAGES: tuple[tuple[RankCodec, object], ...] = (
     ),
     (
         prefill_messages.CODEC,
-        prefill_messages.RunStep(
-            step=1, parts=(prefill_messages.StepPart(request_id="r", token_ids=(1, 2), first_token=0, is_last=True),)
+        prefill_messages.RunPrefillStep(
+            step=1, parts=(prefill_messages.PrefillStepPart(request_id="r", token_ids=(1, 2), first_token=0, is_last=True),)
         ),
     ),
     (prefill_messages.CODEC, prefill_messages.RequestSent(request_id="r", stats=SentStats(num_bytes=5))),
-    (prefill_messages.CODEC, prefill_messages.StepDone(step=1, first_tokens={"r": 5}, compute_s=0.5)),
-    (decode_messages.CODEC, decode_messages.StepFailed(step=1, request_ids=("r",), reason="no", is_fatal=False)),
+    (prefill_messages.CODEC, prefill_messages.PrefillStepDone(step=1, first_tokens={"r": 5}, compute_s=0.5)),
+    (decode_messages.CODEC, StepFailed(step=1, request_ids=("r",), reason="no", is_fatal=False)),
     (
         decode_messages.CODEC,
-        decode_messages.RunStep(step=3, parts=(decode_messages.StepPart(request_id="r", token_id=7, position=4),)),
+        decode_messages.RunDecodeStep(step=3, parts=(decode_messages.DecodeStepPart(request_id="r", token_id=7, position=4),)),
     ),
     (decode_messages.CODEC, decode_messages.TransferFailed(request_id="r", reason="no", is_data_loss=True)),
 )

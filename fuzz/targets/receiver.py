@@ -77,7 +77,7 @@ class World:
         self.num_opened += 1
         self.session_of[prefill_rank] = self.num_opened
         self.open.add(self.num_opened)
-        self.tell(rx.SessionOpened(session=self.num_opened, incarnation=PREFILL_LIFE))
+        self.tell(rx.ReceiverSessionOpened(session=self.num_opened, incarnation=PREFILL_LIFE))
 
     def lose(self, session: int, *, is_over: bool, reason: str = "lost") -> None:
         if session not in self.open:
@@ -88,12 +88,12 @@ class World:
         is_over = is_over or not self.is_one_sided
         if not is_over:
             self.ending.add(session)
-        self.tell(rx.SessionLost(session=session, reason=reason, is_over=is_over))
+        self.tell(rx.ReceiverSessionLost(session=session, reason=reason, is_over=is_over))
 
     def end_session(self, session: int) -> None:
         if session in self.ending:
             self.ending.discard(session)
-            self.tell(rx.SessionOver(session=session))
+            self.tell(rx.ReceiverSessionOver(session=session))
 
     def expect(self, request_id: str, num_tokens: int, start_token: int) -> None:
         if self.machine.is_known(request_id) or request_id in self.kept:
@@ -116,11 +116,11 @@ class World:
             len(Pieces(chunks, LAYOUT, each, num_tokens=num_tokens, dtype=LAYOUT.dtype)) for each in self.routes
         )
         self.kept.add(request_id)
-        self.tell(rx.RequestExpected(request=request))
+        self.tell(rx.IncomingExpected(request=request))
 
     def cancel(self, request_id: str) -> None:
         if request_id in self.pieces:
-            self.tell(rx.RequestCancelled(request_id=request_id, reason="the client went away"))
+            self.tell(rx.IncomingCancelled(request_id=request_id, reason="the client went away"))
 
     def settle(self, begin: int, size: int) -> None:
         """A receive ends: declined, filled by some bytes, or whole."""
@@ -166,12 +166,12 @@ class World:
                 require(len(mark.released) <= MAX_PUBLISHED_RANGES, "a watermark without a bound")
                 require(self.last is None or mark.position >= self.last.position, "a watermark that moves back")
                 self.last = mark
-            case rx.RequestComplete():
+            case rx.IncomingComplete():
                 require(self.pieces.pop(action.request_id, None) is not None, "a second outcome")
                 self._give_back(action.request_id)
-            case rx.RequestFailed():
+            case rx.IncomingFailed():
                 require(len(action.reason.splitlines()) == 1, f"a reason of several lines: {action.reason!r}")
-            case rx.RequestDrained():
+            case rx.IncomingDrained():
                 require(self.pieces.pop(action.request_id, None) is not None, "a second outcome")
                 self._give_back(action.request_id)
 

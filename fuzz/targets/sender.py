@@ -86,14 +86,16 @@ class World:
         is_direct = bool(self.direct >> number & 1)
         self.session_of[decode_rank], self.open[number] = number, is_direct
         capacity = self.cells * ALIGNMENT_BYTES
-        self.tell(tx.SessionOpened(session=number, incarnation=DECODE_LIFE, ring_capacity_bytes=capacity, is_direct=is_direct))
+        self.tell(
+            tx.SenderSessionOpened(session=number, incarnation=DECODE_LIFE, ring_capacity_bytes=capacity, is_direct=is_direct)
+        )
 
     def lose(self, session: int, reason: str = "lost") -> None:
         if self.open.pop(session, None) is None:
             return
         self.session_of = {rank: number for rank, number in self.session_of.items() if number != session}
         self.writing = {slot: write for slot, write in self.writing.items() if write.session != session}
-        self.tell(tx.SessionLost(session=session, reason=reason))
+        self.tell(tx.SenderSessionLost(session=session, reason=reason))
 
     def start(self, request_id: str, num_tokens: int, start_token: int) -> None:
         if (
@@ -117,7 +119,7 @@ class World:
         self.uncomputed[request_id], self.num_chunks[request_id] = 0, len(chunks)
         self.started.add(request_id)
         self.kept.add(request_id)
-        self.tell(tx.RequestStarted(request=request))
+        self.tell(tx.OutgoingStarted(request=request))
 
     def compute(self, request_id: str) -> None:
         chunk = self.uncomputed.get(request_id, 0)
@@ -131,7 +133,7 @@ class World:
 
     def end_write(self, slot: int, *, is_failed: bool) -> None:
         del self.writing[slot]
-        self.tell(tx.WriteFailed(slot=slot, reason="broke") if is_failed else tx.WriteFinished(slot=slot))
+        self.tell(tx.SlotWriteFailed(slot=slot, reason="broke") if is_failed else tx.WriteFinished(slot=slot))
 
     # The machine
 
@@ -171,7 +173,7 @@ class World:
                 busy = any(gather.request_id == action.request_id for gather in self.gathering.values())
                 require(not busy, "pages that are given back under a gather")
                 self.kept.discard(action.request_id)
-            case tx.RequestSent() | tx.RequestFailed():
+            case tx.OutgoingSent() | tx.OutgoingFailed():
                 require(action.request_id in self.started, "a second outcome")
                 require(action.request_id not in self.kept, "an outcome before the pages are given back")
                 self.started.discard(action.request_id)
@@ -227,7 +229,7 @@ class World:
                 self.now_s += step.seconds()
                 self.tell(tx.Tick())
             case "give_up":
-                self.tell(tx.RequestAborted(request_id=IDS[step.below(5)], reason="the engine failed"))
+                self.tell(tx.OutgoingAborted(request_id=IDS[step.below(5)], reason="the engine failed"))
             case "lose":
                 self.lose(1 + step.below(MAX_SESSIONS))
             case "open":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
-from transfer.layout import KVLayout, LayerKind, Shard, Span, routes, wire_buffers, wire_dtype
+from transfer.layout import KVLayout, LayerKind, Range, Shard, routes, wire_buffers, wire_dtype
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import instance_from_proto
 
@@ -45,14 +45,14 @@ class GroupReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class RequestLengths:
     """Of a request that is over: tokens of its prompt, and those that were generated from it, the first included."""
 
     prompt_tokens: int
     generated_tokens: int
 
 
-def group_reports(prefill: pb.NodeStatus, decode: pb.NodeStatus, requests: Sequence[Lengths]) -> tuple[GroupReport, ...]:
+def group_reports(prefill: pb.NodeStatus, decode: pb.NodeStatus, requests: Sequence[RequestLengths]) -> tuple[GroupReport, ...]:
     """One for each group, in the order of the model's groups; none where a node does not say what it is.
 
     Args:
@@ -88,15 +88,15 @@ def group_reports(prefill: pb.NodeStatus, decode: pb.NodeStatus, requests: Seque
     return tuple(found)
 
 
-def _decode_pages(group: LayerGroup, page_size: int, request: Lengths) -> int:
+def _decode_pages(group: LayerGroup, page_size: int, request: RequestLengths) -> int:
     computed = request.prompt_tokens + request.generated_tokens - 1  # nothing is computed from the last token
     return group.num_pages(computed, page_size) - group.first_travelling_token(request.prompt_tokens) // page_size
 
 
 def _bytes_sent(group: LayerGroup, layout: KVLayout, prefill: Shard, decode: Shard, num_tokens: int) -> int:
     dtype = wire_dtype(layout, prefill, decode)
-    whole = Span(begin=0, end=num_tokens)
-    layers = Span(begin=0, end=layout.num_layers)
+    whole = Range(begin=0, end=num_tokens)
+    layers = Range(begin=0, end=layout.num_layers)
     return sum(
         buffer.num_bytes
         for route in routes(layout, prefill, decode)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.demo.groups import GroupReport, Lengths, group_reports
+from kvferry.demo.groups import GroupReport, RequestLengths, group_reports
 from kvferry.demo.offload import OffloadReport
 from kvferry.demo.reference_generate import ReferenceResult
 from transfer.errors import ConfigError
@@ -215,8 +215,8 @@ def make_report(
     )
 
 
-def _lengths(outcome: RequestOutcome) -> Lengths:
-    return Lengths(prompt_tokens=outcome.prompt_tokens, generated_tokens=len(outcome.token_ids))
+def _lengths(outcome: RequestOutcome) -> RequestLengths:
+    return RequestLengths(prompt_tokens=outcome.prompt_tokens, generated_tokens=len(outcome.token_ids))
 
 
 def _errors(outcomes: Sequence[RequestOutcome], *, after_acceptance: bool) -> tuple[str, ...]:

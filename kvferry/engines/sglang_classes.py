@@ -64,7 +64,7 @@ log = structlog.get_logger(__name__)
 _queue: Any = None  # the scheduler's queue whose manager is being made
 
 
-class TransferFailed(Exception):
+class KVTransferFailed(Exception):
     """What SGLang reads of a failed transfer."""
 
     def __init__(self, room: int, failure: str) -> None:
@@ -218,7 +218,7 @@ class KvferrySender(BaseKVSender):
 
     def failure_exception(self) -> None:
         self.prompt.fail("it failed on another rank")
-        raise TransferFailed(self.bootstrap_room, self.prompt.failure)
+        raise KVTransferFailed(self.bootstrap_room, self.prompt.failure)
 
     def abort(self) -> None:
         self.prompt.fail()
@@ -269,7 +269,7 @@ class KvferryReceiver(BaseKVReceiver):
 
     def failure_exception(self) -> None:
         self.prompt.fail("it failed on another rank")
-        raise TransferFailed(self.bootstrap_room, self.prompt.failure)
+        raise KVTransferFailed(self.bootstrap_room, self.prompt.failure)
 
     def abort(self) -> None:
         self.prompt.fail()

@@ -28,7 +28,7 @@ from kvferry.engines.hosted_rank import HostedRank
 from kvferry.engines.vllm_compute import ComputeByApi
 from kvferry.engines.vllm_facts import model_fields
 from kvferry.engines.vllm_layout import VllmLayout, describe, read_facts
-from kvferry.engines.vllm_scheduler import SchedulerSide, StepPlan
+from kvferry.engines.vllm_scheduler import SchedulerSide, StepMessage
 from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
 from kvferry.engines.vllm_worker import WorkerSide
 
@@ -39,7 +39,7 @@ _DONE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, R
 class KvferryMetadata(KVConnectorMetadata):
     """What goes from the scheduler's object to the workers' with each step."""
 
-    plan: StepPlan = field(default_factory=StepPlan)
+    plan: StepMessage = field(default_factory=StepMessage)
 
 
 class KvferryConnector(KVConnectorBase_V1):
@@ -133,7 +133,7 @@ class KvferryConnector(KVConnectorBase_V1):
             kv_scales=layout.kv_scales,
         )
 
-    def _plan(self) -> StepPlan:
+    def _plan(self) -> StepMessage:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvferryMetadata)
         return metadata.plan

@@ -58,7 +58,7 @@ class SourceEnd:
 
 
 @dataclass(slots=True, kw_only=True)
-class StepPlan:
+class StepMessage:
     """From the scheduler to every worker, with each step; pickled on its way."""
 
     steps: list[SourceStep] = field(default_factory=list)
@@ -251,10 +251,10 @@ class SchedulerSide:
 
     # Of steps
 
-    def plan(self, scheduled: Any) -> StepPlan:
+    def plan(self, scheduled: Any) -> StepMessage:
         """What the workers have to know of a step; `scheduled` is vLLM's SchedulerOutput."""
         self._leader.check()
-        plan = StepPlan(ends=self._ends)
+        plan = StepMessage(ends=self._ends)
         self._ends = []
         if not self._sources and not plan.ends:
             return plan
@@ -271,7 +271,14 @@ class SchedulerSide:
         return plan
 
     def _add_step(
-        self, plan: StepPlan, scheduled: Any, request_id: str, blocks: Sequence[list[int]], num_computed: int, *, is_fresh: bool
+        self,
+        plan: StepMessage,
+        scheduled: Any,
+        request_id: str,
+        blocks: Sequence[list[int]],
+        num_computed: int,
+        *,
+        is_fresh: bool,
     ) -> None:
         source = self._sources.get(request_id)
         if source is not None:

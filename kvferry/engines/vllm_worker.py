@@ -12,7 +12,7 @@ import structlog
 
 from decode_node.target_rank import Settled
 from kvferry.engines.hosted_rank import HostedRank
-from kvferry.engines.vllm_scheduler import StepPlan, request_id_of
+from kvferry.engines.vllm_scheduler import StepMessage, request_id_of
 from prefill_node.source_rank import Free
 from transfer.engine_types import DeviceEvent
 
@@ -56,12 +56,12 @@ class WorkerSide:
         self._tables: dict[str, list[list[int]]] = {}  # of requests that are handed over
         self._held: set[str] = set()  # whose blocks the scheduler keeps until they are said to be sent
 
-    def preempt(self, plan: StepPlan) -> None:
+    def preempt(self, plan: StepMessage) -> None:
         """Before the step: blocks of these requests are about to be overwritten."""
         if plan.preempted:
             self._rank.pause(plan.preempted, "the prefill side's engine has preempted the request, and computes it again")
 
-    def computed(self, plan: StepPlan) -> None:
+    def computed(self, plan: StepMessage) -> None:
         """After the step: its KV is in the cache, or will be behind what the device was given."""
         event = self._record() if self._record is not None and plan.steps else None
         for step in plan.steps:

@@ -29,7 +29,7 @@ LABELS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class BarSegment:
     """A stretch of the bar: lines of one kind.
 
     Args:
@@ -45,7 +45,7 @@ class Segment:
     num_bytes: int
 
 
-def segments(plan: MemoryPlan) -> list[Segment]:
+def segments(plan: MemoryPlan) -> list[BarSegment]:
     """The device from its beginning to its end, without what is empty."""
     allocated = sum(one.num_bytes for one in plan.workspaces if one.is_allocated)
     sizes = {"pool": plan.pool_bytes, "workspaces": allocated + plan.inputs.offload_bytes}
@@ -61,7 +61,9 @@ def segments(plan: MemoryPlan) -> list[Segment]:
         ("reserve", "R", "reserve", "#eedd88"),
         ("left", ".", "left over", "#dddddd"),
     )
-    found = [Segment(letter=letter, label=label, colour=colour, num_bytes=lines[name]) for name, letter, label, colour in kinds]
+    found = [
+        BarSegment(letter=letter, label=label, colour=colour, num_bytes=lines[name]) for name, letter, label, colour in kinds
+    ]
     return [segment for segment in found if segment.num_bytes]
 
 

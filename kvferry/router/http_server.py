@@ -24,7 +24,7 @@ _API_KEY: Final = "VLLM_API_KEY"  # where vLLM, too, looks for its key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class KVSource:
     """Where a decode server finds the KV of a prefill server's prompts.
 
     Args:
@@ -46,14 +46,14 @@ class Source:
         }
 
 
-def source_of(params: Mapping[str, Any] | None) -> Source | None:
+def source_of(params: Mapping[str, Any] | None) -> KVSource | None:
     """The source that a prefill server's `kv_transfer_params` name; None where they name none, as those of other connectors."""
     if params is None:
         return None
     address, engine_id = params.get("remote_address"), params.get("remote_engine_id")
     if not (isinstance(address, str) and address and isinstance(engine_id, str) and engine_id):
         return None
-    return Source(address=address, engine_id=engine_id)
+    return KVSource(address=address, engine_id=engine_id)
 
 
 class HttpServer(Server):
@@ -68,7 +68,7 @@ class HttpServer(Server):
         self, url: str, tier: str, *, connect_timeout_s: float, lost_after_s: float, on_opened: Callable[[str], None]
     ) -> None:
         super().__init__(url, tier, lost_after_s=lost_after_s, on_opened=on_opened)
-        self.source: Source | None = None  # of a prefill server, once it is known
+        self.source: KVSource | None = None  # of a prefill server, once it is known
         self.doubt = 0.0  # whether that is so at the next request, too; see `kvferry.router.prefill.doubt`
         self.is_without_kv = False  # its last answer did not say where the KV is
         self._session = aiohttp.ClientSession(

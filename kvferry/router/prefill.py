@@ -11,7 +11,7 @@ from typing import Any, Final
 import structlog
 
 from kvferry.router.api import Call, Head
-from kvferry.router.http_server import HttpServer, Source, clip, source_of
+from kvferry.router.http_server import HttpServer, KVSource, clip, source_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai_body import KV_FIELD, VllmBody, prefill_params
 from kvferry.router.servers import Lease, ServerFailed
@@ -44,7 +44,7 @@ class Prefilled:
     """
 
     params: dict[str, Any] | None
-    source: Source | None
+    source: KVSource | None
 
 
 async def run_prefill(

@@ -15,7 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, RichLog, Static
 
 from kvferry.cli.text_bars import printable
-from kvferry.top.cluster_view import Alert, Alerts, ClusterView, LinkView, RequestView, Seen
+from kvferry.top.cluster_view import Alert, Alerts, ClusterView, LinkView, RequestRow, Seen
 from kvferry.top.cluster_watch import ClusterWatch
 from kvferry.top.view import (
     LINKS,
@@ -35,7 +35,7 @@ from transfer.errors import TransferError
 DRAIN_S: Final = 10.0
 """How long a drain is waited for; the node goes on draining after that."""
 
-_SORTS: Final[dict[str, Callable[[RequestView], tuple[object, ...]]]] = {
+_SORTS: Final[dict[str, Callable[[RequestRow], tuple[object, ...]]]] = {
     "age": lambda request: (-request.one.age_s,),
     "stage": lambda request: (request.stage, -request.one.age_s),
     "prompt": lambda request: (-request.one.prompt_tokens,),
@@ -217,7 +217,7 @@ class TopApp(App[None]):
         self._say(f"{node.address} is asked to {'take requests again' if is_draining else 'drain'}")
         self._call(call)
 
-    def _abort(self, request: RequestView) -> None:
+    def _abort(self, request: RequestRow) -> None:
         address, one = request.decode or request.prefill, request.one
 
         async def call() -> str:

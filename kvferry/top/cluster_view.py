@@ -98,7 +98,7 @@ class LinkView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestView:
+class RequestRow:
     """A request as both nodes see it, joined by the name of its transfer.
 
     Args:
@@ -155,7 +155,7 @@ class ClusterView:
 
     nodes: tuple[Seen, ...]
     links: tuple[LinkView, ...] = ()
-    requests: tuple[RequestView, ...] = ()
+    requests: tuple[RequestRow, ...] = ()
 
     def tier(self, role: str) -> list[Seen]:
         return [node for node in self.nodes if node.role == role]
@@ -221,14 +221,14 @@ def _use_counts(node: Seen) -> Iterable[tuple[_Key, pb.LinkUse]]:
             yield (node.incarnation, rank.rank, use.peer_incarnation, use.decode_rank), use
 
 
-def _requests(nodes: Sequence[Seen]) -> Iterable[RequestView]:
+def _requests(nodes: Sequence[Seen]) -> Iterable[RequestRow]:
     at_prefill = {request.transfer_id: (node, request) for node in nodes if node.role == "prefill" for request in node.requests}
     for node in nodes:
         if node.role != "decode" or node.status is None:
             continue
         for request in node.requests:
             other, same = at_prefill.pop(request.transfer_id, (None, None))
-            yield RequestView(
+            yield RequestRow(
                 decode=node.address,
                 prefill=other.address if other is not None else request.peer,
                 at_decode=request,
@@ -237,7 +237,7 @@ def _requests(nodes: Sequence[Seen]) -> Iterable[RequestView]:
             )
     for node, request in at_prefill.values():
         ranks = len(node.status.ranks) if node.status is not None else 0
-        yield RequestView(decode=request.peer, prefill=node.address, at_prefill=request, num_ranks=ranks)
+        yield RequestRow(decode=request.peer, prefill=node.address, at_prefill=request, num_ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

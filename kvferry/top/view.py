@@ -13,7 +13,7 @@ from rich.text import Text
 from kvferry.cli.status_view import STYLES
 from kvferry.cli.text_bars import bar, printable, ring_bar
 from kvferry.demo.view import in_bytes
-from kvferry.top.cluster_view import SLOW_SHARE, Alert, ClusterView, LinkView, RequestView, Seen
+from kvferry.top.cluster_view import SLOW_SHARE, Alert, ClusterView, LinkView, RequestRow, Seen
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.plain_values import plain
 
@@ -95,7 +95,7 @@ def link_cells(link: LinkView) -> list[Text]:
     ]
 
 
-def request_cells(request: RequestView) -> list[Text]:
+def request_cells(request: RequestRow) -> list[Text]:
     one = request.one
     cells = [printable(one.request_id), printable(request.stage, style="yellow" if request.stage == "queued" else "")]
     for part, whole in (request.computed, request.moved, request.generated):
@@ -143,7 +143,7 @@ def picture(view: ClusterView, alerts: Sequence[Alert]) -> RenderableType:
     return Group(*parts)
 
 
-def by_age(requests: Iterable[RequestView]) -> list[RequestView]:
+def by_age(requests: Iterable[RequestRow]) -> list[RequestRow]:
     return sorted(requests, key=lambda request: (-request.one.age_s, request.key))
 
 

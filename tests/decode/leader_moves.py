@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from decode_node.rank_messages import RunStep
-from decode_node.request_state import Stage
+from decode_node.rank_messages import RunDecodeStep
+from decode_node.request_state import GenerationStage
 from tests.decode.leader_world import OTHER_LIFE, World, has_room, turns
 from transfer.errors import PeerUnreachable, TransferAborted
 
@@ -35,7 +35,7 @@ async def play(moves: Iterable[tuple[str, int]], world: World) -> None:
             world.lose(peer)
     world.let_nobody_come()
     await drained(world)
-    assert not [message for message in world.sent if isinstance(message, RunStep) and not message.parts]
+    assert not [message for message in world.sent if isinstance(message, RunDecodeStep) and not message.parts]
     await world.close()
 
 
@@ -49,7 +49,7 @@ def is_started(world: World, name: str) -> bool:
 
 async def move(world: World, kind: str, pick: int) -> None:
     rank = pick % 2
-    tries = [one for request in world.accepted for one in request.tries if one.stage is not Stage.GONE]
+    tries = [one for request in world.accepted for one in request.tries if one.stage is not GenerationStage.GONE]
     live = [one.transfer_id for one in tries]
     started = [name for name in live if is_started(world, name)]
     sent = [one.transfer_id for one in tries if one.peer is not None]

@@ -13,17 +13,17 @@ from decode_node.peers import PrefillPeers
 from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import (
     CancelRequest,
+    DecodeStepDone,
     ExpectRequest,
     FinishRequest,
     RequestExpected,
-    RunStep,
-    StepDone,
-    StepFailed,
+    RunDecodeStep,
     TransferFailed,
 )
-from decode_node.request_state import Done, Observer, Request, Stage, Tokens
+from decode_node.request_state import Done, GenerationRequest, GenerationStage, Observer, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
+from node_runtime.rank_report import StepFailed
 from tests.runtime.instances import instance
 from transfer.breaker import Breaker, BreakerSettings, BreakerState
 from transfer.chunk import ChunkPlan
@@ -170,7 +170,7 @@ class World:
         self.peer, self.other = Peer("prefill:1", PREFILL_LIFE, breakers[0]), Peer("prefill:2", OTHER_LIFE, breakers[1])
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.sent: list[object] = []
-        self.step: RunStep | None = None
+        self.step: RunDecodeStep | None = None
         self.outcomes: list[str] = []
         self.hung: list[str] = []
         self.waiting: set[str] = set()  # tries that found no room
@@ -178,7 +178,7 @@ class World:
         self.first_tokens: list[float] = []
         self.num_retries, self.max_retries = 0, prefill_retries
         self.may_wait = join_timeout_s > 0
-        self.accepted: list[Request] = []
+        self.accepted: list[GenerationRequest] = []
         self.names: dict[str, int] = {}  # how many tries of a name there were
         self.reserving: dict[str, asyncio.Task[int | None]] = {}
         self.peers = Peers(self.peer, self.other)
@@ -208,7 +208,7 @@ class World:
 
     def _count_retry(self) -> None:
         self.num_retries += 1
-        waiting = [request for request in self.accepted if request.current.stage is Stage.WAITING]
+        waiting = [request for request in self.accepted if request.current.stage is GenerationStage.WAITING]
         assert waiting and not any(request.generated for request in waiting), "its caller has a token of the try before"
 
     def _name(self, request_id: str) -> str:
@@ -219,14 +219,14 @@ class World:
 
     def submit(
         self, name: str, num_tokens: int = 3, *, new: int = 3, end_ids: frozenset[int] = frozenset(), may_wait: bool = True
-    ) -> Request:
+    ) -> GenerationRequest:
         request = self.leader.submit(name, tuple(range(num_tokens)), new, SamplingParams(), end_ids, may_wait=may_wait)
         self.accepted.append(request)
         return request
 
     def _broadcast(self, message: object) -> None:
         self.sent.append(message)
-        if isinstance(message, RunStep):
+        if isinstance(message, RunDecodeStep):
             assert self.step is None, "one step at a time"
             self.step = message
         for rank in self.ranks:
@@ -240,7 +240,7 @@ class World:
                     assert message.request_id in rank.holding and message.request_id not in rank.leaving
                     rank.leaving.add(message.request_id)
                     rank.receiving.discard(message.request_id)
-                case RunStep():
+                case RunDecodeStep():
                     for part in message.parts:
                         assert part.request_id in rank.holding - rank.leaving - rank.receiving, "KV that is not whole"
 
@@ -303,7 +303,7 @@ class World:
         assert self.step is not None
         step, self.step = self.step, None
         tokens = {part.request_id: token for part in step.parts}
-        self.leader.on_step_done(StepDone(step=step.step, tokens=tokens, compute_s=0.0))
+        self.leader.on_step_done(DecodeStepDone(step=step.step, tokens=tokens, compute_s=0.0))
 
     def fail_step(self, *, is_out_of_memory: bool = False) -> None:
         assert self.step is not None

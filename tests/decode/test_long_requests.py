@@ -16,8 +16,8 @@ from decode_node.admission import page_needs as decode_needs
 from decode_node.offload.tiers import DeviceOnly, Prompt
 from prefill_node import requests as requests_module
 from prefill_node.joins import Join, Reservation
-from prefill_node.rank_messages import RequestSent, RunStep, StepDone
-from prefill_node.requests import PrefillRequests, Request, Started
+from prefill_node.rank_messages import PrefillStepDone, RequestSent, RunPrefillStep
+from prefill_node.requests import PrefillRequests, PromptRequest, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.prefill.leader_world import new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
@@ -73,7 +73,7 @@ class Cluster:
             node.start()
             self.nodes.append(node)
 
-    def submit(self, name: str, num_pages: int) -> Request:
+    def submit(self, name: str, num_pages: int) -> PromptRequest:
         num_tokens = num_pages * PAGE_SIZE - NEW_TOKENS
         self._accepted_s[name], self._num_tokens[name] = self._loop.now_s, num_tokens
         node = self._chance.choice(self.nodes)
@@ -93,14 +93,14 @@ class Cluster:
 
     def _ranks_of(self, index: int) -> Callable[[object], None]:
         def hear(message: object) -> None:
-            if isinstance(message, RunStep):
+            if isinstance(message, RunPrefillStep):
                 self._loop.call_later(0.002, self._computed, self.nodes[index], message)
 
         return hear
 
-    def _computed(self, node: PrefillRequests, step: RunStep) -> None:
+    def _computed(self, node: PrefillRequests, step: RunPrefillStep) -> None:
         last = [part.request_id for part in step.parts if part.is_last]
-        node.on_step_done(0, StepDone(step=step.step, first_tokens=dict.fromkeys(last, 1), compute_s=0.0))
+        node.on_step_done(0, PrefillStepDone(step=step.step, first_tokens=dict.fromkeys(last, 1), compute_s=0.0))
         for name in last:
             node.on_pages_released(0, name)
             node.on_sent(0, RequestSent(request_id=name, stats=SentStats()))

@@ -21,15 +21,15 @@ from decode_node.node import READ_S, DecodeNode
 from decode_node.rank_messages import (
     CODEC,
     PART_BYTES,
-    PagesReleased,
+    DecodeStepPart,
     RequestExpected,
-    RunStep,
-    StepPart,
+    RunDecodeStep,
     TransferComplete,
     check_step_fits,
 )
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon, NodeState
+from node_runtime.rank_report import PagesReleased
 from tests.decode.leader_world import Text, turns
 from tests.decode.local_nodes import LocalContext, serve_locally
 from tests.prefill.join_server import CUT, JoinServer
@@ -57,8 +57,8 @@ def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path) -> No
     assert MOST_RUNNING > 2000
     check_step_fits(decode_config(tmp_path, limits={"max_running_requests": MOST_RUNNING}))
     longest = new_transfer_id("\U0001f600" * MAX_REQUEST_ID_CHARS)
-    part = StepPart(request_id=longest, token_id=2**32 - 1, position=2**32 - 1)
-    assert len(CODEC.encode(RunStep(step=2**62, parts=(part,) * MOST_RUNNING))) <= MAX_PAYLOAD_BYTES
+    part = DecodeStepPart(request_id=longest, token_id=2**32 - 1, position=2**32 - 1)
+    assert len(CODEC.encode(RunDecodeStep(step=2**62, parts=(part,) * MOST_RUNNING))) <= MAX_PAYLOAD_BYTES
 
 
 class GatedText(Text):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
 from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest
-from decode_node.request_state import Done, Request, Tokens
+from decode_node.request_state import Done, GenerationRequest, Tokens
 from tests.decode.leader_moves import MOVES, drained, play
 from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
 from tests.runtime.hand_clock import HandClock
@@ -43,7 +43,7 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return HandClock(monkeypatch, requests_module)
 
 
-async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> Request:
+async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
     """A request whose KV is whole on every rank, and whose first token nobody has told."""
     request = world.submit(name, num_tokens, new=new)
     await turns()

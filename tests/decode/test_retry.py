@@ -13,7 +13,7 @@ from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
 from decode_node.peers import REASON_GRACE_S
 from decode_node.rank_messages import CancelRequest, ExpectRequest
-from decode_node.request_state import Done, Request, Tokens
+from decode_node.request_state import Done, GenerationRequest, Tokens
 from tests.decode.leader_moves import play
 from tests.decode.leader_world import (
     FIRST_TOKEN,
@@ -57,13 +57,13 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return HandClock(monkeypatch, requests_module)
 
 
-async def waiting(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> Request:
+async def waiting(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
     request = world.submit(name, num_tokens, new=new)
     await turns()
     return request
 
 
-async def receiving(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> Request:
+async def receiving(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
     """A request that has room on every rank, and of which no rank has the KV."""
     request = await waiting(world, name, num_tokens=num_tokens, new=new)
     await give_room(world, name)
@@ -97,7 +97,7 @@ async def served(world: World, name: str) -> None:
     await release_all(world)
 
 
-def outcome(request: Request) -> Done | TransferError:
+def outcome(request: GenerationRequest) -> Done | TransferError:
     """What its caller was told last."""
     last = told_of(request)[-1]
     assert isinstance(last, Done | TransferError), last

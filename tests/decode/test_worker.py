@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from decode_node.admission import page_needs
-from decode_node.rank_messages import (
-    CancelRequest,
-    ExpectRequest,
-    FinishRequest,
-    PagesReleased,
-    RequestExpected,
-    RunStep,
-    StepPart,
-)
+from decode_node.rank_messages import CancelRequest, DecodeStepPart, ExpectRequest, FinishRequest, RequestExpected, RunDecodeStep
+from node_runtime.rank_report import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
@@ -110,8 +103,8 @@ class Rank:
             self.worker.on_complete(request_id)
 
     def step(self, number: int, *positions: tuple[str, int]) -> None:
-        parts = tuple(StepPart(request_id=name, token_id=1, position=position) for name, position in positions)
-        self.worker.on_message(RunStep(step=number, parts=parts))
+        parts = tuple(DecodeStepPart(request_id=name, token_id=1, position=position) for name, position in positions)
+        self.worker.on_message(RunDecodeStep(step=number, parts=parts))
 
     def bound(self) -> list[int]:
         self.allocator.check_invariants()

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from decode_node.worker import DecodeWorker, RankParts
+from decode_node.worker import DecodeRankParts, DecodeWorker
 from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import decode_config
 from transfer.instance import Instance
@@ -67,7 +67,7 @@ def use(
 ) -> None:
     """Give the worker its parts; `writers` send every request."""
     worker.use(
-        RankParts(
+        DecodeRankParts(
             engine=cast(Any, engine),
             instance=own,
             allocator=allocator,

@@ -28,8 +28,8 @@ from transfer.layout import (
     DType,
     HeadSlice,
     LayerKind,
+    Range,
     Route,
-    Span,
     TokenOrder,
     WireBuffer,
     routes,
@@ -76,7 +76,7 @@ class Rank:
         """Layers by their index in the model."""
         return enumerate(self.described.layers, self.described.shard.layers(self.described.layout).begin)
 
-    def buffers(self, tokens: Span, group: int) -> list[WireBuffer]:
+    def buffers(self, tokens: Range, group: int) -> list[WireBuffer]:
         layout, layers = self.described.layout, self.described.shard.layers(self.described.layout)
         heads = HeadSlice(source_start=0, target_start=0, count=self.facts.layers[0].num_kv_heads)
         route = Route(index=0, prefill_rank=0, decode_rank=0, layers=layers, heads=heads)
@@ -89,12 +89,12 @@ def assert_moves(rank: Rank) -> None:
     """A gather gives what vLLM kept, token by token; a scatter puts it where vLLM reads it, and touches nothing else."""
     size = rank.described.shard.page_size
     blocks, others = [5, 2, 7, 1], [3, 6, 4, 2]
-    tokens = Span(begin=size // 2 + 1, end=3 * size + size // 3)  # part of a block at both ends
+    tokens = Range(begin=size // 2 + 1, end=3 * size + size // 3)  # part of a block at both ends
     within = range(tokens.begin, tokens.end)
     kept = rank.fill(blocks, within)
     pool = rank.described.pool(rank.memory.caches)
     [part] = pool.parts
-    heads = Span(begin=0, end=part.num_heads(part.layers[0]))
+    heads = Range(begin=0, end=part.num_heads(part.layers[0]))
     plan = head_slice_copier(part, heads=heads, wire_dtype=part.element).plan(rank.buffers(tokens, 0))
     wire = torch.zeros(plan.num_wire_bytes, dtype=torch.uint8)
     plan.gather(torch.tensor(blocks), wire)
@@ -164,7 +164,7 @@ def test_between_recorded_instances_that_are_cut_differently(source: str, target
         buffers = wire_buffers(
             layout,
             route,
-            tokens=Span(begin=0, end=num_tokens),
+            tokens=Range(begin=0, end=num_tokens),
             layers=route.layers,
             num_tokens=num_tokens,
             dtype=DType.FLOAT32,
@@ -175,7 +175,7 @@ def test_between_recorded_instances_that_are_cut_differently(source: str, target
             (receiver, wanted, route.heads.target_start, False),
         ):
             [part] = rank.described.pool(rank.memory.caches).parts
-            heads = Span(begin=start, end=start + route.heads.count)
+            heads = Range(begin=start, end=start + route.heads.count)
             plan = head_slice_copier(part, heads=heads, wire_dtype=DType.FLOAT32).plan(buffers)
             (plan.gather if is_gather else plan.scatter)(torch.tensor(table), wire)
     for receiver in receivers:
@@ -445,9 +445,9 @@ def test_heads_of_the_whole_model(per_rank: int, total: int, tp_size: int, found
 def test_stages_of_a_model_that_kvferry_does_not_know() -> None:
     known = describe(STAGE)
     assert describe(replace(STAGE, model_layers=())).layout == known.layout
-    assert known.shard.stages(known.layout) == (Span(begin=0, end=2), Span(begin=2, end=4))
+    assert known.shard.stages(known.layout) == (Range(begin=0, end=2), Range(begin=2, end=4))
     uneven = describe(replace(STAGE, stage_layers=(3, 1), layers=STAGE.layers[1:]))
-    assert uneven.shard.stages(uneven.layout) == (Span(begin=0, end=3), Span(begin=3, end=4))
+    assert uneven.shard.stages(uneven.layout) == (Range(begin=0, end=3), Range(begin=3, end=4))
 
 
 def test_windows_of_a_model_with_blocks_for_every_token() -> None:
@@ -496,10 +496,10 @@ def assert_moves_window(rank: Rank) -> None:
     kept = rank.fill(blocks, window)
     [part] = rank.described.pool(rank.memory.caches).parts
     buffers = [
-        replace(one, tokens=Span(begin=one.tokens.begin - 2 * size, end=one.tokens.end - 2 * size))
-        for one in rank.buffers(Span(begin=0, end=num_tokens), 0)
+        replace(one, tokens=Range(begin=one.tokens.begin - 2 * size, end=one.tokens.end - 2 * size))
+        for one in rank.buffers(Range(begin=0, end=num_tokens), 0)
     ]
-    plan = head_slice_copier(part, heads=Span(begin=0, end=4), wire_dtype=part.element).plan(buffers)
+    plan = head_slice_copier(part, heads=Range(begin=0, end=4), wire_dtype=part.element).plan(buffers)
     wire = torch.zeros(plan.num_wire_bytes, dtype=torch.uint8)
     plan.gather(torch.tensor(blocks), wire, first_page=2)
     for buffer in plan.buffers:

@@ -13,7 +13,7 @@ from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.copy.copy_lane import CopyLane, open_copy_lane
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
-from transfer.layout import DType, KVLayout, Shard, Span, routes
+from transfer.layout import DType, KVLayout, Range, Shard, routes
 from transfer.pool.kv_pool import KVPool
 
 pytestmark = [
@@ -48,7 +48,7 @@ class Side:
     def piece(self) -> PieceCopy:
         (route,) = routes(LAYOUT, Shard(page_size=16), Shard(page_size=16))
         (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=64), num_tokens=64, num_layers=2)
-        heads, tables = Span(begin=0, end=2), [PAGES]
+        heads, tables = Range(begin=0, end=2), [PAGES]
         found = self.copier.prepare(
             LAYOUT, route, chunk, request_id="a", heads=heads, num_tokens=64, dtype=DType.BFLOAT16, tables=tables
         )

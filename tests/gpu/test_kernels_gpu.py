@@ -14,7 +14,7 @@ from tests.kernels.kernel_cases import Case, assert_agrees, cases
 from transfer.copy import add_digest, head_slice_copier
 from transfer.copy.reference import ReferenceCopier, reference_words_sum
 from transfer.copy.request_tables import RequestTables
-from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, TokenOrder, WireBuffer, wire_buffers
+from transfer.layout import DType, HeadSlice, KVLayout, Range, Route, Shard, TokenOrder, WireBuffer, wire_buffers
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool, as_words
 
 pytestmark = [
@@ -68,8 +68,8 @@ def test_conversions_are_exact_for_every_pattern(source: DType, target: DType, s
     layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1024, v_head_dim=0, dtype=source)
     pool = PagedKVPool(layout=layout, shard=Shard(page_size=64), num_pages=1, device="cuda")
     as_words(pool.buffer(0, is_v=False)).view(-1).copy_(patterns)
-    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=64), row_bytes=1024 * target.num_bytes, offset_bytes=0)
-    what = {"heads": Span(begin=0, end=1), "wire_dtype": target, "scales": {(0, False): scale}}
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Range(begin=0, end=64), row_bytes=1024 * target.num_bytes, offset_bytes=0)
+    what = {"heads": Range(begin=0, end=1), "wire_dtype": target, "scales": {(0, False): scale}}
     wire, expected = (torch.zeros(65536 * target.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     pages = torch.zeros(1, dtype=torch.int64, device="cuda")
     head_slice_copier(pool, **what).plan([buffer]).gather(pages, wire)
@@ -87,16 +87,16 @@ def shape(source: DType, target: DType, page_size: int, head_dim: int, order: To
         layout=KVLayout.uniform(num_layers=3, num_kv_heads=4, head_dim=head_dim, dtype=source),
         shard=Shard(page_size=page_size, order=order),
         num_pages=num_pages,
-        heads=Span(begin=1, end=3),
+        heads=Range(begin=1, end=3),
         wire_dtype=target,
         pages=tuple(pages),
-        tokens=Span(begin=5, end=691),
+        tokens=Range(begin=5, end=691),
         num_tokens=691,
     )
 
 
-def plain_plan(pool: PagedKVPool, num_tokens: int, *, heads: int) -> tuple[list[WireBuffer], Span]:
-    layers, element = Span(begin=0, end=pool.layout.num_layers), pool.element
+def plain_plan(pool: PagedKVPool, num_tokens: int, *, heads: int) -> tuple[list[WireBuffer], Range]:
+    layers, element = Range(begin=0, end=pool.layout.num_layers), pool.element
     route = Route(
         index=0,
         prefill_rank=0,
@@ -104,9 +104,9 @@ def plain_plan(pool: PagedKVPool, num_tokens: int, *, heads: int) -> tuple[list[
         layers=layers,
         heads=HeadSlice(source_start=0, target_start=0, count=heads),
     )
-    tokens = Span(begin=0, end=num_tokens)
+    tokens = Range(begin=0, end=num_tokens)
     buffers = wire_buffers(pool.layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=element)
-    return list(buffers), Span(begin=0, end=heads)
+    return list(buffers), Range(begin=0, end=heads)
 
 
 def test_offsets_beyond_32_bits() -> None:

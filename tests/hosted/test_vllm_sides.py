@@ -13,7 +13,7 @@ import pytest
 
 from decode_node import target_requests
 from kvferry.engines.hosted import SOURCE, TARGET, Sides
-from kvferry.engines.vllm_scheduler import SchedulerSide, StepPlan
+from kvferry.engines.vllm_scheduler import SchedulerSide, StepMessage
 from kvferry.engines.vllm_worker import Results, WorkerSide
 from prefill_node.source_rank import Free
 from tests.hosted.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
@@ -80,7 +80,7 @@ class Vllm:
                 if is_resumed:
                     cached.resumed_req_ids.add(name)
             scheduled.num_scheduled_tokens[name] = num_tokens
-        plan: StepPlan = self.scheduler.plan(scheduled)
+        plan: StepMessage = self.scheduler.plan(scheduled)
         for worker in self.workers:
             worker.preempt(plan)
         if request is not None:

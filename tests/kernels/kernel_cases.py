@@ -19,9 +19,9 @@ from transfer.layout import (
     KVLayout,
     LayerKind,
     LayerSpec,
+    Range,
     Route,
     Shard,
-    Span,
     TokenOrder,
     WireBuffer,
     wire_buffers,
@@ -86,10 +86,10 @@ class Case:
     layout: KVLayout
     shard: Shard
     num_pages: int
-    heads: Span
+    heads: Range
     wire_dtype: DType
     pages: tuple[int, ...]
-    tokens: Span
+    tokens: Range
     num_tokens: int
     first_token: int = 0
     first_page: int = 0
@@ -98,7 +98,7 @@ class Case:
 
     @property
     def buffers(self) -> tuple[WireBuffer, ...]:
-        layers = Span(begin=0, end=self.layout.num_layers)
+        layers = Range(begin=0, end=self.layout.num_layers)
         heads = HeadSlice(source_start=self.heads.begin, target_start=0, count=len(self.heads))
         route = Route(index=0, prefill_rank=0, decode_rank=0, layers=layers, heads=heads)
         buffers = wire_buffers(
@@ -137,8 +137,8 @@ class Case:
         return torch.full((num_bytes + MARGIN_BYTES,), SENTINEL, dtype=torch.uint8, device=device)
 
 
-def moved(tokens: Span, by: int) -> Span:
-    return Span(begin=tokens.begin + by, end=tokens.end + by)
+def moved(tokens: Range, by: int) -> Range:
+    return Range(begin=tokens.begin + by, end=tokens.end + by)
 
 
 def fill(pool: PagedKVPool, seed: int) -> None:
@@ -253,10 +253,10 @@ def cases(draw: st.DrawFn, *, max_page_size: int = 20, max_pages: int = 9, max_d
         layout=KVLayout(layers=tuple(specs), dtype=element),
         shard=Shard(page_size=page_size, order=draw(st.sampled_from(TokenOrder))),
         num_pages=num_pages,
-        heads=Span(begin=head, end=draw(st.integers(head + 1, num_heads))),
+        heads=Range(begin=head, end=draw(st.integers(head + 1, num_heads))),
         wire_dtype=wire_dtype,
         pages=tuple(used),
-        tokens=Span(begin=begin, end=end),
+        tokens=Range(begin=begin, end=end),
         first_token=draw(st.sampled_from((0, 0, 5))),
         first_page=draw(st.sampled_from((0, 0, 3))),
         num_tokens=end + draw(st.sampled_from((0, 0, 30))),

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from transfer.copy import HeadSliceCopier, WireMemory, head_slice_copier
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, WireBuffer
+from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool
 
 LAYOUT = KVLayout(
     layers=(LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=2), LayerSpec(num_kv_heads=1, k_head_dim=4, v_head_dim=0)),
     dtype=DType.BFLOAT16,
 )
-BUFFER = WireBuffer(layer=0, is_v=False, tokens=Span(begin=4, end=9), row_bytes=2 * 4 * 2, offset_bytes=0)
-HEADS = Span(begin=1, end=3)
+BUFFER = WireBuffer(layer=0, is_v=False, tokens=Range(begin=4, end=9), row_bytes=2 * 4 * 2, offset_bytes=0)
+HEADS = Range(begin=1, end=3)
 PAGES = torch.tensor([5, 1, 3])
 OUT = torch.zeros(80, dtype=torch.uint8)
 
 
 def copier(
-    heads: Span = HEADS, wire_dtype: DType = DType.BFLOAT16, scales: dict[tuple[int, bool], float] | None = None
+    heads: Range = HEADS, wire_dtype: DType = DType.BFLOAT16, scales: dict[tuple[int, bool], float] | None = None
 ) -> HeadSliceCopier:
     pool = PagedKVPool(layout=LAYOUT, shard=Shard(page_size=3), num_pages=6)
     return head_slice_copier(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
@@ -83,9 +83,9 @@ def test_buffers(buffer: WireBuffer, match: str) -> None:
 
 def test_heads_dtypes_and_scales_are_checked_when_it_is_made() -> None:
     with pytest.raises(LayoutError, match=r"heads \[3, 5\) leave the pool; its layers have at most 4"):
-        copier(Span(begin=3, end=5))
+        copier(Range(begin=3, end=5))
     with pytest.raises(LayoutError, match="is empty"):
-        copier(Span(begin=1, end=1))
+        copier(Range(begin=1, end=1))
     with pytest.raises(LayoutError, match="wire is int8"):
         copier(wire_dtype=DType.INT8)
     with pytest.raises(LayoutError, match=r"scales\[0, True\] is -1.0; must be between"):

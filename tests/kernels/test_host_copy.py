@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, cases, fill
 from transfer.copy import head_slice_copier, host_copy
-from transfer.copy.host_copy import HostCopier, PageRun, plan_tokens
+from transfer.copy.host_copy import HostCopier, TokenRun, plan_tokens
 from transfer.copy.reference import ReferenceCopier
-from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer
+from transfer.layout import DType, KVLayout, Range, Shard, TokenOrder, WireBuffer
 from transfer.pool.kv_pool import LayerBuffers, PagedKVPool, as_words
 
 
@@ -36,12 +36,12 @@ def test_a_plan_covers_each_token_once(data: st.DataObject, page_size: int, num_
     pages = data.draw(st.one_of(st.permutations(range(num_pages)), st.just(list(range(num_pages)))))
     begin = data.draw(st.integers(0, num_pages * page_size - 1))
     end = data.draw(st.integers(begin + 1, num_pages * page_size))
-    plan = plan_tokens(torch.tensor(pages), Span(begin=begin, end=end), page_size)
+    plan = plan_tokens(torch.tensor(pages), Range(begin=begin, end=end), page_size)
     found: dict[int, int] = {}
     parts = list(plan.runs)
     if plan.scattered is not None:
         parts += [
-            PageRun(page=page, num_pages=1, begin=0, end=page_size, wire_token=plan.wire_token + index * page_size)
+            TokenRun(page=page, num_pages=1, begin=0, end=page_size, wire_token=plan.wire_token + index * page_size)
             for index, page in enumerate(plan.scattered.tolist())
         ]
     for run in parts:
@@ -77,7 +77,7 @@ def test_works_on_an_engines_own_tensors(own: Callable[[], list[LayerBuffers]], 
         WireBuffer(
             layer=layer,
             is_v=is_v,
-            tokens=Span(begin=3, end=18),
+            tokens=Range(begin=3, end=18),
             row_bytes=2 * 6 * element_bytes,
             offset_bytes=index * 15 * 12 * element_bytes,
         )
@@ -86,8 +86,8 @@ def test_works_on_an_engines_own_tensors(own: Callable[[], list[LayerBuffers]], 
     wires = [torch.zeros(4 * 15 * 12 * element_bytes, dtype=torch.uint8) for _ in range(2)]
     pages = torch.tensor([6, 0, 2, 3, 5])
     for kind, target, wire in zip((HostCopier, ReferenceCopier), targets, wires, strict=True):
-        kind(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, wire)
-        kind(target, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, wires[0])
+        kind(pool, heads=Range(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, wire)
+        kind(target, heads=Range(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, wires[0])
     assert torch.equal(*wires) and bool(wires[0].any())
     assert_same_pools(*targets)
     assert not torch.equal(targets[0].buffer(0, is_v=False), own()[0].k)
@@ -99,8 +99,8 @@ def test_nan_bits_survive_a_copy() -> None:
     bits = torch.tensor([0x7FA1, 0x7FC0, 0x7F81, 0x7FFF], dtype=torch.int16)
     as_words(pool.buffer(0, is_v=False)).view(-1).copy_(bits)
     wire = torch.zeros(8, dtype=torch.uint8)
-    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=1), row_bytes=8, offset_bytes=0)
-    HostCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.BFLOAT16).plan([buffer]).gather(torch.tensor([0]), wire)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Range(begin=0, end=1), row_bytes=8, offset_bytes=0)
+    HostCopier(pool, heads=Range(begin=0, end=1), wire_dtype=DType.BFLOAT16).plan([buffer]).gather(torch.tensor([0]), wire)
     assert torch.equal(wire.view(torch.int16), bits)
 
 
@@ -116,13 +116,15 @@ def test_offsets_beyond_32_bits(order: TokenOrder) -> None:
     for page in (0, 2):
         k[page] = torch.randint(-99, 99, inner, dtype=torch.int8)
     wire, expected = torch.zeros(8 * 8, dtype=torch.uint8), torch.zeros(8 * 8, dtype=torch.uint8)
-    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=8), row_bytes=8, offset_bytes=0)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Range(begin=0, end=8), row_bytes=8, offset_bytes=0)
     for copier, out in ((head_slice_copier, wire), (ReferenceCopier, expected)):
-        copier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(torch.tensor([2, 0]), out)
+        copier(pool, heads=Range(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(torch.tensor([2, 0]), out)
     assert torch.equal(wire, expected)
-    head_slice_copier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).scatter(torch.tensor([0, 2]), wire)
+    head_slice_copier(pool, heads=Range(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).scatter(torch.tensor([0, 2]), wire)
     gathered = torch.zeros_like(wire)
-    ReferenceCopier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(torch.tensor([0, 2]), gathered)
+    ReferenceCopier(pool, heads=Range(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(
+        torch.tensor([0, 2]), gathered
+    )
     assert torch.equal(gathered, wire)
 
 
@@ -133,7 +135,7 @@ def test_a_cpu_pool_needs_no_triton() -> None:
         "from transfer.layout import *\n"
         "layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT32)\n"
         "pool = PagedKVPool(layout=layout, shard=Shard(), num_pages=1)\n"
-        "copier = kernels.head_slice_copier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.FLOAT32)\n"
+        "copier = kernels.head_slice_copier(pool, heads=Range(begin=0, end=1), wire_dtype=DType.FLOAT32)\n"
         "print(type(copier).__name__, 'triton' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -13,7 +13,7 @@ from tests.kernels.kernel_cases import Case, Placement, assert_agrees, assert_sa
 from transfer.copy import HeadSliceCopier, head_slice_copier, strided_copy
 from transfer.copy.host_copy import HostCopier
 from transfer.copy.strided_copy import StridedCopier
-from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, TokenOrder
+from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, TokenOrder
 from transfer.pool.kv_pool import as_words
 
 PACKED = Placement(is_packed=True)
@@ -36,10 +36,10 @@ def packed_case(order: TokenOrder, **changes: object) -> Case:
         layout=KVLayout(layers=(spec, spec), dtype=DType.FLOAT32),
         shard=Shard(page_size=4, order=order),
         num_pages=6,
-        heads=Span(begin=1, end=3),
+        heads=Range(begin=1, end=3),
         wire_dtype=DType.FLOAT32,
         pages=(4, 5, 0, 2, 1),
-        tokens=Span(begin=2, end=19),
+        tokens=Range(begin=2, end=19),
         num_tokens=19,
         placement=PACKED,
     )
@@ -47,7 +47,7 @@ def packed_case(order: TokenOrder, **changes: object) -> Case:
 
 
 def test_nan_bits_survive_a_copy() -> None:
-    case = packed_case(TokenOrder.HND, tokens=Span(begin=0, end=20))
+    case = packed_case(TokenOrder.HND, tokens=Range(begin=0, end=20))
     pool, target = case.pool("cpu", seed=1), case.pool("cpu", seed=1)
     for index, tensor in enumerate(tensors(pool)):
         generator = torch.Generator().manual_seed(index)
@@ -72,7 +72,7 @@ def test_nan_bits_survive_a_copy() -> None:
 )
 def test_chosen_only_where_elements_are_apart(placement: Placement | None, kind: type[HeadSliceCopier]) -> None:
     pool = packed_case(TokenOrder.HND, placement=placement).pool("cpu", seed=1)
-    assert type(head_slice_copier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.FLOAT32)) is kind
+    assert type(head_slice_copier(pool, heads=Range(begin=0, end=1), wire_dtype=DType.FLOAT32)) is kind
 
 
 @pytest.mark.parametrize("order", TokenOrder)

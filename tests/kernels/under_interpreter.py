@@ -11,7 +11,7 @@ from transfer.copy import add_digest
 from transfer.copy.device_page_mover import DevicePageMovement
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.head_slice import TritonCopier
-from transfer.layout import DType, KVLayout, LayerSpec, Shard, Span, TokenOrder
+from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, TokenOrder
 
 
 @pytest.mark.parametrize("wire_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3], ids=["copied", "narrowed"])
@@ -20,10 +20,10 @@ def test_heads_are_gathered_and_scattered(wire_dtype: DType) -> None:
         layout=KVLayout(layers=(LayerSpec(num_kv_heads=3, k_head_dim=8, v_head_dim=5),) * 2, dtype=DType.BFLOAT16),
         shard=Shard(page_size=4, order=TokenOrder.HND),
         num_pages=5,
-        heads=Span(begin=1, end=3),
+        heads=Range(begin=1, end=3),
         wire_dtype=wire_dtype,
         pages=(4, 0, 2),
-        tokens=Span(begin=3, end=11),
+        tokens=Range(begin=3, end=11),
         num_tokens=11,
         first_page=1,
         scales={(1, True): 0.37},

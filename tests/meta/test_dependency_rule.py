@@ -57,6 +57,7 @@ L1 = (
 L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings", "structlog", "xxhash", "yaml"}
 # State machines: import layer 0, the messages and each other only.
 SANS_IO = (
+    "transfer/session_events.py",
     *_files("transfer/send", "sender events state"),
     *_files("transfer/receive", "receiver events state"),
 )
@@ -228,6 +229,17 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         path: {_file_of(found.module) for found in imports_of(path, (ROOT / path).read_text(encoding="utf-8"))} for path in files
     }
     TopologicalSorter(graph).prepare()  # CycleError lists the files of a circle
+
+
+def test_no_public_class_name_is_used_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for path in _our_files():
+        if path.startswith("deploy/"):  # generators, which are not installed
+            continue
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,13 @@ def enum_of(model: str, kind: str) -> list[str]:
 def test_the_models_have_the_stages_messages_and_attempts_of_the_code() -> None:
     text = MODELS["transfer"]
     # The code creates a piece when it asks for its grant. The model needs a stage before that.
-    assert enum_of("transfer", "sender") == ["UNASKED", *(stage.name for stage in sender_state.Stage)]
+    assert enum_of("transfer", "sender") == ["UNASKED", *(stage.name for stage in sender_state.SenderStage)]
     # The receiver keeps a piece from its grant to its release.
-    assert enum_of("transfer", "receiver") == ["T_NONE", *(f"T_{stage.name}" for stage in receiver_state.Stage), "T_RELEASED"]
+    assert enum_of("transfer", "receiver") == [
+        "T_NONE",
+        *(f"T_{stage.name}" for stage in receiver_state.ReceiverStage),
+        "T_RELEASED",
+    ]
     plane = text.split("/* The control plane")[1].split("#define send(m)")[0]
     assert set(re.findall(r"#define (\w+)\(", plane)) == {kind.__name__ for kind in MESSAGE_TYPES}
     assert re.findall(r"#define ATTEMPTS\s+(\d+)", text) == [str(MAX_ATTEMPTS)]

@@ -28,16 +28,16 @@ from decode_node.offload.store_leader import StoreLeader, StoreSettings
 from decode_node.offload.tiers import Prompt
 from decode_node.rank_messages import (
     CancelRequest,
+    DecodeStepDone,
+    DecodeStepPart,
     ExpectRequest,
     FinishRequest,
     JobDone,
-    PagesReleased,
     RequestExpected,
-    RunStep,
-    StepDone,
-    StepPart,
+    RunDecodeStep,
     TransferComplete,
 )
+from node_runtime.rank_report import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan, split_into_chunks
@@ -317,7 +317,7 @@ class World:
         self.crashed: list[BaseException] = []
         self.from_ranks: deque[tuple[int, object]] = deque()
         self.jobs: dict[str, Job] = {}
-        self.step: RunStep | None = None
+        self.step: RunDecodeStep | None = None
         self.num_steps = 0
         self.stalled: set[tuple[str, int]] = set()  # requests and positions of steps that had to wait
         self.num_sleeps = 0  # there was no step to be made, although somebody runs
@@ -462,7 +462,7 @@ class World:
             return
         running = [job for job in self.jobs.values() if job.is_running]
         parts = tuple(
-            StepPart(request_id=job.request_id, token_id=job.tokens[-1], position=job.position)
+            DecodeStepPart(request_id=job.request_id, token_id=job.tokens[-1], position=job.position)
             for job in running
             if self.leader.may_step(job.request_id, job.position)
         )
@@ -471,7 +471,7 @@ class World:
         self.num_sleeps += bool(running) and not parts
         if parts:
             self.num_steps += 1
-            self.step = RunStep(step=self.num_steps, parts=parts)
+            self.step = RunDecodeStep(step=self.num_steps, parts=parts)
             self._broadcast(self.step)
 
     def give_up(self, job: Job) -> None:
@@ -522,7 +522,7 @@ class World:
         match message:
             case JobDone():
                 self.rank_jobs.done(rank, message.job, message.failed)
-            case StepDone():
+            case DecodeStepDone():
                 assert self.step is not None
                 for part in self.step.parts:
                     self.leader.computed(part.request_id, part.token_id)

@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from node_runtime.rank_report import StepFailed
 from prefill_node.joins import Join, Reservation
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
     AbortRequest,
     LoadPrefix,
+    PrefillStepDone,
     PrefixLoaded,
     RequestFailed,
     RequestSent,
-    RunStep,
+    RunPrefillStep,
     StartRequest,
-    StepDone,
-    StepFailed,
 )
-from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, Request, Sent, Started
+from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, PromptRequest, Sent, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.decode.leader_world import told_of
 from tests.runtime.instances import instance
@@ -86,13 +86,13 @@ class World:
             max_running=max_running,
         )
         self.sent: list[object] = []
-        self.steps: dict[int, RunStep] = {}
+        self.steps: dict[int, RunPrefillStep] = {}
         self.outcomes: list[str] = []
         self.broken: list[str] = []
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.asked: list[str] = []
         self.answers: dict[str, bool | int | TransferError | asyncio.Future[bool]] = {}  # a number: reserved, from that token on
-        self.accepted: list[Request] = []
+        self.accepted: list[PromptRequest] = []
         self.join = new_join()
         self.leader = PrefillRequests(
             self.scheduler,
@@ -108,7 +108,7 @@ class World:
         )
         self.leader.start()
 
-    def submit(self, name: str, num_tokens: int, *, join: Join | None = None, start_token: int = 0) -> Request:
+    def submit(self, name: str, num_tokens: int, *, join: Join | None = None, start_token: int = 0) -> PromptRequest:
         request = self.leader.submit(name, tuple(range(num_tokens)), start_token, SamplingParams(), join or self.join)
         self.accepted.append(request)
         return request
@@ -131,11 +131,11 @@ class World:
                 case LoadPrefix():
                     assert message.request_id in rank.holding - rank.aborted
                     rank.loading[message.request_id] = message
-                case RunStep():
+                case RunPrefillStep():
                     for part in message.parts:
                         assert part.request_id not in rank.loading, "no step of what is being loaded"
                         assert part.request_id not in rank.aborted, "no step of what was given up"
-        if isinstance(message, RunStep):
+        if isinstance(message, RunPrefillStep):
             self.steps[message.step] = message
 
     async def _reserve(self, join: Join, request_id: str) -> Reservation:
@@ -162,7 +162,7 @@ class World:
                     rank.computed.add(part.request_id)
         for rank in range(NUM_RANKS):
             found = tokens if rank == 0 else {}
-            self.leader.on_step_done(rank, StepDone(step=step.step, first_tokens=found, compute_s=0.0))
+            self.leader.on_step_done(rank, PrefillStepDone(step=step.step, first_tokens=found, compute_s=0.0))
 
     def fail_step(self, *, is_out_of_memory: bool = False) -> None:
         step = self.steps.pop(min(self.steps))
@@ -219,7 +219,7 @@ class World:
         for request in self.accepted:
             self.assert_told_once(request)
 
-    def assert_told_once(self, request: Request) -> None:
+    def assert_told_once(self, request: PromptRequest) -> None:
         told = told_of(request)
         *before, last = told
         assert isinstance(last, Sent | TransferError), told

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefill_node.rank_messages import RunStep, StartRequest, StepPart
+from prefill_node.rank_messages import PrefillStepPart, RunPrefillStep, StartRequest
 from prefill_node.scheduler import page_needs
 from tests.prefill.workers import Sender, new_worker
 from tests.runtime.instances import instance
@@ -21,7 +21,7 @@ from transfer.send.attach import DecodePeer
 
 LAYOUT = KVLayout.uniform(num_layers=8, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
 PEER = DecodePeer(join=1, instance=instance(2, layout=LAYOUT), digest="xxh3-64", scales=None, routes=())
-STEP = RunStep(step=1, parts=(StepPart(request_id="r", token_ids=(1,) * 16, first_token=0, is_last=True),))
+STEP = RunPrefillStep(step=1, parts=(PrefillStepPart(request_id="r", token_ids=(1,) * 16, first_token=0, is_last=True),))
 
 
 class Engine:

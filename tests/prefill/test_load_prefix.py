@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from node_runtime.rank_report import PagesReleased
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.rank_messages import (
     AbortRequest,
     LoadPrefix,
-    PagesReleased,
+    PrefillStepDone,
+    PrefillStepPart,
     PrefixLoaded,
-    RunStep,
+    RunPrefillStep,
     StartRequest,
-    StepDone,
-    StepPart,
 )
 from prefill_node.scheduler import page_needs
 from tests.prefill.stored_pages import Prompt, cut
@@ -132,16 +132,16 @@ class Rank:
         while begin < NUM_TOKENS:
             end = min(NUM_TOKENS, (begin // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
             steps += 1
-            part = StepPart(
+            part = PrefillStepPart(
                 request_id="a", token_ids=self.prompt.token_ids[begin:end], first_token=begin, is_last=end == NUM_TOKENS
             )
-            self.worker.on_message(RunStep(step=steps, parts=(part,)))
+            self.worker.on_message(RunPrefillStep(step=steps, parts=(part,)))
             begin = end
             await until(lambda steps=steps: self.steps_done() >= steps - 1)
         await until(lambda: self.steps_done() == steps)
 
     def steps_done(self) -> int:
-        return sum(isinstance(message, StepDone) for message in self.said)
+        return sum(isinstance(message, PrefillStepDone) for message in self.said)
 
     def _on_chunk(self, request_id: str, index: int) -> None:
         """What a gather would send of it is the prompt's; of a window what travels."""

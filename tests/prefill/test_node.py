@@ -14,10 +14,11 @@ import grpc
 import pytest
 
 from node_runtime.daemon import Daemon, NodeState
+from node_runtime.rank_report import StepFailed
 from prefill_node.joins import Join, Joins
 from prefill_node.node import PrefillNode
-from prefill_node.rank_messages import CODEC, DecodeAttached, RunStep, StepFailed, StepPart, check_step_fits
-from prefill_node.requests import PrefillRequests, Request
+from prefill_node.rank_messages import CODEC, DecodeAttached, PrefillStepPart, RunPrefillStep, check_step_fits
+from prefill_node.requests import PrefillRequests, PromptRequest
 from tests.decode.leader_world import turns
 from tests.decode.local_nodes import LocalContext
 from tests.runtime.instances import hello, instance, prefill_config
@@ -100,7 +101,7 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
 
 
 async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_that_id(leader: Leader) -> None:
-    join, following = await leader.joined(1), list[Request]()
+    join, following = await leader.joined(1), list[PromptRequest]()
 
     async def abort(*details: Any, **values: Any) -> None:
         following.append(leader.requests.submit("a", (1, 2), 0, SamplingParams(), join))
@@ -132,7 +133,7 @@ async def test_a_salt_goes_with_its_request(leader: Leader, monkeypatch: pytest.
     await leader.joined(1)
     submit, salts = leader.requests.submit, list[str]()
 
-    def noted(*args: Any, cache_salt: str, **more: Any) -> Request:
+    def noted(*args: Any, cache_salt: str, **more: Any) -> PromptRequest:
         salts.append(cache_salt)
         return submit(*args, cache_salt=cache_salt, **more)
 
@@ -205,7 +206,7 @@ def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path) -> No
     limits = {"max_running_requests": 1000, "max_step_tokens": 81_000}
     check_step_fits(prefill_config(tmp_path, limits=limits))
     parts = tuple(
-        StepPart(request_id=f"{part:\U0001f600>128}", token_ids=(2**32 - 1,) * 81, first_token=2**31, is_last=False)
+        PrefillStepPart(request_id=f"{part:\U0001f600>128}", token_ids=(2**32 - 1,) * 81, first_token=2**31, is_last=False)
         for part in range(1000)
     )
-    assert len(CODEC.encode(RunStep(step=2**62, parts=parts))) <= MAX_PAYLOAD_BYTES
+    assert len(CODEC.encode(RunPrefillStep(step=2**62, parts=parts))) <= MAX_PAYLOAD_BYTES

@@ -14,8 +14,8 @@ import pytest
 from prefill_node import requests as requests_module
 from prefill_node.joins import Join
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.rank_messages import AbortRequest, LoadPrefix, PrefixLoaded, RunStep, StartRequest
-from prefill_node.requests import OnLoaded, OnTaskOver, Request
+from prefill_node.rank_messages import AbortRequest, LoadPrefix, PrefixLoaded, RunPrefillStep, StartRequest
+from prefill_node.requests import OnLoaded, OnTaskOver, PromptRequest
 from tests.decode.leader_world import turns
 from tests.prefill.leader_world import CHUNK, World, new_join
 from tests.prefill.stored_pages import prefix_of
@@ -78,7 +78,7 @@ class Loading(World):
 
     def computed(self) -> list[tuple[int, int]]:
         """Ranges of tokens of every step that was sent."""
-        parts = [part for message in self.sent if isinstance(message, RunStep) for part in message.parts]
+        parts = [part for message in self.sent if isinstance(message, RunPrefillStep) for part in message.parts]
         return [(part.first_token, part.first_token + len(part.token_ids)) for part in parts]
 
     def assert_nothing_is_left(self) -> None:
@@ -196,7 +196,7 @@ async def test_a_request_that_ends_while_it_is_loaded_is_released_once(when: str
         world.assert_nothing_is_left()
 
 
-def end_request(world: Loading, request: Request, how: str) -> None:
+def end_request(world: Loading, request: PromptRequest, how: str) -> None:
     if how == "abort":
         assert world.leader.abort(request.request_id, TransferAborted("gone"))
     elif how == "join":

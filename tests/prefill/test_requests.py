@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_node import requests as requests_module
-from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest, StepDone
+from prefill_node.rank_messages import AbortRequest, PrefillStepDone, RunPrefillStep, StartRequest
 from prefill_node.requests import FirstToken, Sent, Started
 from prefill_node.scheduler import STEPS_AHEAD
 from tests.decode.leader_world import take, turns
@@ -44,7 +44,7 @@ async def test_a_request_is_started_computed_in_cells_sent_and_forgotten(world: 
     await turns()
     start, *steps = world.sent
     assert isinstance(start, StartRequest) and start.num_tokens == 19 and start.decode_incarnation == 5
-    assert [len(step.parts[0].token_ids) for step in steps if isinstance(step, RunStep)] == [8, 8], "two steps ahead"
+    assert [len(step.parts[0].token_ids) for step in steps if isinstance(step, RunPrefillStep)] == [8, 8], "two steps ahead"
     world.finish_step()
     assert len(world.steps) == 2, "the third step is sent in the same turn: no computing rank waits for the loop"
     world.settle()
@@ -114,7 +114,7 @@ async def test_room_for_a_request_that_was_given_up_meanwhile_starts_nothing(wor
     late.set_result(True)
     del world.answers["a"]
     await turns()
-    assert [type(message) for message in world.sent] == [StartRequest, RunStep], "only the second one of that id"
+    assert [type(message) for message in world.sent] == [StartRequest, RunPrefillStep], "only the second one of that id"
     world.settle()
     assert isinstance(take(again)[-1], Sent)
 
@@ -175,7 +175,9 @@ async def test_a_request_that_a_step_names_fails_alone_and_its_kv_is_blamed(worl
     await turns()
     step = world.steps.pop(min(world.steps))
     for rank in range(NUM_RANKS):
-        world.leader.on_step_done(rank, StepDone(step=step.step, first_tokens={}, compute_s=0.0, faults={"a": "not finite"}))
+        world.leader.on_step_done(
+            rank, PrefillStepDone(step=step.step, first_tokens={}, compute_s=0.0, faults={"a": "not finite"})
+        )
     (_, error) = take(request)
     assert isinstance(error, EngineError) and not error.spares_kv
     world.settle()
@@ -329,12 +331,12 @@ async def test_a_step_is_under_way_until_the_slowest_rank_has_ended_it(world: Wo
     """On GPUs rank 0 launches steps and goes on: ranks that lag would be given more than their windows have pages for."""
     world.submit("a", 4 * CHUNK)
     await turns()
-    sent = [message for message in world.sent if isinstance(message, RunStep)]
+    sent = [message for message in world.sent if isinstance(message, RunPrefillStep)]
     assert len(sent) == STEPS_AHEAD
-    world.leader.on_step_done(0, StepDone(step=sent[0].step, first_tokens={}, compute_s=0.0))
-    assert [message for message in world.sent if isinstance(message, RunStep)] == sent
-    world.leader.on_step_done(1, StepDone(step=sent[0].step, first_tokens={}, compute_s=0.0))
-    assert len([message for message in world.sent if isinstance(message, RunStep)]) == STEPS_AHEAD + 1
+    world.leader.on_step_done(0, PrefillStepDone(step=sent[0].step, first_tokens={}, compute_s=0.0))
+    assert [message for message in world.sent if isinstance(message, RunPrefillStep)] == sent
+    world.leader.on_step_done(1, PrefillStepDone(step=sent[0].step, first_tokens={}, compute_s=0.0))
+    assert len([message for message in world.sent if isinstance(message, RunPrefillStep)]) == STEPS_AHEAD + 1
     del world.steps[sent[0].step]
     world.settle()
     world.assert_nothing_is_left()

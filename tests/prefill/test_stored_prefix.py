@@ -15,7 +15,7 @@ from tests.prefill.stored_pages import cut, prefix_of
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.layer_groups import layer_groups
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Range, Shard
 from transfer.storage.client import StoreClient, StoreClientSettings
 
 FULL = LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=2)
@@ -76,7 +76,7 @@ def test_every_head_of_every_layer_has_exactly_one_source(own_tp: int, decode_tp
                 assert heads.source_start + heads.count <= len(held)
                 assert held.begin + heads.source_start == wanted.begin + heads.target_start
                 found += [(part.layer, part.is_v, wanted.begin + heads.target_start + one) for one in range(heads.count)]
-        spans: dict[int, Span] = {layer: own.heads(spec.num_kv_heads) for layer, spec in enumerate(layout.layers)}
+        spans: dict[int, Range] = {layer: own.heads(spec.num_kv_heads) for layer, spec in enumerate(layout.layers)}
         expected = [
             (layer, is_v, head) for layer, span in spans.items() for is_v in (False, True) for head in range(span.begin, span.end)
         ]

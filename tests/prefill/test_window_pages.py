@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from prefill_node.rank_messages import AbortRequest, PagesReleased, RunStep, StartRequest, StepDone, StepPart
+from node_runtime.rank_report import PagesReleased
+from prefill_node.rank_messages import AbortRequest, PrefillStepDone, PrefillStepPart, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
 from tests.prefill.workers import Sender, new_worker
 from tests.runtime.instances import instance
@@ -103,7 +104,7 @@ class Rank:
         if items:
             self.num_steps += 1
             parts = tuple(
-                StepPart(
+                PrefillStepPart(
                     request_id=item.request_id,
                     token_ids=tuple(range(item.begin, item.end)),
                     first_token=item.begin,
@@ -111,7 +112,7 @@ class Rank:
                 )
                 for item in items
             )
-            self.worker.on_message(RunStep(step=self.num_steps, parts=parts))
+            self.worker.on_message(RunPrefillStep(step=self.num_steps, parts=parts))
         return bool(items)
 
     def compute_all(self) -> None:
@@ -152,7 +153,7 @@ def test_more_prompts_run_at_once_than_their_windows_have_tokens() -> None:
     assert rank.start_all() == ["a", "b", "c"]
     rank.compute_all()
     assert all(len(chunks) == 11 for chunks in rank.computed.values())
-    assert [message.first_tokens for message in rank.said if isinstance(message, StepDone)][-1].keys() == {"a", "b", "c"}
+    assert [message.first_tokens for message in rank.said if isinstance(message, PrefillStepDone)][-1].keys() == {"a", "b", "c"}
     assert not rank.released(), "they still have to be gathered"
     bound = [pages.num_bound for _, pages in rank.allocator.by_group]
     assert bound == [3 * full, 3 * 3, 3], "of a window, the pages of the last six tokens, 79 to 84"

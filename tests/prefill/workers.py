@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from node_runtime.rank_worker import RankSpec
 from prefill_node.prefix_loader import PrefixLoader
-from prefill_node.worker import PrefillWorker, RankParts
+from prefill_node.worker import PrefillRankParts, PrefillWorker
 from tests.runtime.instances import prefill_config
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.send.attach import DecodePeer
@@ -62,7 +62,7 @@ def new_worker(
     link = SimpleNamespace(send=send)
     worker = PrefillWorker(cast(RankSpec, spec), cast(Any, link), cast(Any, loop), cast(Any, SimpleNamespace(lane=lane)))
     worker.use(
-        RankParts(
+        PrefillRankParts(
             engine=cast(Any, engine),
             allocator=allocator,
             sender=cast(Any, sender),

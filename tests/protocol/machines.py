@@ -45,7 +45,7 @@ def of_type(actions: Sequence[object], kind: type[T]) -> list[T]:
 
 
 def messages(actions: Sequence[object], kind: type[T]) -> list[T]:
-    sent = [action.message for action in actions if isinstance(action, tx.Send | rx.Send)]
+    sent = [action.message for action in actions if isinstance(action, tx.Send)]
     return [message for message in sent if isinstance(message, kind)]
 
 
@@ -142,12 +142,14 @@ class SenderHand:
 
     def open(self, session: int, *, ring_cells: int = 8, is_direct: bool = False) -> None:
         self.tell(
-            tx.SessionOpened(session=session, incarnation=DECODE_LIFE, ring_capacity_bytes=ring_cells * CELL, is_direct=is_direct)
+            tx.SenderSessionOpened(
+                session=session, incarnation=DECODE_LIFE, ring_capacity_bytes=ring_cells * CELL, is_direct=is_direct
+            )
         )
 
     def start(self, request_id: str = "r", *, num_tokens: int = 8) -> list[tx.Action]:
         mine = [tx.OutgoingRoute(route=route, session=1 + route.decode_rank) for route in self.routes]
-        return self.tell(tx.RequestStarted(request=outgoing(incoming(request_id, (), num_tokens=num_tokens), mine)))
+        return self.tell(tx.OutgoingStarted(request=outgoing(incoming(request_id, (), num_tokens=num_tokens), mine)))
 
     def compute(self, chunk: int, request_id: str = "r", *, event: Any = None) -> list[tx.Action]:
         return self.tell(tx.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
@@ -223,11 +225,11 @@ class ReceiverHand:
         return actions
 
     def open(self, session: int) -> None:
-        self.tell(rx.SessionOpened(session=session, incarnation=PREFILL_LIFE))
+        self.tell(rx.ReceiverSessionOpened(session=session, incarnation=PREFILL_LIFE))
 
     def expect(self, request_id: str = "r", *, num_tokens: int = 8) -> list[rx.Action]:
         mine = [rx.IncomingRoute(route=route, session=1 + route.prefill_rank) for route in self.routes]
-        return self.tell(rx.RequestExpected(request=incoming(request_id, mine, num_tokens=num_tokens)))
+        return self.tell(rx.IncomingExpected(request=incoming(request_id, mine, num_tokens=num_tokens)))
 
     def hear(self, message: GrantRequest | ChunkReady | WriterDrained | GrantRefused, *, session: int = 1) -> list[rx.Action]:
         return self.tell(rx.MessageArrived(session=session, message=message))
@@ -272,13 +274,13 @@ class ReceiverHand:
         return self.tell(rx.ScatterFinished(grant=grant, is_intact=is_intact))
 
     def lose(self, session: int = 1, *, is_over: bool = True) -> list[rx.Action]:
-        return self.tell(rx.SessionLost(session=session, reason="peer died", is_over=is_over))
+        return self.tell(rx.ReceiverSessionLost(session=session, reason="peer died", is_over=is_over))
 
     def over(self, session: int = 1) -> list[rx.Action]:
-        return self.tell(rx.SessionOver(session=session))
+        return self.tell(rx.ReceiverSessionOver(session=session))
 
     def cancel(self, request_id: str = "r") -> list[rx.Action]:
-        return self.tell(rx.RequestCancelled(request_id=request_id, reason="client went away"))
+        return self.tell(rx.IncomingCancelled(request_id=request_id, reason="client went away"))
 
     def grants_of(self, actions: Sequence[object]) -> dict[int, Grant]:
         (message,) = messages(actions, GrantsIssued)
@@ -302,4 +304,4 @@ def declined(actions: list[tx.Action]) -> list[int]:
 
 
 def drops(actions: Sequence[object]) -> list[str]:
-    return [action.reason for action in actions if isinstance(action, tx.MessageDropped | rx.MessageDropped)]
+    return [action.reason for action in actions if isinstance(action, tx.MessageDropped)]

@@ -62,7 +62,7 @@ def test_a_write_that_is_never_taken_over_ends_its_session() -> None:
         assert not of_type(sender.tell(tx.Tick(), now_s=now_s), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
     assert "was not taken over for more than 5 s" in close.reason
-    sender.tell(tx.SessionLost(session=1, reason=close.reason))
+    sender.tell(tx.SenderSessionLost(session=1, reason=close.reason))
     assert sender.machine.num_slots_used == 0
 
 
@@ -77,10 +77,10 @@ def test_a_ring_full_of_direct_pieces_that_are_never_taken_over_ends_its_session
     assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
     assert close.reason == "a write of 512 bytes was not taken over for more than 5 s"
-    assert sender.tell(tx.SessionLost(session=1, reason=close.reason)) == []
+    assert sender.tell(tx.SenderSessionLost(session=1, reason=close.reason)) == []
     assert not sender.machine.is_idle and sender.machine.num_slots_used == 0
     over = sender.gathered(gathers[3].slot)
-    assert [type(action) for action in over] == [tx.SourceReleased, tx.RequestFailed]
+    assert [type(action) for action in over] == [tx.SourceReleased, tx.OutgoingFailed]
     assert sender.machine.is_idle
 
 

@@ -23,37 +23,38 @@ class Pair:
         self.sender = SenderHand(ring_cells=2 * NUM_REQUESTS, num_slots=num_slots)
         self.receiver = ReceiverHand(ring_cells=2 * NUM_REQUESTS, is_one_sided=True)
         self.sent: list[str] = []
-        self._events: deque[tx.Event | rx.Event] = deque()
+        self._to_sender: deque[tx.Event] = deque()
+        self._to_receiver: deque[rx.Event] = deque()
 
-    def play(self, *events: tx.Event | rx.Event) -> None:
-        """All that follows from these events."""
-        self._events.extend(events)
-        while self._events:
-            event = self._events.popleft()
-            if isinstance(event, tx.Event):
-                self.follow(self.sender.tell(event))
+    def play(self, *events: tx.Event) -> None:
+        """Handle these events of the sender, and all that follows from them."""
+        self._to_sender.extend(events)
+        while self._to_sender or self._to_receiver:
+            if self._to_sender:
+                self.follow(self.sender.tell(self._to_sender.popleft()))
             else:
-                for answer in self.receiver.tell(event):
+                for answer in self.receiver.tell(self._to_receiver.popleft()):
                     self._of_receiver(answer)
 
     def tick(self) -> None:
         self.sender.now_s += 2.0
         self.receiver.now_s += 2.0
-        self.play(tx.Tick(), rx.Tick())
+        self._to_receiver.append(rx.Tick())
+        self.play(tx.Tick())
 
     def follow(self, actions: list[tx.Action]) -> None:
         """Carry out what the sender asks for."""
         for action in actions:
             match action:
                 case tx.Send():
-                    self._events.append(rx.MessageArrived(session=1, message=action.message))
+                    self._to_receiver.append(rx.MessageArrived(session=1, message=action.message))
                 case tx.StartGather():
-                    self._events.append(tx.GatherFinished(slot=action.slot, digest=7))
+                    self._to_sender.append(tx.GatherFinished(slot=action.slot, digest=7))
                 case tx.StartWrite():
-                    self._events.append(tx.WriteFinished(slot=action.slot))
-                case tx.RequestSent():
+                    self._to_sender.append(tx.WriteFinished(slot=action.slot))
+                case tx.OutgoingSent():
                     self.sent.append(action.request_id)
-                case tx.CloseSession() | tx.RequestFailed():
+                case tx.CloseSession() | tx.OutgoingFailed():
                     raise AssertionError(action)
                 case _:
                     pass
@@ -61,12 +62,12 @@ class Pair:
     def _of_receiver(self, action: rx.Action) -> None:
         match action:
             case rx.Send():
-                self._events.append(tx.MessageArrived(session=1, message=action.message))
+                self._to_sender.append(tx.MessageArrived(session=1, message=action.message))
             case rx.StartScatter():
-                self._events.append(rx.ScatterFinished(grant=action.grant, is_intact=True))
+                self._to_receiver.append(rx.ScatterFinished(grant=action.grant, is_intact=True))
             case rx.PublishWatermark():
-                self._events.append(tx.WatermarkArrived(session=1, watermark=self.receiver.ring.watermark()))
-            case rx.RequestFailed() | rx.CloseSession():
+                self._to_sender.append(tx.WatermarkArrived(session=1, watermark=self.receiver.ring.watermark()))
+            case rx.IncomingFailed() | rx.CloseSession():
                 raise AssertionError(action)
             case _:
                 pass

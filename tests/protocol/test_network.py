@@ -249,9 +249,9 @@ class Network(RuleBasedStateMachine):
                     self._ship(action.key, Shipment(number=action.key))
                     if self.is_one_sided:
                         del self.shipments[action.key]  # nobody is there to be told
-                case tx.RequestSent():
+                case tx.OutgoingSent():
                     self._note(self.at_sender, action.request_id, "sent")
-                case tx.RequestFailed():
+                case tx.OutgoingFailed():
                     self._note(self.at_sender, action.request_id, "failed")
                     self.news.append(action.request_id)
                 case tx.CloseSession():
@@ -274,13 +274,13 @@ class Network(RuleBasedStateMachine):
                     self.scattering.append((action, self.memory.begin_scatter(action.grant, action.num_bytes, tag)))
                 case rx.PublishWatermark():
                     self.acks.append(self.receiver.ring.watermark())
-                case rx.RequestComplete():
+                case rx.IncomingComplete():
                     self.given_up.add(action.request_id)  # all of it is scattered: nobody waits for its bytes
                     self._note(self.at_receiver, action.request_id, "complete")
-                case rx.RequestFailed():
+                case rx.IncomingFailed():
                     self.given_up.add(action.request_id)
                     self.news.append(action.request_id)
-                case rx.RequestDrained():
+                case rx.IncomingDrained():
                     self._note(self.at_receiver, action.request_id, "drained")
                 case rx.CloseSession():
                     raise AssertionError(action)
@@ -314,7 +314,7 @@ class Network(RuleBasedStateMachine):
             self.given_up.add(name)
             self._of_receiver(self.receiver.cancel(name))
         else:
-            self._tell_sender(tx.RequestAborted(request_id=name, reason="failed elsewhere"))
+            self._tell_sender(tx.OutgoingAborted(request_id=name, reason="failed elsewhere"))
 
 
 TestNetwork = Network.TestCase

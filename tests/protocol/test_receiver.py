@@ -30,7 +30,7 @@ from transfer.messages import (
     WriterDrained,
 )
 from transfer.receive import events as rx
-from transfer.receive.state import Piece
+from transfer.receive.state import ReceiverPiece
 from transfer.ring import Grant, StagingAllocator, grant_key
 
 
@@ -49,7 +49,7 @@ def test_a_request_goes_from_expected_to_complete() -> None:
     receiver.settled(post.grant)
     (scatter,) = of_type(receiver.ready(0, post.grant), rx.StartScatter)
     assert (scatter.request_id, scatter.chunk.index, scatter.route.index, scatter.num_tokens) == ("r", 0, 0, 4)
-    (complete,) = of_type(receiver.scattered(post.grant), rx.RequestComplete)
+    (complete,) = of_type(receiver.scattered(post.grant), rx.IncomingComplete)
     assert complete.request_id == "r"
     assert receiver.machine.is_idle and receiver.machine.ring is receiver.ring
 
@@ -139,17 +139,17 @@ def test_a_broken_chunk_is_asked_for_once_more() -> None:
     assert again.attempt == 0
     receiver.settled(grant)
     assert of_type(receiver.ready(0, grant, attempt=1), rx.StartScatter)
-    assert of_type(receiver.scattered(grant), rx.RequestComplete)
+    assert of_type(receiver.scattered(grant), rx.IncomingComplete)
 
 
 def test_broken_bytes_of_a_session_that_was_lost_are_no_alarm() -> None:
     """A copy lane says the same of a scatter that it did not begin any more."""
     receiver = ReceiverHand()
     grant = receiver.to_scattering()
-    receiver.tell(rx.SessionLost(session=1, reason="peer died"))
+    receiver.tell(rx.ReceiverSessionLost(session=1, reason="peer died"))
     actions = receiver.scattered(grant, is_intact=False)
     assert not of_type(actions, rx.ChunkBroken) and not messages(actions, ChunkRejected)
-    assert of_type(actions, rx.RequestDrained)
+    assert of_type(actions, rx.IncomingDrained)
     assert receiver.ring.num_live_grants == 0 and receiver.machine.is_idle
 
 
@@ -163,11 +163,11 @@ def test_a_chunk_broken_twice_fails_its_request_as_data_loss(is_one_sided: bool)
             receiver.settled(grant)
         receiver.ready(0, grant, attempt=attempt)
         actions = receiver.scattered(grant, is_intact=False)
-    (failed,) = of_type(actions, rx.RequestFailed)
+    (failed,) = of_type(actions, rx.IncomingFailed)
     assert failed.is_data_loss
     assert failed.reason == "chunk 0 of request r from prefill rank 0 arrived broken 2 times: digest mismatch"
     assert not messages(actions, ChunkRejected)
-    assert of_type(actions, rx.RequestDrained)
+    assert of_type(actions, rx.IncomingDrained)
     assert receiver.ring.quarantined_bytes == 2 * CELL
     receiver.drained()
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
@@ -190,7 +190,7 @@ def test_a_scatter_that_ends_broken_after_a_cancel_only_drains() -> None:
     receiver.cancel()
     assert receiver.ring.quarantined_bytes == 0
     actions = receiver.scattered(grant, is_intact=False)
-    assert of_type(actions, rx.RequestDrained)
+    assert of_type(actions, rx.IncomingDrained)
     assert not messages(actions, ChunkRejected)
     assert receiver.ring.quarantined_bytes == 2 * CELL
     receiver.drained()
@@ -228,12 +228,12 @@ def test_a_lost_session_releases_its_grants_at_once(is_posted: bool) -> None:
     if not is_posted:
         receiver.ask(0, request_id="first")
     receiver.ask(0, request_id="second")
-    actions = receiver.tell(rx.SessionLost(session=1, reason="peer died"))
-    assert {failed.request_id for failed in of_type(actions, rx.RequestFailed)} == {"first", "second"}
+    actions = receiver.tell(rx.ReceiverSessionLost(session=1, reason="peer died"))
+    assert {failed.request_id for failed in of_type(actions, rx.IncomingFailed)} == {"first", "second"}
     assert not messages(actions, AbortTransfer)
     assert not of_type(actions, rx.PostReceive)  # also of what waited for the bytes that are free now
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
-    assert receiver.tell(rx.SessionLost(session=1, reason="again")) == []
+    assert receiver.tell(rx.ReceiverSessionLost(session=1, reason="again")) == []
 
 
 def test_a_lost_session_ends_the_wait_of_a_cancelled_request() -> None:
@@ -241,15 +241,15 @@ def test_a_lost_session_ends_the_wait_of_a_cancelled_request() -> None:
     receiver.expect(num_tokens=4)
     receiver.ask(0)
     receiver.cancel()
-    actions = receiver.tell(rx.SessionLost(session=1, reason="peer died"))
-    assert not of_type(actions, rx.RequestFailed)
+    actions = receiver.tell(rx.ReceiverSessionLost(session=1, reason="peer died"))
+    assert not of_type(actions, rx.IncomingFailed)
     assert receiver.machine.is_idle
 
 
 def test_a_lost_session_of_one_writer_drains_the_others() -> None:
     receiver = ReceiverHand(prefill_tp=2)
     receiver.expect(num_tokens=4)
-    actions = receiver.tell(rx.SessionLost(session=1, reason="peer died"))
+    actions = receiver.tell(rx.ReceiverSessionLost(session=1, reason="peer died"))
     assert [(send.session, type(send.message)) for send in of_type(actions, rx.Send)] == [(2, AbortTransfer)]
     assert receiver.machine.num_requests == 1
     receiver.drained(route=1, session=2)
@@ -258,12 +258,12 @@ def test_a_lost_session_of_one_writer_drains_the_others() -> None:
 
 def test_a_request_over_a_session_that_is_gone_fails_at_once() -> None:
     receiver = ReceiverHand(prefill_tp=2)
-    receiver.tell(rx.SessionLost(session=2, reason="peer died"))
+    receiver.tell(rx.ReceiverSessionLost(session=2, reason="peer died"))
     actions = receiver.expect(num_tokens=4)
-    (failed,) = of_type(actions, rx.RequestFailed)
+    (failed,) = of_type(actions, rx.IncomingFailed)
     assert failed.reason == "session 0x2 with a prefill rank is lost"
     assert [send.session for send in of_type(actions, rx.Send)] == [1]
-    assert of_type(actions, rx.RequestDrained)
+    assert of_type(actions, rx.IncomingDrained)
 
 
 def test_an_abort_is_repeated_until_it_is_answered() -> None:
@@ -311,7 +311,7 @@ def test_a_rejection_that_a_drained_writer_never_heard_of_is_said_again() -> Non
 def test_a_writer_that_gives_up_fails_the_request() -> None:
     receiver = ReceiverHand()
     receiver.expect(num_tokens=4)
-    (failed,) = of_type(receiver.drained(), rx.RequestFailed)
+    (failed,) = of_type(receiver.drained(), rx.IncomingFailed)
     assert failed.reason == "the prefill rank gave the request up"
     assert not failed.is_data_loss
 
@@ -327,7 +327,7 @@ def test_a_writer_that_is_done_may_say_drained_while_others_still_send() -> None
     assert receiver.drained(route=0, session=1) == []
     receiver.settled(grants[1], half)
     receiver.ready(0, grants[1], route=1, num_bytes=half, session=2)
-    assert of_type(receiver.scattered(grants[1]), rx.RequestComplete)
+    assert of_type(receiver.scattered(grants[1]), rx.IncomingComplete)
     assert receiver.drained(route=1, session=2) == []
 
 
@@ -356,7 +356,7 @@ def test_a_failed_receive_ends_its_session() -> None:
     grant = receiver.grants_of(receiver.ask(0))[0]
     (close,) = of_type(receiver.tell(rx.ReceiveFailed(grant=grant, reason="reset")), rx.CloseSession)
     assert (close.session, close.reason) == (1, "reset")
-    receiver.tell(rx.SessionLost(session=1, reason="reset"))
+    receiver.tell(rx.ReceiverSessionLost(session=1, reason="reset"))
     assert receiver.tell(rx.ReceiveFailed(grant=grant, reason="reset")) == []
     assert receiver.settled(grant) == []
 
@@ -364,7 +364,7 @@ def test_a_failed_receive_ends_its_session() -> None:
 def test_nothing_to_receive_is_complete_at_once() -> None:
     receiver = ReceiverHand()
     receiver.routes = []
-    assert of_type(receiver.expect(), rx.RequestComplete)
+    assert of_type(receiver.expect(), rx.IncomingComplete)
 
 
 def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
@@ -461,7 +461,7 @@ def test_a_session_that_carries_nothing_of_a_request_is_lost_without_it() -> Non
     receiver = ReceiverHand()
     receiver.open(9)
     receiver.expect()
-    assert receiver.tell(rx.SessionLost(session=9, reason="gone")) == []
+    assert receiver.tell(rx.ReceiverSessionLost(session=9, reason="gone")) == []
     assert receiver.machine.is_known("r") and not receiver.machine.is_known("other")
 
 
@@ -470,7 +470,7 @@ def test_a_drained_writer_is_not_reminded_of_what_is_being_scattered() -> None:
     receiver.expect(num_tokens=4)
     (issued,) = messages(receiver.ask(0), GrantsIssued)[0].grants
     assert of_type(receiver.ready(0, Grant(issued.begin, issued.end)), rx.StartScatter)
-    receiver.tell(rx.RequestCancelled(request_id="r", reason="the client went away"))
+    receiver.tell(rx.IncomingCancelled(request_id="r", reason="the client went away"))
     receiver.hear(WriterDrained(incarnation=PREFILL_LIFE, request_id="r", route=0))
     assert receiver.tell(rx.Tick(), now_s=60.0) == []
 
@@ -483,8 +483,8 @@ def test_a_lost_writer_that_may_still_write_keeps_its_grants_in_quarantine() -> 
     receiver.expect(num_tokens=8)
     receiver.ask(0, 1)
     actions = receiver.lose(is_over=False)
-    assert [failed.reason for failed in of_type(actions, rx.RequestFailed)] == ["peer died"]
-    assert of_type(actions, rx.RequestDrained)  # pages are safe: what still lands, lands in the ring
+    assert [failed.reason for failed in of_type(actions, rx.IncomingFailed)] == ["peer died"]
+    assert of_type(actions, rx.IncomingDrained)  # pages are safe: what still lands, lands in the ring
     assert not of_type(actions, rx.Send)
     assert not of_type(actions, rx.PublishWatermark)
     assert receiver.ring.quarantined_bytes == receiver.ring.live_bytes == 4 * CELL
@@ -523,10 +523,10 @@ def test_a_scatter_of_a_lost_session_finishes_before_its_pages_are_safe() -> Non
     receiver = ReceiverHand(is_one_sided=True)
     grant = receiver.to_scattering()
     actions = receiver.lose(is_over=False)
-    assert of_type(actions, rx.RequestFailed)
-    assert not of_type(actions, rx.RequestDrained)
+    assert of_type(actions, rx.IncomingFailed)
+    assert not of_type(actions, rx.IncomingDrained)
     actions = receiver.scattered(grant)
-    assert of_type(actions, rx.RequestDrained)
+    assert of_type(actions, rx.IncomingDrained)
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_known("r")
     assert receiver.over() == [] and receiver.machine.is_idle
 
@@ -535,8 +535,8 @@ def test_a_request_over_a_session_that_is_not_over_has_nothing_to_wait_for() -> 
     receiver = ReceiverHand(is_one_sided=True)
     receiver.lose(is_over=False)
     actions = receiver.expect(num_tokens=4)
-    assert of_type(actions, rx.RequestFailed)
-    assert of_type(actions, rx.RequestDrained)
+    assert of_type(actions, rx.IncomingFailed)
+    assert of_type(actions, rx.IncomingDrained)
     assert receiver.machine.is_idle
     assert receiver.over() == []
 
@@ -601,4 +601,4 @@ def test_of_what_a_long_prompt_has_received_little_is_kept() -> None:
 
 
 def _pieces_and_messages() -> int:
-    return sum(type(one) in (Piece, ChunkReady) for one in gc.get_objects())
+    return sum(type(one) in (ReceiverPiece, ChunkReady) for one in gc.get_objects())

@@ -122,12 +122,12 @@ def test_rule_06_abort_drains_scatters_in_flight_before_it_releases_anything() -
     grant = receiver.to_scattering(num_tokens=8)
     actions = receiver.cancel()
     assert messages(actions, AbortTransfer)
-    assert not of_type(actions, rx.RequestDrained)
-    assert not of_type(receiver.drained(), rx.RequestDrained)
+    assert not of_type(actions, rx.IncomingDrained)
+    assert not of_type(receiver.drained(), rx.IncomingDrained)
     assert receiver.ring.num_live_grants == 1
     actions = receiver.scattered(grant)
-    assert of_type(actions, rx.RequestDrained)
-    assert not of_type(actions, rx.RequestComplete)
+    assert of_type(actions, rx.IncomingDrained)
+    assert not of_type(actions, rx.IncomingComplete)
     assert (receiver.ring.num_live_grants, receiver.machine.num_requests) == (0, 0)
 
 
@@ -135,7 +135,7 @@ def test_rule_06_after_an_abort_nothing_more_is_scattered() -> None:
     receiver = ReceiverHand()
     receiver.expect(num_tokens=4)
     grant = receiver.grants_of(receiver.ask(0))[0]
-    assert of_type(receiver.cancel(), rx.RequestDrained)
+    assert of_type(receiver.cancel(), rx.IncomingDrained)
     assert receiver.ring.quarantined_bytes == 2 * CELL
     assert not of_type(receiver.ready(0, grant) + receiver.settled(grant), rx.StartScatter)
     receiver.drained()
@@ -149,13 +149,13 @@ def test_rule_07_complete_means_the_set_of_writers_equals_the_expected_set() -> 
     grants = [receiver.grants_of(receiver.ask(0, route=route, num_bytes=half, session=1 + route))[0] for route in range(2)]
     receiver.ready(0, grants[0], num_bytes=half)
     assert [drop.reason for drop in of_type(receiver.ready(0, grants[0], num_bytes=half), rx.MessageDropped)] == ["repeated"]
-    assert not of_type(receiver.scattered(grants[0]), rx.RequestComplete)
+    assert not of_type(receiver.scattered(grants[0]), rx.IncomingComplete)
     assert [drop.reason for drop in of_type(receiver.ready(0, grants[0], num_bytes=half), rx.MessageDropped)] == ["repeated"]
     # Writer 0 cannot speak for writer 1.
     actions = receiver.ready(0, grants[1], route=1, num_bytes=half, session=1)
     assert [drop.reason for drop in of_type(actions, rx.MessageDropped)] == ["unknown_chunk"]
     receiver.ready(0, grants[1], route=1, num_bytes=half, session=2)
-    assert of_type(receiver.scattered(grants[1]), rx.RequestComplete)
+    assert of_type(receiver.scattered(grants[1]), rx.IncomingComplete)
 
 
 def test_rule_08_and_no_region_is_outstanding() -> None:
@@ -164,9 +164,9 @@ def test_rule_08_and_no_region_is_outstanding() -> None:
     grants = receiver.grants_of(receiver.ask(0, 1))
     receiver.ready(1, grants[1])
     receiver.ready(0, grants[0])
-    assert not of_type(receiver.scattered(grants[1]), rx.RequestComplete)
+    assert not of_type(receiver.scattered(grants[1]), rx.IncomingComplete)
     assert receiver.ring.live_bytes == 2 * CELL
-    assert of_type(receiver.scattered(grants[0]), rx.RequestComplete)
+    assert of_type(receiver.scattered(grants[0]), rx.IncomingComplete)
     assert (receiver.ring.live_bytes, receiver.machine.is_idle) == (0, True)
 
 
@@ -179,16 +179,16 @@ def test_rule_09_a_failure_is_reported_only_after_every_sibling_write_has_settle
     sender.gathered(0)
     sender.written(0)
     sender.gathered(1)
-    actions = sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))  # 0 written, 1 writing, 2 gathering
-    assert not of_type(actions, tx.RequestFailed)
+    actions = sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))  # 0 written, 1 writing, 2 gathering
+    assert not of_type(actions, tx.OutgoingFailed)
     assert not messages(actions, WriterDrained)
     actions = sender.gathered(2)
     assert of_type(actions, tx.Decline)
     assert of_type(actions, tx.SourceReleased)
     assert not of_type(actions, tx.StartWrite)
-    assert not of_type(actions, tx.RequestFailed)
+    assert not of_type(actions, tx.OutgoingFailed)
     actions = sender.written(1)
-    assert [failed.reason for failed in of_type(actions, tx.RequestFailed)] == ["engine failed"]
+    assert [failed.reason for failed in of_type(actions, tx.OutgoingFailed)] == ["engine failed"]
     assert len(messages(actions, WriterDrained)) == 1
     assert sender.machine.is_idle
 
@@ -197,12 +197,12 @@ def test_rule_10_a_chunk_larger_than_the_ring_fails_its_request_at_once() -> Non
     receiver = ReceiverHand(ring_cells=1)
     receiver.expect(num_tokens=4)
     actions = receiver.ask(0)
-    (failed,) = of_type(actions, rx.RequestFailed)
+    (failed,) = of_type(actions, rx.IncomingFailed)
     (refused,) = messages(actions, GrantRefused)
     assert failed.reason == refused.reason == "chunk of 512 bytes does not fit the ring of 256 bytes"
     sender = SenderHand(ring_cells=1)
     sender.start(num_tokens=4)
-    assert of_type(sender.refuse(), tx.RequestFailed)
+    assert of_type(sender.refuse(), tx.OutgoingFailed)
 
 
 def test_rule_11_both_sides_derive_chunk_boundaries_from_the_same_function() -> None:

@@ -24,7 +24,7 @@ from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDra
 from transfer.ring import Grant, RingView, Watermark, grant_key
 from transfer.send import events as tx
 from transfer.send import sender as sender_module
-from transfer.send.state import Piece, SessionState, Stage, StagingSlots
+from transfer.send.state import SenderPiece, SenderStage, SessionState, StagingSlots
 
 
 def test_a_request_goes_from_start_to_sent() -> None:
@@ -40,8 +40,8 @@ def test_a_request_goes_from_start_to_sent() -> None:
     (ready,) = messages(sender.written(write.slot), ChunkReady)
     assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (0, 512, 100, 0)
     actions = sender.watermark(2 * CELL)
-    assert [type(action) for action in actions] == [tx.PieceReleased, tx.RequestSent]  # the pages were released before
-    (sent,) = of_type(actions, tx.RequestSent)
+    assert [type(action) for action in actions] == [tx.PieceReleased, tx.OutgoingSent]  # the pages were released before
+    (sent,) = of_type(actions, tx.OutgoingSent)
     assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.writes_without_staging, sent.stats.resends) == (512, 1, 16, 0)
     assert sender.machine.is_idle
 
@@ -57,7 +57,7 @@ def test_the_times_of_a_transfer() -> None:
     sender.gathered(0)
     sender.written(0)
     sender.now_s = 8.0
-    (sent,) = of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    (sent,) = of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
     assert (sent.stats.transfer_s, sent.stats.exposed_s) == (5.0, 5.0)
 
 
@@ -71,7 +71,7 @@ def test_what_is_sent_while_the_rest_is_computed_is_not_exposed() -> None:
         sender.gathered(chunk)
         sender.written(chunk)
     sender.now_s = 8.0
-    (sent,) = of_type(sender.watermark(4 * CELL), tx.RequestSent)
+    (sent,) = of_type(sender.watermark(4 * CELL), tx.OutgoingSent)
     assert (sent.stats.transfer_s, sent.stats.exposed_s) == (7.0, 2.0)
 
 
@@ -124,14 +124,14 @@ def test_a_watermark_of_another_life_releases_nothing() -> None:
     sender.written(0)
     other = Watermark(incarnation=DECODE_LIFE + 1, sequence=9, position=2 * CELL, released=(cells(4, 6),))
     assert sender.tell(tx.WatermarkArrived(session=1, watermark=other)) == []
-    assert of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    assert of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
 
 
 def test_a_release_heard_before_the_write_is_done_still_counts() -> None:
     sender = SenderHand()
     sender.to_writing()
     sender.watermark(2 * CELL)
-    assert of_type(sender.written(0), tx.RequestSent)
+    assert of_type(sender.written(0), tx.OutgoingSent)
     assert sender.tell(tx.Tick(), now_s=600.0) == []
 
 
@@ -144,7 +144,7 @@ def test_a_rejected_chunk_is_written_again_from_its_slot() -> None:
     assert not of_type(sender.reject(0), tx.StartWrite)  # said twice
     (ready,) = messages(sender.written(0), ChunkReady)
     assert ready.attempt == 1
-    (sent,) = of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    (sent,) = of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
     assert (sent.stats.resends, sent.stats.writes) == (1, 2)
 
 
@@ -163,9 +163,9 @@ def test_a_third_attempt_is_refused_for_its_key_would_be_the_next_grants() -> No
 def test_a_failed_request_that_waits_only_for_a_write_ends_with_its_session() -> None:
     sender = SenderHand()
     sender.to_writing()
-    assert not of_type(sender.abort(), tx.RequestFailed)
-    actions = sender.tell(tx.SessionLost(session=1, reason="peer died"))
-    assert [failed.reason for failed in of_type(actions, tx.RequestFailed)] == ["cancelled"]
+    assert not of_type(sender.abort(), tx.OutgoingFailed)
+    actions = sender.tell(tx.SenderSessionLost(session=1, reason="peer died"))
+    assert [failed.reason for failed in of_type(actions, tx.OutgoingFailed)] == ["cancelled"]
     assert sender.machine.is_idle
     assert sender.written(0) == []  # news of a write that ended with its session
 
@@ -173,11 +173,11 @@ def test_a_failed_request_that_waits_only_for_a_write_ends_with_its_session() ->
 def test_a_lost_session_fails_what_uses_it_and_nothing_else() -> None:
     sender = SenderHand(decode_tp=2)
     sender.start("both", num_tokens=4)
-    actions = sender.tell(tx.SessionLost(session=2, reason="peer died"))
-    assert [failed.reason for failed in of_type(actions, tx.RequestFailed)] == ["peer died"]
+    actions = sender.tell(tx.SenderSessionLost(session=2, reason="peer died"))
+    assert [failed.reason for failed in of_type(actions, tx.OutgoingFailed)] == ["peer died"]
     assert [send.session for send in of_type(actions, tx.Send)] == [1]  # its other target is told
-    assert sender.tell(tx.SessionLost(session=2, reason="again")) == []
-    (failed,) = of_type(sender.start("later", num_tokens=4), tx.RequestFailed)
+    assert sender.tell(tx.SenderSessionLost(session=2, reason="again")) == []
+    (failed,) = of_type(sender.start("later", num_tokens=4), tx.OutgoingFailed)
     assert failed.reason == "session 0x2 with the decode rank is lost"
 
 
@@ -186,13 +186,13 @@ def test_a_gather_in_flight_survives_its_session_and_then_frees_its_slot() -> No
     sender.start(num_tokens=4)
     sender.grant({0: cells(0, 2)})
     sender.compute(0)
-    actions = sender.tell(tx.SessionLost(session=1, reason="peer died"))
-    assert not of_type(actions, tx.RequestFailed)
+    actions = sender.tell(tx.SenderSessionLost(session=1, reason="peer died"))
+    assert not of_type(actions, tx.OutgoingFailed)
     assert not of_type(actions, tx.SourceReleased)
     assert sender.machine.num_slots_used == 1
     actions = sender.gathered(0)
     assert of_type(actions, tx.SourceReleased)
-    assert of_type(actions, tx.RequestFailed)
+    assert of_type(actions, tx.OutgoingFailed)
     assert not of_type(actions, tx.Send)
     assert not of_type(actions, tx.Decline)
     assert sender.machine.is_idle
@@ -202,7 +202,7 @@ def test_unused_grants_of_a_failed_request_are_declined_once() -> None:
     sender = SenderHand()
     sender.start(num_tokens=8)
     sender.grant({0: cells(0, 2)})
-    actions = sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    actions = sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))
     assert declined(actions) == [grant_key(0, 0)]
     actions = sender.grant({0: cells(0, 2), 1: cells(2, 4)})  # the repeated answer, and one that was not heard before
     assert declined(actions) == [grant_key(2 * CELL, 0)]
@@ -217,7 +217,11 @@ def test_a_piece_that_waited_for_credit_until_it_was_given_up_tells_how_long(is_
     sender.grant({0: cells(8, 10)})  # the ring's second round: nothing of the first is released
     sender.tell(tx.ChunkComputed(request_id="r", chunk=0, event=None), now_s=10.0)
     sender.tell(tx.ChunkComputed(request_id="r", chunk=1, event=None), now_s=11.0)  # not granted: it does not wait for credit
-    end = tx.SessionLost(session=1, reason="gone") if is_lost else tx.RequestAborted(request_id="r", reason="no room in time")
+    end = (
+        tx.SenderSessionLost(session=1, reason="gone")
+        if is_lost
+        else tx.OutgoingAborted(request_id="r", reason="no room in time")
+    )
     assert of_type(sender.tell(end, now_s=40.0), tx.WaitGivenUp) == [tx.WaitGivenUp(credit_wait_s=30.0)]
 
 
@@ -227,7 +231,7 @@ def test_grants_that_come_while_a_failed_request_drains_are_declined_once() -> N
     sender.abort()
     assert declined(sender.grant({0: cells(0, 2), 1: cells(2, 4)})) == [grant_key(2 * CELL, 0)]
     assert declined(sender.grant({0: cells(0, 2), 1: cells(2, 4)})) == []
-    assert of_type(sender.written(0), tx.RequestFailed)
+    assert of_type(sender.written(0), tx.OutgoingFailed)
     assert declined(sender.grant({0: cells(0, 2), 1: cells(2, 4)})) == []
 
 
@@ -235,7 +239,7 @@ def test_a_written_grant_is_never_declined_and_its_rejection_is_once() -> None:
     sender = SenderHand()
     sender.to_writing()
     sender.written(0)
-    sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))
     assert declined(sender.grant({0: cells(0, 2)})) == []
     assert declined(sender.reject(0)) == [grant_key(0, 1)]
     assert declined(sender.reject(0)) == []
@@ -245,7 +249,7 @@ def test_what_was_written_of_a_failed_request_is_not_said_again_nor_released() -
     sender = SenderHand()
     sender.to_writing()
     sender.written(0)
-    sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))
     assert sender.tell(tx.Tick(), now_s=600.0) == []
     assert sender.watermark(2 * CELL) == []
 
@@ -263,7 +267,7 @@ def test_a_rejection_while_a_failed_request_still_writes_is_declined() -> None:
     assert sender.machine.num_requests == 1  # chunk 2 is still being written
     assert declined(sender.reject(0, chunk=0)) == [grant_key(0, 1)]
     assert declined(sender.reject(2 * CELL, chunk=1)) == [grant_key(2 * CELL, 1)]
-    assert of_type(sender.written(2), tx.RequestFailed)
+    assert of_type(sender.written(2), tx.OutgoingFailed)
 
 
 def test_a_grant_that_was_not_asked_for_is_not_taken() -> None:
@@ -285,8 +289,8 @@ def test_a_request_fails_for_the_first_reason() -> None:
     sender = SenderHand()
     sender.to_writing()
     sender.abort()
-    assert sender.tell(tx.RequestAborted(request_id="r", reason="engine failed")) == []
-    (failed,) = of_type(sender.written(0), tx.RequestFailed)
+    assert sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed")) == []
+    (failed,) = of_type(sender.written(0), tx.OutgoingFailed)
     assert failed.reason == "cancelled"
 
 
@@ -294,7 +298,7 @@ def test_what_was_declined_is_forgotten_when_the_ring_has_it_back() -> None:
     sender = SenderHand()
     sender.start(num_tokens=4)
     sender.grant({0: cells(0, 2)})
-    sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))
     assert sender.machine.num_spent_keys == 1
     sender.watermark(0, cells(4, 6))
     assert sender.machine.num_spent_keys == 1
@@ -308,7 +312,7 @@ def test_a_late_refusal_does_not_fail_a_request_whose_grants_came() -> None:
     actions = sender.refuse()
     assert drops(actions) == ["nothing_asked"]
     sender.written(0)
-    assert of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    assert of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
     assert sender.refuse() == []
 
 
@@ -339,7 +343,7 @@ def test_an_abort_of_one_route_is_answered_when_that_route_is_drained() -> None:
     sender.gathered(0)
     actions = sender.abort(route=1, session=2)  # route 0 is still being written
     assert [(send.session, send.message.route) for send in of_type(actions, tx.Send)] == [(2, 1)]
-    assert not of_type(actions, tx.RequestFailed)
+    assert not of_type(actions, tx.OutgoingFailed)
     assert len(messages(sender.written(0), WriterDrained)) == 2
     stranger = AbortTransfer(incarnation=DECODE_LIFE, request_id="r", route=0, reason="not its route")
     sender.start(num_tokens=4)
@@ -402,7 +406,7 @@ def test_the_last_slot_is_kept_also_for_a_session_that_had_one_before() -> None:
 def test_a_failed_or_stuck_write_ends_its_session() -> None:
     sender = SenderHand(write_timeout_s=5.0)
     sender.to_writing()
-    (close,) = of_type(sender.tell(tx.WriteFailed(slot=0, reason="reset")), tx.CloseSession)
+    (close,) = of_type(sender.tell(tx.SlotWriteFailed(slot=0, reason="reset")), tx.CloseSession)
     assert (close.session, close.reason) == (1, "reset")
     assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.1), tx.CloseSession)
@@ -414,7 +418,7 @@ def test_a_rank_with_nothing_to_send_is_done_at_once() -> None:
     sender.routes = []
     actions = sender.start()
     assert of_type(actions, tx.SourceReleased)
-    assert of_type(actions, tx.RequestSent)
+    assert of_type(actions, tx.OutgoingSent)
     assert sender.machine.is_idle
 
 
@@ -443,7 +447,7 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
     with pytest.raises(AssertionError, match="unreachable"):
         sender.tell("no event")  # type: ignore[arg-type]
     assert sender.watermark(2 * CELL, session=99) == []
-    assert sender.tell(tx.RequestAborted(request_id="nobody", reason="")) == []
+    assert sender.tell(tx.OutgoingAborted(request_id="nobody", reason="")) == []
 
 
 @pytest.mark.parametrize(
@@ -482,7 +486,7 @@ def test_a_failed_request_has_nothing_left_to_ask_for() -> None:
         (lambda piece: setattr(piece, "request", copy.copy(piece.request)), "slot 0 is held for a request that is over"),
     ],
 )
-def test_a_spoilt_piece_is_noticed(spoil: Callable[[Piece], object], message: str) -> None:
+def test_a_spoilt_piece_is_noticed(spoil: Callable[[SenderPiece], object], message: str) -> None:
     sender = SenderHand()
     sender.to_writing()
     spoil(sender.machine.requests["r"].outstanding()[0])
@@ -495,7 +499,7 @@ def test_a_failed_request_whose_piece_waits_is_noticed() -> None:
     sender.to_writing()
     (piece,) = sender.machine.requests["r"].outstanding()
     sender.abort()
-    piece.stage = Stage.GRANTED
+    piece.stage = SenderStage.GRANTED
     with pytest.raises(LocalProtocolError, match="failed request r has pieces that nothing is done with"):
         piece.request.check_invariants()
 
@@ -503,7 +507,7 @@ def test_a_failed_request_whose_piece_waits_is_noticed() -> None:
 class ForgottenSlots(StagingSlots):
     """Takes a slot back, and forgets that it is free."""
 
-    def free(self, piece: Piece) -> None:
+    def free(self, piece: SenderPiece) -> None:
         super().free(piece)
         self._free.pop()
 
@@ -618,9 +622,9 @@ def test_a_session_that_carries_nothing_of_a_request_is_lost_without_it() -> Non
     sender = SenderHand()
     sender.open(9)
     sender.to_writing()
-    assert sender.tell(tx.SessionLost(session=9, reason="gone")) == []
+    assert sender.tell(tx.SenderSessionLost(session=9, reason="gone")) == []
     assert messages(sender.written(0), ChunkReady)
-    assert of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    assert of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
 
 
 def test_a_session_that_is_lost_while_it_waits_for_a_slot_gets_none() -> None:
@@ -630,9 +634,9 @@ def test_a_session_that_is_lost_while_it_waits_for_a_slot_gets_none() -> None:
         sender.grant({0: cells(0, 1)}, route=route)
     (gather,) = of_type(sender.compute(0), tx.StartGather)  # the other session waits for the slot
     sender.gathered(gather.slot)
-    sender.tell(tx.SessionLost(session=3 - gather.session, reason="peer died"))
+    sender.tell(tx.SenderSessionLost(session=3 - gather.session, reason="peer died"))
     actions = sender.written(gather.slot)
-    assert of_type(actions, tx.RequestFailed) and not of_type(actions, tx.StartGather)
+    assert of_type(actions, tx.OutgoingFailed) and not of_type(actions, tx.StartGather)
     assert sender.machine.is_idle and sender.machine.num_slots_used == 0
 
 
@@ -652,8 +656,8 @@ def test_a_piece_that_was_given_up_while_it_waited_for_a_slot_is_passed_over() -
 def test_a_write_that_fails_after_its_session_was_lost_is_no_news() -> None:
     sender = SenderHand()
     sender.to_writing()
-    sender.tell(tx.SessionLost(session=1, reason="gone"))
-    assert sender.tell(tx.WriteFailed(slot=0, reason="endpoint closed")) == []
+    sender.tell(tx.SenderSessionLost(session=1, reason="gone"))
+    assert sender.tell(tx.SlotWriteFailed(slot=0, reason="endpoint closed")) == []
 
 
 def test_only_the_session_whose_write_hangs_is_closed() -> None:
@@ -702,7 +706,7 @@ def lines_of_a_failure(num_tokens: int) -> list[int]:
     sender.gathered(0)
     sender.abort()
     sender.abort()
-    sender.tell(tx.SessionLost(session=2, reason="x"))
+    sender.tell(tx.SenderSessionLost(session=2, reason="x"))
     sender.written(0)
     for slot in (1, 2, 3):
         sender.gathered(slot)

@@ -28,8 +28,8 @@ def test_a_direct_gather_is_the_write() -> None:
     assert not of_type(actions, tx.SourceReleased)
     sender.now_s = 6.0
     actions = sender.watermark(5 * CELL)
-    assert [type(action) for action in actions] == [tx.PieceReleased, tx.SourceReleased, tx.RequestSent]
-    (released,), (sent,) = of_type(actions, tx.PieceReleased), of_type(actions, tx.RequestSent)
+    assert [type(action) for action in actions] == [tx.PieceReleased, tx.SourceReleased, tx.OutgoingSent]
+    (released,), (sent,) = of_type(actions, tx.PieceReleased), of_type(actions, tx.OutgoingSent)
     assert released.ack_s == 1.0
     assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.resends, sent.stats.transfer_s) == (512, 1, 0, 4.0)
     assert sender.machine.is_idle
@@ -50,7 +50,7 @@ def test_one_direct_session_keeps_the_pages_for_all_sessions_of_a_request() -> N
     assert not of_type(sender.watermark(CELL, session=2), tx.SourceReleased)
     actions = sender.watermark(CELL, session=1)
     assert of_type(actions, tx.SourceReleased)
-    assert of_type(actions, tx.RequestSent)
+    assert of_type(actions, tx.OutgoingSent)
 
 
 def test_a_rejected_direct_chunk_is_gathered_again() -> None:
@@ -72,7 +72,7 @@ def test_a_rejected_direct_chunk_is_gathered_again() -> None:
     assert drops(sender.reject(0, attempt=1)) == ["too_many_attempts"]
     actions = sender.watermark(2 * CELL)
     assert of_type(actions, tx.SourceReleased)
-    (sent,) = of_type(actions, tx.RequestSent)
+    (sent,) = of_type(actions, tx.OutgoingSent)
     assert (sent.stats.resends, sent.stats.writes, sent.stats.num_bytes) == (1, 2, 1024)
     assert sender.machine.is_idle
 
@@ -117,7 +117,7 @@ def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it
     assert declined(actions) == [] and not messages(actions, ChunkReady)
     assert len(of_type(actions, tx.SourceReleased)) == 1
     assert messages(actions, WriterDrained)
-    assert [failed.reason for failed in of_type(actions, tx.RequestFailed)] == ["cancelled"]
+    assert [failed.reason for failed in of_type(actions, tx.OutgoingFailed)] == ["cancelled"]
     assert sender.machine.is_idle
     assert declined(sender.grant({0: cells(0, 2)})) == []  # the grant, said again
     sender.watermark(2 * CELL)
@@ -131,8 +131,8 @@ def test_a_direct_gather_in_flight_survives_its_session_and_keeps_the_pages(is_s
     if is_second:
         sender.gathered(DIRECT_0)
         sender.reject(0)
-    actions = sender.tell(tx.SessionLost(session=1, reason="peer died"))
+    actions = sender.tell(tx.SenderSessionLost(session=1, reason="peer died"))
     assert actions == [] and sender.machine.num_slots_used == 0 and not sender.machine.is_idle
     actions = sender.gathered(DIRECT_0)
-    assert [type(action) for action in actions] == [tx.SourceReleased, tx.RequestFailed]
+    assert [type(action) for action in actions] == [tx.SourceReleased, tx.OutgoingFailed]
     assert sender.machine.is_idle

@@ -19,7 +19,7 @@ from transfer.receive.receiver import Receiver
 from transfer.ring import Grant, RingView, StagingAllocator, grant_key
 from transfer.send import events as tx
 from transfer.send.sender import Sender
-from transfer.send.state import RouteState, Stage
+from transfer.send.state import SenderRoute, SenderStage
 
 DEATHS = {"link_deaths", "sender_restarts", "receiver_restarts"}
 BOTH = pytest.mark.parametrize("is_one_sided", [False, True], ids=["two_sided", "one_sided"])
@@ -34,7 +34,7 @@ def test_whatever_goes_wrong_nothing_wrong_is_scattered_and_all_ends(name: str) 
         set() if kind.has_deaths else DEATHS
     )
     assert played.outcomes["complete"] > 50 and played.outcomes["drained"] > 50
-    # Otherwise the quarantine until `SessionOver` would be played without a reason for it.
+    # Otherwise the quarantine until `ReceiverSessionOver` would be played without a reason for it.
     assert played.num_late > 20 or (kind.is_revocable and (kind.direct == (0,) or not kind.has_deaths))
 
 
@@ -125,7 +125,7 @@ def play_wrong(
         (StagingAllocator, "blocker_of", lambda self, grant: None, "R1", {"is_one_sided": False}),
         (RingView, "update", lambda self, watermark: False, "wedged", {"is_one_sided": False}),
         (
-            RouteState,
+            SenderRoute,
             "is_drained",
             property(lambda self: True),
             "R1",
@@ -148,9 +148,9 @@ def test_the_world_notices_a_close_that_is_taken_for_the_end(monkeypatch: pytest
     honest = Receiver.handle
 
     def handle(self: Receiver, event: rx.Event, now_s: float) -> list[rx.Action]:
-        if isinstance(event, rx.SessionOver):
+        if isinstance(event, rx.ReceiverSessionOver):
             return []
-        return honest(self, replace(event, is_over=True) if isinstance(event, rx.SessionLost) else event, now_s)
+        return honest(self, replace(event, is_over=True) if isinstance(event, rx.ReceiverSessionLost) else event, now_s)
 
     monkeypatch.setattr(Receiver, "handle", handle)
     with pytest.raises(WorldError, match="R1"):
@@ -162,7 +162,7 @@ def test_the_world_notices_an_end_that_is_never_heard(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         Receiver,
         "handle",
-        lambda self, event, now_s: [] if isinstance(event, rx.SessionOver) else honest(self, event, now_s),
+        lambda self, event, now_s: [] if isinstance(event, rx.ReceiverSessionOver) else honest(self, event, now_s),
     )
     with pytest.raises(WorldError, match="wedged"):
         play_wrong(20, is_one_sided=True, is_revocable=False, faults=Faults(link_deaths=3))
@@ -189,11 +189,11 @@ def test_the_world_notices_a_decline_beside_a_gather(monkeypatch: pytest.MonkeyP
     honest = Sender.handle
 
     def handle(self: Sender, event: tx.Event, now_s: float) -> list[tx.Action]:
-        begun = (Stage.GATHERING, Stage.WRITTEN)
+        begun = (SenderStage.GATHERING, SenderStage.WRITTEN)
         pieces = [piece for request in self.requests.values() for piece in request.outstanding() if piece.stage in begun]
         actions = honest(self, event, now_s)
         for piece in pieces:
-            if piece.stage is Stage.DROPPED:
+            if piece.stage is SenderStage.DROPPED:
                 actions.append(tx.Decline(session=piece.route.session, key=grant_key(piece.granted.begin, piece.attempt)))
         return actions
 

@@ -247,8 +247,8 @@ class World:
             is_revocable=self.config.is_revocable and not is_direct,
         )
         self.links[link.number] = self.current[prefill_rank, decode_rank] = link
-        self.tell_receiver(receiver, rx.SessionOpened(session=link.number, incarnation=sender.incarnation))
-        opened = tx.SessionOpened(
+        self.tell_receiver(receiver, rx.ReceiverSessionOpened(session=link.number, incarnation=sender.incarnation))
+        opened = tx.SenderSessionOpened(
             session=link.number,
             incarnation=receiver.incarnation,
             ring_capacity_bytes=self._capacity_bytes,
@@ -274,7 +274,7 @@ class World:
         if sender.incarnation == link.sender_incarnation:
             for slot, readers in sender.readers.items():
                 sender.readers[slot] = {number for number in readers if number // 1_000_000 != link.number}
-            self.tell_sender(sender, tx.SessionLost(session=link.number, reason=reason))
+            self.tell_sender(sender, tx.SenderSessionLost(session=link.number, reason=reason))
         self._closed(link, lambda: self._close_at_receiver(link, "peer closed"))
 
     def _close_at_receiver(self, link: Link, reason: str) -> None:
@@ -285,7 +285,7 @@ class World:
         receiver = self.receivers[link.decode_rank]
         if receiver.incarnation == link.receiver_incarnation:
             is_over = link.is_revocable or (not link.can_land and self.chance(50))
-            self.tell_receiver(receiver, rx.SessionLost(session=link.number, reason=reason, is_over=is_over))
+            self.tell_receiver(receiver, rx.ReceiverSessionLost(session=link.number, reason=reason, is_over=is_over))
             if not is_over and not link.can_land:
                 self.after(60, lambda: self._say_over(link))
         self._closed(link, lambda: self._close_at_sender(link, "peer closed"))
@@ -298,7 +298,7 @@ class World:
     def _say_over(self, link: Link) -> None:
         receiver = self.receivers[link.decode_rank]
         if receiver.incarnation == link.receiver_incarnation:
-            self.tell_receiver(receiver, rx.SessionOver(session=link.number))
+            self.tell_receiver(receiver, rx.ReceiverSessionOver(session=link.number))
 
     def _closed(self, link: Link, close_other: Callable[[], None]) -> None:
         if link.is_open_at_receiver or (link.is_open_at_sender and link.is_revocable):
@@ -381,7 +381,7 @@ class World:
             if route.decode_rank == rank
         )
         self.receivers[rank].expected.add(plan.request_id)
-        self.tell_receiver(self.receivers[rank], rx.RequestExpected(request=replace(plan.request, routes=mine)))
+        self.tell_receiver(self.receivers[rank], rx.IncomingExpected(request=replace(plan.request, routes=mine)))
 
     def _start(self, plan: RequestPlan, rank: int) -> None:
         mine = tuple(
@@ -390,7 +390,7 @@ class World:
             if route.prefill_rank == rank
         )
         sender = self.senders[rank]
-        self.tell_sender(sender, tx.RequestStarted(request=outgoing(plan.request, mine)))
+        self.tell_sender(sender, tx.OutgoingStarted(request=outgoing(plan.request, mine)))
         self.after(40, lambda: self._compute(sender, plan, 0))
 
     def _compute(self, sender: SenderRank, plan: RequestPlan, chunk: int) -> None:
@@ -404,7 +404,7 @@ class World:
 
     def _abort_one_sender(self, request_id: str) -> None:
         rank = self.random.randrange(self.config.prefill_tp)
-        abort = tx.RequestAborted(request_id=request_id, reason="engine failed")
+        abort = tx.OutgoingAborted(request_id=request_id, reason="engine failed")
         self._command_sender(rank, lambda: self.tell_sender(self.senders[rank], abort))
         self.after(100, lambda: self._spread_failure(request_id))
 
@@ -414,14 +414,14 @@ class World:
             return
         plan.is_over = not at_decode_only
         for rank in range(self.config.decode_tp):
-            cancel = rx.RequestCancelled(request_id=request_id, reason="failed elsewhere")
+            cancel = rx.IncomingCancelled(request_id=request_id, reason="failed elsewhere")
             self._command_receiver(rank, lambda rank=rank, cancel=cancel: self._cancel(rank, cancel))  # type: ignore[misc]
         if not at_decode_only:
             for rank in range(self.config.prefill_tp):
-                abort = tx.RequestAborted(request_id=request_id, reason="failed elsewhere")
+                abort = tx.OutgoingAborted(request_id=request_id, reason="failed elsewhere")
                 self._command_sender(rank, lambda rank=rank, abort=abort: self.tell_sender(self.senders[rank], abort))  # type: ignore[misc]
 
-    def _cancel(self, rank: int, cancel: rx.RequestCancelled) -> None:
+    def _cancel(self, rank: int, cancel: rx.IncomingCancelled) -> None:
         self.receivers[rank].given_up.add(cancel.request_id)
         self.tell_receiver(self.receivers[rank], cancel)
 
@@ -472,9 +472,9 @@ class World:
                     link.write(Shipment(number=self._shipment_number(link), key=action.key, grant=None))
                 case tx.SourceReleased():
                     self._release_source(sender, action.request_id)
-                case tx.RequestSent():
+                case tx.OutgoingSent():
                     self._end_at_sender(sender, action.request_id, "sent")
-                case tx.RequestFailed():
+                case tx.OutgoingFailed():
                     self._end_at_sender(sender, action.request_id, "failed")
                 case tx.CloseSession():
                     self._close_at_sender(self.links[action.session], action.reason)
@@ -559,7 +559,7 @@ class World:
         if failure is None:
             self.tell_sender(sender, tx.WriteFinished(slot=shipment.slot))
         else:
-            self.tell_sender(sender, tx.WriteFailed(slot=shipment.slot, reason=failure))
+            self.tell_sender(sender, tx.SlotWriteFailed(slot=shipment.slot, reason=failure))
 
     def _release_source(self, sender: SenderRank, request_id: str) -> None:
         require(request_id not in sender.source_released, f"source of {request_id} released twice")
@@ -601,12 +601,12 @@ class World:
                     self._start_scatter(receiver, action)
                 case rx.PublishWatermark():
                     self._publish(receiver, sessions=action.sessions)
-                case rx.RequestComplete():
+                case rx.IncomingComplete():
                     self._free_pages(receiver, action.request_id)
                     self._end_at_receiver(receiver, action.request_id, "complete")
-                case rx.RequestFailed():
+                case rx.IncomingFailed():
                     self._fail_at_receiver(receiver, action)
-                case rx.RequestDrained():
+                case rx.IncomingDrained():
                     self._free_pages(receiver, action.request_id)
                     self._end_at_receiver(receiver, action.request_id, "drained")
                 case rx.CloseSession():
@@ -651,7 +651,7 @@ class World:
         receiver.freed.add(request_id)
         receiver.given_up.add(request_id)
 
-    def _fail_at_receiver(self, receiver: ReceiverRank, action: rx.RequestFailed) -> None:
+    def _fail_at_receiver(self, receiver: ReceiverRank, action: rx.IncomingFailed) -> None:
         request_id = action.request_id
         require(request_id not in receiver.outcome, f"{request_id} failed at receiver {receiver.rank} after its end")
         said = receiver.num_failures_said[request_id] = receiver.num_failures_said.get(request_id, 0) + 1

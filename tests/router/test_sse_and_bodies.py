@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.router import sse
 from kvferry.router.api import CHAT, COMPLETIONS
-from kvferry.router.http_server import Source, source_of
+from kvferry.router.http_server import KVSource, source_of
 from kvferry.router.openai_body import prompt_tokens, vllm_body, why_decode_alone
 from tests.router.vllm_server import SHAPES, recorded, recorded_events
 
@@ -100,7 +100,7 @@ def test_where_the_kv_is_by_the_answer() -> None:
         "remote_engine_id": "e",
     }
     source = source_of(ours)
-    assert source == Source(address="h:1", engine_id="e")
+    assert source == KVSource(address="h:1", engine_id="e")
     assert source.params("x") == ours
     for name in ("completion_prefill", "chat_prefill"):  # another connector's, as it was recorded
         assert source_of(recorded(name)["kv_transfer_params"]) is None

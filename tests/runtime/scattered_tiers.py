@@ -19,7 +19,7 @@ from prefill_node.scheduler import page_needs as prefill_needs
 from tests.runtime.instances import until
 from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
 from transfer.layer_groups import NO_PAGE, PageCounts, PageNeeds, layer_groups
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, routes, wire_dtype
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Range, Shard, routes, wire_dtype
 from transfer.pool.kv_pool import KVPool, PagedKVPool, as_words, convert
 from transfer.pool.page_allocator import GroupAllocator, PageAllocator
 from transfer.ring import ALIGNMENT_BYTES
@@ -131,7 +131,7 @@ class GroupPages:
         assert all(table[token // size] != NO_PAGE for token in tokens)
         return torch.tensor([table[token // size] * size + token % size for token in tokens])
 
-    def write(self, request_id: str, layer: int, tokens: Span) -> None:
+    def write(self, request_id: str, layer: int, tokens: Range) -> None:
         """What an engine computes in a step of these tokens, of this rank's heads."""
         heads = self.pool.shard.heads(HYBRID.layers[layer].num_kv_heads)
         rows = slice(tokens.end, tokens.end + 1) if is_state(layer) else slice(tokens.begin, tokens.end)
@@ -285,7 +285,7 @@ class HybridTiers(TwoTiers):
                 pages.cover(request_id, position + 1)
                 for part in pages.pool.parts:
                     for layer in part.layers:
-                        pages.write(request_id, layer, Span(begin=position, end=position + 1))
+                        pages.write(request_id, layer, Range(begin=position, end=position + 1))
                 pages.assert_readable(request_id, position + 1, self.through, computed=num_tokens)
             await asyncio.sleep(0)
         for receiver in self.receivers:

@@ -20,9 +20,9 @@ from transfer.layer_groups import PageNeeds, layer_groups
 from transfer.layout import (
     DType,
     KVLayout,
+    Range,
     Route,
     Shard,
-    Span,
     TokenOrder,
     routes,
     wire_buffers,
@@ -64,7 +64,7 @@ def carry_over(
         pages.cover("a", num_tokens)
         for part in pages.pool.parts:
             for layer in part.layers:
-                pages.write("a", layer, Span(begin=0, end=num_tokens))
+                pages.write("a", layer, Range(begin=0, end=num_tokens))
     targets = [pages_of(decode.at(rank), num_tokens, seed=100 + rank, in_flight=1) for rank in range(decode.num_ranks)]
     dtype = wire_dtype(HYBRID, prefill, decode)
     copiers = {id(pages): PieceCopier(pages.pool) for pages in (*sources, *targets)}
@@ -77,10 +77,10 @@ def carry_over(
             wire = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
             what: dict[str, Any] = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
             sent, found = empty_digest(algorithm, has_kernels), empty_digest(algorithm, has_kernels)
-            held = Span(begin=heads.source_start, end=heads.source_start + heads.count)
+            held = Range(begin=heads.source_start, end=heads.source_start + heads.count)
             tables: Sequence[Sequence[int]] = source.allocator.tables("a")
             copiers[id(source)].prepare(HYBRID, route, chunk, heads=held, tables=tables, **what).gather(wire, sent)
-            wanted = Span(begin=heads.target_start, end=heads.target_start + heads.count)
+            wanted = Range(begin=heads.target_start, end=heads.target_start + heads.count)
             tables = target.cover("a", chunk.tokens.end)
             copiers[id(target)].prepare(HYBRID, route, chunk, heads=wanted, tables=tables, **what).scatter(wire, found)
             assert value(sent) == value(found) == digest(wire, algorithm)
@@ -115,7 +115,7 @@ def test_a_prompt_is_carried_over_piece_by_piece(
 def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: int, dtype: DType, num_bytes: int) -> torch.Tensor:
     """By the definition of a wire, buffer by buffer, in tokens of the request."""
     wire = torch.zeros(num_bytes, dtype=torch.uint8)
-    heads = Span(begin=route.heads.source_start, end=route.heads.source_start + route.heads.count)
+    heads = Range(begin=route.heads.source_start, end=route.heads.source_start + route.heads.count)
     what: dict[str, Any] = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
     for buffer in wire_buffers(HYBRID, route, **what):
         own = HYBRID.layers[buffer.layer].dtype or dtype
@@ -123,7 +123,7 @@ def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: in
         table = torch.tensor(pages.allocator.tables("a")[pages.pool.group_of(buffer.layer)])
         first_page = buffer.tokens.begin // copier.pool.page_size
         begin = buffer.tokens.begin % copier.pool.page_size
-        tokens = Span(begin=begin, end=begin + len(buffer.tokens))
+        tokens = Range(begin=begin, end=begin + len(buffer.tokens))
         copier.plan([replace(buffer, tokens=tokens)]).gather(table, wire, first_page=first_page)
     return wire
 
@@ -144,12 +144,12 @@ def test_what_was_prepared_for_one_prompt_is_right_for_the_next(
     pages.cover("a", 90)
     for part in pages.pool.parts:
         for layer in part.layers:
-            pages.write("a", layer, Span(begin=0, end=90))
+            pages.write("a", layer, Range(begin=0, end=90))
     copier = PieceCopier(pages.pool)
     for num_tokens, start in prompts:
         chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers, start_token=start % num_tokens)
         for route in routes(HYBRID, shard, shard):
-            heads = Span(begin=0, end=route.heads.count)
+            heads = Range(begin=0, end=route.heads.count)
             for chunk, num_bytes in Pieces(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
                 wire = torch.zeros(num_bytes, dtype=torch.uint8)
                 tables = pages.allocator.tables("a")
@@ -173,7 +173,7 @@ def test_scales_are_of_the_peer() -> None:
         "dtype": DType.FLOAT8_E4M3,
         "tables": ((0,),),
         "request_id": "a",
-        "heads": Span(begin=0, end=2),
+        "heads": Range(begin=0, end=2),
     }
     for scale in (2.0, 4.0, None):
         piece = copier.prepare(layout, route, chunk, scales=None if scale is None else {(0, False): scale}, **what)

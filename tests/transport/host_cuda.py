@@ -26,7 +26,7 @@ from transfer.errors import ConfigError
 from transfer.transport.cuda_ipc import CudaIpcTransport
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
 from transfer.transport.cuda_ipc_driver import CudaError, Exported, Mapped
-from transfer.transport.memory import DeviceMemory
+from transfer.transport.memory import DeviceBuffer
 
 PREFIX = "kvferry-twin-"
 _STEP_BYTES = 1 << 18
@@ -212,7 +212,7 @@ class TwinTransport(CudaIpcTransport):
         super().__init__(cuda=cuda)
         self._twin = cuda
 
-    def register(self, buffer: Any) -> DeviceMemory:
+    def register(self, buffer: Any) -> DeviceBuffer:
         return super().register(self._twin.adopt(torch.as_tensor(buffer)))
 
 

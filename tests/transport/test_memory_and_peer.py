@@ -18,7 +18,7 @@ import torch
 
 from transfer.errors import ConfigError
 from transfer.transport.base import ByteRange
-from transfer.transport.memory import DeviceMemory, HostMemory, memory_of
+from transfer.transport.memory import DeviceBuffer, HostMemory, memory_of
 from transfer.transport.nixl import NixlTransport
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, unpack_blob
 from transfer.transport.ucx import UcxTransport
@@ -85,7 +85,7 @@ class _Device(_Silent):
 
 def test_device_buffers_pass_through_by_address() -> None:
     memory = memory_of(_Device())
-    assert isinstance(memory, DeviceMemory)
+    assert isinstance(memory, DeviceBuffer)
     assert (memory.num_bytes, memory.is_device) == (64, True)
     part = memory.part(ByteRange(begin=10, end=30)).__cuda_array_interface__
     assert (part["data"], part["shape"], part["typestr"]) == ((0x100A, False), (20,), "|u1")
@@ -94,7 +94,7 @@ def test_device_buffers_pass_through_by_address() -> None:
 
 def test_the_device_of_a_buffer_that_is_not_torchs() -> None:
     memory = memory_of(_Device(device_id=3))
-    assert isinstance(memory, DeviceMemory)
+    assert isinstance(memory, DeviceBuffer)
     assert memory.device_index == 3 and memory.part(ByteRange(begin=0, end=1)).device_index == 3
     with pytest.raises(ConfigError, match=r"_Silent does not say which device it lies on.* address 0x1000; register an array"):
         memory_of(_Silent())

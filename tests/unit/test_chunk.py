@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transfer import chunk as chunk_module
 from transfer.chunk import Chunk, ChunkPlan, Pieces, check_num_pieces, largest_wire_bytes, split_into_chunks
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, most_routes, routes, wire_buffers, wire_bytes
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Range, Shard, most_routes, routes, wire_buffers, wire_bytes
 
 
 @given(
@@ -54,7 +54,7 @@ def test_the_order_in_which_prefill_computes() -> None:
     plan = ChunkPlan(chunk_tokens=4, layers_per_group=2)
     found = split_into_chunks(plan, num_tokens=9, num_layers=3, start_token=2)
     expected = [
-        Chunk(index=index, tokens=Span(begin=tokens[0], end=tokens[1]), layers=Span(begin=layers[0], end=layers[1]))
+        Chunk(index=index, tokens=Range(begin=tokens[0], end=tokens[1]), layers=Range(begin=layers[0], end=layers[1]))
         for index, (tokens, layers) in enumerate(product(((2, 4), (4, 8), (8, 9)), ((0, 2), (2, 3))))
     ]
     assert list(found) == expected

@@ -11,7 +11,7 @@ from tests.runtime.scattered_tiers import HYBRID
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.copy.piece_copier import PieceCopier
 from transfer.layer_groups import GroupKind, layer_groups
-from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, routes
+from transfer.layout import DType, KVLayout, Range, Shard, TokenOrder, routes
 from transfer.pool.host_pool import HostPool, mixed_pool
 from transfer.pool.kv_pool import KVPool, as_words
 
@@ -84,7 +84,7 @@ def test_a_prompt_is_scattered_straight_into_host_pages(order: TokenOrder) -> No
     (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=32, layers_per_group=2), num_tokens=22, num_layers=2)
     table = [7, 0, 3, 8, 1, 5]
     piece = PieceCopier(mixed_pool(pool, host, 0)).prepare(
-        layout, route, chunk, request_id="a", heads=Span(begin=0, end=2), num_tokens=22, dtype=DType.FLOAT32, tables=[table]
+        layout, route, chunk, request_id="a", heads=Range(begin=0, end=2), num_tokens=22, dtype=DType.FLOAT32, tables=[table]
     )
     wire = torch.randn(piece.num_wire_bytes // 4)
     piece.scatter(wire.view(torch.uint8))

@@ -16,7 +16,7 @@ from prefill_node.scheduler import page_needs as prefill_needs
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, PageCounts, PageNeeds, layer_groups
-from transfer.layout import DType, HeadSlice, KVLayout, LayerKind, LayerSpec, Route, Shard, Span, wire_buffers
+from transfer.layout import DType, HeadSlice, KVLayout, LayerKind, LayerSpec, Range, Route, Shard, wire_buffers
 from transfer.pool.page_allocator import GroupAllocator
 
 FULL = LayerSpec(num_kv_heads=4, k_head_dim=8, v_head_dim=6)
@@ -83,7 +83,7 @@ def test_what_a_step_still_reads() -> None:
 @given(num_tokens=st.integers(1, 60), window_tokens=st.integers(1, 70), cut=st.integers(1, 60))
 def test_the_first_travelling_token_is_that_of_the_wire(num_tokens: int, window_tokens: int, cut: int) -> None:
     """Pages that decode does not bind, and those that prefill keeps, must be told by what the wire carries."""
-    layout, everything = layout_of(window(window_tokens)), Span(begin=0, end=1)
+    layout, everything = layout_of(window(window_tokens)), Range(begin=0, end=1)
     heads = HeadSlice(source_start=0, target_start=0, count=4)
     route = Route(index=0, prefill_rank=0, decode_rank=0, layers=everything, heads=heads)
     edges = sorted({0, min(cut, num_tokens), num_tokens})
@@ -91,7 +91,7 @@ def test_the_first_travelling_token_is_that_of_the_wire(num_tokens: int, window_
         token
         for begin, end in pairwise(edges)
         for buffer in wire_buffers(
-            layout, route, tokens=Span(begin=begin, end=end), layers=everything, num_tokens=num_tokens, dtype=DType.INT8
+            layout, route, tokens=Range(begin=begin, end=end), layers=everything, num_tokens=num_tokens, dtype=DType.INT8
         )
         for token in range(buffer.tokens.begin, buffer.tokens.end)
     }

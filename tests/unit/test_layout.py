@@ -19,9 +19,9 @@ from transfer.layout import (
     KVLayout,
     LayerKind,
     LayerSpec,
+    Range,
     Route,
     Shard,
-    Span,
     TokenOrder,
     routes,
     wire_buffers,
@@ -68,7 +68,7 @@ def shards(draw: st.DrawFn, layout: KVLayout, max_tp: int = 16) -> Shard:
     return Shard(tp_size=draw(st.integers(1, max_tp)), pp_size=pp_size, stage_layers=stages)
 
 
-def global_heads(layout: KVLayout, shard: Shard, layer: int) -> Span:
+def global_heads(layout: KVLayout, shard: Shard, layer: int) -> Range:
     return shard.heads(layout.layers[layer].num_kv_heads)
 
 
@@ -164,7 +164,7 @@ def test_equal_cuts_are_joined_rank_by_rank(num_heads: int) -> None:
 def test_the_main_case_by_hand() -> None:
     """12 heads, 4 -> 2: two prefill ranks of 3 heads fill each decode rank of 6."""
     layout = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
-    layers = Span(begin=0, end=8)
+    layers = Range(begin=0, end=8)
     assert routes(layout, Shard(tp_size=4), Shard(tp_size=2)) == tuple(
         Route(
             index=index,
@@ -181,7 +181,7 @@ ROUTE = Route(
     index=0,
     prefill_rank=0,
     decode_rank=0,
-    layers=Span(begin=1, end=4),
+    layers=Range(begin=1, end=4),
     heads=HeadSlice(source_start=0, target_start=0, count=4),
 )
 
@@ -189,9 +189,9 @@ ROUTE = Route(
 @given(data=st.data(), layout=layouts(), num_tokens=st.integers(1, 60))
 def test_wire_buffers_are_contiguous_and_exact(data: st.DataObject, layout: KVLayout, num_tokens: int) -> None:
     begin = data.draw(st.integers(0, num_tokens - 1))
-    tokens = Span(begin=begin, end=data.draw(st.integers(begin + 1, num_tokens)))
+    tokens = Range(begin=begin, end=data.draw(st.integers(begin + 1, num_tokens)))
     first = data.draw(st.integers(0, layout.num_layers))
-    layers = Span(begin=first, end=data.draw(st.integers(first, layout.num_layers)))
+    layers = Range(begin=first, end=data.draw(st.integers(first, layout.num_layers)))
     dtype = data.draw(st.sampled_from(DType))
     for route in routes(layout, Shard(tp_size=2, pp_size=min(2, layout.num_layers)), Shard(tp_size=3)):
         arguments: dict[str, Any] = {"tokens": tokens, "layers": layers, "num_tokens": num_tokens, "dtype": dtype}
@@ -215,14 +215,14 @@ def test_a_layer_with_a_dtype_of_its_own_begins_on_its_elements() -> None:
     latent = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=3, v_head_dim=0)
     state = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=1, k_head_dim=5, v_head_dim=0, dtype=DType.FLOAT32)
     layout = KVLayout(layers=(latent, state, latent, latent, state), dtype=DType.BFLOAT16)
-    whole = Span(begin=0, end=5)
+    whole = Range(begin=0, end=5)
     route = replace(ROUTE, layers=whole, heads=HeadSlice(source_start=0, target_start=0, count=1))
     for dtype, offsets, end in (
         (DType.FLOAT8_E4M3, [0, 4, 24, 27, 32], 52),
         (DType.BFLOAT16, [0, 8, 28, 34, 40], 60),
         (DType.FLOAT32, [0, 12, 32, 44, 56], 76),
     ):
-        arguments: dict[str, Any] = {"tokens": Span(begin=0, end=1), "layers": whole, "num_tokens": 1, "dtype": dtype}
+        arguments: dict[str, Any] = {"tokens": Range(begin=0, end=1), "layers": whole, "num_tokens": 1, "dtype": dtype}
         buffers = wire_buffers(layout, route, **arguments)
         assert [buffer.offset_bytes for buffer in buffers] == offsets
         assert [buffer.row_bytes for buffer in buffers if buffer.layer in (1, 4)] == [20, 20], "float32, whatever the wire is"
@@ -234,8 +234,8 @@ def test_sizes_of_layouts_that_differ_only_within_are_told_apart() -> None:
     wide = replace(MHA, k_head_dim=2 * MHA.k_head_dim)
     layouts_ = [KVLayout(layers=(MHA, spec, MHA), dtype=DType.BFLOAT16) for spec in (MHA, wide, replace(MHA))]
     assert len({hash(layout) for layout in layouts_}) == 1
-    whole = Span(begin=0, end=3)
-    arguments: dict[str, Any] = {"tokens": Span(begin=0, end=8), "layers": whole, "num_tokens": 8, "dtype": DType.BFLOAT16}
+    whole = Range(begin=0, end=3)
+    arguments: dict[str, Any] = {"tokens": Range(begin=0, end=8), "layers": whole, "num_tokens": 8, "dtype": DType.BFLOAT16}
     plain, other, again = [wire_bytes(layout, replace(ROUTE, layers=whole), **arguments) for layout in layouts_]
     assert other - plain == 8 * ROUTE.heads.count * MHA.k_head_dim * 2
     assert again == plain
@@ -251,7 +251,7 @@ def test_a_rank_keeps_a_state_in_the_dtype_of_the_model() -> None:
 def test_whole_buffers_travel_in_layer_order_k_before_v() -> None:
     layout = KVLayout(layers=(MHA, MHA, MLA, MHA, MHA), dtype=DType.BFLOAT16)
     buffers = wire_buffers(
-        layout, ROUTE, tokens=Span(begin=3, end=8), layers=Span(begin=0, end=5), num_tokens=9, dtype=DType.INT8
+        layout, ROUTE, tokens=Range(begin=3, end=8), layers=Range(begin=0, end=5), num_tokens=9, dtype=DType.INT8
     )
     assert [(buffer.layer, buffer.is_v, buffer.row_bytes, buffer.offset_bytes) for buffer in buffers] == [
         (1, False, 512, 0),
@@ -261,7 +261,7 @@ def test_whole_buffers_travel_in_layer_order_k_before_v() -> None:
         (3, True, 512, 19200),
     ]
     assert (
-        wire_buffers(layout, ROUTE, tokens=Span(begin=3, end=8), layers=Span(begin=0, end=1), num_tokens=9, dtype=DType.INT8)
+        wire_buffers(layout, ROUTE, tokens=Range(begin=3, end=8), layers=Range(begin=0, end=1), num_tokens=9, dtype=DType.INT8)
         == ()
     )
 
@@ -272,14 +272,14 @@ def test_whole_buffers_travel_in_layer_order_k_before_v() -> None:
 )
 def test_a_sliding_window_moves_only_what_can_still_be_read(tokens: tuple[int, int], travels: tuple[int, int] | None) -> None:
     num_tokens = 7 if tokens[1] == 7 else 25  # a prompt shorter than the window moves whole
-    first = Span(begin=0, end=1)
+    first = Range(begin=0, end=1)
     layout, route, span = (
         KVLayout(layers=(WINDOW,), dtype=DType.INT8),
         replace(ROUTE, layers=first),
-        Span(begin=tokens[0], end=tokens[1]),
+        Range(begin=tokens[0], end=tokens[1]),
     )
     buffers = wire_buffers(layout, route, tokens=span, layers=first, num_tokens=num_tokens, dtype=DType.INT8)
-    expected = [] if travels is None else [Span(begin=travels[0], end=travels[1])] * 2
+    expected = [] if travels is None else [Range(begin=travels[0], end=travels[1])] * 2
     assert [buffer.tokens for buffer in buffers] == expected
 
 
@@ -292,14 +292,14 @@ def test_a_recurrent_state_travels_once(cuts: list[int]) -> None:
         for begin, end in pairwise(edges)
         for buffer in wire_buffers(
             layout,
-            replace(ROUTE, layers=Span(begin=0, end=1)),
-            tokens=Span(begin=begin, end=end),
-            layers=Span(begin=0, end=1),
+            replace(ROUTE, layers=Range(begin=0, end=1)),
+            tokens=Range(begin=begin, end=end),
+            layers=Range(begin=0, end=1),
             num_tokens=40,
             dtype=DType.FLOAT32,
         )
     ]
-    assert [(buffer.tokens, buffer.num_bytes) for buffer in sent] == [(Span(begin=0, end=1), 4 * 1000 * 4)]
+    assert [(buffer.tokens, buffer.num_bytes) for buffer in sent] == [(Range(begin=0, end=1), 4 * 1000 * 4)]
 
 
 GATED_DELTA = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=16, k_head_dim=33792, v_head_dim=0)
@@ -376,14 +376,14 @@ def test_the_wire_has_the_narrower_dtype(prefill: DType | None, decode: DType | 
 
 
 def test_spans() -> None:
-    span = Span(begin=2, end=5)
+    span = Range(begin=2, end=5)
     assert len(span) == 3 and 2 in span and 5 not in span
-    assert span.intersect(Span(begin=4, end=9)) == Span(begin=4, end=5)
-    assert span.intersect(Span(begin=7, end=9)) == Span(begin=7, end=7)
-    assert span.intersect(Span(begin=0, end=1)) == Span(begin=2, end=2)
+    assert span.intersect(Range(begin=4, end=9)) == Range(begin=4, end=5)
+    assert span.intersect(Range(begin=7, end=9)) == Range(begin=7, end=7)
+    assert span.intersect(Range(begin=0, end=1)) == Range(begin=2, end=2)
     for begin, end in ((-1, 2), (3, 2)):
         with pytest.raises(LayoutError, match=rf"\[{begin}, {end}\)"):
-            Span(begin=begin, end=end)
+            Range(begin=begin, end=end)
 
 
 def test_stages_cover_the_layers_and_the_first_take_the_rest() -> None:
@@ -462,6 +462,6 @@ def test_layers_that_alternate_are_one_route_for_each_number_of_heads() -> None:
     full = LayerSpec(num_kv_heads=2, k_head_dim=4, v_head_dim=4)
     layout = KVLayout(layers=(state, state, full) * 8, dtype=DType.FLOAT16)
     first, second = routes(layout, Shard(), Shard())
-    assert (first.layers, second.layers) == (Span(begin=0, end=23), Span(begin=2, end=24))
-    assert list(second.layers_in(layout, Span(begin=0, end=6))) == [2, 5]
+    assert (first.layers, second.layers) == (Range(begin=0, end=23), Range(begin=2, end=24))
+    assert list(second.layers_in(layout, Range(begin=0, end=6))) == [2, 5]
     assert routes(KVLayout(layers=(full,) * 5, dtype=DType.FLOAT16), Shard(), Shard())[0].num_kv_heads is None

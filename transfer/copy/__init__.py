@@ -21,7 +21,7 @@ from transfer.copy.digest import HostDigest
 from transfer.copy.host_copy import HostCopier
 from transfer.copy.strided_copy import StridedCopier
 from transfer.errors import LayoutError
-from transfer.layout import DType, Span
+from transfer.layout import DType, Range
 from transfer.pool.kv_pool import PagedKVPool
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def head_slice_copier(
-    pool: PagedKVPool, *, heads: Span, wire_dtype: DType, scales: Mapping[tuple[int, bool], float] | None = None
+    pool: PagedKVPool, *, heads: Range, wire_dtype: DType, scales: Mapping[tuple[int, bool], float] | None = None
 ) -> HeadSliceCopier:
     """The fastest gather and scatter for this pool.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transfer.copy.digest import WORD_BYTES, HostDigest
 from transfer.errors import LayoutError
-from transfer.layout import DType, Span, TokenOrder, WireBuffer
+from transfer.layout import DType, Range, TokenOrder, WireBuffer
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool
 
 
@@ -177,7 +177,7 @@ class HeadSliceCopier(ABC):
         self,
         pool: PagedKVPool,
         *,
-        heads: Span,
+        heads: Range,
         wire_dtype: DType,
         scales: Mapping[tuple[int, bool], float] | None = None,
     ) -> None:

@@ -27,7 +27,7 @@ from transfer.copy.elements import ELEMENT_TYPES
 from transfer.copy.launch import IS_INTERPRETED, Launcher, Stream, current_stream, upload
 from transfer.copy.words import check_digest
 from transfer.errors import LayoutError
-from transfer.layout import DType, Span, WireBuffer
+from transfer.layout import DType, Range, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool, scale_factor
 
 
@@ -91,7 +91,7 @@ class TritonCopier(HeadSliceCopier):
         self,
         pool: PagedKVPool,
         *,
-        heads: Span,
+        heads: Range,
         wire_dtype: DType,
         scales: Mapping[tuple[int, bool], float] | None = None,
         tuning: Tuning = DEFAULT_TUNING,
@@ -115,7 +115,7 @@ class _TritonPlan(CopyPlan):
 
     def __init__(self, copier: TritonCopier, buffers: Sequence[WireBuffer]) -> None:
         super().__init__(copier, buffers)
-        groups: dict[tuple[Span, RowGeometry], list[WireBuffer]] = {}
+        groups: dict[tuple[Range, RowGeometry], list[WireBuffer]] = {}
         for buffer in self.buffers:
             groups.setdefault((buffer.tokens, copier.geometries[buffer.layer, buffer.is_v]), []).append(buffer)
         self._launches = [_Launch(copier, found, rows) for (_, rows), found in groups.items()]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.copy.digest import HostDigest
-from transfer.layout import DType, Span, WireBuffer
+from transfer.layout import DType, Range, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool, convert
 
 Array = npt.NDArray[Any]
@@ -46,7 +46,7 @@ BLOCK_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageRun:
+class TokenRun:
     """Tokens that lie evenly spaced: offsets [begin, end) of `num_pages` consecutive pages, at wire token `wire_token`."""
 
     page: int
@@ -64,12 +64,12 @@ class PageRun:
 class TokenPlan:
     """Where a token range lies: runs, and perhaps whole pages in no order (int64 [n], from wire token `wire_token`)."""
 
-    runs: tuple[PageRun, ...]
+    runs: tuple[TokenRun, ...]
     scattered: Tensor | None
     wire_token: int
 
 
-def plan_tokens(pages: Tensor, slots: Span, page_size: int, *, min_pages_per_run: int = MIN_PAGES_PER_RUN) -> TokenPlan:
+def plan_tokens(pages: Tensor, slots: Range, page_size: int, *, min_pages_per_run: int = MIN_PAGES_PER_RUN) -> TokenPlan:
     """Cut a token range into part pages and whole pages.
 
     Args:
@@ -79,14 +79,14 @@ def plan_tokens(pages: Tensor, slots: Span, page_size: int, *, min_pages_per_run
         min_pages_per_run: Below that many on average the whole pages are left in no order; 1 makes runs of them all.
     """
     whole_begin, whole_end = -(-slots.begin // page_size), slots.end // page_size
-    runs: list[PageRun] = []
+    runs: list[TokenRun] = []
     if slots.begin % page_size:
         first = slots.begin // page_size
         end = min(page_size, slots.end - first * page_size)
-        runs.append(PageRun(page=int(pages[first]), num_pages=1, begin=slots.begin % page_size, end=end, wire_token=0))
+        runs.append(TokenRun(page=int(pages[first]), num_pages=1, begin=slots.begin % page_size, end=end, wire_token=0))
     if slots.end % page_size and whole_begin <= whole_end:  # otherwise the first part page is also the last
         token, end = whole_end * page_size - slots.begin, slots.end % page_size
-        runs.append(PageRun(page=int(pages[whole_end]), num_pages=1, begin=0, end=end, wire_token=token))
+        runs.append(TokenRun(page=int(pages[whole_end]), num_pages=1, begin=0, end=end, wire_token=token))
     if whole_begin >= whole_end:
         return TokenPlan(runs=tuple(runs), scattered=None, wire_token=0)
     whole, token = pages[whole_begin:whole_end], whole_begin * page_size - slots.begin
@@ -94,7 +94,9 @@ def plan_tokens(pages: Tensor, slots: Span, page_size: int, *, min_pages_per_run
     if len(starts) * min_pages_per_run > len(whole) and len(starts) > 1:
         return TokenPlan(runs=tuple(runs), scattered=whole, wire_token=token)
     for begin, end in zip(starts, [*starts[1:], len(whole)], strict=True):
-        run = PageRun(page=int(whole[begin]), num_pages=end - begin, begin=0, end=page_size, wire_token=token + begin * page_size)
+        run = TokenRun(
+            page=int(whole[begin]), num_pages=end - begin, begin=0, end=page_size, wire_token=token + begin * page_size
+        )
         runs.append(run)
     return TokenPlan(runs=tuple(runs), scattered=None, wire_token=0)
 
@@ -145,7 +147,7 @@ class BufferGroup:
     buffers: Sequence[WireBuffer]
 
     @property
-    def tokens(self) -> Span:
+    def tokens(self) -> Range:
         return self.buffers[0].tokens
 
     @property
@@ -169,7 +171,7 @@ class HostCopier(HeadSliceCopier):
         self,
         pool: PagedKVPool,
         *,
-        heads: Span,
+        heads: Range,
         wire_dtype: DType,
         scales: Mapping[tuple[int, bool], float] | None = None,
     ) -> None:
@@ -212,7 +214,7 @@ class _HostPlan(CopyPlan):
 
     def _with_token_plans(self, groups: Sequence[BufferGroup], pages: Tensor) -> Iterator[tuple[BufferGroup, TokenPlan]]:
         """Where the tokens of each group lie."""
-        plans: dict[Span, TokenPlan] = {}  # nearly always one, in a chunk
+        plans: dict[Range, TokenPlan] = {}  # nearly always one, in a chunk
         for group in groups:
             plan = plans.get(group.tokens)
             if plan is None:
@@ -352,7 +354,7 @@ def _scatter_bytes(pieces: PoolPieces, plan: TokenPlan, wire: Array) -> None:
         pieces.pages[:, plan.scattered.numpy()] = source.reshape(num_buffers, count, *pieces.pages.shape[2:])
 
 
-def _run_part(pieces: PoolPieces, run: PageRun) -> Array:
+def _run_part(pieces: PoolPieces, run: TokenRun) -> Array:
     """Pool side of a run, with pieces as large as they can be."""
     if run.end - run.begin == pieces.tokens.shape[2]:
         return pieces.pages[:, run.page : run.page + run.num_pages]

@@ -23,7 +23,7 @@ from transfer.copy import (
 )
 from transfer.copy.request_tables import DeviceTable, RequestTables
 from transfer.layer_groups import GroupKind
-from transfer.layout import DType, KVLayout, LayerKind, Route, Span, WireBuffer, wire_buffers
+from transfer.layout import DType, KVLayout, LayerKind, Range, Route, WireBuffer, wire_buffers
 from transfer.pool.kv_pool import KVPool
 
 OnGathered = Callable[[int, float], None]
@@ -80,7 +80,7 @@ class _RouteEnd:
     """This rank's end of a route: what its pieces have in common. There is one of each, so that it is found by identity."""
 
     route: Route
-    heads: Span
+    heads: Range
     dtype: DType
     scales: Scales
 
@@ -194,12 +194,12 @@ class PieceCopier:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._copiers: dict[tuple[int, Span, DType, Scales], HeadSliceCopier] = {}
+        self._copiers: dict[tuple[int, Range, DType, Scales], HeadSliceCopier] = {}
         self._device_tables: Sequence[RequestTables] = ()
         if pool.device.type == "cuda":
             self._device_tables = [RequestTables(pool.device, num_pages) for num_pages in pool.num_pages]
         self._planned = lru_cache(maxsize=_CACHED_PIECES)(self._plan)
-        self._ends: dict[tuple[Route, Span, DType, Scales], _RouteEnd] = {}
+        self._ends: dict[tuple[Route, Range, DType, Scales], _RouteEnd] = {}
         # By identity of route and scales, which are kept with what was found, so that no other object gets theirs.
         self._known_ends: dict[tuple[int, ...], tuple[_RouteEnd, Route, Mapping[tuple[int, bool], float] | None]] = {}
         self._adopt(pool.layout)
@@ -211,7 +211,7 @@ class PieceCopier:
         chunk: Chunk,
         *,
         request_id: str,
-        heads: Span,
+        heads: Range,
         num_tokens: int,
         dtype: DType,
         tables: Sequence[Sequence[int]],
@@ -252,7 +252,7 @@ class PieceCopier:
         route: Route,
         plan: ChunkPlan,
         *,
-        heads: Span,
+        heads: Range,
         dtype: DType,
         is_gather: bool,
         scales: Mapping[tuple[int, bool], float] | None = None,
@@ -283,7 +283,7 @@ class PieceCopier:
         """The request's pages are given back, or it is over: use what is kept of its tables for others. Does nothing twice.
 
         To be called when no copy that was prepared for it is queued, or will be (`SourceReleased`, `RequestComplete` and
-        `RequestDrained` say so): its tables are overwritten by the next request's.
+        `IncomingDrained` say so): its tables are overwritten by the next request's.
         """
         for kept in self._device_tables:
             kept.forget(request_id)
@@ -293,7 +293,7 @@ class PieceCopier:
         route: Route,
         chunk: Chunk,
         *,
-        heads: Span,
+        heads: Range,
         num_tokens: int,
         dtype: DType,
         scales: Mapping[tuple[int, bool], float] | None,
@@ -304,7 +304,7 @@ class PieceCopier:
         end_token = self._end_that_matters(begin, end, num_tokens - first_token)
         return self._planned(self._end_of(route, heads, dtype, scales), begin, end, layers.begin, layers.end, end_token)
 
-    def _end_of(self, route: Route, heads: Span, dtype: DType, scales: Mapping[tuple[int, bool], float] | None) -> _RouteEnd:
+    def _end_of(self, route: Route, heads: Range, dtype: DType, scales: Mapping[tuple[int, bool], float] | None) -> _RouteEnd:
         key = (id(route), id(scales), heads.begin, heads.end, id(dtype))
         known = self._known_ends.get(key)
         if known is not None:
@@ -346,7 +346,7 @@ class PieceCopier:
         self._planned.cache_clear()
 
     def _plan(self, of: _RouteEnd, begin: int, end: int, first_layer: int, end_layer: int, num_tokens: int) -> PiecePlan:
-        tokens, layers = Span(begin=begin, end=end), Span(begin=first_layer, end=end_layer)
+        tokens, layers = Range(begin=begin, end=end), Range(begin=first_layer, end=end_layer)
         by_group: dict[int, list[WireBuffer]] = {}
         for buffer in wire_buffers(self._layout, of.route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=of.dtype):
             by_group.setdefault(self._pool.group_of(buffer.layer), []).append(buffer)
@@ -362,7 +362,7 @@ class PieceCopier:
         tokens = buffers[0].tokens
         first = tokens.begin // page_size
         if first:
-            counted = Span(begin=tokens.begin - first * page_size, end=tokens.end - first * page_size)
+            counted = Range(begin=tokens.begin - first * page_size, end=tokens.end - first * page_size)
             buffers = [replace(buffer, tokens=counted) for buffer in buffers]
         plan = self._copier(buffers[0].layer, of).plan(buffers)
         return _GroupPiece(group=group, is_state=kind is GroupKind.STATE, first_page=first, plan=plan)

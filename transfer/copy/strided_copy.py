@@ -26,8 +26,8 @@ from torch import Tensor
 
 from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.copy.digest import HostDigest
-from transfer.copy.host_copy import PageRun, plan_tokens
-from transfer.layout import DType, Span, WireBuffer
+from transfer.copy.host_copy import TokenRun, plan_tokens
+from transfer.layout import DType, Range, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool, as_words, convert
 
 Array = npt.NDArray[Any]
@@ -43,7 +43,7 @@ class StridedCopier(HeadSliceCopier):
         self,
         pool: PagedKVPool,
         *,
-        heads: Span,
+        heads: Range,
         wire_dtype: DType,
         scales: Mapping[tuple[int, bool], float] | None = None,
     ) -> None:
@@ -88,9 +88,9 @@ class _StridedPlan(CopyPlan):
                 for begin in range(0, onto.shape[1], tile):
                     np.copyto(onto[:, begin : begin + tile], values[:, begin : begin + tile])
 
-    def _with_runs(self, pages: Tensor) -> Iterator[tuple[WireBuffer, Array, Sequence[PageRun]]]:
+    def _with_runs(self, pages: Tensor) -> Iterator[tuple[WireBuffer, Array, Sequence[TokenRun]]]:
         """Each buffer, its pool side, and where its tokens lie there."""
-        known: dict[Span, tuple[PageRun, ...]] = {}  # nearly always one, in a chunk
+        known: dict[Range, tuple[TokenRun, ...]] = {}  # nearly always one, in a chunk
         for buffer, array in zip(self.buffers, self._arrays, strict=True):
             runs = known.get(buffer.tokens)
             if runs is None:
@@ -98,7 +98,7 @@ class _StridedPlan(CopyPlan):
                 runs = known[buffer.tokens] = plan.runs
             yield buffer, array, runs
 
-    def _gather_converted(self, buffer: WireBuffer, runs: Sequence[PageRun], wire: Tensor) -> None:
+    def _gather_converted(self, buffer: WireBuffer, runs: Sequence[TokenRun], wire: Tensor) -> None:
         copier, view = self._copier, self._copier.view(buffer)
         target = as_words(copier.wire_part(wire, buffer)).numpy()
         for run in runs:
@@ -106,7 +106,7 @@ class _StridedPlan(CopyPlan):
             converted = as_words(convert(found, copier.wire_dtype, scale=copier.scale(buffer)))
             np.copyto(_tokens_on_wire(target, run), converted.numpy())
 
-    def _scatter_converted(self, buffer: WireBuffer, runs: Sequence[PageRun], wire: Tensor) -> None:
+    def _scatter_converted(self, buffer: WireBuffer, runs: Sequence[TokenRun], wire: Tensor) -> None:
         copier = self._copier
         values = convert(copier.wire_part(wire, buffer), self._pool.element, scale=copier.scale(buffer))
         source, target = as_words(values).numpy(), as_words(copier.view(buffer)).numpy()
@@ -130,10 +130,10 @@ def _on_wire(wire: Tensor, buffer: WireBuffer, array: Array) -> Array:
     return part.view(array.dtype).reshape(len(buffer.tokens), *array.shape[2:])
 
 
-def _tokens_on_wire(wire: Array, run: PageRun) -> Array:
+def _tokens_on_wire(wire: Array, run: TokenRun) -> Array:
     """[tokens, ...] of a run, as [pages, tokens of a page, ...]."""
     return wire[run.wire_token : run.wire_token + run.num_tokens].reshape(run.num_pages, -1, *wire.shape[1:])
 
 
-def _tokens_in_pool(array: Array, run: PageRun) -> Array:
+def _tokens_in_pool(array: Array, run: TokenRun) -> Array:
     return array[run.page : run.page + run.num_pages, run.begin : run.end]

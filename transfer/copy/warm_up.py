@@ -10,7 +10,7 @@ import torch
 
 from transfer.chunk import ChunkPlan
 from transfer.copy.piece_copier import PieceCopier
-from transfer.layout import DType, KVLayout, Route, Span
+from transfer.layout import DType, KVLayout, Range, Route
 
 
 async def warm_up(
@@ -37,6 +37,6 @@ async def warm_up(
         return
     for route in mine:
         start = route.heads.source_start if is_gather else route.heads.target_start
-        heads = Span(begin=start, end=start + route.heads.count)
+        heads = Range(begin=start, end=start + route.heads.count)
         work = partial(copier.warm, layout, route, plan, heads=heads, dtype=dtype, scales=scales, is_gather=is_gather)
         await asyncio.get_running_loop().run_in_executor(None, work)

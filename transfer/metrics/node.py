@@ -23,7 +23,7 @@ from transfer.errors import (
 )
 from transfer.metrics.node_specs import NODE_METRICS
 from transfer.metrics.page import MetricFamily, exposition, merge
-from transfer.metrics.rank import LoopTurns
+from transfer.metrics.rank import CountedTurns
 from transfer.metrics.series import Series
 from transfer.metrics.specs import ABORT_REASONS, BREAKER_STATES, NODE_STATES, OUTCOMES, PEER_STATES
 from transfer.metrics.store import StoreMetrics
@@ -69,7 +69,7 @@ class NodeMetrics:
             raise ConfigError(f"role is {role}; it must be one of {', '.join(OUTCOMES)}")
         self._series = Series(NODE_METRICS, labels={"role": role})
         self._totals: dict[tuple[str, ...], int] = {}
-        self._turns: LoopTurns | None = None
+        self._turns: CountedTurns | None = None
         self.store = StoreMetrics(self._series)
         self._outcomes = OUTCOMES[role]
         for outcome in self._outcomes:
@@ -206,7 +206,7 @@ class NodeMetrics:
         self._series("running_requests").set(running)
         self._series("rank_restarts").set(restarts)
 
-    def watch_loop(self, turns: LoopTurns) -> None:
+    def watch_loop(self, turns: CountedTurns) -> None:
         """Show the turns of the process's loop from now on."""
         self._turns = turns
 

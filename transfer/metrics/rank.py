@@ -66,7 +66,7 @@ class Ring(Protocol):
     def oldest_open(self) -> int | None: ...
 
 
-class LoopTurns(Protocol):
+class CountedTurns(Protocol):
     """Turns of a loop, counted by the buckets of `TURN_BUCKETS_S`."""
 
     @property
@@ -199,7 +199,7 @@ class RankMetrics:
         self._rank = rank
         self._clock = clock
         self._ring: Ring | None = None
-        self._turns: LoopTurns | None = None
+        self._turns: CountedTurns | None = None
         self._oldest_open: int | None = None  # grant, when the ring was looked at
         self._open_since_s = 0.0  # when it was first seen to be the oldest
         self._uses: dict[int, _LinkUse] = {}  # by session
@@ -423,7 +423,7 @@ class RankMetrics:
                 log.warning("link_slow", peer=use.peer, decode_rank=link.decode_rank, lane=link.lane, of_probe=round(share, 3))
             use.is_slow = is_slow
 
-    def watch_loop(self, turns: LoopTurns) -> None:
+    def watch_loop(self, turns: CountedTurns) -> None:
         """Show the turns of the process's loop from now on."""
         self._turns = turns
 

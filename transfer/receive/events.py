@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from transfer.chunk import Chunk, ChunkPlan
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Route
-from transfer.messages import Message
 from transfer.ring import Grant
+from transfer.session_events import CloseSession as CloseSession
+from transfer.session_events import MessageArrived as MessageArrived
+from transfer.session_events import MessageDropped as MessageDropped
+from transfer.session_events import Send as Send
+from transfer.session_events import Tick as Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +65,18 @@ class IncomingRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOpened:
+class ReceiverSessionOpened:
     session: int
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLost:
+class ReceiverSessionLost:
     """The session's transport is closed.
 
     Args:
-        is_over: No byte of its writer can land any more, which ends its quarantine; otherwise `SessionOver` follows. False only
-            on a one-sided transport: where a write needs a receive, the close takes it away.
+        is_over: No byte of the sender can land any more, which ends the quarantine. Otherwise `ReceiverSessionOver` follows.
+            False only on a one-sided transport: where a write needs a receive, the close takes it away.
     """
 
     session: int
@@ -81,29 +85,23 @@ class SessionLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOver:
+class ReceiverSessionOver:
     """It is proven at last that no byte of a lost session's writer can land any more."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestExpected:
+class IncomingExpected:
     """Room for the whole request is reserved in the KV pool, so whatever is granted can be scattered."""
 
     request: IncomingRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCancelled:
+class IncomingCancelled:
     request_id: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageArrived:
-    session: int
-    message: Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +126,12 @@ class ScatterFinished:
     is_intact: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """Time has passed; due a few times a second while anything is in flight."""
-
-
 Event = (
-    SessionOpened
-    | SessionLost
-    | SessionOver
-    | RequestExpected
-    | RequestCancelled
+    ReceiverSessionOpened
+    | ReceiverSessionLost
+    | ReceiverSessionOver
+    | IncomingExpected
+    | IncomingCancelled
     | MessageArrived
     | ReceiveSettled
     | ReceiveFailed
@@ -148,12 +141,6 @@ Event = (
 
 
 # Actions: what the owner has to do.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    session: int
-    message: Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,15 +198,15 @@ class PublishWatermark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestComplete:
+class IncomingComplete:
     """Every piece is in the pool and every digest agreed. The request is forgotten."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFailed:
-    """The request cannot become whole. Its pages may still be written by scatters until `RequestDrained`."""
+class IncomingFailed:
+    """The request cannot become whole. Its pages may still be written by scatters until `IncomingDrained`."""
 
     request_id: str
     reason: str
@@ -227,26 +214,10 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestDrained:
+class IncomingDrained:
     """After a failure or a cancel: no scatter will touch the request's pages any more (rule 6)."""
 
     request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSession:
-    """Close the session's transport, then report `SessionLost`."""
-
-    session: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDropped:
-    """A message made no sense here; counted, never fatal (rule 14)."""
-
-    session: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +234,9 @@ Action = (
     | PrepareScatter
     | StartScatter
     | PublishWatermark
-    | RequestComplete
-    | RequestFailed
-    | RequestDrained
+    | IncomingComplete
+    | IncomingFailed
+    | IncomingDrained
     | CloseSession
     | MessageDropped
     | ChunkBroken

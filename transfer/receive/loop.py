@@ -18,7 +18,7 @@ from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.event_pump import EventPump
-from transfer.layout import Span
+from transfer.layout import Range
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
@@ -72,7 +72,7 @@ class HostArrivals(Protocol):
         """Prepares such pieces."""
         ...
 
-    def arrives_in_host(self, request_id: str, tokens: Span) -> bool:
+    def arrives_in_host(self, request_id: str, tokens: Range) -> bool:
         """Whether these tokens of the request, which are a chunk's, do."""
         ...
 
@@ -213,7 +213,7 @@ class ReceiverLoop:
         """
         self._sessions[number] = session
         self._control.allow(number, control_key)
-        self._pump.feed(protocol.SessionOpened(session=number, incarnation=incarnation))
+        self._pump.feed(protocol.ReceiverSessionOpened(session=number, incarnation=incarnation))
 
     def close_session(self, number: int, reason: str) -> None:
         """End a session: its transport first, which proves that none of its bytes can land any more."""
@@ -228,7 +228,7 @@ class ReceiverLoop:
             self._ending[number] = session
             if self._ending_timer is None:
                 self._ending_timer = self._loop.call_later(ENDING_LOOK_S, self._look_at_ending)
-        self._pump.feed(protocol.SessionLost(session=number, reason=reason, is_over=number not in self._ending))
+        self._pump.feed(protocol.ReceiverSessionLost(session=number, reason=reason, is_over=number not in self._ending))
         self._owner.on_session_closed(number, reason)
 
     def _look_at_ending(self) -> None:
@@ -236,7 +236,7 @@ class ReceiverLoop:
         self._ending_timer = None
         for number in [number for number, session in self._ending.items() if session.is_over]:
             del self._ending[number]
-            self._pump.feed(protocol.SessionOver(session=number))
+            self._pump.feed(protocol.ReceiverSessionOver(session=number))
         if self._ending:
             self._ending_timer = self._loop.call_later(ENDING_LOOK_S, self._look_at_ending)
 
@@ -251,13 +251,13 @@ class ReceiverLoop:
             span = self._tracer.begin("kvferry.receive", parent=request.traceparent, attributes=told)
             if span is not None:
                 self._spans[request.request_id] = span
-        self._pump.feed(protocol.RequestExpected(request=request))
+        self._pump.feed(protocol.IncomingExpected(request=request))
 
     def cancel_request(self, request_id: str, reason: str) -> bool:
         """Give up a request that is not whole yet; `on_drained` follows. False: nothing of it is here."""
         if request_id not in self._requests:
             return False
-        self._pump.feed(protocol.RequestCancelled(request_id=request_id, reason=reason))
+        self._pump.feed(protocol.IncomingCancelled(request_id=request_id, reason=reason))
         return True
 
     def close(self) -> None:
@@ -287,14 +287,14 @@ class ReceiverLoop:
                 self._scatter(action)
             case protocol.PublishWatermark():
                 self._owner.publish(self.ring.watermark(), action.sessions)
-            case protocol.RequestComplete():
+            case protocol.IncomingComplete():
                 self._forget(action.request_id)
                 self._owner.on_complete(action.request_id)
-            case protocol.RequestFailed():
+            case protocol.IncomingFailed():
                 if self._spans and (span := self._spans.get(action.request_id)) is not None:
                     span.end(action.reason)
                 self._owner.on_failed(action.request_id, action.reason, is_data_loss=action.is_data_loss)
-            case protocol.RequestDrained():
+            case protocol.IncomingDrained():
                 self._forget(action.request_id)
                 self._owner.on_drained(action.request_id)
             case protocol.CloseSession():
@@ -372,7 +372,7 @@ class ReceiverLoop:
             action.route,
             action.chunk,
             request_id=action.request_id,
-            heads=Span(begin=heads.target_start, end=heads.target_start + heads.count),
+            heads=Range(begin=heads.target_start, end=heads.target_start + heads.count),
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,
             scales=request.scales,

@@ -33,6 +33,11 @@ from transfer.receive.events import (
     ChunkBroken,
     CloseSession,
     Event,
+    IncomingCancelled,
+    IncomingComplete,
+    IncomingDrained,
+    IncomingExpected,
+    IncomingFailed,
     IncomingRequest,
     IncomingRoute,
     MessageArrived,
@@ -41,22 +46,17 @@ from transfer.receive.events import (
     PrepareScatter,
     PublishWatermark,
     ReceiveFailed,
+    ReceiverSessionLost,
+    ReceiverSessionOpened,
+    ReceiverSessionOver,
     ReceiverSettings,
     ReceiveSettled,
-    RequestCancelled,
-    RequestComplete,
-    RequestDrained,
-    RequestExpected,
-    RequestFailed,
     ScatterFinished,
     Send,
-    SessionLost,
-    SessionOpened,
-    SessionOver,
     StartScatter,
     Tick,
 )
-from transfer.receive.state import Piece, Request, RouteState, Stage
+from transfer.receive.state import ReceiverPiece, ReceiverRequest, ReceiverRoute, ReceiverStage
 from transfer.ring import MAX_ATTEMPTS, MAX_PUBLISHED_RANGES, Grant, StagingAllocator, grant_key
 from transfer.ring_index import WaitingGrants
 
@@ -72,10 +72,10 @@ class Receiver:
         self._ring = ring
         self._sessions: dict[int, int] = {}  # session -> incarnation of the writer
         self._lost: set[int] = set()  # sessions that were closed, and whose writers may still write
-        self._requests: dict[str, Request] = {}
-        self._live: dict[int, Piece] = {}  # by grant.begin
+        self._requests: dict[str, ReceiverRequest] = {}
+        self._live: dict[int, ReceiverPiece] = {}  # by grant.begin
         # Of those, not writable yet.
-        self._waiting: WaitingGrants[Grant, Piece] = WaitingGrants(ring.blocker_of, lambda: ring.num_steps)
+        self._waiting: WaitingGrants[Grant, ReceiverPiece] = WaitingGrants(ring.blocker_of, lambda: ring.num_steps)
         self._actions: list[Action] = []
         self._now_s = 0.0
         self._may_publish = False  # bytes were released, padding included
@@ -94,7 +94,7 @@ class Receiver:
         return len(self._requests)
 
     @property
-    def requests(self) -> Mapping[str, Request]:
+    def requests(self) -> Mapping[str, ReceiverRequest]:
         """Requests of which state is left, by id. For reports and tests, which must not change them."""
         return self._requests
 
@@ -120,18 +120,18 @@ class Receiver:
         self._now_s = now_s
         self._waiting.begin_turn()
         match event:
-            case SessionOpened():
+            case ReceiverSessionOpened():
                 if event.session in self._sessions or event.session in self._lost:
                     raise LocalProtocolError(f"session {event.session:#x} opened twice")
                 self._sessions[event.session] = event.incarnation
                 self._told[event.session] = self._published
-            case SessionLost():
+            case ReceiverSessionLost():
                 self._on_session_lost(event)
-            case SessionOver():
+            case ReceiverSessionOver():
                 self._on_session_over(event.session)
-            case RequestExpected():
+            case IncomingExpected():
                 self._on_expected(event.request)
-            case RequestCancelled():
+            case IncomingCancelled():
                 if (request := self._requests.get(event.request_id)) is not None and request.failure is None:
                     self._give_up(request, event.reason)
             case MessageArrived():
@@ -171,7 +171,7 @@ class Receiver:
     def _on_expected(self, incoming: IncomingRequest) -> None:
         if incoming.request_id in self._requests:
             raise LocalProtocolError(f"request {incoming.request_id} expected twice")
-        request = Request.of(incoming)
+        request = ReceiverRequest.of(incoming)
         self._requests[incoming.request_id] = request
         lost = [route.session for route in incoming.routes if route.session not in self._sessions]
         if lost:
@@ -181,26 +181,26 @@ class Receiver:
         elif request.is_whole:
             self._complete(request)
 
-    def _complete(self, request: Request) -> None:
+    def _complete(self, request: ReceiverRequest) -> None:
         """Rule 7 and 8: the set is whole, and no piece of it is outstanding."""
         del self._requests[request.request_id]
-        self._actions.append(RequestComplete(request_id=request.request_id))
+        self._actions.append(IncomingComplete(request_id=request.request_id))
 
-    def _fail(self, request: Request, reason: str, *, is_data_loss: bool = False) -> None:
-        self._actions.append(RequestFailed(request_id=request.request_id, reason=reason, is_data_loss=is_data_loss))
+    def _fail(self, request: ReceiverRequest, reason: str, *, is_data_loss: bool = False) -> None:
+        self._actions.append(IncomingFailed(request_id=request.request_id, reason=reason, is_data_loss=is_data_loss))
         self._give_up(request, reason)
 
-    def _give_up(self, request: Request, reason: str) -> None:
+    def _give_up(self, request: ReceiverRequest, reason: str) -> None:
         """Take no more of the request, quarantine what its writers may still write, and ask them to drain."""
         request.failure = reason
         for piece in request.pieces():
-            if piece.stage is Stage.GRANTED:
+            if piece.stage is ReceiverStage.GRANTED:
                 self._ring.quarantine(piece.grant)
         for route in request.routes.values():
             self._ask_to_drain(request, route)
         self._settle(request, request.pieces())
 
-    def _ask_to_drain(self, request: Request, route: RouteState) -> None:
+    def _ask_to_drain(self, request: ReceiverRequest, route: ReceiverRoute) -> None:
         if route.is_drained or route.incoming.session not in self._sessions:
             return  # nobody is left to ask
         route.asked_s = self._now_s
@@ -212,7 +212,7 @@ class Receiver:
         )
         self._actions.append(Send(session=route.incoming.session, message=message))
 
-    def _settle(self, request: Request, pieces: Iterable[Piece]) -> None:
+    def _settle(self, request: ReceiverRequest, pieces: Iterable[ReceiverPiece]) -> None:
         """Continue to end a failed request: release dead pieces, report when its pages are safe, and forget it.
 
         Args:
@@ -223,15 +223,15 @@ class Receiver:
             # On a live two-sided session every key is received once and written or declined once, also where the receive can
             # only be posted later; otherwise a decline that nobody receives would stay in the transport for ever.
             is_over = piece.is_settled or self._settings.is_one_sided or piece.route.session not in self._sessions
-            if piece.stage is Stage.GRANTED and route.is_drained and is_over:
+            if piece.stage is ReceiverStage.GRANTED and route.is_drained and is_over:
                 self._release(piece)
         if not request.has_drained and not request.num_scattering:
             request.has_drained = True
-            self._actions.append(RequestDrained(request_id=request.request_id))
+            self._actions.append(IncomingDrained(request_id=request.request_id))
         if all(route.is_drained and not route.pieces for route in request.routes.values()):
             del self._requests[request.request_id]
 
-    def _release(self, piece: Piece) -> None:
+    def _release(self, piece: ReceiverPiece) -> None:
         self._ring.release(piece.grant)
         route = piece.request.routes[piece.route.route.index]
         del route.pieces[piece.chunk.index]
@@ -245,7 +245,7 @@ class Receiver:
 
     # Sessions
 
-    def _on_session_lost(self, event: SessionLost) -> None:
+    def _on_session_lost(self, event: ReceiverSessionLost) -> None:
         if not event.is_over and not self._settings.is_one_sided:
             raise LocalProtocolError(
                 f"session {event.session:#x} is lost with is_over False; on a two-sided transport its close is its end"
@@ -295,7 +295,7 @@ class Receiver:
     def _drop(self, session: int, reason: str) -> None:
         self._actions.append(MessageDropped(session=session, reason=reason))
 
-    def _route_of(self, session: int, request_id: str, route_index: int) -> tuple[Request, RouteState] | None:
+    def _route_of(self, session: int, request_id: str, route_index: int) -> tuple[ReceiverRequest, ReceiverRoute] | None:
         """The request and its route, if it is this session's to speak of."""
         request = self._requests.get(request_id)
         route = request.routes.get(route_index) if request is not None else None
@@ -324,7 +324,7 @@ class Receiver:
             return
         self._issue(route.incoming, request.request_id, grants)
 
-    def _problem_of(self, request: Request, route: RouteState, message: GrantRequest) -> str | None:
+    def _problem_of(self, request: ReceiverRequest, route: ReceiverRoute, message: GrantRequest) -> str | None:
         """Why the request for grants cannot be served, whole; None when it can."""
         count = len(route.pieces) + sum(route.grant_of(wanted.chunk) is None for wanted in message.chunks)
         if count > MAX_CHUNKS_PER_MESSAGE:  # which no writer's grants_ahead can exceed
@@ -340,7 +340,7 @@ class Receiver:
                 return f"chunk {wanted.chunk} is {size} bytes here and {wanted.num_bytes} at the writer"
         return None
 
-    def _grant_for(self, request: Request, route: RouteState, chunk: int) -> Grant:
+    def _grant_for(self, request: ReceiverRequest, route: ReceiverRoute, chunk: int) -> Grant:
         """Return the earlier grant, or a new one. The answer to a repeated request is the same grant (R3)."""
         granted = route.grant_of(chunk)
         if granted is not None:
@@ -359,9 +359,9 @@ class Receiver:
         )
         self._actions.append(Send(session=session, message=answer))
 
-    def _grant(self, request: Request, route: RouteState, chunk: Chunk, num_bytes: int) -> Grant:
+    def _grant(self, request: ReceiverRequest, route: ReceiverRoute, chunk: Chunk, num_bytes: int) -> Grant:
         head, grant = self._ring.head, self._ring.assign(num_bytes)
-        piece = Piece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
+        piece = ReceiverPiece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
         route.pieces[chunk.index] = piece
         self._live[piece.grant.begin] = piece
         # A grant alone says nothing new to writers, and its ack would only delay the next one; padding may be what one waits for.
@@ -408,7 +408,7 @@ class Receiver:
         self._news_for.clear()
         self._may_publish = False
 
-    def _post(self, piece: Piece) -> None:
+    def _post(self, piece: ReceiverPiece) -> None:
         self._actions.append(
             PostReceive(
                 session=piece.route.session,
@@ -428,22 +428,22 @@ class Receiver:
             self._drop(session, "wrong_grant")
         elif (piece := route.pieces.get(message.chunk)) is None:
             self._drop(session, "repeated")  # and released since
-        elif piece.stage is Stage.GRANTED and message.attempt < piece.attempt and piece.request.failure is None:
+        elif piece.stage is ReceiverStage.GRANTED and message.attempt < piece.attempt and piece.request.failure is None:
             self._reject(piece, "said again, because the rejection was not heard")
-        elif piece.stage is not Stage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
+        elif piece.stage is not ReceiverStage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
             self._drop(session, "repeated")  # rule 7: a set, not a count
         elif piece.request.failure is None:
             piece.ready = message
             self._scatter_if_here(piece)
 
-    def _scatter_if_here(self, piece: Piece) -> None:
+    def _scatter_if_here(self, piece: ReceiverPiece) -> None:
         """Scatter once the writer says that it wrote and, on a two-sided transport, the receive has ended."""
         if piece.ready is None or not (self._settings.is_one_sided or piece.is_settled):
             return
         if not self._settings.is_one_sided and piece.received_bytes != piece.num_bytes:
             self._on_broken(piece, f"received {piece.received_bytes} bytes of {piece.num_bytes}")
             return
-        piece.stage = Stage.SCATTERING
+        piece.stage = ReceiverStage.SCATTERING
         piece.request.num_scattering += 1
         self._actions.append(
             StartScatter(
@@ -474,7 +474,7 @@ class Receiver:
 
     # Outcomes
 
-    def _piece_at(self, grant: Grant) -> Piece:
+    def _piece_at(self, grant: Grant) -> ReceiverPiece:
         piece = self._live.get(grant.begin)
         if piece is None:
             raise LocalProtocolError(f"outcome for grant [{grant.begin}, {grant.end}), which is not live")
@@ -498,14 +498,14 @@ class Receiver:
 
     def _on_scatter_finished(self, event: ScatterFinished) -> None:
         piece = self._piece_at(event.grant)
-        if piece.stage is not Stage.SCATTERING:
+        if piece.stage is not ReceiverStage.SCATTERING:
             raise LocalProtocolError(
                 f"scatter of grant [{event.grant.begin}, {event.grant.end}) finished, but none was under way"
             )
         request = piece.request
         request.num_scattering -= 1
         if not event.is_intact:
-            piece.stage = Stage.GRANTED
+            piece.stage = ReceiverStage.GRANTED
             self._on_broken(piece, "digest mismatch")
             return
         self._release(piece)  # rule 5: only now
@@ -515,7 +515,7 @@ class Receiver:
         elif request.is_whole:
             self._complete(request)
 
-    def _on_broken(self, piece: Piece, reason: str) -> None:
+    def _on_broken(self, piece: ReceiverPiece, reason: str) -> None:
         """Bytes arrived that are not those that were sent: have them sent again, once."""
         request = piece.request
         if piece.route.session in self._sessions:  # else it need not have come whole, or been looked at
@@ -536,7 +536,7 @@ class Receiver:
             if not self._settings.is_one_sided:
                 self._post(piece)
 
-    def _reject(self, piece: Piece, reason: str) -> None:
+    def _reject(self, piece: ReceiverPiece, reason: str) -> None:
         message = ChunkRejected(
             incarnation=self._ring.incarnation,
             request_id=piece.request.request_id,
@@ -565,9 +565,9 @@ class Receiver:
                 else:
                     self._ask_to_drain(request, route)
 
-    def _remind(self, request: Request, route: RouteState) -> None:
+    def _remind(self, request: ReceiverRequest, route: ReceiverRoute) -> None:
         """Tell a drained writer again of what it may never have heard: it declines what it has not written."""
-        waiting = [piece for piece in route.pieces.values() if piece.stage is Stage.GRANTED]
+        waiting = [piece for piece in route.pieces.values() if piece.stage is ReceiverStage.GRANTED]
         route.asked_s = self._now_s
         for piece in waiting:
             if piece.attempt:

@@ -15,7 +15,7 @@ from transfer.receive.events import IncomingRequest, IncomingRoute
 from transfer.ring import Grant
 
 
-class Stage(Enum):
+class ReceiverStage(Enum):
     """Where a piece stands, from its grant to its release."""
 
     GRANTED = auto()
@@ -23,15 +23,15 @@ class Stage(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Piece:
+class ReceiverPiece:
     """The part of a chunk that travels on one route, from its grant to its release."""
 
-    request: Request
+    request: ReceiverRequest
     route: IncomingRoute
     chunk: Chunk
     grant: Grant
     num_bytes: int
-    stage: Stage = Stage.GRANTED
+    stage: ReceiverStage = ReceiverStage.GRANTED
     is_settled: bool = False  # the posted receive has ended
     received_bytes: int = 0
     attempt: int = 0
@@ -39,12 +39,12 @@ class Piece:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RouteState:
+class ReceiverRoute:
     """A request's pieces of one route, and how far its writer has got with going away."""
 
     incoming: IncomingRoute
     expected: Pieces  # all that has to come
-    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index, as below: granted and not released
+    pieces: dict[int, ReceiverPiece] = field(default_factory=dict)  # by chunk index, as below: granted and not released
     # Grants of released pieces, for repeated messages about them. Nothing else of these pieces is kept: a long prompt has
     # thousands, and each step of a failed request, and the garbage collector, would walk over all of them.
     released: dict[int, Grant] = field(default_factory=dict)
@@ -64,25 +64,25 @@ class RouteState:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class ReceiverRequest:
     """One request's transfer into this rank."""
 
     incoming: IncomingRequest
     chunks: Chunks
-    routes: dict[int, RouteState]
+    routes: dict[int, ReceiverRoute]
     num_scattering: int = 0
     failure: str | None = None
-    has_drained: bool = False  # RequestDrained was said
+    has_drained: bool = False  # IncomingDrained was reported
 
     @classmethod
-    def of(cls, incoming: IncomingRequest) -> Request:
+    def of(cls, incoming: IncomingRequest) -> ReceiverRequest:
         """The request before anything of it was granted; pieces of no bytes are left out."""
         layout, num_tokens = incoming.layout, incoming.num_tokens
         chunks = split_into_chunks(
             incoming.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=incoming.start_token
         )
         routes = {
-            route.route.index: RouteState(
+            route.route.index: ReceiverRoute(
                 incoming=route,
                 expected=Pieces(chunks, layout, route.route, num_tokens=num_tokens, dtype=incoming.wire_dtype),
             )
@@ -99,13 +99,13 @@ class Request:
     def request_id(self) -> str:
         return self.incoming.request_id
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ReceiverPiece]:
         """The pieces that were granted and are not released."""
         return [piece for route in self.routes.values() for piece in route.pieces.values()]
 
     def check_invariants(self) -> None:
         """Raise LocalProtocolError if the counts do not match the pieces."""
-        if sum(piece.stage is Stage.SCATTERING for piece in self.pieces()) != self.num_scattering:
+        if sum(piece.stage is ReceiverStage.SCATTERING for piece in self.pieces()) != self.num_scattering:
             raise LocalProtocolError(f"invariant broken: scatters of request {self.request_id}")
         for route in self.routes.values():
             if route.pieces.keys() & route.released.keys() or not route.scattered <= route.released.keys():

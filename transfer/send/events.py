@@ -9,8 +9,13 @@ from transfer.chunk import Chunk, ChunkPlan
 from transfer.engine_types import DeviceEvent
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Route
-from transfer.messages import MAX_CHUNKS_PER_MESSAGE, Message
+from transfer.messages import MAX_CHUNKS_PER_MESSAGE
 from transfer.ring import Grant, Watermark
+from transfer.session_events import CloseSession as CloseSession
+from transfer.session_events import MessageArrived as MessageArrived
+from transfer.session_events import MessageDropped as MessageDropped
+from transfer.session_events import Send as Send
+from transfer.session_events import Tick as Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,7 @@ class OutgoingRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOpened:
+class SenderSessionOpened:
     """Args:
     is_direct: Gathers store straight into the peer's ring: they need no write, and leave no copy that could be sent again.
         Only on a one-sided transport, for no receive meets them.
@@ -85,7 +90,7 @@ class SessionOpened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLost:
+class SenderSessionLost:
     """The session's transport is closed: none of its writes is under way any more.
 
     Gathers are: each ends with its `GatherFinished`. Those of a direct session may still store into the peer's ring until then,
@@ -103,7 +108,7 @@ class WatermarkArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStarted:
+class OutgoingStarted:
     request: OutgoingRequest
 
 
@@ -114,12 +119,6 @@ class ChunkComputed:
     request_id: str
     chunk: int
     event: DeviceEvent | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageArrived:
-    session: int
-    message: Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,46 +133,35 @@ class WriteFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteFailed:
+class SlotWriteFailed:
     slot: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestAborted:
+class OutgoingAborted:
     """This side gives the request up (engine failure, abort, drain)."""
 
     request_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """Time has passed; due a few times a second while anything is in flight."""
-
-
 Event = (
-    SessionOpened
-    | SessionLost
+    SenderSessionOpened
+    | SenderSessionLost
     | WatermarkArrived
-    | RequestStarted
+    | OutgoingStarted
     | ChunkComputed
     | MessageArrived
     | GatherFinished
     | WriteFinished
-    | WriteFailed
-    | RequestAborted
+    | SlotWriteFailed
+    | OutgoingAborted
     | Tick
 )
 
 
 # Actions: what the owner has to do.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    session: int
-    message: Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +187,7 @@ class StartGather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWrite:
-    """Write the slot into the grant; answer with `WriteFinished` or `WriteFailed`."""
+    """Write the slot into the grant; answer with `WriteFinished` or `SlotWriteFailed`."""
 
     slot: int
     session: int
@@ -255,7 +243,7 @@ class SentStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSent:
+class OutgoingSent:
     """Every grant of the request came back released. The request is forgotten."""
 
     request_id: str
@@ -263,26 +251,10 @@ class RequestSent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFailed:
+class OutgoingFailed:
     """The request is over and nothing of it is under way (rule 9). The request is forgotten."""
 
     request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSession:
-    """Close the session's transport, then report `SessionLost`."""
-
-    session: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDropped:
-    """A message of the peer made no sense here; counted, never fatal (rule 14)."""
-
-    session: int
     reason: str
 
 
@@ -294,8 +266,8 @@ Action = (
     | SourceReleased
     | PieceReleased
     | WaitGivenUp
-    | RequestSent
-    | RequestFailed
+    | OutgoingSent
+    | OutgoingFailed
     | CloseSession
     | MessageDropped
 )

@@ -22,7 +22,7 @@ from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.event_pump import EventPump
 from transfer.instance import Link
-from transfer.layout import Span
+from transfer.layout import Range
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
@@ -207,7 +207,7 @@ class SenderLoop:
             session=session, control=control, name=name, ring_capacity_bytes=ring_capacity_bytes, is_direct=is_direct
         )
         control.watch(self._loop, lambda payload: self._on_payload(number, payload))
-        opened = protocol.SessionOpened(
+        opened = protocol.SenderSessionOpened(
             session=number,
             incarnation=incarnation,
             ring_capacity_bytes=ring_capacity_bytes,
@@ -229,7 +229,7 @@ class SenderLoop:
         self._lane.forget(number)
         peer.session.close()  # tells the peer behind gathers that are under way into its ring; nothing here waits for them
         peer.control.close()
-        self._pump.feed(protocol.SessionLost(session=number, reason=reason))
+        self._pump.feed(protocol.SenderSessionLost(session=number, reason=reason))
         self._owner.on_session_closed(number, reason)
 
     def _lose_session(self, number: int, reason: str) -> None:
@@ -247,14 +247,14 @@ class SenderLoop:
             span = self._tracer.begin("kvferry.send", parent=request.traceparent)
             if span is not None:
                 self._spans[request.request_id] = span
-        self._pump.feed(protocol.RequestStarted(request=request))
+        self._pump.feed(protocol.OutgoingStarted(request=request))
 
     def chunk_computed(self, request_id: str, chunk: int, event: DeviceEvent | None) -> None:
         """The chunk's KV is in the pool (None), or will be once `event` has fired: it is gathered then, and not before."""
         self._pump.feed(protocol.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
 
     def abort_request(self, request_id: str, reason: str) -> None:
-        self._pump.feed(protocol.RequestAborted(request_id=request_id, reason=reason))
+        self._pump.feed(protocol.OutgoingAborted(request_id=request_id, reason=reason))
 
     def close(self) -> None:
         """End every session and the lane."""
@@ -283,13 +283,13 @@ class SenderLoop:
                 self._metrics.credit_wait_seconds(action.credit_wait_s)
             case protocol.PieceReleased():
                 self._metrics.ack_seconds(action.ack_s)
-            case protocol.RequestSent():
+            case protocol.OutgoingSent():
                 self._layouts.pop(action.request_id, None)
                 self._metrics.request_sent(action.stats)
                 if self._spans:
                     self._end_span(action.request_id, stats=action.stats)
                 self._owner.on_sent(action.request_id, action.stats)
-            case protocol.RequestFailed():
+            case protocol.OutgoingFailed():
                 self._layouts.pop(action.request_id, None)
                 if self._spans:
                     self._end_span(action.request_id, error=action.reason)
@@ -354,7 +354,7 @@ class SenderLoop:
             action.route,
             action.chunk,
             request_id=action.request_id,
-            heads=Span(begin=heads.source_start, end=heads.source_start + heads.count),
+            heads=Range(begin=heads.source_start, end=heads.source_start + heads.count),
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,
             scales=request.scales,
@@ -428,7 +428,7 @@ class SenderLoop:
         def done(_: object, error: TransferError | None) -> None:
             self._metrics.link_write_ended(action.session, 0 if error is not None else action.num_bytes)
             if error is not None:
-                self._pump.feed(protocol.WriteFailed(slot=action.slot, reason=str(error)))
+                self._pump.feed(protocol.SlotWriteFailed(slot=action.slot, reason=str(error)))
                 return
             seconds = time.monotonic() - started
             self._metrics.write_finished(seconds, action.num_bytes)

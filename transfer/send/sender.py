@@ -34,27 +34,27 @@ from transfer.send.events import (
     GatherFinished,
     MessageArrived,
     MessageDropped,
+    OutgoingAborted,
+    OutgoingFailed,
     OutgoingRequest,
+    OutgoingSent,
+    OutgoingStarted,
     PieceReleased,
-    RequestAborted,
-    RequestFailed,
-    RequestSent,
-    RequestStarted,
     Send,
+    SenderSessionLost,
+    SenderSessionOpened,
     SenderSettings,
     SentStats,
-    SessionLost,
-    SessionOpened,
+    SlotWriteFailed,
     SourceReleased,
     StartGather,
     StartWrite,
     Tick,
     WaitGivenUp,
     WatermarkArrived,
-    WriteFailed,
     WriteFinished,
 )
-from transfer.send.state import Piece, Request, RouteState, SessionState, Stage, StagingSlots
+from transfer.send.state import SenderPiece, SenderRequest, SenderRoute, SenderStage, SessionState, StagingSlots
 
 MAX_DIRECT_GATHERS = 64
 """Of one session at a time: all of them may be queued behind one event, and a launch into a full queue (some 1000 entries) would
@@ -75,7 +75,7 @@ class Sender:
         self._settings = settings
         self._incarnation = incarnation
         self._sessions: dict[int, SessionState] = {}
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, SenderRequest] = {}
         self._slots = StagingSlots(settings.num_slots)
         self._actions: list[Action] = []
         self._now_s = 0.0
@@ -87,7 +87,7 @@ class Sender:
         return len(self._requests)
 
     @property
-    def requests(self) -> Mapping[str, Request]:
+    def requests(self) -> Mapping[str, SenderRequest]:
         """Requests that are not over, by id. For reports and tests, which must not change them."""
         return self._requests
 
@@ -112,13 +112,13 @@ class Sender:
         """
         self._now_s = now_s
         match event:
-            case SessionOpened():
+            case SenderSessionOpened():
                 self._on_session_opened(event)
-            case SessionLost():
+            case SenderSessionLost():
                 self._on_session_lost(event)
             case WatermarkArrived():
                 self._on_watermark(event)
-            case RequestStarted():
+            case OutgoingStarted():
                 self._on_request_started(event.request)
             case ChunkComputed():
                 self._on_chunk_computed(event)
@@ -128,9 +128,9 @@ class Sender:
                 self._on_gather_finished(event)
             case WriteFinished():
                 self._on_write_finished(event)
-            case WriteFailed():
+            case SlotWriteFailed():
                 self._on_write_failed(event)
-            case RequestAborted():
+            case OutgoingAborted():
                 if (request := self._requests.get(event.request_id)) is not None:
                     self._fail(request, event.reason)
             case Tick():
@@ -159,13 +159,13 @@ class Sender:
 
     # Sessions
 
-    def _on_session_opened(self, event: SessionOpened) -> None:
+    def _on_session_opened(self, event: SenderSessionOpened) -> None:
         if event.session in self._sessions:
             raise LocalProtocolError(f"session {event.session:#x} opened twice")
         view = RingView(event.ring_capacity_bytes, incarnation=event.incarnation)
         self._sessions[event.session] = SessionState(view=view, is_direct=event.is_direct)
 
-    def _on_session_lost(self, event: SessionLost) -> None:
+    def _on_session_lost(self, event: SenderSessionLost) -> None:
         self._sessions.pop(event.session, None)  # said twice, it changes nothing
         self._eager.pop(event.session, None)
         for request in list(self._requests.values()):
@@ -173,11 +173,11 @@ class Sender:
             if not lost:
                 continue
             for piece in [piece for route in lost for piece in route.outstanding.values()]:
-                if piece.stage in (Stage.WRITING, Stage.WRITTEN):
+                if piece.stage in (SenderStage.WRITING, SenderStage.WRITTEN):
                     self._slots.free(piece)
-                if piece.stage is not Stage.GATHERING:
+                if piece.stage is not SenderStage.GATHERING:
                     self._end_wait(piece)
-                    piece.stage = Stage.DROPPED
+                    piece.stage = SenderStage.DROPPED
                     self._let_go(piece)
             if request.failure is None:
                 self._fail(request, event.reason)
@@ -198,18 +198,18 @@ class Sender:
             self._release(piece)
         self._note_free(event.session, session)
 
-    def _release(self, piece: Piece) -> None:
+    def _release(self, piece: SenderPiece) -> None:
         """The piece's bytes were taken over; its slot is free, and perhaps its request is done."""
         request = piece.request
         self._slots.free(piece)
         self._let_go(piece)
-        piece.stage = Stage.RELEASED
+        piece.stage = SenderStage.RELEASED
         self._actions.append(PieceReleased(ack_s=self._now_s - piece.written_s))
         request.to_release -= 1
         if request.to_release == 0:
             self._release_source(request)
             del self._requests[request.request_id]
-            self._actions.append(RequestSent(request_id=request.request_id, stats=request.stats(self._now_s)))
+            self._actions.append(OutgoingSent(request_id=request.request_id, stats=request.stats(self._now_s)))
         else:
             self._ask(request, request.routes[piece.route.route.index])
 
@@ -218,7 +218,7 @@ class Sender:
     def _on_request_started(self, outgoing: OutgoingRequest) -> None:
         if outgoing.request_id in self._requests:
             raise LocalProtocolError(f"request {outgoing.request_id} started twice")
-        request = Request.of(outgoing)
+        request = SenderRequest.of(outgoing)
         self._requests[outgoing.request_id] = request
         missing = [route.session for route in outgoing.routes if route.session not in self._sessions]
         if missing:
@@ -227,18 +227,18 @@ class Sender:
             # This rank holds nothing that the other side needs (a replica, or another stage's layers).
             del self._requests[outgoing.request_id]
             self._actions.append(SourceReleased(request_id=request.request_id))
-            self._actions.append(RequestSent(request_id=request.request_id, stats=SentStats()))
+            self._actions.append(OutgoingSent(request_id=request.request_id, stats=SentStats()))
         else:
             request.is_source_kept = any(self._sessions[route.session].is_direct for route in outgoing.routes)
             for state in request.routes.values():
                 self._ask(request, state)
 
-    def _ask(self, request: Request, route: RouteState) -> None:
+    def _ask(self, request: SenderRequest, route: SenderRoute) -> None:
         """Ask for the route's next grants, as far as `grants_ahead` allows."""
         fresh = request.next_pieces(route, max(0, self._settings.grants_ahead - len(route.outstanding)))
         self._send_grant_request(request, route, fresh)
 
-    def _send_grant_request(self, request: Request, route: RouteState, pieces: list[Piece]) -> None:
+    def _send_grant_request(self, request: SenderRequest, route: SenderRoute, pieces: list[SenderPiece]) -> None:
         if not pieces:
             return
         for piece in pieces:
@@ -260,10 +260,10 @@ class Sender:
             request.computed_s = self._now_s
         for route in request.routes.values():
             piece = route.pieces.get(event.chunk)
-            if piece is not None and piece.stage is Stage.GRANTED:
+            if piece is not None and piece.stage is SenderStage.GRANTED:
                 self._mark_ready(piece)
 
-    def _mark_ready(self, piece: Piece) -> None:
+    def _mark_ready(self, piece: SenderPiece) -> None:
         piece.ready_s = self._now_s
         session = self._sessions[piece.route.session]
         session.waiting.add(piece.granted, piece)
@@ -312,7 +312,7 @@ class Sender:
             for number, session in self._sessions.items()
         )
 
-    def _begin(self, piece: Piece, session: SessionState) -> None:
+    def _begin(self, piece: SenderPiece, session: SessionState) -> None:
         """Start the piece's gather, with a free slot unless it needs none."""
         self._slots.take(piece, is_direct=session.is_direct)
         if piece.request.first_gather_s is None:
@@ -320,9 +320,9 @@ class Sender:
         ready_s = piece.ready_s if piece.ready_s is not None else self._now_s
         self._gather(piece, credit_wait_s=self._now_s - ready_s)
 
-    def _gather(self, piece: Piece, *, credit_wait_s: float) -> None:
+    def _gather(self, piece: SenderPiece, *, credit_wait_s: float) -> None:
         request = piece.request
-        piece.stage = Stage.GATHERING
+        piece.stage = SenderStage.GATHERING
         self._sessions[piece.route.session].num_gathering += 1
         assert piece.slot is not None
         self._actions.append(
@@ -343,7 +343,7 @@ class Sender:
     # Gather and write
 
     def _on_gather_finished(self, event: GatherFinished) -> None:
-        piece = self._slots.piece_in(event.slot, Stage.GATHERING)
+        piece = self._slots.piece_in(event.slot, SenderStage.GATHERING)
         if piece is None:
             raise LocalProtocolError(f"gather into slot {event.slot} finished, but none was under way")
         request = piece.request
@@ -363,9 +363,9 @@ class Sender:
                 self._release_source(request)
             self._write(piece)
 
-    def _write(self, piece: Piece) -> None:
+    def _write(self, piece: SenderPiece) -> None:
         grant = piece.granted
-        piece.stage, piece.since_s = Stage.WRITING, self._now_s
+        piece.stage, piece.since_s = SenderStage.WRITING, self._now_s
         assert piece.slot is not None
         self._actions.append(
             StartWrite(
@@ -378,17 +378,17 @@ class Sender:
         )
 
     def _on_write_finished(self, event: WriteFinished) -> None:
-        piece = self._slots.piece_in(event.slot, Stage.WRITING)
+        piece = self._slots.piece_in(event.slot, SenderStage.WRITING)
         if piece is not None:  # otherwise its session was lost first
             self._on_written(piece)
 
-    def _on_written(self, piece: Piece) -> None:
+    def _on_written(self, piece: SenderPiece) -> None:
         """The piece's bytes lie in its grant."""
         request, grant = piece.request, piece.granted
         request.writes += 1
         request.num_bytes += piece.num_bytes
         request.slices += piece.num_slices
-        piece.stage, piece.since_s, piece.written_s = Stage.WRITTEN, self._now_s, self._now_s
+        piece.stage, piece.since_s, piece.written_s = SenderStage.WRITTEN, self._now_s, self._now_s
         if request.failure is not None:
             # The peer will not take it over any more: the write has settled, that is all that was waited for.
             self._drop_written(piece)
@@ -401,7 +401,7 @@ class Sender:
         else:
             session.add_written(piece)
 
-    def _send_ready(self, piece: Piece) -> None:
+    def _send_ready(self, piece: SenderPiece) -> None:
         message = ChunkReady(
             incarnation=self._incarnation,
             request_id=piece.request.request_id,
@@ -414,8 +414,8 @@ class Sender:
         )
         self._actions.append(Send(session=piece.route.session, message=message))
 
-    def _on_write_failed(self, event: WriteFailed) -> None:
-        piece = self._slots.piece_in(event.slot, Stage.WRITING)
+    def _on_write_failed(self, event: SlotWriteFailed) -> None:
+        piece = self._slots.piece_in(event.slot, SenderStage.WRITING)
         if piece is not None:
             # A failed write leaves the session in an unknown state; only its end proves that nothing lands any more.
             self._actions.append(CloseSession(session=piece.route.session, reason=event.reason))
@@ -440,7 +440,7 @@ class Sender:
             case _:
                 self._actions.append(MessageDropped(session=event.session, reason="unexpected_type"))
 
-    def _piece_of(self, session: int, request_id: str, route_index: int, chunk: int) -> Piece | None:
+    def _piece_of(self, session: int, request_id: str, route_index: int, chunk: int) -> SenderPiece | None:
         request = self._requests.get(request_id)
         route = request.route_of(session, route_index) if request is not None else None
         return route.pieces.get(chunk) if route is not None else None
@@ -472,17 +472,17 @@ class Sender:
                 self._actions.append(MessageDropped(session=session, reason="unknown_chunk"))
             elif not state.view.can_hold(grant, piece.num_bytes):
                 self._actions.append(MessageDropped(session=session, reason="impossible_grant"))
-            elif piece.stage is Stage.ASKED and state.view.is_released(grant):
+            elif piece.stage is SenderStage.ASKED and state.view.is_released(grant):
                 self._actions.append(MessageDropped(session=session, reason="released_grant"))
             elif piece.grant is None and state.is_taken(issued.begin):
                 self._actions.append(MessageDropped(session=session, reason="granted_twice"))
-            elif piece.stage is Stage.ASKED:
+            elif piece.stage is SenderStage.ASKED:
                 piece.grant = grant
                 state.held.add(issued.begin)
-                piece.stage, piece.since_s = Stage.GRANTED, self._now_s
+                piece.stage, piece.since_s = SenderStage.GRANTED, self._now_s
                 if piece.chunk.index in request.computed:
                     self._mark_ready(piece)
-            elif piece.stage is Stage.DROPPED and piece.grant is None:
+            elif piece.stage is SenderStage.DROPPED and piece.grant is None:
                 piece.grant = grant
                 self._give_up(piece)
 
@@ -491,11 +491,11 @@ class Sender:
             self._actions.append(MessageDropped(session=session, reason="too_many_attempts"))
             return
         piece = self._piece_of(session, message.request_id, message.route, message.chunk)
-        if piece is None or piece.stage is Stage.DROPPED:
+        if piece is None or piece.stage is SenderStage.DROPPED:
             # Given up meanwhile: the receive that was posted for the next attempt has to settle all the same.
             first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
-        elif piece.stage is Stage.WRITTEN and message.attempt == piece.attempt:
+        elif piece.stage is SenderStage.WRITTEN and message.attempt == piece.attempt:
             # Slots, and the pages behind direct sessions, are kept until the grant's release for just this.
             self._sessions[session].discard_written(piece)
             piece.attempt += 1
@@ -520,7 +520,7 @@ class Sender:
 
     # Failure
 
-    def _fail(self, request: Request, reason: str) -> None:
+    def _fail(self, request: SenderRequest, reason: str) -> None:
         """Give the request up: start nothing more, let what is under way settle, hand unused grants back."""
         if request.failure is not None:
             return
@@ -528,36 +528,36 @@ class Sender:
         for route in request.routes.values():
             route.unasked = iter(())
         for piece in request.outstanding():
-            if piece.stage in (Stage.ASKED, Stage.GRANTED):
+            if piece.stage in (SenderStage.ASKED, SenderStage.GRANTED):
                 self._give_up(piece)
-            elif piece.stage is Stage.WRITTEN:
+            elif piece.stage is SenderStage.WRITTEN:
                 self._drop_written(piece)
         self._finish_failed(request)
 
-    def _give_up(self, piece: Piece) -> None:
+    def _give_up(self, piece: SenderPiece) -> None:
         """Drop a piece that was not written; its grant, if it has one, is declined."""
         self._end_wait(piece)
-        piece.stage = Stage.DROPPED
+        piece.stage = SenderStage.DROPPED
         self._let_go(piece)
         if piece.grant is not None:
             self._decline(piece.route.session, piece.grant, attempt=piece.attempt)
 
-    def _end_wait(self, piece: Piece) -> None:
+    def _end_wait(self, piece: SenderPiece) -> None:
         """Of a piece that is about to be dropped: tell how long it has waited for credit, if it has."""
-        if piece.stage is Stage.GRANTED and piece.ready_s is not None:
+        if piece.stage is SenderStage.GRANTED and piece.ready_s is not None:
             self._actions.append(WaitGivenUp(credit_wait_s=self._now_s - piece.ready_s))
 
-    def _drop_written(self, piece: Piece) -> None:
+    def _drop_written(self, piece: SenderPiece) -> None:
         """Drop a piece whose bytes were sent: its keys are spent, its slot is free."""
         self._slots.free(piece)
         self._let_go(piece)
-        piece.stage = Stage.DROPPED
+        piece.stage = SenderStage.DROPPED
         session, grant = self._sessions[piece.route.session], piece.granted
         session.discard_written(piece)
         for attempt in range(piece.attempt + 1):
             session.spend(grant_key(grant.begin, attempt), grant)
 
-    def _let_go(self, piece: Piece) -> None:
+    def _let_go(self, piece: SenderPiece) -> None:
         """Remove a piece from the outstanding pieces, and its grant from the held grants."""
         piece.request.routes[piece.route.route.index].outstanding.pop(piece.chunk.index, None)
         session = self._sessions.get(piece.route.session)
@@ -583,10 +583,10 @@ class Sender:
         if session is not None and session.spend(key, grant):
             self._actions.append(Decline(session=number, key=key))
 
-    def _finish_failed(self, request: Request) -> None:
+    def _finish_failed(self, request: SenderRequest) -> None:
         """After a step of a failed request: say what has drained, and forget it when all has (rule 9)."""
         under_way = request.outstanding()
-        if not any(piece.stage is Stage.GATHERING for piece in under_way):
+        if not any(piece.stage is SenderStage.GATHERING for piece in under_way):
             self._release_source(request)
         if under_way:
             return
@@ -595,9 +595,9 @@ class Sender:
             if route.session in self._sessions:
                 self._send_drained(route.session, request.request_id, route.route.index)
         assert request.failure is not None
-        self._actions.append(RequestFailed(request_id=request.request_id, reason=request.failure))
+        self._actions.append(OutgoingFailed(request_id=request.request_id, reason=request.failure))
 
-    def _release_source(self, request: Request) -> None:
+    def _release_source(self, request: SenderRequest) -> None:
         if not request.source_released:
             request.source_released = True
             self._actions.append(SourceReleased(request_id=request.request_id))
@@ -608,7 +608,7 @@ class Sender:
         due_s = self._now_s - self._settings.repeat_after_s
         for request in self._requests.values():
             for route in request.routes.values():
-                overdue = [p for p in route.outstanding.values() if p.stage is Stage.ASKED and p.since_s <= due_s]
+                overdue = [p for p in route.outstanding.values() if p.stage is SenderStage.ASKED and p.since_s <= due_s]
                 self._send_grant_request(request, route, overdue)
         for session in self._sessions.values():
             for piece in session.written:
@@ -622,9 +622,9 @@ class Sender:
         limit_s = self._settings.write_timeout_s
         stuck: dict[int, str] = {}
         for piece in self._slots.held().values():
-            if piece.stage is Stage.WRITING and self._now_s - piece.since_s > limit_s:
+            if piece.stage is SenderStage.WRITING and self._now_s - piece.since_s > limit_s:
                 what = "has been pending"
-            elif piece.stage is Stage.WRITTEN and self._now_s - piece.written_s > limit_s:
+            elif piece.stage is SenderStage.WRITTEN and self._now_s - piece.written_s > limit_s:
                 what = "was not taken over"
             else:
                 continue

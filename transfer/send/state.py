@@ -20,7 +20,7 @@ from transfer.ring_index import PositionIndex, WaitingGrants
 from transfer.send.events import OutgoingRequest, OutgoingRoute, SentStats
 
 
-class Stage(Enum):
+class SenderStage(Enum):
     """Where a piece stands that was asked for."""
 
     ASKED = auto()
@@ -32,18 +32,18 @@ class Stage(Enum):
     DROPPED = auto()  # given up; no slot, no write
 
 
-UNDER_WAY = (Stage.GATHERING, Stage.WRITING)
+UNDER_WAY = (SenderStage.GATHERING, SenderStage.WRITING)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Piece:
+class SenderPiece:
     """The part of a chunk that travels on one route: one grant, one gather, one write."""
 
-    request: Request
+    request: SenderRequest
     route: OutgoingRoute
     chunk: Chunk
     num_bytes: int
-    stage: Stage = Stage.ASKED
+    stage: SenderStage = SenderStage.ASKED
     grant: Grant | None = None
     slot: int | None = None
     digest: int = 0
@@ -77,7 +77,7 @@ class Piece:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RouteState:
+class SenderRoute:
     """A request's pieces of one route.
 
     A request can have tens of thousands of pieces, so no event walks over all of them. At most `grants_ahead` pieces of a route
@@ -87,13 +87,13 @@ class RouteState:
     outgoing: OutgoingRoute
     expected: Pieces
     unasked: Iterator[tuple[Chunk, int]]  # chunk and bytes, in the order of computation; empty for a failed request
-    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index: all pieces whose grant was requested
-    outstanding: dict[int, Piece] = field(default_factory=dict)  # pieces neither released nor dropped
+    pieces: dict[int, SenderPiece] = field(default_factory=dict)  # by chunk index: all pieces whose grant was requested
+    outstanding: dict[int, SenderPiece] = field(default_factory=dict)  # pieces neither released nor dropped
 
     @property
     def is_asking(self) -> bool:
         """Whether a piece of the route waits for its grant."""
-        return any(piece.stage is Stage.ASKED for piece in self.outstanding.values())
+        return any(piece.stage is SenderStage.ASKED for piece in self.outstanding.values())
 
     @property
     def is_drained(self) -> bool:
@@ -102,11 +102,11 @@ class RouteState:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class SenderRequest:
     """One request's transfer out of this rank."""
 
     outgoing: OutgoingRequest
-    routes: dict[int, RouteState] = field(default_factory=dict)  # by route index
+    routes: dict[int, SenderRoute] = field(default_factory=dict)  # by route index
     computed: dict[int, DeviceEvent | None] = field(default_factory=dict)  # by chunk index
     num_chunks: int
     is_source_kept: bool = False  # until all is released: what was gathered into a ring has no other copy to be sent again
@@ -122,7 +122,7 @@ class Request:
     slices: int = 0
 
     @classmethod
-    def of(cls, outgoing: OutgoingRequest) -> Request:
+    def of(cls, outgoing: OutgoingRequest) -> SenderRequest:
         """Create a request without a requested piece. Pieces without bytes are omitted."""
         layout, num_tokens = outgoing.layout, outgoing.num_tokens
         chunks = split_into_chunks(
@@ -131,7 +131,7 @@ class Request:
         request = cls(outgoing=outgoing, num_chunks=len(chunks))
         for route in outgoing.routes:
             expected = Pieces(chunks, layout, route.route, num_tokens=num_tokens, dtype=outgoing.wire_dtype)
-            request.routes[route.route.index] = RouteState(outgoing=route, expected=expected, unasked=iter(expected))
+            request.routes[route.route.index] = SenderRoute(outgoing=route, expected=expected, unasked=iter(expected))
         request.to_gather = request.to_release = request.num_pieces
         return request
 
@@ -144,21 +144,21 @@ class Request:
     def request_id(self) -> str:
         return self.outgoing.request_id
 
-    def next_pieces(self, route: RouteState, count: int) -> list[Piece]:
+    def next_pieces(self, route: SenderRoute, count: int) -> list[SenderPiece]:
         """Create the next `count` pieces of the route, or as many as are left, whose grants the caller requests."""
         fresh = [
-            Piece(request=self, route=route.outgoing, chunk=chunk, num_bytes=num_bytes)
+            SenderPiece(request=self, route=route.outgoing, chunk=chunk, num_bytes=num_bytes)
             for chunk, num_bytes in itertools.islice(route.unasked, count)
         ]
         for piece in fresh:
             route.pieces[piece.chunk.index] = route.outstanding[piece.chunk.index] = piece
         return fresh
 
-    def outstanding(self) -> list[Piece]:
+    def outstanding(self) -> list[SenderPiece]:
         """Return the requested pieces that are neither released nor dropped."""
         return [piece for route in self.routes.values() for piece in route.outstanding.values()]
 
-    def route_of(self, session: int, route_index: int) -> RouteState | None:
+    def route_of(self, session: int, route_index: int) -> SenderRoute | None:
         """The route of that index, if it is this session's to speak of."""
         route = self.routes.get(route_index)
         return route if route is not None and route.outgoing.session == session else None
@@ -180,10 +180,10 @@ class Request:
         """Raise LocalProtocolError if the counts or the outstanding pieces do not match the pieces."""
         every = [piece for route in self.routes.values() for piece in route.pieces.values()]
         gathers = self.num_pieces - sum(piece.gathered for piece in every)
-        releases = self.num_pieces - sum(piece.stage is Stage.RELEASED for piece in every)
+        releases = self.num_pieces - sum(piece.stage is SenderStage.RELEASED for piece in every)
         if self.failure is None and (gathers, releases) != (self.to_gather, self.to_release):
             raise LocalProtocolError(f"invariant broken: counts of request {self.request_id}")
-        living = [piece for piece in every if piece.stage not in (Stage.RELEASED, Stage.DROPPED)]
+        living = [piece for piece in every if piece.stage not in (SenderStage.RELEASED, SenderStage.DROPPED)]
         if living != self.outstanding():
             raise LocalProtocolError(f"invariant broken: outstanding pieces of request {self.request_id}")
         if self.failure is not None and any(piece.stage not in UNDER_WAY for piece in living):
@@ -197,14 +197,16 @@ class SessionState:
     view: RingView
     is_direct: bool = False  # gathers store into the ring itself
     num_gathering: int = 0
-    waiting: WaitingGrants[Grant, Piece] = field(init=False)  # granted and computed, not begun
-    written: dict[Piece, None] = field(default_factory=dict)  # a set in the order of writing: the same events, the same actions
+    waiting: WaitingGrants[Grant, SenderPiece] = field(init=False)  # granted and computed, not begun
+    written: dict[SenderPiece, None] = field(
+        default_factory=dict
+    )  # a set in the order of writing: the same events, the same actions
     held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice
     # Keys that were written or declined for requests that failed, and their grants, until these are heard to be released: late
     # and repeated messages about them must not be answered with a second decline, which no receive would ever match.
     spent: dict[int, Grant] = field(default_factory=dict)
     # What waits to be heard of as released, by the last position of its grant: written pieces, and spent keys.
-    _watched: PositionIndex[Piece | int] = field(default_factory=PositionIndex)
+    _watched: PositionIndex[SenderPiece | int] = field(default_factory=PositionIndex)
 
     def __post_init__(self) -> None:
         self.waiting = WaitingGrants(self.view.blocker_of, lambda: self.view.num_steps)
@@ -213,12 +215,12 @@ class SessionState:
         """Return whether a living piece holds a grant at `begin`, or an unreleased grant there has a spent key."""
         return begin in self.held or self._is_spent(begin)
 
-    def add_written(self, piece: Piece) -> None:
+    def add_written(self, piece: SenderPiece) -> None:
         """The piece was written, and its grant is not released yet."""
         self.written[piece] = None
         self._watched.add(piece.granted.end - 1, piece)
 
-    def discard_written(self, piece: Piece) -> None:
+    def discard_written(self, piece: SenderPiece) -> None:
         """The piece is written again, or was given up; one that was not written is ignored."""
         if piece in self.written:
             del self.written[piece]
@@ -236,7 +238,7 @@ class SessionState:
         self._watched.add(grant.end - 1, key)
         return True
 
-    def take_in(self, watermark: Watermark) -> list[Piece]:
+    def take_in(self, watermark: Watermark) -> list[SenderPiece]:
         """Learn from a watermark: the written pieces that the peer has taken over, taken out.
 
         Waiting grants that may go now are free in `waiting`, and spent keys that were released are forgotten.
@@ -249,11 +251,11 @@ class SessionState:
         fresh = [(span.begin, span.end) for span in watermark.released if not self.view.is_released(span)]
         if not self.view.update(watermark):
             return []
-        released: list[Piece] = []
+        released: list[SenderPiece] = []
         for begin, end in ((position, watermark.position), *fresh):
             self.waiting.wake(begin, end)
             for one in self._watched.take(begin, end):
-                if isinstance(one, Piece):
+                if isinstance(one, SenderPiece):
                     del self.written[one]
                     released.append(one)
                 else:
@@ -282,7 +284,7 @@ class StagingSlots:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, SenderPiece] = {}
         self._free: deque[int] = deque(range(num_slots))
         self._direct_numbers = itertools.count(num_slots)
         self._num_of: Counter[int] = Counter()  # staged, by session; no session has none
@@ -296,14 +298,14 @@ class StagingSlots:
         """Slots of staging memory that are not free."""
         return self._num_slots - len(self._free)
 
-    def take(self, piece: Piece, *, is_direct: bool) -> None:
+    def take(self, piece: SenderPiece, *, is_direct: bool) -> None:
         """Give the piece a free slot, or a number."""
         slot = piece.slot = next(self._direct_numbers) if is_direct else self._free.popleft()
         self._pieces[slot] = piece
         if not is_direct:
             self._num_of[piece.route.session] += 1
 
-    def free(self, piece: Piece) -> None:
+    def free(self, piece: SenderPiece) -> None:
         """Take the piece's slot, or number, back."""
         slot, piece.slot = piece.slot, None
         assert slot is not None, "a piece between its gather and its release holds a slot"
@@ -319,12 +321,12 @@ class StagingSlots:
         """Whether a piece of the session holds a slot of staging memory."""
         return session in self._num_of
 
-    def piece_in(self, slot: int, stage: Stage) -> Piece | None:
+    def piece_in(self, slot: int, stage: SenderStage) -> SenderPiece | None:
         """The piece in the slot, if it is at that stage; None when its write ended with its session."""
         piece = self._pieces.get(slot)
         return piece if piece is not None and piece.stage is stage else None
 
-    def held(self) -> Mapping[int, Piece]:
+    def held(self) -> Mapping[int, SenderPiece]:
         """Slot, or number -> the piece that holds it."""
         return self._pieces
 
@@ -334,5 +336,5 @@ class StagingSlots:
         if sorted([*staged, *self._free]) != list(range(self._num_slots)):
             raise LocalProtocolError(f"invariant broken: slots held {sorted(staged)} and free {sorted(self._free)} do not add up")
         for slot, piece in self._pieces.items():
-            if piece.slot != slot or piece.stage not in (Stage.GATHERING, Stage.WRITING, Stage.WRITTEN):
+            if piece.slot != slot or piece.stage not in (SenderStage.GATHERING, SenderStage.WRITING, SenderStage.WRITTEN):
                 raise LocalProtocolError(f"invariant broken: slot {slot} is held by a piece that is {piece.stage.name}")

@@ -30,7 +30,7 @@ from transfer.transport.cuda_ipc_blob import NAME, TOKEN_BYTES, Answered, Offere
 from transfer.transport.cuda_ipc_driver import Cuda, CudaError, driver_cuda
 from transfer.transport.cuda_ipc_session import TargetMemory, TargetSession, WriterSession
 from transfer.transport.life_line import LifeLine, PeerLine
-from transfer.transport.memory import DeviceMemory, memory_of
+from transfer.transport.memory import DeviceBuffer, memory_of
 from transfer.transport.waiting_thread import WaitingThread
 
 Mode = Literal["fused", "copy"]
@@ -91,7 +91,7 @@ class CudaIpcTransport:
         self._mode = mode
         self._cuda: Cuda = driver_cuda() if cuda is None else cuda
         self._device = device_index
-        self._memories: dict[int, DeviceMemory] = {}
+        self._memories: dict[int, DeviceBuffer] = {}
         self._sessions: set[WriterSession | TargetSession] = set()
         self._waits = WaitingThread(f"{NAME}-closing")
         self._closed = False
@@ -121,15 +121,15 @@ class CudaIpcTransport:
         """Where sessions wait for the device when they are closed."""
         return self._waits
 
-    def register(self, buffer: Any) -> DeviceMemory:
+    def register(self, buffer: Any) -> DeviceBuffer:
         """As `Transport.register`, for memory of the transport's device.
 
         Raises:
             ConfigError: It is host memory, or of another device.
         """
         found = memory_of(buffer)
-        device = self._cuda.device_of(found.address) if isinstance(found, DeviceMemory) else None
-        if device is None or not isinstance(found, DeviceMemory):
+        device = self._cuda.device_of(found.address) if isinstance(found, DeviceBuffer) else None
+        if device is None or not isinstance(found, DeviceBuffer):
             raise ConfigError(
                 f"transport cuda_ipc moves memory of a GPU; this {type(buffer).__name__} is host memory: put it on device cuda, "
                 "or choose transport: ucx"
@@ -240,7 +240,7 @@ class CudaIpcTransport:
         self._sessions.add(session)
         return session
 
-    def own(self, memory: LocalMemory) -> DeviceMemory:
+    def own(self, memory: LocalMemory) -> DeviceBuffer:
         """The memory, if this transport registered it and has not deregistered it since.
 
         Raises:

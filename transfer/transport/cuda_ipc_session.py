@@ -11,13 +11,13 @@ from transfer.errors import LocalProtocolError, TransportClosed, TransportError,
 from transfer.transport.base import ByteRange, LocalMemory, check_key
 from transfer.transport.cuda_ipc_driver import CopyStream, Cuda, CudaError, Mapped
 from transfer.transport.life_line import LifeLine, PeerLine
-from transfer.transport.memory import DeviceMemory, DeviceSlice, check_range, check_write
+from transfer.transport.memory import DeviceBuffer, DeviceSlice, check_range, check_write
 from transfer.transport.waiting_thread import WaitingThread
 
 log = logging.getLogger(__name__)
 
 
-class SessionOwner(Protocol):
+class CudaIpcSessionOwner(Protocol):
     """What a session asks of its transport."""
 
     @property
@@ -32,7 +32,7 @@ class SessionOwner(Protocol):
     @property
     def waits(self) -> WaitingThread: ...
 
-    def own(self, memory: LocalMemory) -> DeviceMemory: ...
+    def own(self, memory: LocalMemory) -> DeviceBuffer: ...
 
     def forget(self, session: TargetSession) -> None: ...
 
@@ -65,7 +65,7 @@ class _Copy:
     """A write that the device is at; `memory` must live until it is through, also when its handle has failed by then."""
 
     handle: CudaIpcHandle
-    memory: DeviceMemory
+    memory: DeviceBuffer
     mark: Any
 
 
@@ -92,7 +92,7 @@ class WriterSession:
     told (`has_ended`).
     """
 
-    def __init__(self, owner: SessionOwner, device: int, memory: TargetMemory, line: LifeLine, peer: PeerLine) -> None:
+    def __init__(self, owner: CudaIpcSessionOwner, device: int, memory: TargetMemory, line: LifeLine, peer: PeerLine) -> None:
         self._owner = owner
         self._device = device
         self._memory = memory
@@ -259,9 +259,9 @@ class WriterSession:
 class TargetSession:
     """The target's end: offers memory, and after `close()` keeps it alive until the writer has let go of it."""
 
-    def __init__(self, owner: SessionOwner, memory: DeviceMemory, line: LifeLine, peer: PeerLine) -> None:
+    def __init__(self, owner: CudaIpcSessionOwner, memory: DeviceBuffer, line: LifeLine, peer: PeerLine) -> None:
         self._owner = owner
-        self._memory: DeviceMemory | None = memory
+        self._memory: DeviceBuffer | None = memory
         self._line = line
         self._peer = peer
         self._closed = False
@@ -275,7 +275,7 @@ class TargetSession:
         return ""
 
     @property
-    def memory(self) -> DeviceMemory | None:
+    def memory(self) -> DeviceBuffer | None:
         """What is offered; None when the session is over."""
         return self._memory
 

@@ -71,7 +71,7 @@ class DeviceSlice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DeviceMemory:
+class DeviceBuffer:
     """Device memory by address; `owner` keeps the caller's buffer alive."""
 
     owner: object
@@ -93,7 +93,7 @@ class DeviceMemory:
         )
 
 
-Memory = HostMemory | DeviceMemory
+Memory = HostMemory | DeviceBuffer
 
 
 def memory_of(buffer: Any) -> Memory:
@@ -160,7 +160,7 @@ def wait_for_devices() -> None:
         raise LocalProtocolError(f"cudaDeviceSynchronize failed with {status!r}: pending device copies cannot be ruled out")
 
 
-def _device_memory(buffer: Any, interface: dict[str, Any]) -> DeviceMemory:
+def _device_memory(buffer: Any, interface: dict[str, Any]) -> DeviceBuffer:
     address, is_read_only = interface["data"]
     item_bytes = np.dtype(interface["typestr"]).itemsize
     num_bytes = item_bytes
@@ -174,8 +174,8 @@ def _device_memory(buffer: Any, interface: dict[str, Any]) -> DeviceMemory:
     if is_read_only:
         raise ConfigError("device buffer is read-only; register a writable one")
     if num_bytes == 0:
-        return DeviceMemory(owner=buffer, address=0, num_bytes=0, device_index=0)  # lies nowhere
-    return DeviceMemory(
+        return DeviceBuffer(owner=buffer, address=0, num_bytes=0, device_index=0)  # lies nowhere
+    return DeviceBuffer(
         owner=buffer, address=int(address), num_bytes=int(num_bytes), device_index=_device_index(buffer, int(address))
     )
 

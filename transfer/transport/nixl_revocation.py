@@ -24,7 +24,7 @@ from pathlib import Path
 
 from transfer.transport.base import LocalMemory
 from transfer.transport.life_line import PeerLine
-from transfer.transport.memory import DeviceMemory, HostMemory
+from transfer.transport.memory import DeviceBuffer, HostMemory
 
 _PAGE = mmap.PAGESIZE
 _PROC = Path("/proc")
@@ -210,9 +210,9 @@ class DeviceEnding:
     Until then the memory must stay what it is, so this keeps it.
     """
 
-    def __init__(self, line: PeerLine, memory: DeviceMemory) -> None:
+    def __init__(self, line: PeerLine, memory: DeviceBuffer) -> None:
         self._line = line
-        self._memory: DeviceMemory | None = memory
+        self._memory: DeviceBuffer | None = memory
 
     def revoke(self) -> None:
         pass

@@ -81,7 +81,7 @@ class NixlHandle:
         return self._settled
 
 
-class SessionOwner(Protocol):
+class NixlSessionOwner(Protocol):
     """What a session asks of its transport."""
 
     @property
@@ -121,7 +121,7 @@ class NixlSession:
 
     def __init__(
         self,
-        owner: SessionOwner,
+        owner: NixlSessionOwner,
         agent: Agent,
         lane: str,
         *,

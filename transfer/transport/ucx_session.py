@@ -97,7 +97,7 @@ class UcxHandle:
         return kept
 
 
-class SessionOwner(Protocol):
+class UcxSessionOwner(Protocol):
     """What a session asks of its transport."""
 
     @property
@@ -112,7 +112,7 @@ class UcxSession:
     """One attached peer over UCX: one worker, one endpoint."""
 
     def __init__(
-        self, owner: SessionOwner, worker: Any, endpoint: Any, lane: str, offered: Memory | None, obstacle: str = ""
+        self, owner: UcxSessionOwner, worker: Any, endpoint: Any, lane: str, offered: Memory | None, obstacle: str = ""
     ) -> None:
         self._owner = owner
         self._ucx = owner.ucx

@@ -20,7 +20,7 @@ from transfer.copy.head_slice import TritonCopier, Tuning
 from transfer.copy.launch import Launcher
 from transfer.copy.piece_copier import PieceCopier
 from transfer.copy.reference import ReferenceCopier, reference_words_sum
-from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer, routes, wire_dtype
+from transfer.layout import DType, KVLayout, Range, Shard, TokenOrder, WireBuffer, routes, wire_dtype
 from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -69,10 +69,10 @@ def test_rows_wider_than_a_tile(order: TokenOrder, head_dim: int) -> None:
             layout=layout,
             shard=Shard(page_size=2, order=order),
             num_pages=2,
-            heads=Span(begin=0, end=2),
+            heads=Range(begin=0, end=2),
             wire_dtype=DType.INT8,
             pages=(1, 0),
-            tokens=Span(begin=1, end=4),
+            tokens=Range(begin=1, end=4),
             num_tokens=4,
         ),
         TritonCopier,
@@ -100,11 +100,11 @@ def test_conversions_are_exact_for_every_pattern(source: DType, target: DType) -
     layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1024, v_head_dim=0, dtype=source)
     pool = PagedKVPool(layout=layout, shard=Shard(page_size=64), num_pages=1)
     as_words(pool.buffer(0, is_v=False)).view(-1).copy_(as_words(values))
-    tokens = Span(begin=0, end=64)
+    tokens = Range(begin=0, end=64)
     buffer = WireBuffer(layer=0, is_v=False, tokens=tokens, row_bytes=1024 * target.num_bytes, offset_bytes=0)
     wire, expected = (torch.zeros(65536 * target.num_bytes, dtype=torch.uint8) for _ in range(2))
     for implementation, out in ((TritonCopier, wire), (ReferenceCopier, expected)):
-        implementation(pool, heads=Span(begin=0, end=1), wire_dtype=target).plan([buffer]).gather(torch.tensor([0]), out)
+        implementation(pool, heads=Range(begin=0, end=1), wire_dtype=target).plan([buffer]).gather(torch.tensor([0]), out)
     found, right = wire.view(TORCH_DTYPES[target]), expected.view(TORCH_DTYPES[target])
     is_nan = right.float().isnan()
     assert torch.equal(found.float().isnan(), is_nan)
@@ -117,8 +117,8 @@ def test_pages_outside_the_pool_are_left_out(monkeypatch: pytest.MonkeyPatch) ->
     layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, v_head_dim=0, dtype=DType.INT8)
     storage = torch.full((6, 2, 1, 8), 7, dtype=torch.int8)
     pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2, buffers=[LayerBuffers(k=storage[2:4], v=None)])
-    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=6), row_bytes=8, offset_bytes=0)
-    plan = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Range(begin=0, end=6), row_bytes=8, offset_bytes=0)
+    plan = TritonCopier(pool, heads=Range(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
     wire, pages = torch.full((48,), 9, dtype=torch.uint8), torch.tensor([2, 1, -1])
     plan.scatter(pages, wire)
     assert storage[:3].eq(7).all() and storage[4:].eq(7).all() and storage[3].eq(9).all()
@@ -175,7 +175,7 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
     pages.cover("a", 90)
     copier = PieceCopier(pages.pool)
     for route in routes(HYBRID, shard, peer):
-        what: dict[str, Any] = {"heads": Span(begin=0, end=route.heads.count), "dtype": on_wire}
+        what: dict[str, Any] = {"heads": Range(begin=0, end=route.heads.count), "dtype": on_wire}
         copier.warm(HYBRID, route, plan, is_gather=is_gather, **what)
         num_warmed = len(made)
         for num_tokens in range(1, 90, 4):
