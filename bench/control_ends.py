@@ -25,8 +25,8 @@ from typing import Any
 
 from transfer.chunk import ChunkPlan
 from transfer.config import TlsConfig
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
-from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.copy.digest import DIGEST_XXH3
 from transfer.event_pump import EventPump
 from transfer.instance import AttachRequest, AttachResponse, Instance

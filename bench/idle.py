@@ -3,7 +3,7 @@
     python -m bench.idle [--json FILE] [--quick] [--prefill-tp 4] [--decode-tp 2] [--seconds 10] [--model DIR]
 
 A sample is the CPU time, user and system and of all threads, that a process took in one second: 10 ms are 1 % of one core.
-What the nodes do then: heartbeats between the ranks (0.5 s), reports to the leaders (0.25 s), beats of ZeroMQ and gRPC.
+What the nodes do then: heartbeats between the ranks (0.5 s), reports to the leaders (0.25 s), heartbeats of ZeroMQ and gRPC.
 """
 
 from __future__ import annotations

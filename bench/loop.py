@@ -29,7 +29,7 @@ from rich.table import Table
 from bench import loop_cases, loop_many_peers
 from bench.loop_turns import BOUND_MS, COST, COST_BOUND_US, TURN, Watch
 from bench.timing import Report, argument_parser
-from node_runtime.collector import spare_what_lives
+from node_runtime.collector import freeze_gc
 from transfer.config import LogConfig
 from transfer.logs import configure_logging
 from transfer.loop_turns import MeasuredLoop
@@ -80,7 +80,7 @@ def cases() -> list[Case]:
 def measure_case(case: Case) -> Watch:
     """Run the case once; return what was measured."""
     watch = Watch()
-    spare_what_lives()
+    freeze_gc()
     with watch.collecting():
         case.run(watch)
     return watch

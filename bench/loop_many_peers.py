@@ -125,7 +125,7 @@ def prefill_nodes(watch: Watch, *, number: int = NUM_PEERS) -> None:
                 await asyncio.sleep(0)
             process.kill()
             await _until(lambda: not any(peer.state == "joined" for peer in peers.peers))
-            peers.why_none()
+            peers.unavailable_reason()
             await asyncio.sleep(1.0)  # each is tried again
             await peers.close()
 

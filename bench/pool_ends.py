@@ -17,10 +17,10 @@ from bench.link_ends import open_transport
 from bench.pool_setting import SEED, Case, PagePicker, Setting
 from bench.pretended import PretendedLane, PretendedTransport
 from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlServer
-from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.copy import head_slice_copier
-from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
+from transfer.copy.copy_queue import OpenCopyQueue, open_copy_queue
 from transfer.copy.digest import digests_for
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
@@ -96,10 +96,10 @@ class StageRecorder(RankMetrics):
         self._keep("scatter", seconds)
 
 
-def _data_plane(setting: Setting, lane: str, device: str) -> tuple[Transport, OpenCopyLane]:
+def _data_plane(setting: Setting, lane: str, device: str) -> tuple[Transport, OpenCopyQueue]:
     """What moves the bytes, and what copies them."""
     if not setting.pretended_bytes_per_s:
-        return open_transport(lane, device), open_copy_lane
+        return open_transport(lane, device), open_copy_queue
     made = functools.partial(PretendedLane, bytes_per_s=setting.pretended_bytes_per_s)
     return PretendedTransport(), lambda name, device, loop, on_crash: made(name, loop, on_crash)
 
@@ -126,7 +126,7 @@ def _target_heads(setting: Setting) -> Range:
 
 
 def compile_kernels(picker: PagePicker, setting: Setting, heads: Range) -> None:
-    """One gather and one scatter of a piece on a GPU's pool, before anybody counts beats: compiling takes seconds."""
+    """One gather and one scatter of a piece on a GPU's pool, before anybody counts heartbeats: compiling takes seconds."""
     pool, layout, num_tokens = picker.pool, setting.layout, setting.cases[0].num_tokens
     spans = {"tokens": Range(begin=0, end=num_tokens), "layers": Range(begin=0, end=layout.num_layers)}
     buffers = wire_buffers(layout, setting.route, **spans, num_tokens=num_tokens, dtype=layout.dtype)
@@ -160,7 +160,7 @@ class PrefillEnd:
             self._computed.record()
         self.metrics = StageRecorder(role="prefill")
         self._sent: dict[str, asyncio.Future[SentStats]] = {}
-        self._transport, open_lane = _data_plane(setting, lane, device)
+        self._transport, open_queue = _data_plane(setting, lane, device)
         self._instance = own_instance(setting, setting.prefill_shard, self._transport)
         slot_bytes = staging_slot_bytes(setting.config.chunk, setting.config.staging, setting.layout, setting.prefill_shard)
         self._sender = SenderLoop(
@@ -173,7 +173,7 @@ class PrefillEnd:
             incarnation=self._instance.incarnation,
             metrics=self.metrics,
             on_crash=self._crash,
-            open_lane=open_lane,
+            open_queue=open_queue,
         )
         self._sessions = DecodeSessions(
             loop=loop,
@@ -291,7 +291,7 @@ class DecodeEnd:
             compile_kernels(self.picker, setting, _target_heads(setting))
         self.metrics = StageRecorder(role="decode")
         self._complete: dict[str, asyncio.Future[float]] = {}
-        self._transport, open_lane = _data_plane(setting, lane, device)
+        self._transport, open_queue = _data_plane(setting, lane, device)
         self.instance = own_instance(setting, setting.decode_shard, self._transport)
         self._control = ZmqControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
         # A one-sided probe writes behind the ring.
@@ -309,7 +309,7 @@ class DecodeEnd:
             metrics=self.metrics,
             on_crash=lambda error: self._give_up(repr(error)),
             probe_bytes=probe_bytes,
-            open_lane=open_lane,
+            open_queue=open_queue,
         )
         self._servicer = TransferControlServicer(
             watermark=self._receiver.ring.watermark(),

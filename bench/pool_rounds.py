@@ -16,7 +16,7 @@ from bench.plain_memcpy import REPETITIONS, PlainMemcpy, memcpy_of
 from bench.pool_ends import DecodeEnd, PrefillEnd, Stages
 from bench.pool_setting import Case, Setting
 from bench.timing import sample
-from node_runtime.collector import spare_what_lives
+from node_runtime.collector import freeze_gc
 from node_runtime.rank_process import SWITCH_INTERVAL_S
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.config import LogConfig
@@ -142,7 +142,7 @@ def _prefill_process(pipe: Connection, device: str, setting: Setting, lane: str,
             match command:
                 case ("attach", decode, str() as address):
                     attached = await end.attach(decode, address)
-                    spare_what_lives()  # as a rank does it when it is ready
+                    freeze_gc()  # as a rank does it when it is ready
                     pipe.send(attached)
                 case ("send", list() as request_ids, Case() as case):
                     cpu_s = time.process_time()
@@ -189,7 +189,7 @@ class _Decode:
     async def play(self, num_rounds: int) -> Played:
         try:
             link, self._end.plans = await self._ask("attach", self._end.instance, await self._end.serve())
-            spare_what_lives()
+            freeze_gc()
             played = Played(link=link)
             for number, case in enumerate(self._setting.cases):
                 played.rounds.append(await self._play_case(number, case, self._end.plans[case], num_rounds))

@@ -18,9 +18,9 @@ from bench.engine_step import PretendedStep
 from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.lane import Lane
 from transfer.transport.base import ByteRange, DirectMemory, LocalMemory
-from transfer.transport.memory import memory_of
+from transfer.transport.registered_memory import memory_of
+from transfer.worker_thread import WorkerThread
 
 SCATTER_SPEED = 5
 """Of the link's: a GPU's own memory against NVLink."""
@@ -29,13 +29,13 @@ _DIGEST = 1
 
 
 class PretendedLane:
-    """A `CopyLane` whose copies last `num_bytes / bytes_per_s`."""
+    """A `CopyQueue` whose copies last `num_bytes / bytes_per_s`."""
 
     def __init__(
         self, name: str, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None], *, bytes_per_s: float
     ) -> None:
         self._name, self._loop, self._on_crash, self._bytes_per_s = name, loop, on_crash, bytes_per_s
-        self._waiters: dict[int, Lane] = {}
+        self._waiters: dict[int, WorkerThread] = {}
         self._free_s = 0.0  # when the last copy that was begun will be done
 
     def gather(
@@ -70,7 +70,7 @@ class PretendedLane:
     def _begin(self, copy_s: float, peer: int, on_done: Callable[[float], None], *, not_before_s: float = 0.0) -> None:
         waiter = self._waiters.get(peer)
         if waiter is None:
-            waiter = self._waiters[peer] = Lane(f"{self._name}-{peer}", self._loop, self._on_crash)
+            waiter = self._waiters[peer] = WorkerThread(f"{self._name}-{peer}", self._loop, self._on_crash)
         end_s = self._free_s = max(time.monotonic(), self._free_s, not_before_s) + copy_s
 
         def work() -> float:

@@ -15,7 +15,7 @@ from kvferry.local_cluster.cluster import LocalCluster, NodeFailed
 from kvferry.local_cluster.spec import Role
 
 FROZEN_S = 3.0
-"""Longer than three beats of half a second: the other tier has given the process up when it wakes."""
+"""Longer than three heartbeats of half a second: the other tier has given the process up when it wakes."""
 RESTART_S = 90.0
 NOTICE_S = 5.0
 _POLL_S = 0.05

@@ -9,7 +9,7 @@ import grpc
 
 from transfer.errors import PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
-from transfer.registry.beats import BeatWatch
+from transfer.registry.heartbeats import HeartbeatWatch
 
 JOIN_TIMEOUT_S: Final = 60.0
 """Until the first event: every rank attaches and probes its links before."""
@@ -30,11 +30,11 @@ async def first_event(call: JoinCall, address: str) -> pb.JoinEvent:
         raise PeerUnreachable(f"{address} is silent: nothing for {JOIN_TIMEOUT_S:g} s") from None
 
 
-async def next_event(call: JoinCall, address: str, *, beats: BeatWatch, broken: asyncio.Future[str]) -> pb.JoinEvent:
+async def next_event(call: JoinCall, address: str, *, heartbeats: HeartbeatWatch, broken: asyncio.Future[str]) -> pb.JoinEvent:
     """What a joined node says next. Ticks, not seconds, tell a silent one: this loop may have been busy meanwhile.
 
     Args:
-        beats: Counts ticks since it said something.
+        heartbeats: Counts ticks since it said something.
         broken: Set to why, where the join is over for another reason.
 
     Raises:
@@ -43,9 +43,9 @@ async def next_event(call: JoinCall, address: str, *, beats: BeatWatch, broken: 
     reading = asyncio.ensure_future(call.read())
     waiting: set[asyncio.Future[Any]] = {reading, broken}
     try:
-        while not (await asyncio.wait(waiting, timeout=beats.tick_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-            if beats.tick():
-                raise PeerUnreachable(f"{address} is silent: {beats.describe()}")
+        while not (await asyncio.wait(waiting, timeout=heartbeats.tick_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if heartbeats.tick():
+                raise PeerUnreachable(f"{address} is silent: {heartbeats.describe()}")
         if broken.done():
             raise PeerUnreachable(f"{address}: {broken.result()}")
         return _event_of(reading.result(), address)

@@ -25,10 +25,10 @@ from decode_node.rank_messages import (
     ForgetPrefill,
     JobDone,
     LinkProbed,
+    PrefillRankLost,
     RequestExpected,
     TransferComplete,
     TransferFailed,
-    WriterLost,
     check_step_fits,
 )
 from decode_node.request_state import Done, GenerationRequest, Observer, Tokens
@@ -39,10 +39,10 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
-from node_runtime.rank_report import PagesReleased, RankHello, StepFailed
+from node_runtime.rank_report import PagesReleased, RankReady, StepFailed
 from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, StagingError, TransferAborted, TransferError
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, ResourceExhausted, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
@@ -67,7 +67,7 @@ READ_S: Final = 10.0
 class _Life:
     """What exists only while the ranks live."""
 
-    def __init__(self, node: DecodeNode, hellos: tuple[RankHello, ...], address: str, store: StoreClient | None = None) -> None:
+    def __init__(self, node: DecodeNode, hellos: tuple[RankReady, ...], address: str, store: StoreClient | None = None) -> None:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)
@@ -188,7 +188,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     def go_outside(self, address: str) -> None:
         self.discovery.start()
 
-    async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
+    async def begin_life(self, hellos: tuple[RankReady, ...]) -> None:
         store = None
         if self.config.offload.is_on:
             # On a thread: the library of an object store is loaded by the first one that is opened.
@@ -220,7 +220,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             return Readiness(is_ready=False, reason="the node is draining")
         life = self._life
         if life is None or life.peers.pick() is None:
-            return Readiness(is_ready=False, reason="no ranks" if life is None else life.peers.why_none())
+            return Readiness(is_ready=False, reason="no ranks" if life is None else life.peers.unavailable_reason())
         return Readiness(is_ready=True)
 
     def render_metrics(self) -> bytes:
@@ -270,7 +270,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                 life.tiers.job_done(rank, message)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
-            case WriterLost():
+            case PrefillRankLost():
                 life.peers.break_join(
                     message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
                 )
@@ -386,11 +386,13 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         """As `TextCodec.encode`, with a bound on the texts that wait for it: each can be as long as a message.
 
         Raises:
-            StagingError: As many wait as requests may be queued.
+            ResourceExhausted: As many wait as requests may be queued.
         """
         most = self.config.limits.max_queued_requests
         if len(self._tokenising) >= most:
-            raise StagingError(f"{most} prompts wait to be tokenised, as many as requests may wait (limits.max_queued_requests)")
+            raise ResourceExhausted(
+                f"{most} prompts wait to be tokenised, as many as requests may wait (limits.max_queued_requests)"
+            )
         work = asyncio.ensure_future(self.text.encode(text, max_tokens=max_tokens))
         self._tokenising.add(work)
         work.add_done_callback(self._tokenising.discard)

@@ -15,8 +15,8 @@ import grpc
 import structlog
 
 from decode_node.join_client import first_event, next_event
-from decode_node.placement import Candidate, PrefixMemory, block_hashes, place, told_tokens
 from decode_node.prefill_peer import ANY_TOKEN, PrefillPeer
+from decode_node.prefill_routing import Candidate, PrefixMemory, block_hashes, place, told_tokens
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.chunk import ChunkPlan
 from transfer.errors import (
@@ -25,7 +25,7 @@ from transfer.errors import (
     LayoutError,
     PeerUnreachable,
     RemoteProtocolError,
-    StagingError,
+    ResourceExhausted,
     TransferError,
     TransportError,
     TransportTimeout,
@@ -33,7 +33,6 @@ from transfer.errors import (
 from transfer.instance import Instance, Link, check_compatible
 from transfer.pb import kvferry_pb2 as pb
 from transfer.piece_size import largest_piece_bytes
-from transfer.registry.beats import BeatWatch
 from transfer.registry.convert import (
     chunk_plan_from_proto,
     instance_from_proto,
@@ -42,6 +41,7 @@ from transfer.registry.convert import (
 )
 from transfer.registry.discovery import DiscoveryView
 from transfer.registry.discovery.entries import MAX_FOUND
+from transfer.registry.heartbeats import HeartbeatWatch
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of
@@ -87,7 +87,7 @@ class PrefillPeers:
         security: How they are spoken to; None: in plain text on loopback addresses.
         decode_address: Where prefill leaders ask for reservations.
         rank_addresses: The decode ranks' TransferControl, in rank order.
-        heartbeat_s: Seconds between beats of a join.
+        heartbeat_s: Seconds between heartbeats of a join.
         ring_capacity_bytes: Size of the smallest ring of the decode ranks.
         min_bandwidth_bytes_per_s: A node with a slower link to any rank is not joined.
         vocab_size: Tokens that the model has; a node's first token must be one of them.
@@ -95,7 +95,7 @@ class PrefillPeers:
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
         on_breaker_opened: A breaker has opened, or begun its pause anew.
         on_fault: A join has ended in an error that nobody expected; it was logged, and the node will be joined again.
-        on_change: What `pick` or `may_come` say may have changed.
+        on_change: What `pick` or `can_wait_for_node` say may have changed.
         grace_s: See `discovery.grace_s`.
         view: What discovery has found; None where the settings name the nodes.
         prefix_tokens: See `placement.prefix_tokens`.
@@ -235,13 +235,15 @@ class PrefillPeers:
 
         Raises:
             ConfigError: It may not be spoken to in plain text.
-            StagingError: There are too many.
+            ResourceExhausted: There are too many.
         """
         added = [peer for peer in self.peers if peer.is_added]
         if len(added) >= MAX_ADDED:
             idle = next((peer for peer in added if peer.instance is None and not peer.num_users), None)
             if idle is None:
-                raise StagingError(f"requests have named {len(added)} prefill nodes that are in use; there can be {MAX_ADDED}")
+                raise ResourceExhausted(
+                    f"requests have named {len(added)} prefill nodes that are in use; there can be {MAX_ADDED}"
+                )
             self._let_go(idle, "its place is needed")
         peer = self._peer_at(address)
         peer.is_added = True
@@ -287,8 +289,8 @@ class PrefillPeers:
         """The joined peer to send a request to; None when there is none.
 
         One that has to be tried gets the next new request; what was cut off once is no stake, and is only sent there where no
-        healthy one is left. Else `decode_node.placement` decides: of those whose breakers are closed, or of all where none is.
-        Those that are named come before those that no longer are.
+        healthy one is left. Else `decode_node.prefill_routing` decides: of those whose breakers are closed, or of all where none
+        is. Those that are named come before those that no longer are.
 
         Args:
             tried: Incarnations that are left out, because the request was there before.
@@ -311,7 +313,7 @@ class PrefillPeers:
         chooser = self._own.incarnation
         return choices[place(candidates, chooser=chooser, held_tokens=held, prefix_tokens=self._prefix_tokens)]
 
-    def may_come(self, *, tried: Collection[PrefillPeer] = ()) -> bool:
+    def can_wait_for_node(self, *, tried: Collection[PrefillPeer] = ()) -> bool:
         """Whether one that takes no requests now may soon: it is being joined, drains, or is tried again after a pause.
 
         Not one that does not fit, before somebody has deployed something.
@@ -360,7 +362,7 @@ class PrefillPeers:
             peer.breaker_reason = ""
             log.info("breaker_closed", address=peer.address)
 
-    def why_none(self) -> str:
+    def unavailable_reason(self) -> str:
         """One line on why `pick()` finds nothing."""
         view = None if self._view is None else self._view()
         if not self.peers:
@@ -459,7 +461,7 @@ class PrefillPeers:
         except Exception as error:
             self._on_fault()
             news = f"{type(error).__name__}: {error}"
-            if peer.reminders.is_due(news):
+            if peer.log_limiter.is_due(news):
                 log.critical("join_broke", address=peer.address, error=news, exc_info=error)
             raise EngineError(f"{peer.address}: unexpected {type(error).__name__}; see the log of this node") from error
 
@@ -494,7 +496,7 @@ class PrefillPeers:
             peer.unfit.clear()
             peer.joined.set()
             peer.state, peer.reason = "joined", ""
-            peer.reminders.clear()
+            peer.log_limiter.clear()
             broken = peer.broken = asyncio.get_running_loop().create_future()
             log.info(
                 "joined_prefill_node",
@@ -506,7 +508,7 @@ class PrefillPeers:
             )
             self._on_change()
             while True:
-                event = await next_event(call, peer.address, beats=BeatWatch(self._heartbeat_s), broken=broken)
+                event = await next_event(call, peer.address, heartbeats=HeartbeatWatch(self._heartbeat_s), broken=broken)
                 if event.HasField("draining"):
                     peer.state, peer.reason = "draining", "it drains"
                     self._hurry(peer)
@@ -595,13 +597,13 @@ def _candidate(peer: PrefillPeer) -> Candidate:
 
 def _usable(joined: list[PrefillPeer], *, is_retry: bool) -> list[PrefillPeer]:
     """Those whose breakers let a request in."""
-    to_try = [peer for peer in joined if peer.breaker.wants_trial]
+    to_attempt = [peer for peer in joined if peer.breaker.wants_trial]
     healthy = [peer for peer in joined if peer.breaker.state is BreakerState.CLOSED]
-    return (healthy or to_try) if is_retry else (to_try or healthy)
+    return (healthy or to_attempt) if is_retry else (to_attempt or healthy)
 
 
 def _log_failed_join(peer: PrefillPeer, error: TransferError) -> None:
-    if not peer.reminders.is_due(peer.reason):
+    if not peer.log_limiter.is_due(peer.reason):
         return
     if isinstance(error, PeerUnreachable | TransportTimeout):
         log.warning("prefill_node_unreachable", address=peer.address, reason=peer.reason)

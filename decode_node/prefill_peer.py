@@ -14,6 +14,7 @@ from transfer.chunk import ChunkPlan
 from transfer.engine_types import GREEDY, SamplingParams
 from transfer.errors import RemoteProtocolError, TransferError, TransportError
 from transfer.instance import Instance, Link
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -21,7 +22,6 @@ from transfer.registry.convert import chunk_plan_to_proto, link_to_proto, sampli
 from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.status import tier_error_of
-from transfer.reminders import Reminders
 from transfer.tracing import TRACEPARENT
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class PrefillPeer:
     )  # set while it is another model's, or cannot be joined as it is set
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
     vocab_size: int = ANY_TOKEN
-    reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
+    log_limiter: LogRateLimiter = field(default_factory=LogRateLimiter)  # of why joins failed since it was joined
     joining: asyncio.Task[None] | None = None  # for as long as it is one of those that are used
     hurry: asyncio.Event = field(default_factory=asyncio.Event)  # set: its pause before the next join is over
     is_added: bool = False  # by a request, not by the settings

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import (
     PagesReleased,
-    RankHello,
     RankLogLevel,
+    RankReady,
     RankReport,
     RankShutdown,
     RankStartFailed,
@@ -240,7 +240,7 @@ class LinkProbed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterLost:
+class PrefillRankLost:
     """The session with a rank of that prefill instance is closed, so no request can come from there whole.
 
     The prefill leader may know nothing of it: a rank that is frozen tells nobody.
@@ -271,8 +271,8 @@ CODEC = RankCodec(
     DecodeStepDone,
     StepFailed,
     LinkProbed,
-    WriterLost,
-    RankHello,
+    PrefillRankLost,
+    RankReady,
     RankStartFailed,
     RankReport,
     RankLogLevel,

@@ -73,7 +73,7 @@ class GenerationRequest:
     queue_left_s: float  # how long it may still wait for room, over all of its tries
     text: TextStream
     cache_salt: str = ""
-    tries: list[Try] = field(default_factory=list)  # the last one is under way; those before it have been given up
+    attempts: list[Attempt] = field(default_factory=list)  # the last one is under way; those before it have been given up
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
     generated: list[int] = field(default_factory=list)
     ttft_s: float = 0.0
@@ -84,8 +84,8 @@ class GenerationRequest:
     span: Span | None = None  # of its whole life, where it is traced
 
     @property
-    def current(self) -> Try:
-        return self.tries[-1]
+    def current(self) -> Attempt:
+        return self.attempts[-1]
 
     @property
     def is_over(self) -> bool:
@@ -94,7 +94,7 @@ class GenerationRequest:
     @property
     def num_retries(self) -> int:
         """Times that it went to a prefill node beyond the first one."""
-        return max(0, sum(one.peer is not None for one in self.tries) - 1)
+        return max(0, sum(one.peer is not None for one in self.attempts) - 1)
 
     @property
     def next_position(self) -> int:
@@ -121,7 +121,7 @@ class GenerationRequest:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Try:
+class Attempt:
     """One way of a request through one life of a prefill node."""
 
     transfer_id: str

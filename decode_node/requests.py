@@ -29,7 +29,7 @@ from decode_node.rank_messages import (
     RunDecodeStep,
     TransferFailed,
 )
-from decode_node.request_state import Done, GenerationRequest, GenerationStage, Observer, Tokens, Try, is_retried, verdict_of
+from decode_node.request_state import Attempt, Done, GenerationRequest, GenerationStage, Observer, Tokens, is_retried, verdict_of
 from decode_node.text import TextCodec
 from node_runtime.rank_report import StepFailed
 from node_runtime.request_view import RequestView
@@ -43,7 +43,7 @@ from transfer.errors import (
     LocalProtocolError,
     OutOfMemory,
     PeerUnreachable,
-    StagingError,
+    ResourceExhausted,
     TransferError,
     TransportClosed,
 )
@@ -100,7 +100,7 @@ class DecodeRequests:
         broadcast: Callable[[object], None],
         on_broken: Callable[[str], None],
         observer: Observer,
-        name_try: Callable[[str], str] = new_transfer_id,
+        name_attempt: Callable[[str], str] = new_transfer_id,
     ) -> None:
         self._tiers = tiers
         self._peers = peers
@@ -113,27 +113,29 @@ class DecodeRequests:
         self._watch = StepWatch(step_timeout_s, on_broken)
         self._broadcast = broadcast
         self._observer = observer
-        self._name_try = name_try
+        self._name_attempt = name_attempt
         tiers.listen(on_loaded=self._on_loaded, on_room=self._send_step)
-        self._tries: dict[str, Try] = {}  # under way, or given up while a rank still holds its pages
-        self._unsent: list[Try] = []  # of those the ones that wait for a prefill node to be joined, the oldest request's first
+        self._attempts: dict[str, Attempt] = {}  # under way, or given up while a rank still holds its pages
+        self._unsent: list[
+            Attempt
+        ] = []  # of those the ones that wait for a prefill node to be joined, the oldest request's first
         self._placing: asyncio.TimerHandle | None = None
-        self._running: dict[str, Try] = {}
+        self._running: dict[str, Attempt] = {}
         self._step: RunDecodeStep | None = None
         self._num_steps = 0
 
     @property
     def _requests(self) -> tuple[GenerationRequest, ...]:
-        return tuple(dict.fromkeys(a_try.request for a_try in self._tries.values()))
+        return tuple(dict.fromkeys(attempt.request for attempt in self._attempts.values()))
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Of every try of every request that is in flight."""
-        return tuple(a_try.transfer_id for request in self._requests for a_try in request.tries)
+        return tuple(attempt.transfer_id for request in self._requests for attempt in request.attempts)
 
     @property
     def num_queued(self) -> int:
-        return sum(a_try.stage is GenerationStage.WAITING for a_try in self._tries.values())
+        return sum(attempt.stage is GenerationStage.WAITING for attempt in self._attempts.values())
 
     @property
     def num_running(self) -> int:
@@ -151,22 +153,22 @@ class DecodeRequests:
 
     async def close(self, error: TransferError) -> None:
         """End every request with `error`, without the ranks: they are gone, or about to be."""
-        tries = list(self._tries.values())
+        attempts = list(self._attempts.values())
         for request in self._requests:
             if not request.is_over:
                 self._end(request, error)
-        for a_try in tries:
-            a_try.stage = GenerationStage.GONE
-            self._stop_waiting(a_try)
-            self._judge(a_try, Verdict.NOTHING, str(error))
-            self._answer_reserve(a_try, str(error))
+        for attempt in attempts:
+            attempt.stage = GenerationStage.GONE
+            self._stop_waiting(attempt)
+            self._judge(attempt, Verdict.NOTHING, str(error))
+            self._answer_reserve(attempt, str(error))
         if self._placing is not None:
             self._placing.cancel()
-        self._tries.clear()
+        self._attempts.clear()
         self._running.clear()
         self._step = None
         self._watch.close()
-        tasks = [a_try.prefill for a_try in tries if a_try.prefill is not None]
+        tasks = [attempt.prefill for attempt in attempts if attempt.prefill is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -191,17 +193,17 @@ class DecodeRequests:
             may_wait: For a prefill node to be joined, where none is.
 
         Raises:
-            StagingError: The queue is full, or the pool can never hold prompt and new tokens.
+            ResourceExhausted: The queue is full, or the pool can never hold prompt and new tokens.
             PeerUnreachable: No prefill node is joined, and it may not wait, or none can be waited for.
         """
         needed = len(token_ids) + max_new_tokens
         if (refusal := self._tiers.refusal(needed)) is not None:
-            raise StagingError(f"prompt and new tokens ({needed}) {refusal}")
+            raise ResourceExhausted(f"prompt and new tokens ({needed}) {refusal}")
         if self.num_queued >= self._max_queued:
-            raise StagingError(f"decode queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
+            raise ResourceExhausted(f"decode queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
         peer = self._peers.pick(token_ids=token_ids, cache_salt=cache_salt)
-        if peer is None and not (may_wait and self._join_timeout_s and self._peers.may_come()):
-            raise PeerUnreachable(self._peers.why_none())
+        if peer is None and not (may_wait and self._join_timeout_s and self._peers.can_wait_for_node()):
+            raise PeerUnreachable(self._peers.unavailable_reason())
         if may_wait and self._placing is not None and any(one.after is None for one in self._unsent):
             peer = None  # it comes after those that wait already
         request = GenerationRequest(
@@ -235,22 +237,22 @@ class DecodeRequests:
             self._placing.cancel()
             self._placing = None
         num_placed, num_tokens = 0, 0
-        for a_try in list(self._unsent):
+        for attempt in list(self._unsent):
             if num_placed == PLACED_AT_ONCE or num_tokens >= PLACED_TOKENS_AT_ONCE:
                 self.peers_changed()
                 return
-            peer = self._pick(a_try.request)
+            peer = self._pick(attempt.request)
             if peer is not None:
                 num_placed += 1
-                num_tokens += len(a_try.request.token_ids)
-                self._send(a_try, peer)
-            elif not self._may_come(a_try.request):
-                self._refuse(a_try)
+                num_tokens += len(attempt.request.token_ids)
+                self._send(attempt, peer)
+            elif not self._may_come(attempt.request):
+                self._refuse(attempt)
 
     def abort(self, request_id: str, error: TransferError) -> bool:
         """Give up the request that has the try of that id; False when nothing of it is in flight for its caller any more."""
         for request in self._requests:
-            if any(a_try.transfer_id == request_id for a_try in request.tries) and not request.is_over:
+            if any(attempt.transfer_id == request_id for attempt in request.attempts) and not request.is_over:
                 self._fail(request, error)
                 return True
         return False
@@ -264,23 +266,23 @@ class DecodeRequests:
 
         The requests of `PLACED_TOKENS_AT_ONCE` tokens are tried again at once, the others in the next turns of the loop.
         """
-        lost = deque(a_try for a_try in self._tries.values() if a_try.peer is peer)
+        lost = deque(attempt for attempt in self._attempts.values() if attempt.peer is peer)
         self._lose(lost, f"prefill node {peer.address} is lost: {reason}")
 
-    def _lose(self, lost: deque[Try], reason: str) -> None:
+    def _lose(self, lost: deque[Attempt], reason: str) -> None:
         num_tokens = 0
         while lost:
             if num_tokens >= PLACED_TOKENS_AT_ONCE:
                 asyncio.get_running_loop().call_soon(self._lose, lost, reason)
                 return
-            a_try = lost.popleft()
-            if self._tries.get(a_try.transfer_id) is not a_try:
+            attempt = lost.popleft()
+            if self._attempts.get(attempt.transfer_id) is not attempt:
                 continue  # it has ended meanwhile
-            num_tokens += len(a_try.request.token_ids)
-            if not a_try.is_sent:
-                self._fail_transfer(a_try, PeerUnreachable(reason))
-            if a_try.prefill is not None:
-                a_try.prefill.cancel()  # a frozen node would leave the call open, and a finished request without its end
+            num_tokens += len(attempt.request.token_ids)
+            if not attempt.is_sent:
+                self._fail_transfer(attempt, PeerUnreachable(reason))
+            if attempt.prefill is not None:
+                attempt.prefill.cancel()  # a frozen node would leave the call open, and a finished request without its end
 
     # Tries
 
@@ -290,181 +292,183 @@ class DecodeRequests:
         Args:
             after: What ended the try before this one.
         """
-        a_try = Try(transfer_id=self._name_try(request.request_id), request=request, begun_s=time.monotonic(), after=after)
-        request.tries.append(a_try)
-        self._tries[a_try.transfer_id] = a_try
+        attempt = Attempt(
+            transfer_id=self._name_attempt(request.request_id), request=request, begun_s=time.monotonic(), after=after
+        )
+        request.attempts.append(attempt)
+        self._attempts[attempt.transfer_id] = attempt
         if peer is not None:
-            self._send(a_try, peer)
+            self._send(attempt, peer)
             return
-        insort(self._unsent, a_try, key=lambda one: one.request.accepted_s)
-        wait_s = min(self._join_timeout_s, self._queue_left_s(a_try))
-        a_try.unsent = asyncio.get_running_loop().call_later(wait_s, self._end_waiting, a_try)
-        reason = self._peers.why_none() if self._placing is None else "one is joined, and others wait for their turn"
-        log.info("request_waits_for_prefill_node", request_id=a_try.transfer_id, reason=reason)
+        insort(self._unsent, attempt, key=lambda one: one.request.accepted_s)
+        wait_s = min(self._join_timeout_s, self._queue_left_s(attempt))
+        attempt.unsent = asyncio.get_running_loop().call_later(wait_s, self._end_waiting, attempt)
+        reason = self._peers.unavailable_reason() if self._placing is None else "one is joined, and others wait for their turn"
+        log.info("request_waits_for_prefill_node", request_id=attempt.transfer_id, reason=reason)
 
-    def _send(self, a_try: Try, peer: PrefillPeer) -> None:
+    def _send(self, attempt: Attempt, peer: PrefillPeer) -> None:
         """Have that peer compute its prompt."""
         assert peer.instance is not None
-        self._stop_waiting(a_try)
-        request = a_try.request
-        a_try.peer, a_try.incarnation, a_try.permit = peer, peer.instance.incarnation, self._peers.begin(peer)
+        self._stop_waiting(attempt)
+        request = attempt.request
+        attempt.peer, attempt.incarnation, attempt.permit = peer, peer.instance.incarnation, self._peers.begin(peer)
         if request.span is not None:
-            a_try.span = request.span.begin("kvferry.try", transfer_id=a_try.transfer_id, prefill_node=peer.address)
+            attempt.span = request.span.begin("kvferry.try", transfer_id=attempt.transfer_id, prefill_node=peer.address)
         peer.outstanding_tokens += len(request.token_ids)
         self._peers.sent(peer, request.token_ids, request.cache_salt)
-        a_try.prefill = asyncio.get_running_loop().create_task(self._prefill(a_try, peer, peer.instance))
-        a_try.prefill.add_done_callback(lambda task: self._on_prefill_over(a_try, peer, task))
-        if a_try.after is not None:
+        attempt.prefill = asyncio.get_running_loop().create_task(self._prefill(attempt, peer, peer.instance))
+        attempt.prefill.add_done_callback(lambda task: self._on_prefill_over(attempt, peer, task))
+        if attempt.after is not None:
             self._observer.on_retry()
             log.warning(
                 "request_retried",
-                request_id=a_try.transfer_id,
-                given_up=request.tries[-2].transfer_id,
+                request_id=attempt.transfer_id,
+                given_up=request.attempts[-2].transfer_id,
                 prefill_node=peer.address,
-                reason=str(a_try.after),
+                reason=str(attempt.after),
             )
 
-    def _end_waiting(self, a_try: Try) -> None:
+    def _end_waiting(self, attempt: Attempt) -> None:
         """It has waited for as long as it may. Where a node has come meanwhile it was its turn soon."""
-        peer = self._pick(a_try.request)
+        peer = self._pick(attempt.request)
         if peer is None:
-            self._refuse(a_try)
-        elif self._queue_left_s(a_try) > 0:
-            self._send(a_try, peer)
+            self._refuse(attempt)
+        elif self._queue_left_s(attempt) > 0:
+            self._send(attempt, peer)
         else:
-            self._expire(a_try)
+            self._expire(attempt)
 
-    def _refuse(self, a_try: Try) -> None:
+    def _refuse(self, attempt: Attempt) -> None:
         """No prefill node that could take it was joined in time, or none can be any more."""
-        if a_try.after is None:  # turned away, as one that may not wait
-            self._fail(a_try.request, PeerUnreachable(self._peers.why_none()), outcome="refused")
+        if attempt.after is None:  # turned away, as one that may not wait
+            self._fail(attempt.request, PeerUnreachable(self._peers.unavailable_reason()), outcome="refused")
         else:
-            self._fail(a_try.request, a_try.after)
+            self._fail(attempt.request, attempt.after)
 
-    def _stop_waiting(self, a_try: Try) -> None:
+    def _stop_waiting(self, attempt: Attempt) -> None:
         """For a prefill node; no-op where it does not."""
-        if a_try.unsent is not None:
-            a_try.unsent.cancel()
-            a_try.unsent = None
-            self._unsent.remove(a_try)
+        if attempt.unsent is not None:
+            attempt.unsent.cancel()
+            attempt.unsent = None
+            self._unsent.remove(attempt)
 
-    def _fail_transfer(self, a_try: Try, error: TransferError) -> None:
+    def _fail_transfer(self, attempt: Attempt, error: TransferError) -> None:
         """The prefill side gave it up or is gone: of no interest once the KV is whole, and until then the end of this try."""
-        if a_try.stage not in (GenerationStage.WAITING, GenerationStage.RECEIVING):
+        if attempt.stage not in (GenerationStage.WAITING, GenerationStage.RECEIVING):
             return
-        request = a_try.request
+        request = attempt.request
         if isinstance(error, EngineError) and not error.spares_kv:
-            self._distrust(a_try)  # prefill's engine may have met what it had loaded of the prompt
-        self._judge(a_try, verdict_of(error), str(error))
+            self._suspect(attempt)  # prefill's engine may have met what it had loaded of the prompt
+        self._judge(attempt, verdict_of(error), str(error))
         # The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever try is under way.
-        may_retry = is_retried(error) and len(request.tries) <= self._prefill_retries and self._queue_left_s(a_try) > 0
+        may_retry = is_retried(error) and len(request.attempts) <= self._prefill_retries and self._queue_left_s(attempt) > 0
         peer = self._pick(request) if may_retry else None
         if peer is None and not (may_retry and self._join_timeout_s and self._may_come(request)):
             self._fail(request, error)
             return
-        self._record_given_up(a_try, error)
-        self._give_up(a_try, error)
+        self._record_given_up(attempt, error)
+        self._give_up(attempt, error)
         self._begin(request, peer, error)
 
     def _pick(self, request: GenerationRequest) -> PrefillPeer | None:
         """Where to try the request now; None where only those are joined that had it."""
-        tried = frozenset(one.incarnation for one in request.tries if one.peer is not None)
+        tried = frozenset(one.incarnation for one in request.attempts if one.peer is not None)
         return self._peers.pick(tried=tried, token_ids=request.token_ids, cache_salt=request.cache_salt)
 
     def _may_come(self, request: GenerationRequest) -> bool:
         """Whether another prefill node can be waited for. One that was lost with the request is not: it may be what kills it."""
-        return self._peers.may_come(tried=frozenset(one.peer for one in request.tries if one.peer is not None))
+        return self._peers.can_wait_for_node(tried=frozenset(one.peer for one in request.attempts if one.peer is not None))
 
-    def _queue_left_s(self, a_try: Try) -> float:
-        waits_s = time.monotonic() - a_try.begun_s if a_try.stage is GenerationStage.WAITING else 0.0
-        return a_try.request.queue_left_s - waits_s
+    def _queue_left_s(self, attempt: Attempt) -> float:
+        waits_s = time.monotonic() - attempt.begun_s if attempt.stage is GenerationStage.WAITING else 0.0
+        return attempt.request.queue_left_s - waits_s
 
-    def _give_up(self, a_try: Try, error: TransferError) -> None:
+    def _give_up(self, attempt: Attempt, error: TransferError) -> None:
         """Stop the prefill node's call, and have the ranks give the try up where they know of it."""
-        self._running.pop(a_try.transfer_id, None)
-        self._tiers.give_up(a_try.transfer_id)
-        if a_try.span is not None:
-            a_try.span.end(str(error))
-        if a_try.prefill is not None and a_try.prefill is not asyncio.current_task():
-            a_try.prefill.cancel()
-        if a_try.stage is GenerationStage.WAITING:
-            self._stop_waiting(a_try)
-            a_try.request.queue_left_s = self._queue_left_s(a_try)
-            self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
-            self._observer.on_wait_over(a_try.transfer_id)
-            a_try.stage = GenerationStage.GONE
-            del self._tries[a_try.transfer_id]
+        self._running.pop(attempt.transfer_id, None)
+        self._tiers.give_up(attempt.transfer_id)
+        if attempt.span is not None:
+            attempt.span.end(str(error))
+        if attempt.prefill is not None and attempt.prefill is not asyncio.current_task():
+            attempt.prefill.cancel()
+        if attempt.stage is GenerationStage.WAITING:
+            self._stop_waiting(attempt)
+            attempt.request.queue_left_s = self._queue_left_s(attempt)
+            self._observer.on_queue_seconds(time.monotonic() - attempt.begun_s)
+            self._observer.on_wait_over(attempt.transfer_id)
+            attempt.stage = GenerationStage.GONE
+            del self._attempts[attempt.transfer_id]
         else:
-            a_try.stage = GenerationStage.LEAVING
-            self._answer_reserve(a_try, str(error))
-            self._broadcast(CancelRequest(request_id=a_try.transfer_id, reason=clip_reason(str(error))))
+            attempt.stage = GenerationStage.LEAVING
+            self._answer_reserve(attempt, str(error))
+            self._broadcast(CancelRequest(request_id=attempt.transfer_id, reason=clip_reason(str(error))))
 
-    def _record_given_up(self, a_try: Try, error: TransferError) -> None:
+    def _record_given_up(self, attempt: Attempt, error: TransferError) -> None:
         """What the request was at when it was given up has a span, too; of its transfer, that of the try tells."""
-        request = a_try.request
+        request = attempt.request
         if request.span is None:
             return
-        if a_try.stage is GenerationStage.WAITING:
-            request.span.record("kvferry.queue", begun_s=a_try.begun_s, ended_s=time.monotonic(), error=str(error))
-        elif a_try.stage is GenerationStage.RUNNING:
+        if attempt.stage is GenerationStage.WAITING:
+            request.span.record("kvferry.queue", begun_s=attempt.begun_s, ended_s=time.monotonic(), error=str(error))
+        elif attempt.stage is GenerationStage.RUNNING:
             begun_s = request.accepted_s + request.ttft_s
             request.span.record("kvferry.decode", begun_s=begun_s, ended_s=time.monotonic(), error=str(error))
 
-    def _judge(self, a_try: Try, verdict: Verdict, reason: str = "") -> None:
+    def _judge(self, attempt: Attempt, verdict: Verdict, reason: str = "") -> None:
         """Tell the peer's breaker, once, what came of the try."""
-        permit, a_try.permit = a_try.permit, None
-        if permit is not None and a_try.peer is not None:
-            self._peers.end(a_try.peer, permit, verdict, reason)
+        permit, attempt.permit = attempt.permit, None
+        if permit is not None and attempt.peer is not None:
+            self._peers.end(attempt.peer, permit, verdict, reason)
 
     # Prefill's side
 
-    async def _prefill(self, a_try: Try, peer: PrefillPeer, instance: Instance) -> None:
+    async def _prefill(self, attempt: Attempt, peer: PrefillPeer, instance: Instance) -> None:
         """Follow the prefill node's call to its end."""
-        request = a_try.request
-        deadline = asyncio.get_running_loop().call_later(self._queue_left_s(a_try), self._expire, a_try)
+        request = attempt.request
+        deadline = asyncio.get_running_loop().call_later(self._queue_left_s(attempt), self._expire, attempt)
         try:
             may_skip = peer.can_start_late
             # Each attempt looks up again, because KV from a node of another precision has other hashes.
-            a_try.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt, prefill=instance, may_skip=may_skip)
+            attempt.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt, prefill=instance, may_skip=may_skip)
             call = peer.prefill(
-                a_try.transfer_id,
+                attempt.transfer_id,
                 request.token_ids,
                 decode_incarnation=self._own.incarnation,
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
-                traceparent="" if a_try.span is None else a_try.span.traceparent,
+                traceparent="" if attempt.span is None else attempt.span.traceparent,
             )
             async for event in call:
                 match event.WhichOneof("event"):
                     case "first_token":
-                        a_try.first_token = event.first_token.token_id
+                        attempt.first_token = event.first_token.token_id
                     case "sent":
-                        a_try.stats = event.sent.stats
-                self._run_if_whole(a_try)
-            if not a_try.is_sent or a_try.stage is GenerationStage.WAITING:
-                self._fail_transfer(a_try, PeerUnreachable(f"{peer.address} ended the call early"))
+                        attempt.stats = event.sent.stats
+                self._run_if_whole(attempt)
+            if not attempt.is_sent or attempt.stage is GenerationStage.WAITING:
+                self._fail_transfer(attempt, PeerUnreachable(f"{peer.address} ended the call early"))
         except TransferError as error:
-            self._fail_transfer(a_try, error)
+            self._fail_transfer(attempt, error)
         finally:
             deadline.cancel()
 
-    def _on_prefill_over(self, a_try: Try, peer: PrefillPeer, task: asyncio.Task[None]) -> None:
+    def _on_prefill_over(self, attempt: Attempt, peer: PrefillPeer, task: asyncio.Task[None]) -> None:
         """However it ended, also before its first step."""
-        request = a_try.request
+        request = attempt.request
         peer.outstanding_tokens -= len(request.token_ids)
-        if a_try.span is not None:
-            a_try.span.end()  # unless it has failed before
+        if attempt.span is not None:
+            attempt.span.end()  # unless it has failed before
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("prefill_call_broke", request_id=a_try.transfer_id, error=str(error), exc_info=error)
-            if a_try.is_current:
-                self._judge(a_try, Verdict.NOTHING)  # a bug of this node
+            log.critical("prefill_call_broke", request_id=attempt.transfer_id, error=str(error), exc_info=error)
+            if attempt.is_current:
+                self._judge(attempt, Verdict.NOTHING)  # a bug of this node
                 self._fail(request, EngineError(f"unexpected {type(error).__name__}; see the log of the node"))
-        if request.finish_reason and a_try.is_current:
+        if request.finish_reason and attempt.is_current:
             self._say_done(request)
 
-    def _expire(self, a_try: Try) -> None:
-        if a_try.stage is GenerationStage.WAITING:
-            self._fail(a_try.request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
+    def _expire(self, attempt: Attempt) -> None:
+        if attempt.stage is GenerationStage.WAITING:
+            self._fail(attempt.request, ResourceExhausted(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
         """A prefill leader is about to start a try: take room for all of its request, on every rank.
@@ -481,22 +485,22 @@ class DecodeRequests:
             PeerUnreachable: A rank cannot receive it.
             LayoutError: The plan cuts it into too many chunks, or into such that it can never have room here.
         """
-        a_try = self._tries.get(request_id)
+        attempt = self._attempts.get(request_id)
         if (
-            a_try is None
-            or a_try.prompt is None
-            or a_try.stage is not GenerationStage.WAITING
+            attempt is None
+            or attempt.prompt is None
+            or attempt.stage is not GenerationStage.WAITING
             or decode_incarnation != self._own.incarnation
         ):
             raise TransportClosed(f"request {request_id} does not wait here for room")
-        peer = a_try.peer
-        if peer is None or peer.instance is None or prefill_incarnation != a_try.incarnation:
+        peer = attempt.peer
+        if peer is None or peer.instance is None or prefill_incarnation != attempt.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
-        request = a_try.request
+        request = attempt.request
         check_num_pieces(plan, self._own.layout, peer.instance.shard, self._own.shard, num_tokens=len(request.token_ids))
         place = self._tiers.place(
             request_id,
-            a_try.prompt,
+            attempt.prompt,
             max_new_tokens=request.max_new_tokens,
             chunk_tokens=plan.chunk_tokens,
             may_skip=peer.can_start_late,
@@ -506,16 +510,16 @@ class DecodeRequests:
             self._observer.on_no_room(request_id)
             return None
         self._observer.on_wait_over(request_id)
-        a_try.start_token = place.start_token
-        self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
+        attempt.start_token = place.start_token
+        self._observer.on_queue_seconds(time.monotonic() - attempt.begun_s)
         if request.span is not None:
-            request.span.record("kvferry.queue", begun_s=a_try.begun_s, ended_s=time.monotonic())
-        request.queue_left_s = self._queue_left_s(a_try)
-        a_try.stage = GenerationStage.RECEIVING
-        a_try.holding = set(range(self._own.shard.num_ranks))
-        a_try.answering = set(range(self._own.shard.num_ranks))
-        a_try.receiving = set(range(self._own.shard.num_ranks))
-        a_try.expected = asyncio.get_running_loop().create_future()
+            request.span.record("kvferry.queue", begun_s=attempt.begun_s, ended_s=time.monotonic())
+        request.queue_left_s = self._queue_left_s(attempt)
+        attempt.stage = GenerationStage.RECEIVING
+        attempt.holding = set(range(self._own.shard.num_ranks))
+        attempt.answering = set(range(self._own.shard.num_ranks))
+        attempt.receiving = set(range(self._own.shard.num_ranks))
+        attempt.expected = asyncio.get_running_loop().create_future()
         self._broadcast(
             ExpectRequest(
                 request_id=request_id,
@@ -526,55 +530,55 @@ class DecodeRequests:
                 host_pages=place.host_pages,
                 plan=plan,
                 sampling=request.sampling,
-                traceparent="" if a_try.span is None else a_try.span.traceparent,
+                traceparent="" if attempt.span is None else attempt.span.traceparent,
             )
         )
         self._tiers.begin_loading(request_id)
-        reason = await asyncio.shield(a_try.expected)
+        reason = await asyncio.shield(attempt.expected)
         if reason:
             error = PeerUnreachable(reason)
-            self._fail_transfer(a_try, error)
+            self._fail_transfer(attempt, error)
             raise error
         return place.start_token
 
     def _on_loaded(self, request_id: str) -> None:
-        a_try = self._tries.get(request_id)
-        if a_try is not None:
-            self._run_if_whole(a_try)
+        attempt = self._attempts.get(request_id)
+        if attempt is not None:
+            self._run_if_whole(attempt)
 
     # What the ranks say
 
     def on_expected(self, rank: int, message: RequestExpected) -> None:
-        a_try = self._tries.get(message.request_id)
-        if a_try is None or a_try.expected is None:
+        attempt = self._attempts.get(message.request_id)
+        if attempt is None or attempt.expected is None:
             return
-        a_try.answering.discard(rank)
-        if not a_try.expected.done() and (message.reason or not a_try.answering):
-            a_try.expected.set_result(f"decode rank {rank}: {message.reason}" if message.reason else "")
+        attempt.answering.discard(rank)
+        if not attempt.expected.done() and (message.reason or not attempt.answering):
+            attempt.expected.set_result(f"decode rank {rank}: {message.reason}" if message.reason else "")
 
     def on_transfer_complete(self, rank: int, request_id: str) -> None:
-        a_try = self._tries.get(request_id)
-        if a_try is not None:
-            a_try.receiving.discard(rank)
-            self._run_if_whole(a_try)
+        attempt = self._attempts.get(request_id)
+        if attempt is not None:
+            attempt.receiving.discard(rank)
+            self._run_if_whole(attempt)
 
     def on_transfer_failed(self, rank: int, message: TransferFailed) -> None:
-        a_try = self._tries.get(message.request_id)
-        if a_try is None or a_try.stage is not GenerationStage.RECEIVING:
+        attempt = self._attempts.get(message.request_id)
+        if attempt is None or attempt.stage is not GenerationStage.RECEIVING:
             return
         if message.is_data_loss:
-            self._fail(a_try.request, IntegrityError(f"decode rank {rank}: {message.reason}"))
+            self._fail(attempt.request, IntegrityError(f"decode rank {rank}: {message.reason}"))
             return
         # A rank only sees that its writer gave up or went away. Why, the prefill node's call is about to say.
         error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
-        asyncio.get_running_loop().call_later(REASON_GRACE_S, self._fail_transfer, a_try, error)
+        asyncio.get_running_loop().call_later(REASON_GRACE_S, self._fail_transfer, attempt, error)
 
     def on_pages_released(self, rank: int, request_id: str) -> None:
-        a_try = self._tries[request_id]
-        a_try.holding.discard(rank)
-        if not a_try.holding:
+        attempt = self._attempts[request_id]
+        attempt.holding.discard(rank)
+        if not attempt.holding:
             self._tiers.gone(request_id)
-            self._forget_if_done(a_try)
+            self._forget_if_done(attempt)
 
     def on_step_done(self, message: DecodeStepDone) -> None:
         if self._step is None or message.step != self._step.step:
@@ -584,14 +588,14 @@ class DecodeRequests:
         self._step = None
         self._watch.step_over(num_left=0)
         for request_id, token in message.tokens.items():
-            a_try = self._running.get(request_id)
-            if a_try is not None:
-                self._take_token(a_try, token)
+            attempt = self._running.get(request_id)
+            if attempt is not None:
+                self._take_token(attempt, token)
         for request_id, reason in message.faults.items():
-            a_try = self._running.get(request_id)
-            if a_try is not None:
-                self._distrust(a_try)
-                self._fail(a_try.request, EngineError(reason))
+            attempt = self._running.get(request_id)
+            if attempt is not None:
+                self._suspect(attempt)
+                self._fail(attempt.request, EngineError(reason))
         self._tiers.step_over()
         self._send_step()
 
@@ -600,32 +604,32 @@ class DecodeRequests:
             self._step = None
             self._watch.step_over(num_left=0)
         for request_id in message.request_ids:
-            a_try = self._running.get(request_id)
-            if a_try is not None:
+            attempt = self._running.get(request_id)
+            if attempt is not None:
                 kind = OutOfMemory if message.is_out_of_memory else EngineError
-                self._fail(a_try.request, kind(message.reason))
+                self._fail(attempt.request, kind(message.reason))
         self._send_step()
 
     # Generation
 
-    def _run_if_whole(self, a_try: Try) -> None:
+    def _run_if_whole(self, attempt: Attempt) -> None:
         """Start to generate once every rank has the whole KV and the first token is known; nothing less will do."""
-        is_there = not a_try.receiving and not self._tiers.is_loading(a_try.transfer_id)
-        whole = a_try.stage is GenerationStage.RECEIVING and is_there
-        if whole and a_try.first_token is not None:
-            request = a_try.request
-            a_try.stage = GenerationStage.RUNNING
-            self._tiers.begin(a_try.transfer_id)
-            self._running[a_try.transfer_id] = a_try
-            self._judge(a_try, Verdict.SUCCESS)
+        is_there = not attempt.receiving and not self._tiers.is_loading(attempt.transfer_id)
+        whole = attempt.stage is GenerationStage.RECEIVING and is_there
+        if whole and attempt.first_token is not None:
+            request = attempt.request
+            attempt.stage = GenerationStage.RUNNING
+            self._tiers.begin(attempt.transfer_id)
+            self._running[attempt.transfer_id] = attempt
+            self._judge(attempt, Verdict.SUCCESS)
             request.ttft_s = time.monotonic() - request.accepted_s
             self._observer.on_first_token(request.ttft_s)
             request.last_token_s = time.monotonic()
-            self._take_token(a_try, a_try.first_token)
+            self._take_token(attempt, attempt.first_token)
             self._send_step()
 
-    def _take_token(self, a_try: Try, token: int) -> None:
-        request = a_try.request
+    def _take_token(self, attempt: Attempt, token: int) -> None:
+        request = attempt.request
         request.generated.append(token)
         if len(request.generated) > 1:
             now_s = time.monotonic()
@@ -633,49 +637,49 @@ class DecodeRequests:
             request.last_token_s = now_s
         request.progress.put_nowait(Tokens(token_ids=(token,), text=request.text.add(token)))
         if token in request.end_ids:
-            self._finish(a_try, "stop")
+            self._finish(attempt, "stop")
         elif len(request.generated) >= request.max_new_tokens:
-            self._finish(a_try, "length")
+            self._finish(attempt, "length")
 
-    def _finish(self, a_try: Try, reason: str) -> None:
-        del self._running[a_try.transfer_id]
-        a_try.stage = GenerationStage.LEAVING
+    def _finish(self, attempt: Attempt, reason: str) -> None:
+        del self._running[attempt.transfer_id]
+        attempt.stage = GenerationStage.LEAVING
         self._observer.on_outcome("done")
-        self._tiers.finish(a_try.transfer_id)
-        self._broadcast(FinishRequest(request_id=a_try.transfer_id))
-        request = a_try.request
+        self._tiers.finish(attempt.transfer_id)
+        self._broadcast(FinishRequest(request_id=attempt.transfer_id))
+        request = attempt.request
         request.finish_reason = reason
         if request.span is not None:
             request.span.record("kvferry.decode", begun_s=request.accepted_s + request.ttft_s, ended_s=time.monotonic())
-            request.span.set(finish_reason=reason, cached_tokens=a_try.start_token, retries=request.num_retries)
+            request.span.set(finish_reason=reason, cached_tokens=attempt.start_token, retries=request.num_retries)
             request.span.set(generated_tokens=len(request.generated))
         # The tokens can be quicker than the last acks; the caller's statistics come with those.
-        if a_try.prefill is None or a_try.prefill.done():
-            self._say_done(a_try.request)
+        if attempt.prefill is None or attempt.prefill.done():
+            self._say_done(attempt.request)
 
     def _say_done(self, request: GenerationRequest) -> None:
         if request.is_told:
             return
         request.is_told, request.told_s = True, time.monotonic()
-        a_try = request.current
+        attempt = request.current
         request.progress.put_nowait(
             Done(
                 finish_reason=request.finish_reason,
-                stats=a_try.stats if a_try.stats is not None else pb.TransferStats(),
+                stats=attempt.stats if attempt.stats is not None else pb.TransferStats(),
                 ttft_s=request.ttft_s,
-                prefill_node=a_try.peer.address if a_try.peer is not None else "",
+                prefill_node=attempt.peer.address if attempt.peer is not None else "",
                 retries=request.num_retries,
-                cached_tokens=a_try.start_token,
+                cached_tokens=attempt.start_token,
             )
         )
-        self._forget_if_done(a_try)
+        self._forget_if_done(attempt)
 
-    def _forget_if_done(self, a_try: Try) -> None:
+    def _forget_if_done(self, attempt: Attempt) -> None:
         """Once no rank holds its pages; the current try stays until its caller has been told, too."""
-        is_needed = bool(a_try.holding) or (a_try.is_current and not a_try.request.is_told)
-        if not is_needed and self._tries.get(a_try.transfer_id) is a_try:
-            a_try.stage = GenerationStage.GONE
-            del self._tries[a_try.transfer_id]
+        is_needed = bool(attempt.holding) or (attempt.is_current and not attempt.request.is_told)
+        if not is_needed and self._attempts.get(attempt.transfer_id) is attempt:
+            attempt.stage = GenerationStage.GONE
+            del self._attempts[attempt.transfer_id]
 
     def _send_step(self) -> None:
         """One step at a time: the next one's input is this one's output."""
@@ -683,10 +687,10 @@ class DecodeRequests:
             return
         parts = tuple(
             DecodeStepPart(
-                request_id=a_try.transfer_id, token_id=a_try.request.generated[-1], position=a_try.request.next_position
+                request_id=attempt.transfer_id, token_id=attempt.request.generated[-1], position=attempt.request.next_position
             )
-            for a_try in self._running.values()
-            if self._tiers.may_step(a_try.transfer_id, a_try.request.next_position)
+            for attempt in self._running.values()
+            if self._tiers.may_step(attempt.transfer_id, attempt.request.next_position)
         )
         if not parts:
             return
@@ -697,10 +701,10 @@ class DecodeRequests:
 
     # Failure
 
-    def _distrust(self, a_try: Try) -> None:
+    def _suspect(self, attempt: Attempt) -> None:
         """Have nobody else meet the KV that may have been at fault."""
-        if a_try.prompt is not None:
-            self._tiers.damaged(a_try.prompt)
+        if attempt.prompt is not None:
+            self._tiers.damaged(attempt.prompt)
 
     def _fail(self, request: GenerationRequest, error: TransferError, *, outcome: str = "") -> None:
         """Tell the caller, and give up the try that is under way."""
@@ -710,9 +714,9 @@ class DecodeRequests:
         self._end(request, error, outcome=outcome)
         self._give_up(request.current, error)
 
-    def _answer_reserve(self, a_try: Try, reason: str) -> None:
-        if a_try.expected is not None and not a_try.expected.done():
-            a_try.expected.set_result(reason or "the request is over")
+    def _answer_reserve(self, attempt: Attempt, reason: str) -> None:
+        if attempt.expected is not None and not attempt.expected.done():
+            attempt.expected.set_result(reason or "the request is over")
 
     def _end(self, request: GenerationRequest, error: TransferError, *, outcome: str = "") -> None:
         request.is_told, request.told_s = True, time.monotonic()

@@ -51,7 +51,7 @@ class SettlePrompt:
     note: bytes = b""
 
 
-# Rank -> leader. `decode_node.rank_messages.WriterLost` and `LinkProbed` are two more.
+# Rank -> leader. `decode_node.rank_messages.PrefillRankLost` and `LinkProbed` are two more.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

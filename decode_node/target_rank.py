@@ -23,7 +23,7 @@ from decode_node.target_messages import (
 )
 from transfer.errors import LocalProtocolError
 from transfer.layout import KVLayout
-from transfer.receive.attach import Receiving, Unattached, WriterSessions
+from transfer.receive.attach import PrefillSessions, Receiving, Unattached
 from transfer.receive.events import IncomingRequest
 from transfer.ring import Watermark
 
@@ -64,9 +64,9 @@ class TargetRank:
         self._on_news = on_news
         self._incoming: dict[str, _Incoming] = {}  # by transfer, until it is whole or drained
         self._receiving: Receiving
-        self._writers: WriterSessions
+        self._writers: PrefillSessions
 
-    def begin(self, receiving: Receiving, writers: WriterSessions) -> None:
+    def begin(self, receiving: Receiving, writers: PrefillSessions) -> None:
         """Take over what was opened with this rank as its owner."""
         self._receiving = receiving
         self._writers = writers

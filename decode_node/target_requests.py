@@ -40,7 +40,7 @@ from transfer.errors import (
     LocalProtocolError,
     PeerUnreachable,
     Preempted,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransferError,
     TransportClosed,
@@ -77,7 +77,7 @@ MAX_NOTE_BYTES: Final = 1 << 20
 log = structlog.get_logger(__name__)
 
 
-class _NotJoined(StagingError):
+class _NotJoined(ResourceExhausted):
     """The prompt's prefill node is not there in time: not tried again, as where there is no room, but somebody's fault."""
 
 
@@ -243,7 +243,7 @@ class TargetRequests:
         if before.state is PromptState.FAILED:
             self._settle(prompt, before.failure)  # which was counted when it failed
 
-    def lacks_pages(self, name: str) -> None:
+    def report_page_shortage(self, name: str) -> None:
         """The engine has no pages for a prompt that is ready.
 
         After `YIELD_AFTER_S` the prompt that has waited longest, and at least as long, for prefill to begin it again is given up,
@@ -450,7 +450,7 @@ class TargetRequests:
             except ValueError as error:  # a ConfigError is one, too
                 raise TransferAborted(f"the prompt's prefill node is {prompt.source!r:.300}: {error}") from error
         if peer is None:
-            raise PeerUnreachable(self._peers.why_none())
+            raise PeerUnreachable(self._peers.unavailable_reason())
         wait_s = self._limits.meet_timeout_s if prompt.life is None else min(REJOIN_S, self._limits.meet_timeout_s)
         waiting = [asyncio.ensure_future(event.wait()) for event in (peer.joined, peer.unfit)]
         try:

@@ -14,10 +14,10 @@ import structlog
 
 from decode_node.peers import PrefillPeers
 from decode_node.prefill_peer import PrefillPeer, links_of, peer_status
-from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
+from decode_node.rank_messages import ForgetPrefill, LinkProbed, PrefillRankLost
 from decode_node.target_messages import TransferBroken, TransferDrained, TransferExpected, TransferWhole
 from decode_node.target_requests import TargetRequests
-from node_runtime.rank_report import RankHello, RankReport
+from node_runtime.rank_report import RankReady, RankReport
 from transfer.breaker import BreakerSettings
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
@@ -29,7 +29,7 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_from_proto, instance_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
-from transfer.transfer_ids import is_try_of
+from transfer.transfer_ids import is_attempt_of
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
         self,
         *,
         config: HostedConfig,
-        hellos: tuple[RankHello, ...],
+        hellos: tuple[RankReady, ...],
         security: Security,
         broadcast: Callable[[object], None],
         reports: Callable[[], Iterable[RankReport]],
@@ -125,7 +125,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
                 self.requests.on_broken(rank, message)
             case TransferDrained():
                 self.requests.on_drained(rank, message)
-            case WriterLost():
+            case PrefillRankLost():
                 self.peers.break_join(
                     message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
                 )
@@ -198,8 +198,8 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         reason = clip_reason(request.reason) or "aborted by an operator"
         known = self.requests.request_ids if self._is_started else ()
-        tries = [name for name in known if is_try_of(name, request.request_id)]
-        found = [self.requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in tries]
+        attempts = [name for name in known if is_attempt_of(name, request.request_id)]
+        found = [self.requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in attempts]
         return pb.AbortResponse(found=any(found))
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:

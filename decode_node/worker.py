@@ -26,18 +26,18 @@ from decode_node.rank_messages import (
     FinishRequest,
     ForgetPrefill,
     LinkProbed,
+    PrefillRankLost,
     RequestExpected,
     RunDecodeStep,
     TransferComplete,
     TransferFailed,
-    WriterLost,
 )
 from node_runtime.engine_step import FailedStep, run_step
 from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes, rank_memory
-from node_runtime.rank_report import PagesReleased, RankHello, StepFailed, pool_status
+from node_runtime.rank_report import PagesReleased, RankReady, StepFailed, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
@@ -49,7 +49,7 @@ from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
-from transfer.receive.attach import RingMemory, Unattached, WriterSessions, open_receiving
+from transfer.receive.attach import PrefillSessions, RingMemory, Unattached, open_receiving
 from transfer.receive.events import IncomingRequest
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
@@ -91,7 +91,7 @@ class DecodeRankParts:
     instance: Instance
     allocator: GroupAllocator
     receiver: ReceiverLoop
-    sessions: WriterSessions
+    sessions: PrefillSessions
     offload: OffloadRank | None
 
 
@@ -108,16 +108,16 @@ class DecodeWorker:
         self._metrics.watch_loop(turns_of(loop))
         self._tracer: Tracer | None = None
         self._rank_engine = engine
-        self._engine_lane = engine.lane
+        self._engine_thread = engine.thread
         self._requests: dict[str, _Request] = {}
         self._engine: DecodeEngine
         self._instance: Instance
         self._allocator: GroupAllocator
         self._offload: OffloadRank | None = None
         self._receiver: ReceiverLoop
-        self._sessions: WriterSessions
+        self._sessions: PrefillSessions
 
-    async def start(self) -> RankHello:
+    async def start(self) -> RankReady:
         """Load the engine, make the ring, serve; see `Worker.start`."""
         self._engine = await self._rank_engine.open(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         async with contextlib.AsyncExitStack() as undo:
@@ -128,7 +128,7 @@ class DecodeWorker:
             undo.pop_all()
         return hello
 
-    async def _open(self, undo: contextlib.AsyncExitStack) -> RankHello:
+    async def _open(self, undo: contextlib.AsyncExitStack) -> RankReady:
         """Everything but the engine; what `undo` has must be undone where it fails."""
         config, engine = self._config, self._engine
         transport = open_transport(config.transport, host=config.server.host, device_index=engine.pool.device.index)
@@ -152,7 +152,7 @@ class DecodeWorker:
             instance,
             engine,
             allocator=allocator,
-            engine_lane=self._engine_lane,
+            engine_thread=self._engine_thread,
             loop=self._loop,
             metrics=self._metrics,
             send=self._link.send,
@@ -178,7 +178,7 @@ class DecodeWorker:
         )
         opening.pop_all()  # the receiver closes it
         undo.callback(receiving.loop.close)
-        sessions = WriterSessions(
+        sessions = PrefillSessions(
             loop=self._loop,
             receiving=receiving,
             transport=transport,
@@ -191,7 +191,7 @@ class DecodeWorker:
             security=security_of(config),
             metrics=self._metrics,
             on_writer_lost=lambda incarnation, rank, reason: self._link.send(
-                WriterLost(incarnation=incarnation, prefill_rank=rank, reason=reason)
+                PrefillRankLost(incarnation=incarnation, prefill_rank=rank, reason=reason)
             ),
             on_link_probed=lambda link: self._link.send(LinkProbed(link=link)),
             on_crash=self._crash,
@@ -207,7 +207,7 @@ class DecodeWorker:
             )
         )
         address = await sessions.start()
-        return RankHello(
+        return RankReady(
             rank=self._spec.rank,
             pid=os.getpid(),
             instance=instance,
@@ -232,7 +232,7 @@ class DecodeWorker:
         self._offload = parts.offload
 
     def _crash(self, error: BaseException) -> None:
-        self._loop.call_exception_handler({"message": "a lane failed", "exception": error})
+        self._loop.call_exception_handler({"message": "a worker thread failed", "exception": error})
 
     # The leader's messages
 
@@ -339,7 +339,7 @@ class DecodeWorker:
                 step=message.step, tokens=dict(outcome.tokens), compute_s=outcome.compute_s, faults=dict(outcome.faults)
             )
 
-        self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
+        self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
     def _item_of(self, part: DecodeStepPart, request: _Request) -> DecodeItem:
         offload = self._offload

@@ -114,7 +114,7 @@ def decode_side(source: str) -> Engine:
 
 def wait_for(rank: HostedRank) -> object:
     deadline = time.monotonic() + TIMEOUT_S
-    while not (news := [one for one in rank.take_news() if isinstance(one, Free | Settled)]):
+    while not (news := [one for one in rank.poll_events() if isinstance(one, Free | Settled)]):
         assert time.monotonic() < deadline, "nothing has happened"
         time.sleep(0.001)
     return news[0]

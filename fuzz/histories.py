@@ -85,7 +85,7 @@ class Step:
         return self.unsigned() or right
 
     def seconds(self) -> float:
-        """Time that passes: less than a beat, three beats, or more than a write may take."""
+        """Time that passes: less than a heartbeat, three heartbeats, or more than a write may take."""
         return (0.1, 1.5, 31.0)[self.below(3)]
 
     def position(self) -> int:

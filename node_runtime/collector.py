@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-def spare_what_lives() -> None:
+def freeze_gc() -> None:
     """Take what there is by now out of all later collections; to be called when a process is set up.
 
     A full collection looks at every object. With torch loaded that stops the process for 110 to 150 ms (two cores of a Xeon),

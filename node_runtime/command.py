@@ -16,7 +16,7 @@ import typer
 
 import transfer
 from node_runtime import exit_codes
-from node_runtime.collector import spare_what_lives
+from node_runtime.collector import freeze_gc
 from node_runtime.early_start import prepare_process
 from node_runtime.fork_server import end_fork_server, start_fork_server
 from node_runtime.node_role import node_role
@@ -190,7 +190,7 @@ def _serve(
         structlog.get_logger(__name__).warning("insecure", reason=warning)
     make_role = load_role()
     other = None if other_config is None else _other_role(other_config)
-    spare_what_lives()
+    freeze_gc()
     return run_measured(Daemon(config, lambda daemon: make_role(daemon, config), other=other).run())
 
 

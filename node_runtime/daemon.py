@@ -21,7 +21,7 @@ import structlog
 
 from node_runtime import exit_codes
 from node_runtime.health import HealthServer, Readiness
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import RankReady
 from node_runtime.status_page import StatusPage
 from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor, check_alike
 from transfer.config import NodeConfig, RestartConfig
@@ -62,7 +62,7 @@ class RoleServer(Protocol):
         """The role's ranks."""
         ...
 
-    async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
+    async def begin_life(self, hellos: tuple[RankReady, ...]) -> None:
         """The ranks are there."""
         ...
 
@@ -279,7 +279,7 @@ class Daemon:
         log.info("node_ready", address=self.address, http_port=self._http_port, ranks=len(hellos), restarts=self.num_restarts)
         return True
 
-    async def _unless_stopped(self, starting: Coroutine[Any, Any, tuple[RankHello, ...]]) -> tuple[RankHello, ...] | None:
+    async def _unless_stopped(self, starting: Coroutine[Any, Any, tuple[RankReady, ...]]) -> tuple[RankReady, ...] | None:
         """What the ranks say; None when the node is stopped meanwhile."""
         task = asyncio.ensure_future(starting)
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -291,7 +291,7 @@ class Daemon:
             return None
         return task.result()
 
-    async def _begin_life(self, supervisor: RankSupervisor, hellos: tuple[RankHello, ...]) -> None:
+    async def _begin_life(self, supervisor: RankSupervisor, hellos: tuple[RankReady, ...]) -> None:
         await self._role.begin_life(hellos)
         self.incarnation = supervisor.incarnation
         self._can_switch = all(hello.can_switch for hello in hellos)

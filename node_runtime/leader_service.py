@@ -32,21 +32,21 @@ from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor
 from transfer.config import NodeConfig
 from transfer.errors import ConfigError, NodeDraining, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.logs import log_level, set_log_level
 from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.refusals import say_refused, say_request_refused
+from transfer.refusals import log_refusal, say_request_refused
 from transfer.registry.convert import instance_to_proto
 from transfer.registry.discovery import DiscoveryView
 from transfer.registry.guard import Refusal
 from transfer.registry.security import MutualTls, security_of
 from transfer.registry.server import RegistryServer, host_port, serve
 from transfer.registry.status import end_call, end_with
-from transfer.reminders import Reminders
-from transfer.transfer_ids import is_try_of
+from transfer.transfer_ids import is_attempt_of
 
 CLOSE_GRACE_S = 0.2
 ANSWER_S = 0.1  # before a call's deadline its answer must be on its way
@@ -122,7 +122,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         self._is_switching = False
         self._is_handed_over = False  # the change of role is the daemon's now, and cannot be called off
         self._switching: asyncio.Future[None] | None = None
-        self._refused = Reminders()
+        self._refused = LogRateLimiter()
         self._looking: asyncio.Task[None] | None = None
         self._daemon = daemon
         self._ranks = RankSide(config=config, entry=entry, codec=codec, on_message=on_rank_message)
@@ -244,7 +244,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
 
     def _on_refused(self, refusal: Refusal) -> None:
         self.metrics.call_refused(refusal.method)
-        say_refused(refusal, self._refused)
+        log_refusal(refusal, self._refused)
 
     async def _set_serving(self, is_serving: bool) -> None:
         if self._server is not None:
@@ -363,8 +363,8 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
             return pb.AbortResponse(found=False)
         requests = self._life.requests
         reason = clip_reason(request.reason) or "aborted by an operator"
-        tries = [name for name in requests.request_ids if is_try_of(name, request.request_id)]
-        found = [requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in tries]
+        attempts = [name for name in requests.request_ids if is_attempt_of(name, request.request_id)]
+        found = [requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in attempts]
         return pb.AbortResponse(found=any(found))
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:

@@ -9,7 +9,7 @@ from typing import Any
 from node_runtime.rank_setup import engine_loader
 from transfer.config import NodeConfig
 from transfer.errors import EngineError
-from transfer.lane import Lane
+from transfer.worker_thread import WorkerThread
 
 
 class RankEngine:
@@ -25,7 +25,7 @@ class RankEngine:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._engine: Any = None
-        self.lane = Lane("engine", loop, self._crash)
+        self.thread = WorkerThread("engine", loop, self._crash)
 
     @property
     def can_switch(self) -> bool:
@@ -42,29 +42,29 @@ class RankEngine:
             TransferError: It cannot be had. What was loaded before stays, to be asked for its former role.
         """
         if self._engine is None:
-            self._engine = await self.lane.call(lambda: engine_loader(config)(config, **place))
+            self._engine = await self.thread.call(lambda: engine_loader(config)(config, **place))
         else:
             if not self.can_switch:
                 raise EngineError(f"engine is {config.engine}, which cannot change its role (it has no switch_role)")
             await self._forget_worker()
-            self._engine = await self.lane.call(lambda: self._engine.switch_role(config))
+            self._engine = await self.thread.call(lambda: self._engine.switch_role(config))
         return self._engine
 
     async def _forget_worker(self) -> None:
         """Give back what the worker before left, above all its ring or staging memory: the plan of the next one counts on it."""
-        await self.lane.call(lambda: None)  # the lane's thread still holds what it did last
+        await self.thread.call(lambda: None)  # the thread still holds what it did last
         gc.unfreeze()  # of what was there when that worker was ready, see `node_runtime.collector`
         gc.collect()
 
     async def rest(self) -> None:
-        """Wait until what the lane was given is done."""
-        await self.lane.call(lambda: None)
+        """Wait until the work that the thread was given is done."""
+        await self.thread.call(lambda: None)
 
     async def close(self) -> None:
         """Give the engine back, and end its thread."""
         if self._engine is not None:
-            await self.lane.call(self._engine.close)
-        self.lane.close(timeout_s=5.0)
+            await self.thread.call(self._engine.close)
+        self.thread.close(timeout_s=5.0)
 
     def _crash(self, error: BaseException) -> None:
-        self._loop.call_exception_handler({"message": "a lane failed", "exception": error})
+        self._loop.call_exception_handler({"message": "a worker thread failed", "exception": error})

@@ -22,7 +22,7 @@ import structlog
 
 from node_runtime import exit_codes
 from node_runtime.allocator import keep_freed_memory
-from node_runtime.collector import spare_what_lives
+from node_runtime.collector import freeze_gc
 from node_runtime.node_role import NodeRole, node_role
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_engine import RankEngine
@@ -130,7 +130,7 @@ async def _live(
             link.close()
             return said
         return code
-    spare_what_lives()
+    freeze_gc()
     turns_of(loop).start_counting()
     link.send(hello)
     log.info("rank_ready", pid=hello.pid, pool_pages=hello.pool_pages)

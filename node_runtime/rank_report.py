@@ -35,7 +35,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankHello:
+class RankReady:
     """The rank's engine is loaded and its pool, staging or ring exist.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankAddress, RankLink
-from node_runtime.rank_report import RankHello, RankSwitch
+from node_runtime.rank_report import RankReady, RankSwitch
 from transfer.config import NodeConfig
 
 
@@ -57,7 +57,7 @@ class RankSpec:
 class Worker(Protocol):
     """What makes a rank a prefill or a decode rank. Owned by the process's one loop."""
 
-    async def start(self) -> RankHello:
+    async def start(self) -> RankReady:
         """Load the engine, take the memory, open the ports.
 
         Raises:

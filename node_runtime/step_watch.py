@@ -1,4 +1,4 @@
-"""Notices an engine that hangs while its rank lives: the loop answers and beats, and no step ever ends."""
+"""Notices an engine that hangs while its rank lives: the loop answers and sends heartbeats, and no step ever ends."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from node_runtime.exit_codes import ENGINE_FAILED, NO_MEMORY
 from node_runtime.fork_server import end_fork_server
 from node_runtime.rank_group import RankGroup
 from node_runtime.rank_link import LeaderLink, RankCodec
-from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
+from node_runtime.rank_report import RankLogLevel, RankReady, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from node_runtime.rank_worker import RankSpec
 from transfer.config import NodeConfig
 from transfer.errors import EngineError, LocalProtocolError, TransferError
@@ -92,7 +92,7 @@ class RankSupervisor:
         self._num_ranks = config.parallel.tp_size
         self._link: LeaderLink | None = None
         self._group: RankGroup | None = None
-        self._hellos: dict[int, RankHello] = {}
+        self._hellos: dict[int, RankReady] = {}
         self._refusals: dict[int, RankStartFailed] | None = None  # of ranks that could not change their role, while that goes on
         self._started: asyncio.Future[None] | None = None
         self._is_running = False
@@ -111,7 +111,7 @@ class RankSupervisor:
     def pids(self) -> list[int]:
         return self._group.pids if self._group is not None else []
 
-    async def start(self) -> tuple[RankHello, ...]:
+    async def start(self) -> tuple[RankReady, ...]:
         """Start a new life, under a new incarnation; returns the ranks' hellos in rank order.
 
         Raises:
@@ -135,7 +135,7 @@ class RankSupervisor:
         self._group = RankGroup(config.role, self._side.entry, [(spec,) for spec in specs], preload=self._preload)
         return await self._until_started(self._group.start(self._on_exit), started)
 
-    async def switch(self, side: RankSide) -> tuple[RankHello, ...]:
+    async def switch(self, side: RankSide) -> tuple[RankReady, ...]:
         """Have the processes that there are begin a new life in the other role; returns their hellos in rank order.
 
         Raises:
@@ -193,7 +193,7 @@ class RankSupervisor:
     def _rendezvous(self) -> Path:
         return self.folder / f"rendezvous-{self.incarnation:x}"
 
-    async def _until_started(self, *waited_for: Awaitable[None]) -> tuple[RankHello, ...]:
+    async def _until_started(self, *waited_for: Awaitable[None]) -> tuple[RankReady, ...]:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await asyncio.gather(*waited_for)
@@ -266,7 +266,7 @@ class RankSupervisor:
         if self._silent_ticks:
             self._silent_ticks[rank] = 0
         match message:
-            case RankHello():
+            case RankReady():
                 self._hellos[rank] = message
                 self._end_switch_if_heard()
                 if len(self._hellos) == self._num_ranks and self._started is not None and not self._started.done():
@@ -336,7 +336,7 @@ class RankSupervisor:
             self._on_lost(reason)
 
 
-def check_alike(hellos: tuple[RankHello, ...]) -> None:
+def check_alike(hellos: tuple[RankReady, ...]) -> None:
     """Ranks of one group must see one model, have pools of one size, and write and check KV alike.
 
     Raises:

@@ -14,12 +14,12 @@ from prefill_node.joins import Join, Joins
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
 from transfer.errors import ConfigError, LayoutError, PeerUnreachable, TransferError
 from transfer.instance import Instance, check_compatible
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto, instance_from_proto, instance_to_proto, link_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
-from transfer.reminders import Reminders
 
 MAX_ADDRESS_CHARS = 300  # a DNS name has at most 253
 
@@ -37,7 +37,7 @@ class JoinService:
     def __init__(self, *, security: Security, draining: Draining) -> None:
         self._security = security
         self._draining = draining
-        self._refused = Reminders()
+        self._refused = LogRateLimiter()
 
     async def events(
         self,
@@ -55,7 +55,7 @@ class JoinService:
             own: The prefill instance.
             joins: Its joins.
             is_idle: Whether nothing of a join is in flight.
-            others_tokens: Prompt tokens of the other decode instances that are not sent yet; told with each beat.
+            others_tokens: Prompt tokens of the other decode instances that are not sent yet; told with each heartbeat.
         """
         if joins.is_held_otherwise(request.decode.incarnation, request.prefill_address):
             yield pb.JoinEvent(already_joined=pb.AlreadyJoined(incarnation=own.incarnation))

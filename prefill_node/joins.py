@@ -9,7 +9,7 @@ from typing import Any
 
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from transfer.chunk import ChunkPlan
-from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
+from transfer.errors import LayoutError, PeerUnreachable, ResourceExhausted, TransferError
 from transfer.instance import Instance, Link
 from transfer.messages import clip_reason
 from transfer.sizes import Cut
@@ -111,13 +111,13 @@ class Joins:
         Raises:
             LayoutError: A rank found that the two do not fit.
             PeerUnreachable: A rank could not attach.
-            StagingError: There are too many of them.
+            ResourceExhausted: There are too many of them.
         """
         if instance.incarnation in self._joins:
             # The same life joins again: its old stream died on the way, and so have its sessions.
             self.close(instance.incarnation, PeerUnreachable("the decode instance has joined again"))
         if len(self._joins) >= MAX_JOINS:
-            raise StagingError(f"{len(self._joins)} decode instances have joined this prefill node, as many as it takes")
+            raise ResourceExhausted(f"{len(self._joins)} decode instances have joined this prefill node, as many as it takes")
         loop = asyncio.get_running_loop()
         self._num_opened += 1
         join = Join(

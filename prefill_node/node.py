@@ -17,7 +17,7 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt
-from node_runtime.rank_report import PagesReleased, RankHello, StepFailed
+from node_runtime.rank_report import PagesReleased, RankReady, StepFailed
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins, Reservation
 from prefill_node.prefix_loads import PrefixLoads
@@ -57,7 +57,7 @@ log = structlog.get_logger(__name__)
 class _Life:
     """What exists only while the ranks live."""
 
-    def __init__(self, node: PrefillNode, hellos: tuple[RankHello, ...]) -> None:
+    def __init__(self, node: PrefillNode, hellos: tuple[RankReady, ...]) -> None:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)
@@ -148,7 +148,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         if self.registration is not None:
             self.registration.start(address)
 
-    async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
+    async def begin_life(self, hellos: tuple[RankReady, ...]) -> None:
         self._life = _Life(self, hellos)
         self._life.requests.start()
         await self._set_serving(True)

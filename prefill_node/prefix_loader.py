@@ -1,7 +1,7 @@
 """Loads the stored beginning of a prompt into a prefill rank's pool: pages of the decode ranks' cut, into pages of its own.
 
 Decode ranks may have another number of ranks, page size, order of dimensions and element type. The store is read beside the
-loop; what has been read is written by the engine's lane, between two steps.
+loop; what has been read is written by the engine's thread, between two steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from prefill_node.prefix_pages import PageSource, page_sources
 from prefill_node.stored_prefix import StoredPrefix, needed_pages
 from transfer.instance import Instance
-from transfer.lane import Lane
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.layout import DType, HeadSlice, TokenOrder
 from transfer.pool.kv_pool import TORCH_DTYPES, KVPool, as_words, convert
@@ -26,6 +25,7 @@ from transfer.storage.base import USED_STEP_NS
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import store_key
 from transfer.storage.pages import PagePart
+from transfer.worker_thread import WorkerThread
 
 BATCH_BYTES = 32 << 20
 """Read at once, and then written; together with what the client keeps of its own, twice that much memory."""
@@ -48,20 +48,27 @@ class PrefixLoader:
 
     Args:
         client: Of the store.
-        pool: Written on `lane` only.
+        pool: Written on `thread` only.
         own: This rank's instance; its shard is at this rank.
-        lane: The engine's.
+        thread: The engine's.
         timeout_s: Of one prompt.
         batch_bytes: See `BATCH_BYTES`.
     """
 
     def __init__(
-        self, client: StoreClient, *, pool: KVPool, own: Instance, lane: Lane, timeout_s: float, batch_bytes: int = BATCH_BYTES
+        self,
+        client: StoreClient,
+        *,
+        pool: KVPool,
+        own: Instance,
+        thread: WorkerThread,
+        timeout_s: float,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self._client = client
         self._pool = pool
         self._own = own
-        self._lane = lane
+        self._thread = thread
         self._timeout_s = timeout_s
         self._batch_bytes = batch_bytes
         self._turn = asyncio.Lock()
@@ -115,7 +122,7 @@ class PrefixLoader:
             )
             num_read = await self._read(batch, prefix, deadline_s)
             if num_read:  # without a deadline: pages are written between two steps, and nobody may have them back before
-                await self._lane.call(partial(self._write, batch, num_read, prefix, tables))
+                await self._thread.call(partial(self._write, batch, num_read, prefix, tables))
             if num_read < batch.num_pages:
                 return first + num_read
         return prefix.num_pages
@@ -135,7 +142,7 @@ class PrefixLoader:
         missing = answers.index(False) if False in answers else len(answers)
         return missing // len(batch.sources)
 
-    # On the lane
+    # On the thread
 
     def _write(self, batch: _Batch, num_read: int, prefix: StoredPrefix, tables: Sequence[Sequence[int]]) -> None:
         """Copy the first `num_read` pages of a batch into the pool, converted to its element type."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import (
     PagesReleased,
-    RankHello,
     RankLogLevel,
+    RankReady,
     RankReport,
     RankShutdown,
     RankStartFailed,
@@ -179,7 +179,7 @@ CODEC = RankCodec(
     PagesReleased,
     RequestSent,
     RequestFailed,
-    RankHello,
+    RankReady,
     RankStartFailed,
     RankReport,
     RankLogLevel,

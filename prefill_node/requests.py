@@ -31,7 +31,7 @@ from transfer.errors import (
     OutOfMemory,
     PeerUnreachable,
     RemoteProtocolError,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransferError,
 )
@@ -241,16 +241,16 @@ class PrefillRequests:
         """Queue a prompt; `span` is that of its call, where it is traced, and ended by whoever began it.
 
         Raises:
-            StagingError: The queue is full, or the pool can never hold the prompt.
+            ResourceExhausted: The queue is full, or the pool can never hold the prompt.
             TransferAborted: A request of that id is in flight.
         """
         if request_id in self._requests:
             raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
         if not self._scheduler.can_ever_hold(len(token_ids)):
             pages = self._scheduler.pages_for(len(token_ids))
-            raise StagingError(f"prompt of {len(token_ids)} tokens needs {pages} pages; this prefill node's pool has fewer")
+            raise ResourceExhausted(f"prompt of {len(token_ids)} tokens needs {pages} pages; this prefill node's pool has fewer")
         if self._scheduler.num_waiting >= self._max_queued:
-            raise StagingError(f"prefill queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
+            raise ResourceExhausted(f"prefill queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
         now_s = time.monotonic()
         request = PromptRequest(
             request_id=request_id,
@@ -424,7 +424,7 @@ class PrefillRequests:
     def _expire(self) -> None:
         now_s = time.monotonic()
         for request in [r for r in self._requests.values() if r.started_s is None and r.deadline_s <= now_s]:
-            self._fail(request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
+            self._fail(request, ResourceExhausted(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
     def _next_deadline_in_s(self) -> float | None:
         """Return the seconds until the next deadline of `_expire`; None if no request waits."""

@@ -69,7 +69,7 @@ class Free:
     failure: str
 
 
-News = Wanted | GivenUp | Free
+TransferEvent = Wanted | GivenUp | Free
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -117,7 +117,7 @@ class SourceRank:
         own: Instance,
         rank: int,
         send: Callable[[object], None],
-        on_news: Callable[[News], None],
+        on_news: Callable[[TransferEvent], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
         self._loop = loop

@@ -35,7 +35,7 @@ from transfer.errors import (
     EngineError,
     PeerUnreachable,
     Preempted,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransferError,
 )
@@ -268,13 +268,13 @@ class SourceRequests:
 
         Raises:
             TransferAborted: A transfer of that id is in flight.
-            StagingError: There are too many.
+            ResourceExhausted: There are too many.
             ConfigError: The engine cannot be given prompts from here.
         """
         if transfer_id in self._transfers:
             raise TransferAborted(f"request_id {transfer_id} is in flight already; ids must be unique")
         if len(self._transfers) >= self._limits.max_transfers:
-            raise StagingError(f"{len(self._transfers)} transfers are in flight, as many as limits.max_transfers allows")
+            raise ResourceExhausted(f"{len(self._transfers)} transfers are in flight, as many as limits.max_transfers allows")
         if not engine_request and self._compute is None:
             raise ConfigError(
                 "engine_request is empty; prompts reach the engine of this node by a router: it must be the transfer_id of one"
@@ -378,7 +378,7 @@ class SourceRequests:
             self._fail(transfer, error)
 
     async def _begun_prompt(self, transfer: Transfer) -> _Prompt:
-        """As `_meet`, once the engine has begun to compute it. Raises StagingError when that takes too long, too."""
+        """As `_meet`, once the engine has begun to compute it. Raises ResourceExhausted when that takes too long, too."""
         try:
             async with asyncio.timeout(self._limits.meet_timeout_s):
                 prompt = await self._meet(transfer)
@@ -386,7 +386,7 @@ class SourceRequests:
                     await prompt.begun.wait()
         except TimeoutError:
             what = "has not begun" if transfer.prompt is not None else "was not given"
-            raise StagingError(
+            raise ResourceExhausted(
                 f"the prefill side's engine {what} prompt {transfer.engine_request} within {self._limits.meet_timeout_s:g} s "
                 "(limits.meet_timeout_s)"
             ) from None
@@ -433,14 +433,14 @@ class SourceRequests:
         """Wait until the decode side has room: for as long as pages would be held for one that does not ask at all.
 
         Raises:
-            StagingError: It had none.
+            ResourceExhausted: It had none.
         """
         try:
             async with asyncio.timeout(self._limits.hold_s):
                 while not await self._reserve(transfer.join, transfer.transfer_id):
                     await asyncio.sleep(RETRY_RESERVE_S)
         except TimeoutError:
-            raise StagingError(
+            raise ResourceExhausted(
                 f"the decode side had no room for {transfer.transfer_id} within {self._limits.hold_s:g} s (limits.hold_s)"
             ) from None
 

@@ -13,7 +13,7 @@ import structlog
 
 from node_runtime.draining import Draining
 from node_runtime.prompt import check_cache_salt, checked_prompt
-from node_runtime.rank_report import RankHello, RankReport
+from node_runtime.rank_report import RankReady, RankReport
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import DecodeAttached, DecodeLost
@@ -33,6 +33,7 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.instance import Instance
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
@@ -42,10 +43,9 @@ from transfer.refusals import say_request_refused
 from transfer.registry.convert import instance_to_proto, link_to_proto, sampling_from_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
-from transfer.reminders import Reminders
 from transfer.send.events import SentStats
 from transfer.sizes import choose_cut
-from transfer.transfer_ids import is_try_of
+from transfer.transfer_ids import is_attempt_of
 
 MAX_ID_CHARS = 128
 
@@ -68,7 +68,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         self,
         *,
         config: HostedConfig,
-        hellos: tuple[RankHello, ...],
+        hellos: tuple[RankReady, ...],
         security: Security,
         broadcast: Callable[[object], None],
         reports: Callable[[], Iterable[RankReport]],
@@ -81,7 +81,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         self._reports = reports
         self._started_s = time.monotonic()
         self._draining = Draining()
-        self._refused = Reminders()
+        self._refused = LogRateLimiter()
         self._join_service = JoinService(security=security, draining=self._draining)
         self._reserve_client = ReserveClient(security)
         self.metrics = NodeMetrics(role="prefill")
@@ -238,8 +238,8 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         reason = clip_reason(request.reason) or "aborted by an operator"
-        tries = [name for name in self.requests.request_ids if is_try_of(name, request.request_id)]
-        found = [self.requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in tries]
+        attempts = [name for name in self.requests.request_ids if is_attempt_of(name, request.request_id)]
+        found = [self.requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in attempts]
         if 1 <= len(request.request_id) <= MAX_ID_CHARS:
             # Also the prompt itself, as its engine and a decode side know it: nobody need keep it any more.
             found.append(self.requests.decline(request.request_id, reason))

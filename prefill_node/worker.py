@@ -1,6 +1,6 @@
 """One prefill rank: its engine, its pool, its sessions with decode ranks.
 
-The rank's loop owns everything but the running step: it binds pages, runs the sender, and hears from the engine's lane when a
+The rank's loop owns everything but the running step: it binds pages, runs the sender, and hears from the engine's thread when a
 layer group of a step is in the pool. The leader decides which tokens a step computes; all ranks run the same steps.
 """
 
@@ -21,7 +21,7 @@ from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import rank_memory
-from node_runtime.rank_report import PagesReleased, RankHello, StepFailed, pool_status
+from node_runtime.rank_report import PagesReleased, RankReady, StepFailed, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
@@ -114,7 +114,7 @@ class PrefillWorker:
         self._metrics = RankMetrics(role="prefill", rank=spec.rank)
         self._metrics.watch_loop(turns_of(loop))
         self._rank_engine = engine
-        self._engine_lane = engine.lane
+        self._engine_thread = engine.thread
         self._requests: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # attaches and loads
         self._engine: PrefillEngine
@@ -125,7 +125,7 @@ class PrefillWorker:
         self._loader: PrefixLoader | None = None
         self._tracer: Tracer | None = None
 
-    async def start(self) -> RankHello:
+    async def start(self) -> RankReady:
         """Load the engine; see `Worker.start`."""
         engine = await self._rank_engine.open(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         self._engine = engine
@@ -137,7 +137,7 @@ class PrefillWorker:
             undo.pop_all()
         return hello
 
-    def _open(self, undo: contextlib.ExitStack) -> RankHello:
+    def _open(self, undo: contextlib.ExitStack) -> RankReady:
         """Everything but the engine; what `undo` has must be undone where it fails."""
         engine = self._engine
         transport = open_transport(self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index)
@@ -184,7 +184,7 @@ class PrefillWorker:
         )
         loader = self._open_store(instance)
         self.use(PrefillRankParts(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=loader))
-        return RankHello(
+        return RankReady(
             rank=self._spec.rank,
             pid=os.getpid(),
             instance=instance,
@@ -204,7 +204,7 @@ class PrefillWorker:
             self._store,
             pool=self._engine.pool,
             own=own,
-            lane=self._engine_lane,
+            thread=self._engine_thread,
             timeout_s=storage.get_timeout_s,
             batch_bytes=min(BATCH_BYTES, storage.queue_bytes),
         )
@@ -218,7 +218,7 @@ class PrefillWorker:
         self._loader = parts.loader
 
     def _crash(self, error: BaseException) -> None:
-        self._loop.call_exception_handler({"message": "a lane failed", "exception": error})
+        self._loop.call_exception_handler({"message": "a worker thread failed", "exception": error})
 
     # The leader's messages
 
@@ -347,7 +347,7 @@ class PrefillWorker:
             outcome = run_step(
                 lambda: self._engine.prefill(
                     [with_tuples(item) for item in items],
-                    lambda layers_done, event: self._engine_lane.post(self._on_layers_written, message, layers_done, event),
+                    lambda layers_done, event: self._engine_thread.post(self._on_layers_written, message, layers_done, event),
                 ),
                 f"computing a prefill step of {sum(item.num_tokens for item in items)} tokens",
                 device=self._engine.pool.device,
@@ -366,7 +366,7 @@ class PrefillWorker:
                 step=message.step, first_tokens=dict(outcome.tokens), compute_s=outcome.compute_s, faults=dict(outcome.faults)
             )
 
-        self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
+        self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
     def _on_layers_written(self, step: RunPrefillStep, layers_done: int, event: DeviceEvent | None) -> None:
         """The first `layers_done` layers of this rank have the step's KV: tell the sender which chunks that completes."""

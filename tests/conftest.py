@@ -21,7 +21,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "kvferry")
 
 SERVING = "tests/serving/"
 """One worker runs all of this folder, whose tests share clusters."""
-LONGEST = (SERVING, "tests/cli/test_demo", "tests/protocol/test_world", "tests/engine/test_under_interpreter")
+LONGEST = (SERVING, "tests/cli/test_demo", "tests/protocol/test_world", "tests/embedded_engine/test_under_interpreter")
 """Begin with these, so that no worker is left with one of them when the others have finished."""
 
 

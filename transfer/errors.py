@@ -8,7 +8,7 @@
     ├ ProtocolError
     │ ├ LocalProtocolError            this process broke a rule (a bug here)
     │ └ RemoteProtocolError           the peer broke a rule (a bug or an attack there)
-    ├ StagingError
+    ├ ResourceExhausted
     │ └ ChunkTooLarge                 a chunk can never fit the ring or a staging slot
     ├ TransportError
     │ ├ PeerUnreachable               no connection could be made
@@ -50,11 +50,11 @@ class RemoteProtocolError(ProtocolError):
     """The peer broke a rule; its message is dropped and counted."""
 
 
-class StagingError(TransferError):
+class ResourceExhausted(TransferError):
     """Staging memory (ring or slot) cannot serve what was asked."""
 
 
-class ChunkTooLarge(StagingError):
+class ChunkTooLarge(ResourceExhausted):
     """A chunk can never fit: the request fails at once, with both sizes named."""
 
 

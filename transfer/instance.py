@@ -180,7 +180,7 @@ class AttachResponse:
         answer: The target's half of the data-plane session, opaque.
         ring_capacity_bytes: Size of the rank's ring, a multiple of `transfer.ring.ALIGNMENT_BYTES`.
         control_address: Address of the rank's control channel.
-        heartbeat_s: Seconds between beats of the session's life line, above 0.
+        heartbeat_s: Seconds between heartbeats of the session's life line, above 0.
         protocol_version: The version to speak, as `check_compatible` chose it.
         probe_bytes: Size of the link probe's bulk write; the smaller of both sides' limits.
         control_key: The rank's public key on the control plane; the writer speaks to nobody else there.

@@ -5,20 +5,20 @@ from __future__ import annotations
 import structlog
 
 from transfer.errors import ConfigError, TransferError
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.metrics import abort_reason
 from transfer.registry.guard import Refusal
-from transfer.reminders import Reminders
 
 log = structlog.get_logger(__name__)
 
 
-def say_refused(refusal: Refusal, said: Reminders) -> None:
+def log_refusal(refusal: Refusal, said: LogRateLimiter) -> None:
     """Log a refused call, unless the same one was logged less than a minute ago."""
     if said.is_due((refusal.method, refusal.caller)):
         log.warning("call_refused", method=refusal.method, caller=refusal.caller, reason=refusal.reason)
 
 
-def say_request_refused(error: TransferError, said: Reminders) -> None:
+def say_request_refused(error: TransferError, said: LogRateLimiter) -> None:
     """Log a request that was turned away with `error`, unless one was for the same kind of reason less than a minute ago."""
     kind = abort_reason(error)
     if said.is_due(("request", kind)):

@@ -35,6 +35,6 @@ def client_id_of(transfer_id: str) -> str:
     return transfer_id.rpartition(".")[0] or transfer_id
 
 
-def is_try_of(transfer_id: str, request_id: str) -> bool:
+def is_attempt_of(transfer_id: str, request_id: str) -> bool:
     """Whether an operator who says `request_id` means this transfer: by its own id, or by the client's."""
     return request_id in (transfer_id, client_id_of(transfer_id))

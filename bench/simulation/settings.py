@@ -12,10 +12,10 @@ from transfer.ring import ALIGNMENT_BYTES
 class Placement(StrEnum):
     """Which prefill node gets a request: the one with the fewest outstanding prompt tokens, as far as the decode node knows.
 
-    The first two are the nodes' own code (`decode_node.placement`), the others are there to compare it with.
+    The first two are the nodes' own code (`decode_node.prefill_routing`), the others are there to compare it with.
     """
 
-    TOLD = "told"  # it knows its own requests, and of others' what the last beat told; all links differ in speed
+    TOLD = "told"  # it knows its own requests, and of others' what the last heartbeat told; all links differ in speed
     ALIKE = "alike"  # the same, and all links measure exactly alike
     ORDER = (
         "order"  # it knows its own requests, and takes the first of equal ones in an order of its own: nodes that were not told
@@ -46,7 +46,7 @@ class ClusterSettings:
         queue_timeout_s: ``limits.queue_timeout_s``.
         retry_s: After which a request that got no room asks again.
         placement: Among prefill nodes. Requests go to decode nodes by turns.
-        heartbeat_s: ``heartbeat.interval_s``: between two beats of a prefill node to a decode node.
+        heartbeat_s: ``heartbeat.interval_s``: between two heartbeats of a prefill node to a decode node.
     """
 
     num_prefill: int = 1

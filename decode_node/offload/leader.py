@@ -1,9 +1,9 @@
 """What of each request lies where: ordered by the decode leader, carried out by its ranks.
 
-A request gets its place in both tiers at once, when prefill is about to compute it (`decode_node.offload.placing`). While it
-runs, its whole pages are saved into host memory a stride at a time. Where pages leave the device early, those that every rank has
-saved are left behind when the request's share is used up; the share shrinks when others need room, and pages come back when there
-is plenty.
+A request gets its place in both tiers at once, when prefill is about to compute it (`decode_node.offload.page_placement`).
+While it runs, its whole pages are saved into host memory a stride at a time. Where pages leave the device early, those that every
+rank has saved are left behind when the request's share is used up; the share shrinks when others need room, and pages come back
+when there is plenty.
 
 Nothing here waits: every order is a job (`decode_node.offload.jobs`), and what follows from it is decided when the last rank has
 answered.
@@ -18,7 +18,7 @@ from typing import Final
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceCopy
 from decode_node.offload.host_tier import HostPage
-from decode_node.offload.placing import Placement, place, refusal
+from decode_node.offload.page_placement import Placement, place, refusal
 from decode_node.offload.saving import next_save
 from decode_node.offload.store_leader import StoreLeader
 from decode_node.offload.tiered_request import TieredRequest

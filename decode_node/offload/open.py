@@ -14,7 +14,7 @@ from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
 from decode_node.rank_messages import JobDone
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import RankReady
 from transfer.config import DecodeNodeConfig
 from transfer.config.offload import OffloadConfig
 from transfer.instance import Instance
@@ -57,7 +57,7 @@ class LeaderTiers:
     def __init__(
         self,
         config: DecodeNodeConfig,
-        hellos: Sequence[RankHello],
+        hellos: Sequence[RankReady],
         *,
         admission: Admission,
         broadcast: Callable[[object], None],

@@ -14,7 +14,6 @@ from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError
 from transfer.host_memory import host_memory
 from transfer.instance import Instance
-from transfer.lane import Lane
 from transfer.layer_groups import GroupKind
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
@@ -23,6 +22,7 @@ from transfer.pool.page_allocator import GroupAllocator
 from transfer.storage.envelope import HEADER_BYTES
 from transfer.storage.keys import store_fingerprint
 from transfer.storage.open import open_store_client
+from transfer.worker_thread import WorkerThread
 
 
 async def open_offload_rank(
@@ -31,7 +31,7 @@ async def open_offload_rank(
     engine: Any,
     *,
     allocator: GroupAllocator,
-    engine_lane: Lane,
+    engine_thread: WorkerThread,
     loop: asyncio.AbstractEventLoop,
     metrics: RankMetrics,
     send: Callable[[object], None],
@@ -76,12 +76,12 @@ async def open_offload_rank(
                 "memory (it has no use_host_pool); leave it out"
             )
         # Where its steps run; on a GPU it captures some, for seconds.
-        await engine_lane.call(lambda: use_host_pool(host, block_bytes=settings.buffer_bytes))
+        await engine_thread.call(lambda: use_host_pool(host, block_bytes=settings.buffer_bytes))
     return OffloadRank(
         pool=pool,
         host=host,
         allocator=allocator,
-        engine_lane=engine_lane,
+        engine_thread=engine_thread,
         loop=loop,
         metrics=metrics,
         send=send,

@@ -1,7 +1,7 @@
 """One rank's host pool: pages copied into it and out of it, from and into the store, as the leader orders.
 
-The rank's loop owns it. Copies run on two lanes, one for each direction of the host link, beside the engine and the transfers. A
-save begins when the steps before it are over, and no page goes back to the device pool while a copy reads or fills it: that is
+The rank's loop owns it. Copies run on two threads, one for each direction of the host link, beside the engine and the transfers.
+A save begins when the steps before it are over, and no page goes back to the device pool while a copy reads or fills it: that is
 what `is_busy` and `copied_from` are for.
 """
 
@@ -31,7 +31,6 @@ from transfer.copy.page_mover import PageCopy, PageMove, PageMover
 from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.lane import Lane
 from transfer.layer_groups import NO_PAGE, GroupKind
 from transfer.layout import Range
 from transfer.metrics import RankMetrics
@@ -40,6 +39,7 @@ from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator, PageEntries
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import store_key, storing_rank
+from transfer.worker_thread import WorkerThread
 
 FULL = 0
 """Index of the group of layers that keep every token, which comes first."""
@@ -90,7 +90,7 @@ class OffloadRank:
         pool: The device pool.
         host: The host pool.
         allocator: Device pages.
-        engine_lane: What runs the engine's steps.
+        engine_thread: What runs the engine's steps.
         loop: The rank's loop.
         metrics: Where durations and counts go.
         send: To the leader.
@@ -99,7 +99,7 @@ class OffloadRank:
         store: The rank's end of the store; None where there is none.
         fingerprint: Of the store's pages.
         buffer_bytes: Device memory of each direction's copies.
-        open_lane: Returns the thread of each direction's copies, from its name, the loop and `on_crash`.
+        open_thread: Returns the thread of each direction's copies, from its name, the loop and `on_crash`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class OffloadRank:
         pool: KVPool,
         host: HostPool,
         allocator: GroupAllocator,
-        engine_lane: Lane,
+        engine_thread: WorkerThread,
         loop: asyncio.AbstractEventLoop,
         metrics: RankMetrics,
         send: Callable[[object], None],
@@ -117,12 +117,12 @@ class OffloadRank:
         store: StoreClient | None,
         fingerprint: str,
         buffer_bytes: int,
-        open_lane: Callable[[str, asyncio.AbstractEventLoop, Callable[[BaseException], None]], Lane] = Lane,
+        open_thread: Callable[[str, asyncio.AbstractEventLoop, Callable[[BaseException], None]], WorkerThread] = WorkerThread,
     ) -> None:
         self._pool = pool
         self._host = host
         self._allocator = allocator
-        self._engine_lane = engine_lane
+        self._engine_thread = engine_thread
         self._loop = loop
         self._metrics = metrics
         self._send = send
@@ -130,8 +130,8 @@ class OffloadRank:
         self._on_crash = on_crash
         self._store = store
         self._fingerprint = fingerprint
-        self._save_lane = open_lane("save", loop, on_crash)
-        self._load_lane = open_lane("load", loop, on_crash)
+        self._save_thread = open_thread("save", loop, on_crash)
+        self._load_thread = open_thread("load", loop, on_crash)
         self._save_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         self._load_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         for mover in (self._save_mover, self._load_mover):
@@ -234,10 +234,10 @@ class OffloadRank:
             self._job_over(message.request_id, request, message.job)
 
         def copy(event: DeviceEvent | None) -> None:
-            self._save_lane.submit(lambda: _timed(lambda: self._save_mover.save(moves, event)), done)
+            self._save_thread.submit(lambda: _timed(lambda: self._save_mover.save(moves, event)), done)
 
         # Behind the steps that compute the pages. Of another rank's step the leader knows that it is over, not of this rank's.
-        self._engine_lane.submit(self._recorded_event, copy)
+        self._engine_thread.submit(self._recorded_event, copy)
 
     def _load(self, message: LoadPages) -> None:
         request = self._requests[message.request_id]
@@ -253,7 +253,7 @@ class OffloadRank:
             self._metrics.pages_copied("load", *result)
             self._job_over(message.request_id, request, message.job)
 
-        self._load_lane.submit(lambda: _timed(lambda: self._load_mover.load(moves)), done)
+        self._load_thread.submit(lambda: _timed(lambda: self._load_mover.load(moves)), done)
 
     def _grow(self, request_id: str, num_pages: int) -> None:
         """Take device pages for what is brought back."""
@@ -281,9 +281,9 @@ class OffloadRank:
             self._copied(message.request_id, request)
 
         def copy(event: DeviceEvent | None) -> None:
-            self._load_lane.submit(lambda: _timed(lambda: self._load_mover.copy(copies, event)), done)
+            self._load_thread.submit(lambda: _timed(lambda: self._load_mover.copy(copies, event)), done)
 
-        self._engine_lane.submit(self._recorded_event, copy)  # behind the steps that compute the pages, as a save
+        self._engine_thread.submit(self._recorded_event, copy)  # behind the steps that compute the pages, as a save
 
     def _move_boundary(self, message: MoveBoundary) -> None:
         request = self._requests.get(message.request_id)
@@ -301,7 +301,7 @@ class OffloadRank:
             self._allocator.full.give_back(message.request_id, message.give_back)
             self._job_over(message.request_id, request, job)
 
-        self._engine_lane.submit(lambda: None, over)  # behind the steps that read the pages on the device
+        self._engine_thread.submit(lambda: None, over)  # behind the steps that read the pages on the device
 
     def _job_over(self, request_id: str, request: _Request, job: int) -> None:
         self._send(JobDone(job=job))
@@ -392,12 +392,12 @@ class OffloadRank:
         return not self._requests and not self._storing
 
     async def close(self) -> None:
-        """End the lanes, the store and the host pool, in bounded time."""
+        """End the threads, the store and the host pool, in bounded time."""
         for task in list(self._storing):
             task.cancel()
         if self._store is not None:
             await self._store.close()
-        is_over = [lane.close(timeout_s=5.0) for lane in (self._save_lane, self._load_lane)]
+        is_over = [thread.close(timeout_s=5.0) for thread in (self._save_thread, self._load_thread)]
         if all(is_over):  # otherwise a copy may still use the memory, which goes with the process
             self._host.close()
 

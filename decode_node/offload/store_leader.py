@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
-from decode_node.offload.distrust import DistrustedPages, PageName
 from decode_node.offload.host_tier import HostPage
+from decode_node.offload.suspect_pages import DistrustedPages, PageName
 from decode_node.rank_messages import BackUpPages, FetchPages, StoreJob
 from transfer.config.storage import ANSWER_S
 from transfer.storage.base import USED_STEP_NS

@@ -245,8 +245,8 @@ _WAITS: Final = Row(
         Chart(
             title="Watermark acks",
             description=(
-                "Acks that decode nodes send and prefill nodes receive, beats among them. Received well below sent: the registry "
-                "plane loses or delays them, and writers wait for bytes that are free."
+                "Acks that decode nodes send and prefill nodes receive, heartbeats among them. Received well below sent: the "
+                "registry plane loses or delays them, and writers wait for bytes that are free."
             ),
             unit=Unit.MESSAGES_PER_S,
             lines=(Line(expr=per_second("kvferry_watermark_acks_total", "role"), legend="{{role}}"),),

@@ -25,7 +25,7 @@
 #define PER 1                   /* pieces of a session */
 #endif
 #ifndef MAX_LOSSES
-#define MAX_LOSSES 1            /* three missed beats: of a session, at one of its ends */
+#define MAX_LOSSES 1            /* three missed heartbeats: of a session, at one of its ends */
 #endif
 #ifndef MAX_DEATHS
 #define MAX_DEATHS 1            /* of prefill processes */

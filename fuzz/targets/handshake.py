@@ -12,12 +12,12 @@ from fuzz.target import Target, require
 from fuzz.trees import BYTE_SHARE, changed_bytes, changed_tree
 from transfer.errors import ConfigError
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES, TOKEN_BYTES, Answered, Offered
-from transfer.transport.life_line import LineAddress
+from transfer.transport.liveness_pipe import PipeAddress
 from transfer.transport.peer import ProcessIdentity, can_read_memory_of, field_of, pack_blob, unpack_blob
 
 TOKEN = bytes(range(TOKEN_BYTES))
 IDENTITY = ProcessIdentity(host="host", boot_id="boot", pid_namespace=4026531836, pid=77)
-LINE = LineAddress(identity=IDENTITY, start_time=12345, fd=9, inode=4242)
+LINE = PipeAddress(identity=IDENTITY, start_time=12345, fd=9, inode=4242)
 NOBODY = 2**22 + 1
 """A process id that no Linux gives: nothing is read from it."""
 
@@ -49,7 +49,7 @@ def _answer(data: bytes) -> None:
     require(Answered.from_blob(answered.to_blob(), token=TOKEN) == answered, "an answer does not survive the wire")
 
 
-def _check_line(line: LineAddress) -> None:
+def _check_line(line: PipeAddress) -> None:
     require(0 <= line.identity.pid <= 2**22 and 0 <= line.fd < 2**31, "a life line out of range")
     require(0 <= line.start_time < 2**63 and 0 <= line.inode < 2**64, "a life line out of range")
 
@@ -113,7 +113,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 TARGET = Target(
     name="handshake",
     about="handshake blobs (msgpack)",
-    modules=("transfer.transport.peer", "transfer.transport.cuda_ipc_blob", "transfer.transport.life_line"),
+    modules=("transfer.transport.peer", "transfer.transport.cuda_ipc_blob", "transfer.transport.liveness_pipe"),
     check=check,
     refuses=(ConfigError,),
     mutate=mutate,

@@ -15,7 +15,7 @@ class Moved:
         exposed_s: What of it came after the last chunk had been computed.
         num_bytes, writes, resends: Sums over the ranks.
         prefill_node: Its address.
-        retries: Tries on other prefill nodes.
+        retries: Attempts on other prefill nodes.
         cached_tokens: Of the prompt, not moved because they were there.
     """
 

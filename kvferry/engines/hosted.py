@@ -10,12 +10,12 @@ from typing import Final
 
 import structlog
 
-from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
+from decode_node.rank_messages import ForgetPrefill, LinkProbed, PrefillRankLost
 from decode_node.target_messages import TARGET_MESSAGES, CancelTransfer, ExpectTransfer, SettlePrompt
 from decode_node.target_rank import Settled
 from decode_node.target_requests import PromptState, PromptView
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import RankHello, RankReport, RankStartFailed
+from node_runtime.rank_report import RankReady, RankReport, RankStartFailed
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from prefill_node.source_messages import SOURCE_MESSAGES
 from prefill_node.source_rank import Free, Wanted
@@ -109,7 +109,7 @@ CODEC = RankCodec(
     RankWaiting,
     LifeBegins,
     SideReport,
-    RankHello,
+    RankReady,
     RankStartFailed,
     AttachDecode,
     DetachDecode,
@@ -117,13 +117,13 @@ CODEC = RankCodec(
     DecodeLost,
     *SOURCE_MESSAGES,
     ForgetPrefill,
-    WriterLost,
+    PrefillRankLost,
     LinkProbed,
     *TARGET_MESSAGES,
 )
 
 TO_TARGET = (ExpectTransfer, CancelTransfer, SettlePrompt, ForgetPrefill)
-FROM_TARGET = (WriterLost, LinkProbed, *TARGET_MESSAGES)
+FROM_TARGET = (PrefillRankLost, LinkProbed, *TARGET_MESSAGES)
 
 
 def security_for(config: HostedConfig, sides: Sides) -> Security:

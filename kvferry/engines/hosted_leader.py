@@ -10,14 +10,14 @@ other by the instance's name. No call waits for the network, but for `HostedLead
     leader.begin("a")                               # ... begins to compute it
     rank.progress("a", [pages], 128, event)         # ... has computed 128 tokens of it
     rank.finish("a"); leader.finish("a")            # ... is done with it
-    rank.take_news() -> [Free(name="a", ...)]       # its pages may be used for something else
+    rank.poll_events() -> [Free(name="a", ...)]       # its pages may be used for something else
 
 and on the other side
 
     leader.want("b", "transfer-1", "host:port", token_ids, start_token=0)
     leader.view("b").state is PromptState.READY     # the other side is about to send: take pages
     leader.bind("b", [pages])
-    rank.take_news() -> [Settled(name="b", failure="", ...)]    # on every rank: all KV is there, on all ranks
+    rank.poll_events() -> [Settled(name="b", failure="", ...)]    # on every rank: all KV is there, on all ranks
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from node_runtime.hosted_link import hosted_address
 from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_link import LeaderLink, RankAddress
-from node_runtime.rank_report import RankHello, RankReport, RankStartFailed
+from node_runtime.rank_report import RankReady, RankReport, RankStartFailed
 from node_runtime.supervisor import check_alike
 from prefill_node.source_requests import Transfer
 from prefill_node.source_service import SourceLeader
@@ -77,7 +77,7 @@ class _Opened:
     server: RegistryServer
     health: HealthServer | None = None
     http_port: int = 0
-    hellos: tuple[RankHello, ...] = ()
+    hellos: tuple[RankReady, ...] = ()
 
 
 class HostedLeader:
@@ -112,7 +112,7 @@ class HostedLeader:
         self._lock = _locked(f"{_socket_path(self._addresses[0])}.lock", instance)
         self._incarnation = secrets.randbits(63) + 1
         self._reports: dict[Sides, dict[int, RankReport]] = {SOURCE: {}, TARGET: {}}
-        self._hellos: dict[int, RankHello] = {}
+        self._hellos: dict[int, RankReady] = {}
         self._wanted: set[str] = set()  # what the loop may not have heard of yet
         self._all_there: asyncio.Future[None]
         self._link: LeaderLink | None = None
@@ -198,10 +198,10 @@ class HostedLeader:
         """
         self._call(self.target.requests.bind, name, tuple(tuple(table) for table in tables))
 
-    def lacks_pages(self, name: str) -> None:
+    def report_page_shortage(self, name: str) -> None:
         """The engine has no pages for a prompt that is `READY`; it may say so as often as it finds it. If that lasts, another one
-        gives its own, which prefill has preempted; see `TargetRequests.lacks_pages`."""
-        self._call(self.target.requests.lacks_pages, name)
+        gives its own, which prefill has preempted; see `TargetRequests.report_page_shortage`."""
+        self._call(self.target.requests.report_page_shortage, name)
 
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
         """The engine gives it up: `Settled` follows if it is bound, else nothing; see `TargetRequests.cancel`."""
@@ -293,7 +293,7 @@ class HostedLeader:
         check_alike(hellos)
         await self._serve(hellos)
 
-    async def _serve(self, hellos: tuple[RankHello, ...]) -> None:
+    async def _serve(self, hellos: tuple[RankReady, ...]) -> None:
         config = self._config
         source, target = None, None
         if SOURCE in self._sides:
@@ -353,7 +353,7 @@ class HostedLeader:
             case RankWaiting():
                 if self._link is not None:
                     self._link.send(rank, LifeBegins(incarnation=self._incarnation))
-            case RankHello():
+            case RankReady():
                 self._hellos[rank] = message
                 if len(self._hellos) == self._num_ranks and not self._all_there.done():
                     self._all_there.set_result(None)

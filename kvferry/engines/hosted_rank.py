@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import structlog
 
-from decode_node.rank_messages import LinkProbed, WriterLost
+from decode_node.rank_messages import LinkProbed, PrefillRankLost
 from decode_node.target_rank import Settled, TargetRank
 from kvferry.engines.hosted import (
     CODEC,
@@ -31,17 +31,17 @@ from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes
-from node_runtime.rank_report import RankHello, RankReport, RankStartFailed, process_figures
+from node_runtime.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from node_runtime.rank_setup import open_transport, own_instance
 from prefill_node.rank_messages import DecodeLost
-from prefill_node.source_rank import News, SourceRank
+from prefill_node.source_rank import SourceRank, TransferEvent
 from transfer.config import HostedConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import HOSTED_CAPABILITIES
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
-from transfer.receive.attach import RingMemory, WriterSessions, open_receiving
+from transfer.receive.attach import PrefillSessions, RingMemory, open_receiving
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
@@ -74,7 +74,7 @@ class HostedRank:
         self._sides = sides
         self._engine = engine
         self._security = security_for(config, sides)
-        self._news: deque[News | Settled] = deque()
+        self._news: deque[TransferEvent | Settled] = deque()
         self._source: SourceRank | None = None
         self._target: TargetRank | None = None
         self._metrics: dict[Sides, RankMetrics] = {}
@@ -115,14 +115,14 @@ class HostedRank:
                 f"pages of a prompt were still read {PAUSE_TIMEOUT_S:g} s after they were taken back"
             ) from None
 
-    def take_news(self) -> list[News | Settled]:
+    def poll_events(self) -> list[TransferEvent | Settled]:
         """What has happened since the last call.
 
         Raises:
             LocalProtocolError: Something broke that nobody expected; the engine must not go on.
         """
         self._thread.check()
-        news: list[News | Settled] = []
+        news: list[TransferEvent | Settled] = []
         while self._news:
             news.append(self._news.popleft())
         return news
@@ -191,7 +191,7 @@ class HostedRank:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._thread.crash(error)  # an invariant that is broken, or a leader that takes nothing more
 
-    async def _open(self, incarnation: int) -> RankHello:
+    async def _open(self, incarnation: int) -> RankReady:
         engine, config = self._engine, self._config
         pool = engine.pool
         instance, address, ring_bytes = None, "", 0
@@ -272,7 +272,7 @@ class HostedRank:
                 metrics=metrics,
                 on_crash=self._thread.crash,
             )
-            writers = WriterSessions(
+            writers = PrefillSessions(
                 loop=self._thread.loop,
                 receiving=receiving,
                 transport=transport,
@@ -285,7 +285,7 @@ class HostedRank:
                 security=self._security,
                 metrics=metrics,
                 on_writer_lost=lambda prefill, rank, reason: self._send(
-                    WriterLost(incarnation=prefill, prefill_rank=rank, reason=reason)
+                    PrefillRankLost(incarnation=prefill, prefill_rank=rank, reason=reason)
                 ),
                 on_link_probed=lambda link: self._send(LinkProbed(link=link)),
                 on_crash=self._thread.crash,
@@ -294,7 +294,7 @@ class HostedRank:
             self._target = target
             address = await writers.start()
         assert instance is not None, "an instance has at least one side"
-        return RankHello(
+        return RankReady(
             rank=self._rank,
             pid=os.getpid(),
             instance=instance,

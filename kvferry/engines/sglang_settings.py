@@ -17,7 +17,7 @@ HOLD_S: Final = 2.0
 
 HEARTBEAT_S: Final = 2.0
 """A scheduler of SGLang always runs, and keeps kvferry's thread waiting where there are fewer cores than schedulers. A dead
-process is noticed at once anyway, by its sockets; beats only tell a frozen one, or a network that is gone."""
+process is noticed at once anyway, by its sockets; heartbeats only tell a frozen one, or a network that is gone."""
 
 
 def sglang_settings(environment: Mapping[str, str], *, device: str, meet_timeout_s: float) -> HostedConfig:

@@ -44,7 +44,7 @@ class Rank(Protocol):
         self, name: str, tables: Sequence[Sequence[int]], num_computed: int, event: DeviceEvent | None = None
     ) -> None: ...
     def finish(self, name: str) -> None: ...
-    def take_news(self) -> list[Any]: ...
+    def poll_events(self) -> list[Any]: ...
 
 
 class SourceCalls(Protocol):
@@ -151,7 +151,7 @@ class OutgoingPrompts:
 
     def look(self) -> None:
         """Take note of what has happened."""
-        for news in self.rank.take_news():
+        for news in self.rank.poll_events():
             prompt = self._prompts.get(news.name)
             if prompt is None:
                 continue
@@ -298,7 +298,7 @@ class IncomingPrompts:
 
     def look(self) -> None:
         """Take note of what has happened."""
-        for news in self.rank.take_news():
+        for news in self.rank.poll_events():
             prompt = self._prompts.pop(news.name, None)
             if prompt is not None and isinstance(news, Settled):
                 prompt.on_settled(news.failure, news.note)

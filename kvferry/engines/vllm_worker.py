@@ -81,7 +81,7 @@ class WorkerSide:
     def results(self) -> Results:
         """What has ended since it was last asked."""
         results = Results()
-        for news in self._rank.take_news():
+        for news in self._rank.poll_events():
             match news:
                 case Free(name=name, failure=failure):
                     if failure:

@@ -100,7 +100,7 @@ class ClusterSpec:
         staging_slots: Staging slots of each prefill rank.
         staging_slot_bytes: Size of each.
         ring_bytes: Ring of each decode rank.
-        heartbeat_s: Seconds between beats.
+        heartbeat_s: Seconds between heartbeats.
         log_level: "debug", "info", "warning" or "error".
         start_timeout_s: Longest time from the start until the tiers are joined.
         stop_timeout_s: Longest time for stopping in good order.

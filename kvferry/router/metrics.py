@@ -20,9 +20,9 @@ def _spec(kind: str, name: str, help_text: str, *labels: str, buckets: tuple[flo
 ROUTER_METRICS: Final = (
     _spec("counter", "requests", "Requests to generate that ended, by endpoint and outcome.", "endpoint", "outcome"),
     _spec("gauge", "running_requests", "Requests to generate that are under way."),
-    _spec("counter", "retries", "Tries of requests after their first, all before the first token."),
+    _spec("counter", "retries", "Attempts of requests after their first, all before the first token."),
     _spec("counter", "flows",
-          "Tries by flow: concurrent, sequential, fetched (prefill nodes), alone (decode without prefill), node (decode nodes).",
+          "Attempts by flow: concurrent, sequential, fetched (prefill nodes), alone (no prefill), node (decode nodes).",
           "flow"),
     _spec("counter", "decode_alone", "Requests whose prompt the decode server computed, by why it had to.", "reason"),
     _spec("counter", "prefills_without_kv", "Prompts that a prefill server computed without saying where their KV is."),
@@ -31,7 +31,7 @@ ROUTER_METRICS: Final = (
           buckets=TOKEN_BUCKETS_S),
     _spec("gauge", "servers", "Servers by tier and state: healthy, open (left out for a while), unhealthy, unfit.",
           "tier", "state"),
-    _spec("counter", "server_failures", "Tries that a server failed, by tier and reason.", "tier", "reason"),
+    _spec("counter", "server_failures", "Attempts that a server failed, by tier and reason.", "tier", "reason"),
     _spec("counter", "breaker_openings", "Times that a server's circuit breaker opened.", "tier"),
 )  # fmt: skip
 
@@ -67,7 +67,7 @@ class RouterMetrics:
     def retried(self) -> None:
         self._series("retries").inc()
 
-    def try_began(self, flow: str) -> None:
+    def attempt_began(self, flow: str) -> None:
         """A try begins: "concurrent", "sequential", "alone" or "node"."""
         self._series("flows", flow=flow).inc()
 

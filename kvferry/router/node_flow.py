@@ -13,6 +13,7 @@ from typing import Final
 from kvferry.cli.node_client import is_refusal_of_caller
 from kvferry.router import node_body
 from kvferry.router.api import CHAT, SSE_TYPE, ApiError, Call, Head
+from kvferry.router.attempts import Attempts
 from kvferry.router.body_reader import BodyReader, is_light
 from kvferry.router.chat_template import ChatTemplate
 from kvferry.router.metrics import RouterMetrics
@@ -21,14 +22,13 @@ from kvferry.router.node_body import NodeBody
 from kvferry.router.node_server import NodeServer
 from kvferry.router.servers import Lease, ServerFailed, Tier
 from kvferry.router.settings import RouterSettings
-from kvferry.router.tries import Tries
 from node_runtime.health import Readiness
 from transfer.errors import (
     ConfigError,
     LayoutError,
     PeerUnreachable,
     RemoteProtocolError,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransferError,
     TransportTimeout,
@@ -82,7 +82,7 @@ class NodeFlow:
             await asyncio.sleep(self._settings.health_interval_s)
 
     def readiness(self) -> Readiness:
-        reason = self.decode.why_none()
+        reason = self.decode.unavailable_reason()
         return Readiness(is_ready=not reason, reason=reason)
 
     def num_servers(self) -> Mapping[tuple[str, str], int]:
@@ -107,9 +107,9 @@ class NodeFlow:
 
     async def answer(self, call: Call[NodeBody]) -> AsyncGenerator[Head | bytes, None]:
         shapes = Shapes(call.path, self._model, call.request_id)
-        tries = Tries(self._settings.retries, call, self._metrics)
+        attempts = Attempts(self._settings.retries, call, self._metrics)
         while True:
-            lease = self.decode.lease(1, tried=tries.failed)
+            lease = self.decode.lease(1, tried=attempts.failed)
             assert lease is not None  # decode nodes are never unfit
             has_begun = False
             try:
@@ -122,11 +122,11 @@ class NodeFlow:
                 self._metrics.server_failed("decode", failure.kind)
                 if has_begun:
                     raise ApiError(502, f"the answer was cut off: {failure}") from failure
-                await tries.next(failure)
+                await attempts.next(failure)
 
     async def _try(self, body: NodeBody, lease: Lease[NodeServer], shapes: Shapes) -> AsyncGenerator[Head | bytes, None]:
         """One node's answer; closed early, it cancels the request there."""
-        self._metrics.try_began("node")
+        self._metrics.attempt_began("node")
         texts: list[str] = []
         unsent = shapes.beginning()
         has_head = False
@@ -183,7 +183,7 @@ def _failure(server: NodeServer, error: TransferError, blame: Callable[[str], No
     reason = server.without_address(error)
     if isinstance(error, ConfigError) and not is_refusal_of_caller(error):
         return ApiError(400, reason)
-    if isinstance(error, StagingError):
+    if isinstance(error, ResourceExhausted):
         if "larger than max" in reason:  # as gRPC says of a message, which is no more welcome later
             return ApiError(413, f"the prompt is too large for a call to the decode node: {reason}")
         return ServerFailed(server, "status", reason, status=503)  # no room now: nothing is wrong with it

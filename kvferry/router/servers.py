@@ -208,16 +208,16 @@ class Tier(Generic[AnyServer]):
         fit = [server for server in self.servers if not server.misfit]
         fresh = [server for server in fit if server not in tried] or fit
         healthy = [server for server in fresh if not server.problem]
-        to_try = [server for server in healthy if server.breaker.wants_trial]
+        to_attempt = [server for server in healthy if server.breaker.wants_trial]
         closed = [server for server in healthy if server.breaker.state is BreakerState.CLOSED]
-        choices = (closed or to_try) if tried else (to_try or closed)
+        choices = (closed or to_attempt) if tried else (to_attempt or closed)
         picked = min(choices or healthy or fresh, key=lambda one: (one.outstanding, one.last_use), default=None)
         if picked is not None:
             self._num_picks += 1
             picked.last_use = self._num_picks
         return picked
 
-    def why_none(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why no server of this side is healthy, each with its own reason; empty where one is."""
         if any(server.state == "healthy" for server in self.servers):
             return ""

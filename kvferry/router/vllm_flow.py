@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from kvferry.router.api import ApiError, Call, Head
+from kvferry.router.attempts import Attempts
 from kvferry.router.body_reader import BodyReader
 from kvferry.router.decode import DecodeAnswer, open_decode
 from kvferry.router.http_server import HttpServer
@@ -33,7 +34,6 @@ from kvferry.router.openai_body import VllmBody, vllm_body
 from kvferry.router.prefill import MOST_DOUBT, PassedOn, Prefilled, doubt, forget, run_prefill, trust
 from kvferry.router.servers import Lease, Server, ServerFailed, Tier, compare_names
 from kvferry.router.settings import FlowKind, RouterSettings
-from kvferry.router.tries import Tries
 from node_runtime.health import Readiness
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class VllmFlow:
             await asyncio.sleep(self._settings.health_interval_s)
 
     def readiness(self) -> Readiness:
-        reason = "; ".join(reason for tier in (self._before, self.decode) if (reason := tier.why_none()))
+        reason = "; ".join(reason for tier in (self._before, self.decode) if (reason := tier.unavailable_reason()))
         return Readiness(is_ready=not reason, reason=reason)
 
     def num_servers(self) -> Mapping[tuple[str, str], int]:
@@ -150,12 +150,12 @@ class VllmFlow:
         alone = call.body.alone
         if alone is not None:
             self._metrics.decode_alone(alone)
-        tries = Tries(self._settings.retries, call, self._metrics)
+        attempts = Attempts(self._settings.retries, call, self._metrics)
         while True:
-            pair = self._pick(call, tries.failed, is_alone=alone is not None)
+            pair = self._pick(call, attempts.failed, is_alone=alone is not None)
             has_begun = False
             try:
-                async with contextlib.aclosing(self._try(call, pair, is_sequential=tries.is_sequential)) as parts:
+                async with contextlib.aclosing(self._try(call, pair, is_sequential=attempts.is_sequential)) as parts:
                     async for part in parts:
                         has_begun = True
                         yield part
@@ -166,19 +166,19 @@ class VllmFlow:
                 self._metrics.server_failed(failure.server.tier, failure.kind)
                 if has_begun:
                     raise ApiError(502, f"the answer was cut off: {failure}") from failure
-                await tries.next(failure)
+                await attempts.next(failure)
 
     def _pick(self, call: Call[VllmBody], tried: frozenset[Server], *, is_alone: bool) -> _Pair:
         decode = self.decode.lease(1, tried=tried)
         if decode is None:
-            raise ApiError(503, self.decode.why_none(), retry_after_s=1)
+            raise ApiError(503, self.decode.unavailable_reason(), retry_after_s=1)
         if is_alone:
             return _Pair(prefill=None, node=None, decode=decode)
         prefill = self.prefill.lease(call.body.prompt_tokens, tried=tried)
         node = self.nodes.lease(call.body.prompt_tokens, tried=tried)
         if prefill is None and node is None:
             decode.end()
-            raise ApiError(503, self._before.why_none(), retry_after_s=1)
+            raise ApiError(503, self._before.unavailable_reason(), retry_after_s=1)
         return _Pair(prefill=prefill, node=node, decode=decode)
 
     async def _try(self, call: Call[VllmBody], pair: _Pair, *, is_sequential: bool) -> AsyncGenerator[Head | bytes, None]:
@@ -234,7 +234,7 @@ class VllmFlow:
         return answer
 
     def _begin(self, call: Call[VllmBody], pair: _Pair, flow: str, transfer_id: str) -> None:
-        self._metrics.try_began(flow)
+        self._metrics.attempt_began(flow)
         log.debug(
             "try_began",
             request_id=call.request_id,

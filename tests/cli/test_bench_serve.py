@@ -30,7 +30,7 @@ from kvferry.bench_serve.workload import FIRST_ID, Planned, Prompts, Shape, plan
 from kvferry.cli import exit_codes
 from kvferry.cli.node_client import NodeClient
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
-from transfer.errors import ConfigError, StagingError
+from transfer.errors import ConfigError, ResourceExhausted
 from transfer.pb import kvferry_pb2 as pb
 
 ON_TIME = Lateness(sends_s=Spread(), loop_s=Spread(), cpu_share=0.0, limit_s=0.1)
@@ -281,7 +281,7 @@ def test_a_blocked_generator_says_that_it_was_late(run_loop: RunLoop) -> None:
 
 
 def test_failures_are_counted_by_status(run_loop: RunLoop) -> None:
-    loop = run_loop({"a": SlowNode(0.0, StagingError("decode queue is full"))}, every(0.001, 3))
+    loop = run_loop({"a": SlowNode(0.0, ResourceExhausted("decode queue is full"))}, every(0.001, 3))
     assert {(one.failure, one.reason) for one in loop.records} == {("RESOURCE_EXHAUSTED", "decode queue is full")}
 
 

@@ -15,7 +15,7 @@ from kvferry.demo import reference_generate as reference
 from kvferry.demo.command import DemoOptions
 from kvferry.demo.dtype import chosen_dtype, model_dtype
 from kvferry.demo.prompts import BUILT_IN
-from tests.engine.steps import generate_all
+from tests.embedded_engine.steps import generate_all
 from tests.runtime.instances import prefill_config
 from transfer.errors import ConfigError
 from transfer.layout import DType

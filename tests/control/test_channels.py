@@ -14,8 +14,8 @@ import pytest
 
 from transfer.control.base import MAX_PAYLOAD_BYTES, WATCH_BATCH, WATCH_S, ControlClient, ControlServer, KeyPair, Received
 from transfer.control.inproc import InprocControlClient, InprocControlServer
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
-from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransportClosed
 
 DEADLINE_S = 30.0  # ends a wait that would never end

@@ -11,8 +11,8 @@ import zmq
 from zmq.utils import z85
 
 from transfer.control.base import KeyPair, Received
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
-from transfer.control.zmq_doorkeeper import new_key_pair
 
 DEADLINE_S = 30.0  # ends a wait that would never end
 SERVER_KEYS = new_key_pair()
@@ -30,7 +30,7 @@ def open_client(address: str) -> ZmqControlClient:
 
 
 @contextlib.contextmanager
-def odd_peer(address: str, keys: KeyPair | None = KEYS, *, beats: bool = False) -> Iterator[zmq.Socket[bytes]]:
+def odd_peer(address: str, keys: KeyPair | None = KEYS, *, heartbeats: bool = False) -> Iterator[zmq.Socket[bytes]]:
     """A DEALER that says what no client says; with the keys of one, or with none."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as odd:
         odd.setsockopt(zmq.LINGER, 0)
@@ -39,7 +39,7 @@ def odd_peer(address: str, keys: KeyPair | None = KEYS, *, beats: bool = False) 
             odd.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
             odd.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
             odd.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(SERVER_KEYS.public))
-        if beats:
+        if heartbeats:
             odd.setsockopt(zmq.HEARTBEAT_IVL, 20)
             odd.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
             odd.setsockopt(zmq.HEARTBEAT_TTL, 30_000)

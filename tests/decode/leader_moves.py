@@ -49,13 +49,13 @@ def is_started(world: World, name: str) -> bool:
 
 async def move(world: World, kind: str, pick: int) -> None:
     rank = pick % 2
-    tries = [one for request in world.accepted for one in request.tries if one.stage is not GenerationStage.GONE]
-    live = [one.transfer_id for one in tries]
+    attempts = [one for request in world.accepted for one in request.attempts if one.stage is not GenerationStage.GONE]
+    live = [one.transfer_id for one in attempts]
     started = [name for name in live if is_started(world, name)]
-    sent = [one.transfer_id for one in tries if one.peer is not None]
+    sent = [one.transfer_id for one in attempts if one.peer is not None]
     calls = [world.call(name) for name in live if any(name in peer.calls for peer in (world.peer, world.other))]
     match kind:
-        case "submit" if world.peers.pick() is not None or (world.may_wait and world.peers.may_come()):
+        case "submit" if world.peers.pick() is not None or (world.may_wait and world.peers.can_wait_for_node()):
             world.submit(f"r{len(world.accepted)}", 1 + pick % 20, new=1 + pick % 4)
         case "turn":
             await turns()

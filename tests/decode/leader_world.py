@@ -128,7 +128,7 @@ class Peers(PrefillPeers):
     def _count(self) -> None:
         self.num_openings += 1
 
-    def why_none(self) -> str:
+    def unavailable_reason(self) -> str:
         return "no prefill node is joined"
 
 
@@ -203,7 +203,7 @@ class World:
                 on_no_room=self.waiting.add,
                 on_wait_over=self.waiting.discard,
             ),
-            name_try=self._name,
+            name_attempt=self._name,
         )
 
     def _count_retry(self) -> None:
@@ -364,8 +364,8 @@ class World:
         for request in self.accepted:
             told = told_of(request)
             *before, last = told
-            lives = [one.incarnation for one in request.tries if one.peer is not None]
-            assert all(one.unsent is None for one in request.tries), "a timer that goes on"
+            lives = [one.incarnation for one in request.attempts if one.peer is not None]
+            assert all(one.unsent is None for one in request.attempts), "a timer that goes on"
             assert not request.generated or request.generated[0] == first_token_of(lives[-1]), "another try's"
             assert len(lives) <= 1 + self.max_retries and len(set(lives)) == len(lives)
             assert not isinstance(last, Done) or last.retries == len(lives) - 1

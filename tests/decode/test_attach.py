@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.config import ServerConfig, TransportConfig
-from transfer.errors import ChunkTooLarge, LayoutError, StagingError
+from transfer.errors import ChunkTooLarge, LayoutError, ResourceExhausted
 from transfer.instance import AttachRequest, Instance, Link
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
-from transfer.receive.attach import Receiving, Unattached, WriterSessions, WritersOfInstance
+from transfer.receive.attach import PrefillSessions, Receiving, Unattached, WritersOfInstance
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import PlainText
 from transfer.ring import StagingAllocator
@@ -55,7 +55,7 @@ class Rank:
             open_session=lambda number, session, incarnation, control_key: self.opened.append(number),
             close_session=self.close_session,
         )
-        self.sessions = WriterSessions(
+        self.sessions = PrefillSessions(
             loop=asyncio.get_running_loop(),
             receiving=Receiving(
                 loop=cast(Any, receiver),
@@ -143,7 +143,7 @@ async def test_an_attach_that_cannot_be_is_offered_nothing() -> None:
         (
             Rank(num_ending=MAX_SESSIONS),
             instance(PREFILL_LIFE),
-            StagingError,
+            ResourceExhausted,
             r"256 sessions of decode rank 0 are closed, and their writers may still write",
         ),
     ):

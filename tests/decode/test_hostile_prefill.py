@@ -106,8 +106,8 @@ async def test_every_field_of_a_join_as_no_honest_node_has_it(node: HostileNode)
 
 async def test_every_field_of_a_beat(node: HostileNode) -> None:
     """The join goes on, or bytes that are no event end it with a reason."""
-    beats = hostile_messages(pb.JoinEvent(beat=pb.Beat(others_tokens=600)))
-    node.joins = [[joined().SerializeToString(), hostile.payload] for hostile in beats]
+    heartbeats = hostile_messages(pb.JoinEvent(beat=pb.Beat(others_tokens=600)))
+    node.joins = [[joined().SerializeToString(), hostile.payload] for hostile in heartbeats]
     await node.join_all()
 
 

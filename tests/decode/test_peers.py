@@ -32,7 +32,7 @@ FIRST, SECOND, THIRD = "localhost:1", "localhost:2", "localhost:3"
 
 
 class PrefillNode:
-    """Does in a join what `mood` says; a "joined" one beats until the mood changes."""
+    """Does in a join what `mood` says; a "joined" one sends heartbeats until the mood changes."""
 
     def __init__(self, mood: str = "joined", first_life: int = 100) -> None:
         self.mood = mood
@@ -110,7 +110,7 @@ async def test_a_join_that_fails_says_why_and_is_tried_again(node: PrefillNode, 
         assert not one.lost, "what was never joined cannot be lost"
         await one.until(lost=1)
         assert one.peers.pick() is None and one.peer(FIRST).plan is None
-        assert reason in one.peers.why_none() and FIRST in one.peers.why_none()
+        assert reason in one.peers.unavailable_reason() and FIRST in one.peers.unavailable_reason()
         node.mood = "joined"
         await one.until(joined=1)
         peer = one.peer(FIRST)
@@ -150,7 +150,7 @@ async def test_a_joined_node_is_picked_and_stays_joined_while_it_beats(node: Pre
 
 @pytest.mark.parametrize(
     ("mood", "reason"),
-    [("silent", "is silent: 3 beats of 0.1 s missed"), ("ends", "ended the join"), ("refuses", "ended the join")],
+    [("silent", "is silent: 3 heartbeats of 0.1 s missed"), ("ends", "ended the join"), ("refuses", "ended the join")],
 )
 @in_virtual_time
 async def test_a_node_that_goes_away_is_lost_once_and_joined_again(node: PrefillNode, mood: str, reason: str) -> None:
@@ -186,7 +186,7 @@ async def test_a_node_that_beats_on_while_a_link_to_it_is_lost_is_left_and_joine
 
 
 class StalledCall:
-    """A join of which every beat lies unread while the leader's loop is busy with something else for many beats."""
+    """A join of which every heartbeat lies unread while the leader's loop is busy with something else for many heartbeats."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         self.num_read = 0
@@ -229,7 +229,7 @@ async def test_a_draining_node_gets_no_new_work_and_keeps_what_it_has(node: Pref
         node.mood = "drains"
         await one.until(draining=1)
         await asyncio.sleep(40 * BEAT_S)
-        assert one.peers.pick() is None and "is draining: it drains" in one.peers.why_none()
+        assert one.peers.pick() is None and "is draining: it drains" in one.peers.unavailable_reason()
         assert not one.lost and node.num_joins == 1
         node.mood = "ends"
         await until(lambda: one.lost)
@@ -324,8 +324,8 @@ async def test_which_nodes_may_come(nodes: list[PrefillNode]) -> None:
     async with joining(FIRST, SECOND, THIRD) as one:
         await one.until(joined=1, lost=2)
         peers = one.peers.peers
-        assert one.peers.may_come() and not one.peers.may_come(tried=peers[:2]), "what refuses does not fit"
-        assert not one.peers.may_come(tried=peers[1:]), "who is joined is there already"
+        assert one.peers.can_wait_for_node() and not one.peers.can_wait_for_node(tried=peers[:2]), "what refuses does not fit"
+        assert not one.peers.can_wait_for_node(tried=peers[1:]), "who is joined is there already"
         nodes[0].mood = "drains"
         await asyncio.sleep(SOON_S)
-        assert one.peers.may_come(tried=peers[1:]) and FIRST in one.changes
+        assert one.peers.can_wait_for_node(tried=peers[1:]) and FIRST in one.changes

@@ -60,7 +60,7 @@ def add(nodes: dict[str, JoinServer], *addresses: str) -> list[JoinServer]:
 async def test_a_node_that_is_named_is_joined_and_one_that_is_not_named_is_left_when_idle(nodes: dict[str, JoinServer]) -> None:
     first, _ = add(nodes, FIRST, SECOND)
     async with tier(view=lambda: NOTHING_FOUND) as one:
-        assert one.peers.why_none() == "no prefill node is known: the test: no prefill node is named there"
+        assert one.peers.unavailable_reason() == "no prefill node is known: the test: no prefill node is named there"
         one.peers.use([FIRST])
         await one.until(joined=1)
         one.peers.use([FIRST, SECOND])
@@ -110,7 +110,7 @@ async def test_one_that_is_gone_is_left_although_nobody_takes_its_place(nodes: d
         node.joins.forget_all(PeerUnreachable("the node has ended"))
         await asyncio.sleep(2 * GRACE_S)
         assert len(one.lost) == 1 and not one.peers.peers
-        assert one.peers.pick() is None and "no prefill node is known" in one.peers.why_none()
+        assert one.peers.pick() is None and "no prefill node is known" in one.peers.unavailable_reason()
 
 
 @pytest.mark.parametrize("attach_s", [0.0, 0.1])
@@ -216,7 +216,7 @@ async def test_what_a_node_tells_of_others_counts_until_it_is_lost(nodes: dict[s
         await asyncio.sleep(2 * BEAT_S)
         assert (left.others_tokens, right.others_tokens) == (100, 50)
         assert one.peers.pick() is right
-        right.outstanding_tokens = 51  # sent since the beat
+        right.outstanding_tokens = 51  # sent since the heartbeat
         assert one.peers.pick() is left
         assert [peer_status(peer).others_tokens for peer in (left, right)] == [100, 50]
         first.others_tokens = 1 << 32

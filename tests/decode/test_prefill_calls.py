@@ -12,7 +12,7 @@ import pytest
 from decode_node.prefill_peer import PrefillPeer
 from tests.decode.local_nodes import Tier
 from transfer.engine_types import SamplingParams
-from transfer.errors import PeerUnreachable, StagingError, TransferError
+from transfer.errors import PeerUnreachable, ResourceExhausted, TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.server import serve
@@ -66,7 +66,7 @@ async def test_a_call_yields_what_the_node_reports_and_ends_with_the_iterator(no
 @pytest.mark.parametrize(
     ("request_id", "kind", "reason"),
     [
-        ("full", StagingError, "prefill queue is full"),
+        ("full", ResourceExhausted, "prefill queue is full"),
         # The node is to blame, and not the request: another node may know this one.
         ("not let in", PeerUnreachable, "decode-0 may not call PrefillControl/Prefill"),
     ],

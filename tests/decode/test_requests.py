@@ -24,7 +24,7 @@ from transfer.errors import (
     LayoutError,
     OutOfMemory,
     PeerUnreachable,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransportClosed,
 )
@@ -255,7 +255,7 @@ async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not(clock: Han
 
 
 async def test_what_cannot_be_taken_is_refused_at_once(world: World) -> None:
-    with pytest.raises(StagingError, match=r"prompt and new tokens \(33\) need 9 pages"):
+    with pytest.raises(ResourceExhausted, match=r"prompt and new tokens \(33\) need 9 pages"):
         world.submit("a", POOL_PAGES * PAGE_SIZE, new=1)
     for peer in (world.peer, world.other):
         peer.state = "lost"
@@ -263,7 +263,7 @@ async def test_what_cannot_be_taken_is_refused_at_once(world: World) -> None:
         world.submit("b")
     full = World(max_queued=1)
     full.submit("a")
-    with pytest.raises(StagingError, match=r"decode queue is full \(1 requests wait"):
+    with pytest.raises(ResourceExhausted, match=r"decode queue is full \(1 requests wait"):
         full.submit("b")
     await full.close()
 

@@ -34,7 +34,7 @@ from transfer.errors import (
     IntegrityError,
     LayoutError,
     PeerUnreachable,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransferError,
     TransportClosed,
@@ -206,7 +206,7 @@ async def test_what_the_peer_is_to_blame_for_is_tried_again(world: World, error:
     [
         ConfigError("invalid"),
         LayoutError("the pieces do not fit the ring"),
-        StagingError("the queue is full"),
+        ResourceExhausted("the queue is full"),
         TransferAborted("by an operator"),
         EngineError("the engine failed"),
         IntegrityError("broken"),
@@ -317,7 +317,7 @@ OFTEN = (
 
 async def test_every_request_ends_once_however_often_its_nodes_are_lost() -> None:
     """As `test_every_request_ends_once_in_any_order_of_answers`, with moves that get requests far before they are cut off."""
-    tries: Counter[int] = Counter()
+    attempts: Counter[int] = Counter()
     for seed in range(40):
         chance = random.Random(seed)
         world = World(prefill_retries=chance.choice((1, 2, 5)), max_running=8, join_timeout_s=chance.choice((0.0, 60.0)))
@@ -326,8 +326,8 @@ async def test_every_request_ends_once_however_often_its_nodes_are_lost() -> Non
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
-        tries.update(len(request.tries) for request in world.accepted)
-    assert tries[1] > 250 and tries[2] > 120 and tries[3] > 2, f"histories that try little: {tries}"
+        attempts.update(len(request.attempts) for request in world.accepted)
+    assert attempts[1] > 250 and attempts[2] > 120 and attempts[3] > 2, f"histories that try little: {attempts}"
 
 
 # Breakers
@@ -363,7 +363,7 @@ async def test_a_node_that_was_lost_gets_nothing_while_another_is_there_then_one
 
 async def test_requests_that_fail_by_its_fault_open_a_breaker_and_others_do_not(world: World) -> None:
     world.other.state = "lost"
-    for error in (StagingError("full"), TransferAborted("operator"), ConfigError("no"), LayoutError("no")):
+    for error in (ResourceExhausted("full"), TransferAborted("operator"), ConfigError("no"), LayoutError("no")):
         for number in range(3):
             await waiting(world, f"{type(error).__name__}{number}")
             world.call(f"{type(error).__name__}{number}").fail(error)
@@ -409,5 +409,5 @@ async def test_each_try_looks_its_prompt_up_for_the_node_that_it_goes_to(world: 
     world.lose(world.peer)
     await turns()
     assert asked == [PREFILL_LIFE, OTHER_LIFE]
-    first, second = (one.prompt for one in request.tries)
+    first, second = (one.prompt for one in request.attempts)
     assert first is not None and second is not None and first is not second

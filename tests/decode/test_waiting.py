@@ -13,7 +13,7 @@ from tests.decode.leader_world import OTHER_LIFE, World, take, turns
 from tests.decode.test_retry import cancelled, outcome, receiving, release_all, served, waiting
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
-from transfer.errors import PeerUnreachable, StagingError, TransferAborted, TransportClosed
+from transfer.errors import PeerUnreachable, ResourceExhausted, TransferAborted, TransportClosed
 
 NEVER_S = 60.0
 NOBODY = "no prefill node is joined"
@@ -107,7 +107,7 @@ async def test_the_queue_is_bounded_for_those_that_wait_for_a_node_too() -> None
     world = alone(World(max_queued=2, join_timeout_s=NEVER_S))
     for name in ("a", "b"):
         await waiting(world, name)
-    with pytest.raises(StagingError, match=r"decode queue is full \(2 requests wait; limits.max_queued_requests\)"):
+    with pytest.raises(ResourceExhausted, match=r"decode queue is full \(2 requests wait; limits.max_queued_requests\)"):
         world.submit("c")
     assert world.leader.abort("a", TransferAborted("enough"))
     await waiting(world, "c")

@@ -14,7 +14,7 @@ from decode_node.rank_messages import CancelRequest, DecodeStepPart, ExpectReque
 from node_runtime.rank_report import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
-from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
+from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layout import DType, routes
@@ -60,11 +60,11 @@ class Rank:
     def __init__(
         self, num_requests: int = 1, *, writers: WritersOfInstance | Unattached = WRITERS, knows_all: bool = False
     ) -> None:
-        self.memory, self.lane, self.said = PagedMemory(), HeldLane(), list[Any]()
+        self.memory, self.thread, self.said = PagedMemory(), HeldThread(), list[Any]()
         self.room = tuple(num_requests * count for count in NEEDS.peak(PROMPT + NEW).by_group)
         self.allocator = GroupAllocator(NEEDS, self.room)
         self.receiver = Receiver(knows_all=knows_all)
-        self.worker = new_worker(lane=self.lane, send=self.said.append)
+        self.worker = new_worker(thread=self.thread, send=self.said.append)
         use(
             self.worker,
             engine=Engine(self.memory),
@@ -133,7 +133,7 @@ def test_windows_keep_their_few_pages_from_arrival_to_the_last_token() -> None:
         positions += [("b", PROMPT + number - 5)] if number >= 5 else []
         rank.step(number, *positions)
         assert rank.bound()[1] <= 3 * window
-        rank.lane.run_next()
+        rank.thread.run_next()
     for request_id in "abc":
         rank.worker.on_message(FinishRequest(request_id=request_id))
     assert rank.released() == ["a", "b", "c"]
@@ -147,11 +147,11 @@ def test_a_request_that_leaves_in_the_middle_of_a_step_gives_everything_back_aft
     rank.arrive("a", 1)
     for number in range(num_steps):
         rank.step(number, ("a", PROMPT + number))
-        rank.lane.run_next()
+        rank.thread.run_next()
     rank.step(num_steps, ("a", PROMPT + num_steps))
     rank.worker.on_message(FinishRequest(request_id="a"))
     assert not rank.released() and rank.bound()[0]
-    rank.lane.run_next()
+    rank.thread.run_next()
     assert rank.released() == ["a"]
     rank.assert_nothing_is_left()
     rank.expect("b")

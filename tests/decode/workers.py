@@ -47,12 +47,14 @@ class Receiver:
 def new_worker(
     *,
     rank: int = 0,
-    lane: object,
+    thread: object,
     send: Callable[[object], None],
 ) -> DecodeWorker:
     loop: Any = SimpleNamespace()
     spec = SimpleNamespace(rank=rank, config=decode_config(Path("model")))
-    return DecodeWorker(cast(RankSpec, spec), cast(Any, SimpleNamespace(send=send)), loop, cast(Any, SimpleNamespace(lane=lane)))
+    return DecodeWorker(
+        cast(RankSpec, spec), cast(Any, SimpleNamespace(send=send)), loop, cast(Any, SimpleNamespace(thread=thread))
+    )
 
 
 def use(

@@ -10,8 +10,8 @@ import torch
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
-from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN
-from tests.engine.steps import pages_for
+from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN
+from tests.embedded_engine.steps import pages_for
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
 

@@ -15,9 +15,9 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.loading import load_engine
 from embedded_engine.model_files import read_model_files
 from node_runtime.rank_memory import rank_memory
-from tests.engine.decode_scenario import PROMPTS, tokens_of_a_life
-from tests.engine.families import FAMILIES
-from tests.engine.steps import bind_pages, pages_for, prefill_all
+from tests.embedded_engine.decode_scenario import PROMPTS, tokens_of_a_life
+from tests.embedded_engine.families import FAMILIES
+from tests.embedded_engine.steps import bind_pages, pages_for, prefill_all
 from tests.gpu.busy import occupy
 from tests.gpu.small_engines import Directory, Prompts, make_engine, prompts_of
 from tests.runtime.instances import decode_config

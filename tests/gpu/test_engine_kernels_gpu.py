@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embedded_engine.sampling import sample_on_device
-from tests.engine.decode_cases import (
+from tests.embedded_engine.decode_cases import (
     MODEL_DTYPES,
     POOL_DTYPES,
     DecodeCase,

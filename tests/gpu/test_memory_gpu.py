@@ -15,7 +15,7 @@ pytestmark = [
 ]
 CODE = """
 import torch
-from transfer.transport.memory import wait_for_devices
+from transfer.transport.registered_memory import wait_for_devices
 count = torch.cuda.device_count()
 wait_for_devices()
 assert not any(torch._C._cuda_hasPrimaryContext(device) for device in range(count)), "a context that nobody needs"

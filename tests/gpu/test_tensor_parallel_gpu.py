@@ -15,12 +15,12 @@ import torch.multiprocessing as multiprocessing
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.tensor_parallel import init_distributed
-from tests.engine.decode_scenario import PROMPTS, tokens_of_a_life
-from tests.engine.families import make_family
+from tests.embedded_engine.decode_scenario import PROMPTS, tokens_of_a_life
+from tests.embedded_engine.families import make_family
 from tests.gpu.small_engines import Prompts, make_engine, prompts_of
 from tests.gpu.tiered_requests import LAUNCHED, LENGTHS, NUM_ROWS, NUM_TOKENS, REPLAYED, note_replays, roomy_engine, tiered_tokens
-from transfer.lane import Lane
 from transfer.layout import Shard
+from transfer.worker_thread import WorkerThread
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,9 +88,9 @@ def run_rank(
 async def on_a_lane(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run `work` in the thread that a node gives its engine."""
     crashes: list[BaseException] = []
-    lane = Lane("engine", asyncio.get_running_loop(), crashes.append)
-    found = await lane.call(work)
-    assert lane.close(timeout_s=30) and not crashes
+    thread = WorkerThread("engine", asyncio.get_running_loop(), crashes.append)
+    found = await thread.call(work)
+    assert thread.close(timeout_s=30) and not crashes
     return found
 
 
@@ -100,10 +100,10 @@ async def on_a_lane(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         *((family, captured, False) for family in ("gemma3", "deepseek_v3", "qwen3_next") for captured in ((), CAPTURED)),
         *(("gemma3", captured, True) for captured in ((), CAPTURED)),
     ],
-    ids=lambda value: {(): "launched", CAPTURED: "replayed", False: "main thread", True: "lane"}.get(value, value),
+    ids=lambda value: {(): "launched", CAPTURED: "replayed", False: "main thread", True: "thread"}.get(value, value),
 )
 def test_two_gpus_draw_the_tokens_of_one_process(tmp_path: Path, family: str, captured: tuple[int, ...], has_lane: bool) -> None:
-    """On a lane the engine's thread is not the one that joined the group, and its current device is the first on every rank."""
+    """On a thread the engine's thread is not the one that joined the group, and its current device is the first on every rank."""
     directory = make_family(family, tmp_path / "model")
     prompts = prompts_of(PROMPTS.values())
     expected = tokens_of_a_life(make_engine(directory, "cpu"), prompts, NUM_STEPS)

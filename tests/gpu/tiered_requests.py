@@ -10,8 +10,8 @@ from torch import Tensor
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import DecodeGraphs
-from tests.engine.steps import PageBook, prefill_all
-from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
+from tests.embedded_engine.steps import PageBook, prefill_all
+from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from tests.gpu.small_engines import Prompts, make_engine
 
 LENGTHS = {"a": 129, "b": 5, "c": 64, "d": 33}

@@ -187,7 +187,7 @@ class Instance:
         """That news of the prompt, once every rank has it; what they were told must be the same."""
 
         def look() -> _T | None:
-            self.take_news()
+            self.poll_events()
             found = [next((one for one in news if isinstance(one, kind) and one.name == name), None) for news in self.news]
             return found[0] if None not in found else None
 
@@ -208,9 +208,9 @@ class Instance:
         found = re.findall(rf'^kvferry_requests_total\{{outcome="(\w+)",role="{role}"\}} (\S+)$', page, re.MULTILINE)
         return {outcome: int(float(number)) for outcome, number in found if float(number)}
 
-    def take_news(self) -> None:
+    def poll_events(self) -> None:
         for rank, news in zip(self.ranks, self.news, strict=True):
-            news.extend(rank.take_news())
+            news.extend(rank.poll_events())
 
     def joined(self) -> bool:
         """Of a target: whether its first prefill node is joined."""
@@ -220,7 +220,7 @@ class Instance:
         """Nothing is left of any prompt, in the leader or on a rank."""
 
         def is_idle() -> bool:
-            self.take_news()  # a rank is not idle before its engine has taken the last news, and ranks report at different times
+            self.poll_events()  # no rank is idle before its engine has taken the last event, and ranks report at different times
             return self.leader.is_idle and all(rank.is_idle for rank in self.ranks)
 
         wait_for(is_idle, "nothing is left")

@@ -11,7 +11,7 @@ import pytest
 from kvferry.engines.hosted import SOURCE, TARGET
 from kvferry.engines.hosted_leader import HostedLeader
 from node_runtime.rank_link import LeaderLink
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import RankReady
 from tests.hosted.conftest import Start
 from tests.hosted.instances import FROM, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
 from tests.runtime.instances import hello
@@ -136,9 +136,9 @@ def test_two_instances_of_one_name(start: Start) -> None:
     ids=["absent", "unlike"],
 )
 def test_an_instance_without_a_group_of_ranks_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, hellos: tuple[RankHello, ...], refusal: str
+    monkeypatch: pytest.MonkeyPatch, hellos: tuple[RankReady, ...], refusal: str
 ) -> None:
-    def watch(link: LeaderLink, loop: object, on_message: Callable[[int, RankHello], None]) -> None:
+    def watch(link: LeaderLink, loop: object, on_message: Callable[[int, RankReady], None]) -> None:
         for one in hellos:
             on_message(one.rank, one)
 

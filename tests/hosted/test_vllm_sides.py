@@ -409,8 +409,8 @@ def test_a_request_that_never_had_blocks_holds_none(pair: Pair, monkeypatch: pyt
     prefill = Vllm(source)
     (rank,) = source.ranks
     heard: list[Any] = []
-    take_news = rank.take_news
-    monkeypatch.setattr(rank, "take_news", lambda: [heard.append(news) or news for news in take_news()])
+    poll_events = rank.poll_events
+    monkeypatch.setattr(rank, "poll_events", lambda: [heard.append(news) or news for news in poll_events()])
     request = prefill.offered()
     assert prefill.end(request, is_done=False) == (False, None)
 

@@ -68,7 +68,7 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 LOGIC = (
     *_files("transfer", "layout layer_groups chunk piece_size ring ring_index pool/page_allocator breaker"),
     *_files("prefill_node", "scheduler stored_prefix prefix_pages"),
-    *_files("decode_node", "placement offload/placing offload/sizes"),
+    *_files("decode_node", "prefill_routing offload/page_placement offload/sizes"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {

@@ -1,4 +1,4 @@
-"""A decode leader's tiers with two real ranks: real leader, workers, allocators, pools and copies; lanes and links by hand.
+"""A decode leader's tiers with two real ranks: real leader, workers, allocators, pools and copies; threads and links by hand.
 
 KV is a function of the tokens up to its position, so that whoever reads a page that is another's, or old, or not there yet, reads
 something else than it must. Every step checks every token that it reads, wherever that lies.
@@ -64,8 +64,8 @@ FINGERPRINT = "ab" * 16
 PREFILL = instance(1)
 
 
-class HandLane:
-    """A `Lane` whose work is done when the world says so, one piece after the other."""
+class HandThread:
+    """A `WorkerThread` whose work is done when the world says so, one piece after the other."""
 
     def __init__(self) -> None:
         self.work: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
@@ -166,20 +166,20 @@ class RankWorld:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
         self.inbox: deque[object] = deque()
-        self.engine_lane = HandLane()
+        self.engine_thread = HandThread()
         self.shard = Shard(tp_size=NUM_RANKS, tp_rank=rank, page_size=PAGE)
         self.pool = KVPool(layout=world.layout, shard=self.shard, num_pages=world.device_pages)
         self.host = HostPool(self.pool, num_pages=world.host_pages)
         self.allocator = GroupAllocator(page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens), self.pool.num_pages)
         self.receiver = Receiver()
-        self.worker = new_worker(rank=rank, lane=self.engine_lane, send=self._send)
-        self.save_lane, self.load_lane = HandLane(), HandLane()
-        lanes = {"save": self.save_lane, "load": self.load_lane}
+        self.worker = new_worker(rank=rank, thread=self.engine_thread, send=self._send)
+        self.save_thread, self.load_thread = HandThread(), HandThread()
+        threads = {"save": self.save_thread, "load": self.load_thread}
         self.offload = OffloadRank(
             pool=self.pool,
             host=self.host,
             allocator=self.allocator,
-            engine_lane=self.engine_lane,  # type: ignore[arg-type]
+            engine_thread=self.engine_thread,  # type: ignore[arg-type]
             loop=asyncio.get_running_loop(),
             metrics=RankMetrics(role="decode", rank=rank),
             send=self._send,
@@ -188,7 +188,7 @@ class RankWorld:
             store=world.store(),  # type: ignore[arg-type]
             fingerprint=FINGERPRINT,
             buffer_bytes=1 << 20,
-            open_lane=lambda name, *_: lanes[name],  # type: ignore[arg-type,return-value]
+            open_thread=lambda name, *_: threads[name],  # type: ignore[arg-type,return-value]
         )
         use(
             self.worker,
@@ -204,8 +204,8 @@ class RankWorld:
         self.world.from_ranks.append((self.rank, message))
 
     @property
-    def lanes(self) -> list[HandLane]:
-        return [self.engine_lane, self.save_lane, self.load_lane]
+    def threads(self) -> list[HandThread]:
+        return [self.engine_thread, self.save_thread, self.load_thread]
 
     # What a rank's engine does
 
@@ -389,10 +389,10 @@ class World:
         for rank in self.ranks:
             if rank.inbox:
                 found += [lambda rank=rank: rank.worker.on_message(rank.inbox.popleft())]  # type: ignore[misc]
-            for lane in rank.lanes:
-                is_slow = self._has_slow_saves and lane is rank.save_lane
-                if lane.work and not (is_slow and self.chance.random() < 0.97):
-                    found.append(lane.run)
+            for thread in rank.threads:
+                is_slow = self._has_slow_saves and thread is rank.save_thread
+                if thread.work and not (is_slow and self.chance.random() < 0.97):
+                    found.append(thread.run)
             if rank.receiver.draining:
                 found.append(lambda rank=rank: rank.worker.on_drained(rank.receiver.draining.pop()))  # type: ignore[misc]
         if self.from_ranks:
@@ -557,7 +557,7 @@ class World:
         await asyncio.sleep(0)
         moves = self.moves()
         if not moves:
-            return self._has_slow_saves and any(lane.work for rank in self.ranks for lane in rank.lanes)
+            return self._has_slow_saves and any(thread.work for rank in self.ranks for thread in rank.threads)
         self.chance.choice(moves)()
         if self.crashed:
             raise self.crashed[0]
@@ -584,7 +584,7 @@ class World:
 
     def _only_waits(self) -> bool:
         """Whether nothing can change any more: every move asks again for room."""
-        busy = any(rank.inbox or any(lane.work for lane in rank.lanes) for rank in self.ranks) or self.from_ranks
+        busy = any(rank.inbox or any(thread.work for thread in rank.threads) for rank in self.ranks) or self.from_ranks
         alive = any(job.is_running or (job.is_placed and not job.is_over) for job in self.jobs.values())
         waiting = any(not job.is_over for job in self.jobs.values())
         return not busy and not alive and not waiting

@@ -26,7 +26,7 @@ class JoinServer(pb_grpc.PrefillControlServicer):
 
     Attributes:
         attach_s: Seconds until the rank is attached.
-        others_tokens: What each beat tells of other decode instances.
+        others_tokens: What each heartbeat tells of other decode instances.
         is_idle: Whether nothing of a join is in flight.
         num_joins: Joins that the rank was told of.
         lost: Why joins ended.

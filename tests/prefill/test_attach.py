@@ -15,9 +15,9 @@ import pytest
 from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
 from transfer.config import TransportConfig
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient
-from transfer.control.zmq_doorkeeper import new_key_pair
-from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, StagingError, TransferError, TransportError
+from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, ResourceExhausted, TransferError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Link
 from transfer.pool.staging import StagingBuffer
 from transfer.registry.client import SessionWatch, TransferControlClient
@@ -204,7 +204,7 @@ async def test_a_decode_rank_without_room_for_another_session_is_asked_again_lat
     """No room now is no misfit: the decode leader joins again soon, and is not told that the two can never fit."""
     async with attaching() as one:
         one.gate.set()
-        one.refusal = StagingError("256 sessions are open")
+        one.refusal = ResourceExhausted("256 sessions are open")
         with pytest.raises(DecodeSessions.PASSING, match="256 sessions are open"):
             await one.sessions.open(instance(LIFE), (one.address,), join=1)
 

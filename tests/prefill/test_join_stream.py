@@ -1,4 +1,4 @@
-"""The stream by which a decode leader holds its join: beats, drain, and the end of an old one. In virtual time."""
+"""The stream by which a decode leader holds its join: heartbeats, drain, and the end of an old one. In virtual time."""
 
 from __future__ import annotations
 

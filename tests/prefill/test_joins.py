@@ -12,7 +12,7 @@ from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost,
 from tests.decode.leader_world import turns
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
-from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
+from transfer.errors import LayoutError, PeerUnreachable, ResourceExhausted, TransferError
 from transfer.instance import Link
 from transfer.sizes import Cut
 
@@ -157,7 +157,7 @@ async def test_joins_are_limited_and_one_that_leaves_makes_room(monkeypatch: pyt
     leader = Leader()
     openings = [leader.opening(life) for life in (1, 2)]
     await turns()
-    with pytest.raises(StagingError, match="2 decode instances have joined this prefill node"):
+    with pytest.raises(ResourceExhausted, match="2 decode instances have joined this prefill node"):
         await leader.opening(3)
     leader.joins.close(1, PeerUnreachable("it left"))
     openings.append(leader.opening(3))

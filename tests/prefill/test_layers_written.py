@@ -11,7 +11,7 @@ from prefill_node.rank_messages import PrefillStepPart, RunPrefillStep, StartReq
 from prefill_node.scheduler import page_needs
 from tests.prefill.workers import Sender, new_worker
 from tests.runtime.instances import instance
-from tests.runtime.paged_memory import HeldLane
+from tests.runtime.paged_memory import HeldThread
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.layer_groups import layer_groups
@@ -59,9 +59,9 @@ class Engine:
 def test_a_chunk_is_computed_with_the_last_of_its_layers_here(
     stages: int, stage: int, layers_per_group: int, told: dict[int, list[int]]
 ) -> None:
-    engine, lane = Engine(Shard(pp_size=stages, pp_rank=stage)), HeldLane()
+    engine, thread = Engine(Shard(pp_size=stages, pp_rank=stage)), HeldThread()
     worker = new_worker(
-        lane=lane,
+        thread=thread,
         send=lambda message: None,
         engine=engine,
         allocator=GroupAllocator(page_needs(layer_groups(LAYOUT), 4, chunk_tokens=16), (4,)),
@@ -73,5 +73,5 @@ def test_a_chunk_is_computed_with_the_last_of_its_layers_here(
         StartRequest(request_id="r", decode_incarnation=2, num_tokens=16, start_token=0, plan=plan, sampling=SamplingParams())
     )
     worker.on_message(STEP)
-    lane.run_next()
+    thread.run_next()
     assert engine.chunks_after == told

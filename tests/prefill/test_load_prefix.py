@@ -32,7 +32,6 @@ from transfer.breaker import BreakerSettings
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.instance import Instance
-from transfer.lane import Lane
 from transfer.layer_groups import layer_groups
 from transfer.layout import KVLayout, Shard
 from transfer.pool.kv_pool import KVPool
@@ -41,6 +40,7 @@ from transfer.send.attach import DecodePeer
 from transfer.storage.base import Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
+from transfer.worker_thread import WorkerThread
 
 NUM_TOKENS, CHUNK_TOKENS = 45, 8
 
@@ -78,7 +78,7 @@ class Rank:
         num_pages = needs.peak(NUM_TOKENS).by_group  # not one more than the prompt is counted with
         self.pool = KVPool(layout=layout, shard=own, num_pages=num_pages)
         self.allocator = GroupAllocator(needs, num_pages)
-        self.lane = Lane("engine", loop, lambda error: pytest.fail(str(error)))
+        self.thread = WorkerThread("engine", loop, lambda error: pytest.fail(str(error)))
         breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
         settings = StoreClientSettings(put_timeout_s=9.0, get_timeout_s=9.0, queue_bytes=1 << 20, threads=2, breaker=breaker)
         self.client = StoreClient(store, loop=loop, settings=settings, observer=Seen())
@@ -88,13 +88,13 @@ class Rank:
         loop.set_exception_handler(lambda _, context: self.crashes.append(context["exception"]))
         self.peer: DecodePeer | None = DecodePeer(join=1, instance=self.decode, digest="xxh3-64", scales=None, routes=())
         self.worker = new_worker(
-            lane=self.lane,
+            thread=self.thread,
             send=self.said.append,
             engine=Engine(prompt, self.own, self.decode, self.pool),
             allocator=self.allocator,
             sender=Sender(self._on_chunk),
             peer=lambda: self.peer,
-            loader=PrefixLoader(self.client, pool=self.pool, own=self.own, lane=self.lane, timeout_s=10.0, batch_bytes=3000),
+            loader=PrefixLoader(self.client, pool=self.pool, own=self.own, thread=self.thread, timeout_s=10.0, batch_bytes=3000),
             loop=loop,
         )
 
@@ -181,7 +181,7 @@ async def rank_of(layout: KVLayout, own: Shard, decode: Shard, store: Store) -> 
         if isinstance(store, MemoryStore):
             store.gate.set()
         await rank.client.close()
-        assert rank.lane.close(timeout_s=10.0)
+        assert rank.thread.close(timeout_s=10.0)
 
 
 CUTS = [(shard(), shard()), (shard(page_size=2), shard(page_size=8)), (shard(page_size=8), shard(tp_size=2, page_size=3))]

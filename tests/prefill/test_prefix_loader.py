@@ -20,7 +20,6 @@ from tests.runtime.hand_clock import HandClock
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.instance import Instance
-from transfer.lane import Lane
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.kv_pool import KVPool
@@ -29,6 +28,7 @@ from transfer.storage.base import Outcome, Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.keys import fingerprint_of
+from transfer.worker_thread import WorkerThread
 
 MLA = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=6, v_head_dim=0)
 FULL = LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=2)
@@ -78,15 +78,15 @@ async def rank_of(
     breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
     settings = StoreClientSettings(put_timeout_s=10.0, get_timeout_s=timeout_s, queue_bytes=1 << 24, threads=2, breaker=breaker)
     client = StoreClient(store, loop=loop, settings=settings, observer=seen)
-    lane = Lane("engine", loop, lambda error: pytest.fail(str(error)))
-    loader = PrefixLoader(client, pool=pool, own=own, lane=lane, timeout_s=timeout_s, batch_bytes=batch_bytes)
+    thread = WorkerThread("engine", loop, lambda error: pytest.fail(str(error)))
+    loader = PrefixLoader(client, pool=pool, own=own, thread=thread, timeout_s=timeout_s, batch_bytes=batch_bytes)
     try:
         yield Rank(own, pool, allocator, loader, seen)
     finally:
         if isinstance(store, MemoryStore):
             store.gate.set()
         await client.close()
-        assert lane.close(timeout_s=10.0)
+        assert thread.close(timeout_s=10.0)
 
 
 def shard(tp_size: int = 1, page_size: int = 4, order: TokenOrder = NHD, **fields: Any) -> Shard:

@@ -22,7 +22,7 @@ from transfer.errors import (
     OutOfMemory,
     PeerUnreachable,
     RemoteProtocolError,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
 )
 
@@ -230,9 +230,9 @@ async def test_a_queue_that_is_full_or_a_pool_that_is_too_small_refuses_at_once(
     world = World(max_queued=1)
     world.answers["a"] = False
     world.submit("a", 3)
-    with pytest.raises(StagingError, match=r"prefill queue is full \(1 requests wait"):
+    with pytest.raises(ResourceExhausted, match=r"prefill queue is full \(1 requests wait"):
         world.submit("b", 3)
-    with pytest.raises(StagingError, match="needs 9 pages"):
+    with pytest.raises(ResourceExhausted, match="needs 9 pages"):
         world.submit("b", POOL_PAGES * PAGE_SIZE + 1)
     await world.close()
     assert world.outcomes == ["failed"]

@@ -13,7 +13,7 @@ from prefill_node.rank_messages import AbortRequest, PrefillStepDone, PrefillSte
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
 from tests.prefill.workers import Sender, new_worker
 from tests.runtime.instances import instance
-from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
+from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.layer_groups import PageCounts
@@ -51,7 +51,7 @@ class Rank:
     """A worker between a scheduler, as the leader has it, and a sender that gathers when told."""
 
     def __init__(self, pool_pages: tuple[int, ...], max_step_tokens: int = 3 * CHUNK_TOKENS) -> None:
-        self.memory, self.lane, self.said = PagedMemory(), HeldLane(), list[Any]()
+        self.memory, self.thread, self.said = PagedMemory(), HeldThread(), list[Any]()
         self.computed: dict[str, set[int]] = {}
         self.engine = Engine(self.memory)
         self.allocator = GroupAllocator(NEEDS, pool_pages)
@@ -68,7 +68,7 @@ class Rank:
         peer = DecodePeer(join=1, instance=decode, digest="kvferry-words-64", scales=SCALES, routes=every, sessions={0: 1})
         self.sender = Sender(lambda request_id, chunk: self.computed.setdefault(request_id, set()).add(chunk))
         self.worker = new_worker(
-            lane=self.lane,
+            thread=self.thread,
             send=self.said.append,
             engine=self.engine,
             allocator=self.allocator,
@@ -118,12 +118,12 @@ class Rank:
     def compute_all(self) -> None:
         """With as many steps sent as there can be at a rank other than 0, which looks later."""
         while True:
-            while len(self.lane) <= STEPS_AHEAD and self.send_step():
+            while len(self.thread) <= STEPS_AHEAD and self.send_step():
                 pass
             self.allocator.check_invariants()
-            if not len(self.lane):
+            if not len(self.thread):
                 return
-            self.lane.run_next()
+            self.thread.run_next()
 
     def gather(self, request_id: str) -> None:
         """The last window of a prompt, and everything of the other layers."""
@@ -173,7 +173,7 @@ def test_an_abort_in_the_middle_gives_everything_back_once(num_steps_over: int, 
     for _ in range(STEPS_AHEAD + 1):
         rank.send_step()
     for _ in range(num_steps_over):
-        rank.lane.run_next()
+        rank.thread.run_next()
         rank.send_step()
     rank.scheduler.withdraw("a")
     rank.worker.on_message(AbortRequest(request_id="a", reason="the client left"))
@@ -181,8 +181,8 @@ def test_an_abort_in_the_middle_gives_everything_back_once(num_steps_over: int, 
     if order == "gathers end first":
         rank.worker.on_source_released("a")
         assert not rank.released(), "steps that were sent still use its pages"
-    while "a" not in rank.released() and len(rank.lane):
-        rank.lane.run_next()
+    while "a" not in rank.released() and len(rank.thread):
+        rank.thread.run_next()
         rank.allocator.check_invariants()
     if order == "steps end first":
         assert not rank.released(), "a gather may still read its pages"

@@ -41,7 +41,7 @@ class Sender:
 
 def new_worker(
     *,
-    lane: object,
+    thread: object,
     send: Callable[[object], None],
     engine: object,
     allocator: GroupAllocator,
@@ -53,14 +53,14 @@ def new_worker(
     """A worker with its parts.
 
     Args:
-        lane: The engine's thread.
+        thread: The engine's thread.
         send: Called with each message to the leader.
         peer: Returns the decode instance that is attached.
         loop: Runs loads; a worker without a loader needs none.
     """
     spec = SimpleNamespace(rank=0, config=prefill_config(Path("model")))
     link = SimpleNamespace(send=send)
-    worker = PrefillWorker(cast(RankSpec, spec), cast(Any, link), cast(Any, loop), cast(Any, SimpleNamespace(lane=lane)))
+    worker = PrefillWorker(cast(RankSpec, spec), cast(Any, link), cast(Any, loop), cast(Any, SimpleNamespace(thread=thread)))
     worker.use(
         PrefillRankParts(
             engine=cast(Any, engine),

@@ -19,13 +19,13 @@ from tests.registry.secure_node import tls_of
 from tests.runtime.instances import until
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.discovery import Discovery, Looks, Source
-from transfer.registry.discovery import found as found_module
+from transfer.registry.discovery import watcher as found_module
 from transfer.registry.discovery.dns import DnsNodes
 from transfer.registry.discovery.entries import MAX_FOUND, RefusedFor, sort_entries
-from transfer.registry.discovery.found import NOT_ANSWERED
-from transfer.registry.discovery.given import GivenNodes
 from transfer.registry.discovery.health_gate import HealthGate
 from transfer.registry.discovery.node_file import MAX_FILE_BYTES, NodeFile
+from transfer.registry.discovery.static import GivenNodes
+from transfer.registry.discovery.watcher import NOT_ANSWERED
 from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, serve
 
@@ -214,7 +214,7 @@ async def test_one_that_does_not_answer_holds_up_nobody() -> None:
 
 
 async def test_a_bug_of_a_source_is_said_and_the_source_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.registry.discovery.found.AGAIN_S", 0.01)
+    monkeypatch.setattr("transfer.registry.discovery.watcher.AGAIN_S", 0.01)
 
     class Broken(Scripted):
         num_follows = 0

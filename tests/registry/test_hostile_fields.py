@@ -36,7 +36,7 @@ from transfer.metrics import RankMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.pool.staging import StagingBuffer
-from transfer.receive.attach import Receiving, WriterSessions
+from transfer.receive.attach import PrefillSessions, Receiving
 from transfer.registry.convert import attach_request_to_proto, chunk_plan_to_proto, instance_to_proto, layout_from_proto
 from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, serve
@@ -130,10 +130,10 @@ class Nodes:
         """An offer is accepted once; here the honest one is as good as new each time."""
         return transport.accept(self.offer() if any(blob == offer.blob for offer in self.offers) else blob, memory)
 
-    def _rank(self) -> WriterSessions:
+    def _rank(self) -> PrefillSessions:
         """A decode rank, as far as an attach goes."""
         transport = InprocTransport(self.hub, one_sided=True)
-        return WriterSessions(
+        return PrefillSessions(
             loop=asyncio.get_running_loop(),
             receiving=Receiving(
                 loop=cast(

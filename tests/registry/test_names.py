@@ -88,10 +88,10 @@ async def channel(port: int, name: str = NAME) -> AsyncIterator[PeerChannel]:
 async def test_a_name_is_known_again_as_soon_as_the_name_server_is_back(names: NameServer) -> None:
     """gRPC, once its own lookup has failed, asks again after pauses that grow to two minutes, and no option bounds them."""
     async with node() as server, channel(server.port) as peer:
-        for tries in range(1, 6):
+        for attempts in range(1, 6):
             with pytest.raises(PeerUnreachable, match=rf"^{NAME}:\d+: Temporary failure in name resolution$"):
                 await peer.ready()
-            assert names.asked == tries, "each try asks anew"
+            assert names.asked == attempts, "each try asks anew"
         names.says = ["127.0.0.1"]
         code, _ = await call(await peer.ready(), STATUS)
         assert code is grpc.StatusCode.OK
@@ -222,10 +222,10 @@ async def test_a_name_server_that_says_nothing_holds_up_nobody_else(names: NameS
     async with node() as server:
         own = [f"prefill-{index}{DOMAIN}:{server.port}" for index in range(48)]
         peers = [PeerChannel(address, ANYWHERE) for address in own]
-        tries = [asyncio.ensure_future(peer.ready(timeout_s=0.5)) for peer in peers]
+        attempts = [asyncio.ensure_future(peer.ready(timeout_s=0.5)) for peer in peers]
         async with channel(server.port, "localhost") as other:
             assert (await call(await other.ready(), STATUS))[0] is grpc.StatusCode.OK
-        ends = await asyncio.gather(*tries, return_exceptions=True)
+        ends = await asyncio.gather(*attempts, return_exceptions=True)
         assert [str(end) for end in ends] == [f"{address}: no answer within 0.5 s" for address in own]
         names.says = ["127.0.0.1"]
         names.goes_on.set()
@@ -237,29 +237,29 @@ async def test_a_name_server_that_says_nothing_holds_up_nobody_else(names: NameS
 async def test_whoever_asks_for_one_name_waits_for_one_lookup(names: NameServer) -> None:
     """A resolver can hang for minutes, and every caller tries again after seconds."""
     names.goes_on.clear()
-    tries = [asyncio.ensure_future(addresses_of(NAME)) for _ in range(8)]
+    attempts = [asyncio.ensure_future(addresses_of(NAME)) for _ in range(8)]
     for _ in range(3):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await addresses_of(NAME)
     assert names.asked == 1
-    tries[0].cancel()
+    attempts[0].cancel()
     names.says = ["127.0.0.1"]
     names.goes_on.set()
-    assert await asyncio.gather(*tries[1:]) == [("127.0.0.1",)] * 7
+    assert await asyncio.gather(*attempts[1:]) == [("127.0.0.1",)] * 7
     assert await addresses_of(NAME) == ("127.0.0.1",) and names.asked == 2, "an answer is nobody's who asks later"
 
 
 async def test_lookups_take_a_bounded_number_of_threads(names: NameServer) -> None:
     names.goes_on.clear()
     lookups = Lookups(max_threads=2)
-    tries = [asyncio.ensure_future(lookups.ask(f"prefill-{index}{DOMAIN}")) for index in range(6)]
+    attempts = [asyncio.ensure_future(lookups.ask(f"prefill-{index}{DOMAIN}")) for index in range(6)]
     await until(lambda: names.asked == 2)
-    tries[5].cancel()
+    attempts[5].cancel()
     await asyncio.sleep(0)
     names.says = ["127.0.0.1"]
     names.goes_on.set()
-    assert await asyncio.gather(*tries[:5]) == [("127.0.0.1",)] * 5
+    assert await asyncio.gather(*attempts[:5]) == [("127.0.0.1",)] * 5
     assert names.asked == 5, "nobody waits for the last one any more"
     assert await lookups.ask(f"prefill-5{DOMAIN}") == ("127.0.0.1",)
 

@@ -22,7 +22,7 @@ from transfer.errors import (
     LayoutError,
     PeerUnreachable,
     RemoteProtocolError,
-    StagingError,
+    ResourceExhausted,
     TransportTimeout,
 )
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
@@ -244,7 +244,7 @@ async def test_the_sessions_of_a_rank_are_limited() -> None:
         rank.before_answer = lambda: asyncio.sleep(0.02)
         asked = (client.attach(attach_request(incarnation=50 + number), timeout_s=DEADLINE_S) for number in range(8))
         results = await asyncio.gather(*asked, return_exceptions=True)
-        refused = [str(result) for result in results if isinstance(result, StagingError)]
+        refused = [str(result) for result in results if isinstance(result, ResourceExhausted)]
         assert len(refused) == 5 and len(rank.servicer.session_ids) == len(rank.attached) == 3
         assert all("this rank has 3 sessions, and takes 3 with its limit of" in text for text in refused)
         rank.servicer.close_session(rank.servicer.session_ids[0], "makes room")
@@ -340,7 +340,7 @@ async def test_what_others_can_bring_about_is_no_bug(rank: DecodeRank, writer: W
 async def test_a_session_that_never_opens_its_stream_is_lost(rank: DecodeRank, writer: Writer) -> None:
     await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
     await until(lambda: bool(rank.lost), "the loss")
-    assert rank.lost == [(101, "the writer is silent: 3 beats of 0.2 s missed")]
+    assert rank.lost == [(101, "the writer is silent: 3 heartbeats of 0.2 s missed")]
 
 
 async def test_the_current_watermark_comes_at_once_and_then_each_change(rank: DecodeRank, writer: Writer) -> None:
@@ -507,7 +507,7 @@ async def test_hostile_beats_end_their_session_only(rank: DecodeRank, writer: Wr
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await client.close()
     assert "session_id is" in rank.lost[0][1] and "latency_s is nan" in rank.lost[1][1]
-    assert rank.servicer.num_refused_beats == 2
+    assert rank.servicer.num_refused_heartbeats == 2
     assert writer.lost == [] and rank.servicer.session_ids == (101,)
 
 
@@ -531,7 +531,7 @@ async def test_an_owners_bug_in_the_callback_is_loud(rank: DecodeRank, writer: W
 
 
 async def test_a_busy_loop_is_not_taken_for_a_dead_peer(rank: DecodeRank, writer: Writer) -> None:
-    """Both ends share this loop; blocked for longer than three beats, neither may call the other dead."""
+    """Both ends share this loop; blocked for longer than three heartbeats, neither may call the other dead."""
     await joined(rank, writer)
     time.sleep(5 * HEARTBEAT_S)
     await asyncio.sleep(3 * HEARTBEAT_S)

@@ -17,7 +17,7 @@ from transfer.errors import (
     NodeDraining,
     OutOfMemory,
     PeerUnreachable,
-    StagingError,
+    ResourceExhausted,
     TransferError,
 )
 from transfer.registry.status import MAX_DETAILS_CHARS, SPARES_KV, details_of, error_of, reason_of, status_details, status_of
@@ -107,7 +107,7 @@ def test_an_engine_error_of_a_peer_that_cannot_say_blames_the_kv() -> None:
 
 def test_memory_that_ran_out_in_a_step_is_told_from_a_lack_of_room() -> None:
     """The one speaks against a node, the other does not."""
-    for trailing, kind in ((), StagingError), ((SPARES_KV,), OutOfMemory):
+    for trailing, kind in ((), ResourceExhausted), ((SPARES_KV,), OutOfMemory):
         code, metadata = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(*trailing)
         heard = error_of(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details="x"), peer="p")
         assert type(heard) is kind

@@ -33,13 +33,13 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.certificates import CertificateFiles
 from transfer.registry.client import open_channel
-from transfer.registry.greeting import greet
 from transfer.registry.guard import Refusal
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.renewal import SETTLE_S
 from transfer.registry.roles import METHOD_ROLES, CallerRole
 from transfer.registry.security import MutualTls, PlainText
 from transfer.registry.server import serve
+from transfer.registry.tls_identity import greet
 
 DENIED, UNAVAILABLE, OK = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK
 HEALTH = "/grpc.health.v1.Health/Check"

@@ -86,7 +86,7 @@ COMPLETION = {"prompt": "x", "max_tokens": 3}
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "tries"),
+    ("code", "status", "attempts"),
     [
         (grpc.StatusCode.INVALID_ARGUMENT, 400, 1),
         (grpc.StatusCode.FAILED_PRECONDITION, 500, 1),
@@ -96,12 +96,12 @@ COMPLETION = {"prompt": "x", "max_tokens": 3}
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_each_status_before_the_first_token(code: grpc.StatusCode, status: int, tries: int, is_stream: bool) -> None:
+async def test_each_status_before_the_first_token(code: grpc.StatusCode, status: int, attempts: int, is_stream: bool) -> None:
     nodes = [Node(code=code), Node(code=code)]
     async with routed(*nodes, retries=1) as client:
         answer = await client.post("/v1/completions", {**COMPLETION, "stream": is_stream})
         assert answer.status == status and "the reason, in one line" in answer.error
-        assert sum(len(node.requests) for node in nodes) == tries
+        assert sum(len(node.requests) for node in nodes) == attempts
         assert ("Retry-After" in answer.headers) is (status == 503)
 
 

@@ -82,9 +82,9 @@ def test_the_unhealthy_come_last_and_are_never_shut_out(tier: Tier[Server]) -> N
     assert tier.pick() is c, "open, and yet the best that is left"
     c.check_failed("refused")
     assert tier.pick() in tier.servers
-    assert tier.why_none().startswith("no decode server is healthy (a: refused; b: refused")
+    assert tier.unavailable_reason().startswith("no decode server is healthy (a: refused; b: refused")
     a.check_succeeded()
-    assert tier.why_none() == "" and tier.pick() is a
+    assert tier.unavailable_reason() == "" and tier.pick() is a
 
 
 def test_what_does_not_fit_is_never_taken(tier: Tier[Server]) -> None:

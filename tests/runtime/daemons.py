@@ -11,7 +11,7 @@ from typing import Any
 
 from node_runtime.daemon import Daemon, NodeState, OtherRole
 from node_runtime.health import Readiness
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import RankReady
 from node_runtime.rank_worker import RankSpec
 from node_runtime.supervisor import RankSide, RankSupervisor
 from tests.runtime import rank_entries
@@ -96,7 +96,7 @@ class QuietRole:
         )
         return self.supervised
 
-    async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
+    async def begin_life(self, hellos: tuple[RankReady, ...]) -> None:
         self.history.append("begin")
         self.incarnations.append(hellos[0].instance.incarnation)
 

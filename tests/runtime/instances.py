@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from node_runtime.rank_report import RankHello, RankMemory
+from node_runtime.rank_report import RankMemory, RankReady
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig
 from transfer.instance import Instance
 from transfer.layout import DType, KVLayout, Shard
@@ -44,8 +44,8 @@ def hello(
     pid: int = 0,
     weights: str = "some",
     memory: RankMemory | None = None,
-) -> RankHello:
-    return RankHello(
+) -> RankReady:
+    return RankReady(
         rank=rank,
         pid=pid,
         instance=instance(incarnation, weights=weights),

@@ -48,7 +48,7 @@ class PagedMemory:
         return group.name, table[entry], offset
 
 
-class HeldLane:
+class HeldThread:
     """A `Lane` whose work is done when the test says so."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from node_runtime.node_role import NodeRole
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankCodec, RankLink
 from node_runtime.rank_process import run_rank
-from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
+from node_runtime.rank_report import RankLogLevel, RankReady, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import hello
 from transfer.errors import LocalProtocolError, MemoryPlanError
@@ -43,7 +43,7 @@ class Echo:
     """Whether no collection of garbage looks at the rank's worker."""
 
 
-CODEC = RankCodec(Order, Echo, RankHello, RankStartFailed, RankReport, RankLogLevel, RankShutdown, RankSwitch)
+CODEC = RankCodec(Order, Echo, RankReady, RankStartFailed, RankReport, RankLogLevel, RankShutdown, RankSwitch)
 
 
 def take_too_much() -> None:
@@ -59,7 +59,7 @@ class ObedientWorker:
         self.hangs_at_close = False
         self.is_broken = False
 
-    async def start(self) -> RankHello:
+    async def start(self) -> RankReady:
         return hello(self.spec.rank, incarnation=self.spec.incarnation, pid=os.getpid())
 
     def on_message(self, message: Any) -> None:
@@ -110,7 +110,7 @@ class ScriptedWorker(ObedientWorker):
         super().__init__(*arguments)
         self.script = script
 
-    async def start(self) -> RankHello:
+    async def start(self) -> RankReady:
         await self.script(self.spec)
         return await super().start()
 

@@ -13,7 +13,7 @@ from transfer.errors import RemoteProtocolError
 from transfer.layout import DType, KVLayout, Shard
 from transfer.transport.base import ByteRange, DirectMemory
 from transfer.transport.inproc import InprocSession
-from transfer.transport.memory import DeviceSlice
+from transfer.transport.registered_memory import DeviceSlice
 
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
 

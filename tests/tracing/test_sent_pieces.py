@@ -14,7 +14,7 @@ from node_runtime.tracing_client import OtelTracer
 from tests.runtime.instances import until
 from tests.tracing.collector import Collector, listening
 from transfer.config import TracingConfig
-from transfer.copy.host_copy_lane import HostCopyLane
+from transfer.copy.host_copy_queue import HostCopyQueue
 from transfer.layout import DType, KVLayout, Shard
 from transfer.send.loop import SenderLoop
 from transfer.send.sender import OutgoingRequest
@@ -31,12 +31,12 @@ async def test_a_piece_that_was_never_written_leaves_no_span_to_the_next_request
         monkeypatch.setattr(one_process, "SenderLoop", partial(SenderLoop, tracer=tracer))
         tiers = TwoTiers(LAYOUT, Shard(page_size=16), Shard(page_size=16), is_one_sided=False)
         (sender,) = tiers.senders
-        start, gather = sender.loop.start_request, HostCopyLane.gather
+        start, gather = sender.loop.start_request, HostCopyQueue.gather
 
         def start_traced(request: OutgoingRequest) -> None:
             start(replace(request, traceparent=TRACEPARENT if request.request_id == "traced" else ""))
 
-        def gather_and_give_up(lane: HostCopyLane, *piece: Any, **how: Any) -> None:
+        def gather_and_give_up(lane: HostCopyQueue, *piece: Any, **how: Any) -> None:
             gather(lane, *piece, **how)
             sender.loop.abort_request("traced", "enough")  # heard before the end of the gather
 
@@ -44,7 +44,7 @@ async def test_a_piece_that_was_never_written_leaves_no_span_to_the_next_request
         try:
             tiers.start("traced", 40)
             with monkeypatch.context() as patch:
-                patch.setattr(HostCopyLane, "gather", gather_and_give_up)
+                patch.setattr(HostCopyQueue, "gather", gather_and_give_up)
                 await tiers.compute("traced", 40)
                 await until(lambda: "traced" in sender.failed)
             tiers.start("other", 40)

@@ -26,7 +26,7 @@ from transfer.errors import ConfigError
 from transfer.transport.cuda_ipc import CudaIpcTransport
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
 from transfer.transport.cuda_ipc_driver import CudaError, Exported, Mapped
-from transfer.transport.memory import DeviceBuffer
+from transfer.transport.registered_memory import DeviceBuffer
 
 PREFIX = "kvferry-twin-"
 _STEP_BYTES = 1 << 18

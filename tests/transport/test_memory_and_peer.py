@@ -18,9 +18,9 @@ import torch
 
 from transfer.errors import ConfigError
 from transfer.transport.base import ByteRange
-from transfer.transport.memory import DeviceBuffer, HostMemory, memory_of
 from transfer.transport.nixl import NixlTransport
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, unpack_blob
+from transfer.transport.registered_memory import DeviceBuffer, HostMemory, memory_of
 from transfer.transport.ucx import UcxTransport
 
 ROOT = Path(__file__).resolve().parents[2]

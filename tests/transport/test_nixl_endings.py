@@ -19,11 +19,11 @@ from tests.transport.contract import Pair, open_pair
 from tests.transport.payload import ring_of, rng
 from transfer.errors import LocalProtocolError, TransportClosed
 from transfer.transport import nixl_session, ucx_session
-from transfer.transport.memory import HostMemory, memory_of
 from transfer.transport.nixl import NixlTransport
 from transfer.transport.nixl_library import transports_without
 from transfer.transport.nixl_revocation import CopyWatch, SharedAlias
 from transfer.transport.nixl_session import NixlSession, PeerMemory
+from transfer.transport.registered_memory import HostMemory, memory_of
 from transfer.transport.waiting_thread import WaitingThread
 
 PID = 4242

@@ -16,8 +16,8 @@ from tests.transport.payload import rng
 from transfer.errors import TransportError, TransportTimeout
 from transfer.transport.base import FIRST_PROBE_KEY, ByteRange
 from transfer.transport.driver import SessionDriver
-from transfer.transport.memory import memory_of
 from transfer.transport.probe import LinkProbe, ProbePlan, probe_link, serve_probe
+from transfer.transport.registered_memory import memory_of
 
 PLAN = ProbePlan(bulk_bytes=1 << 20, small_rounds=9, bulk_rounds=2)
 

@@ -40,14 +40,14 @@ def test_every_line_is_json_and_says_who_wrote_it() -> None:
     stream = io.StringIO()
     configure_logging(LogConfig(format="json"), role="decode", rank=1, incarnation=0xABC, stream=stream)
     early.info("session_opened", session=7)
-    structlog.get_logger("node.late").warning("session_lost", reason="beats missed")
+    structlog.get_logger("node.late").warning("session_lost", reason="heartbeats missed")
     logging.getLogger("some.library").warning("disk %s is full", "sda", extra={"free_bytes": 0})
     first, second, third = lines(stream)
     for line in (first, second, third):
         assert (line["role"], line["rank"], line["incarnation"]) == ("decode", 1, "0x0000000000000abc")
         assert line["timestamp"].endswith("Z")
     assert (first["event"], first["session"], first["level"], first["logger"]) == ("session_opened", 7, "info", "node.early")
-    assert (second["event"], second["reason"], second["level"]) == ("session_lost", "beats missed", "warning")
+    assert (second["event"], second["reason"], second["level"]) == ("session_lost", "heartbeats missed", "warning")
     assert (third["event"], third["free_bytes"], third["logger"]) == ("disk sda is full", 0, "some.library")
 
 

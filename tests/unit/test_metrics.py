@@ -19,7 +19,7 @@ from transfer.errors import (
     IntegrityError,
     PeerUnreachable,
     RemoteProtocolError,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransferError,
 )
@@ -371,7 +371,7 @@ def test_overlap_is_what_was_not_exposed_and_only_of_ranks_that_sent() -> None:
     [
         (TransferAborted("the client went away"), "caller", "aborted"),
         (TransferAborted("enough", is_by_operator=True), "operator", "aborted"),
-        (StagingError("no room within 9 s"), None, "refused"),
+        (ResourceExhausted("no room within 9 s"), None, "refused"),
         (PeerUnreachable("gone"), "lost", "failed"),
         (EngineError("broke"), "engine", "failed"),
         (IntegrityError("twice"), "data_loss", "failed"),

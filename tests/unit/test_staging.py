@@ -7,8 +7,8 @@ import torch
 
 from transfer.pool.staging import StagingBuffer
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
-from transfer.transport.memory import HostMemory, memory_of
 from transfer.transport.nixl_revocation import SharedAlias
+from transfer.transport.registered_memory import HostMemory, memory_of
 
 
 def test_a_buffer_is_aligned_zero_and_really_there() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from tests.vllm.servers import Server
 
 HEARTBEAT_S = 2.0
-"""Twice the default: on two cores that run five processes which look for work without a pause, a beat can be a second late."""
+"""Twice the default: on two cores that run five processes which look for work without a pause, a heartbeat can be 1 s late."""
 
 READY = re.compile(r"kvferry_ready .*?address=(\S+) http=(\S+)")
 

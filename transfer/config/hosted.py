@@ -43,7 +43,7 @@ class HostedConfig(ProcessConfig):
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the engine has its KV; set by what hosts it.")
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
-    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Beats.")
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
     limits: HostedLimitsConfig = Field(default_factory=HostedLimitsConfig, description="Bounds.")
     chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="Prefill: how prompts are cut.")
     staging: StagingConfig = Field(default_factory=StagingConfig, description="Prefill: staging memory.")

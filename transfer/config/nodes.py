@@ -78,7 +78,7 @@ class NodeConfig(ProcessConfig):
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
     discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Which prefill nodes there are.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
-    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Beats.")
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="Restarts of the rank group.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="Pages of KV outside of the pools.")
     status_page: StatusPageConfig = Field(default_factory=StatusPageConfig, description="The page for people.")

@@ -1,4 +1,4 @@
-"""Sections of how a node behaves while it runs: bounds, beats, restarts, breakers, the log."""
+"""Sections of how a node behaves while it runs: bounds, heartbeats, restarts, breakers, the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transfer.config.values import Count, CountOrZero, Host, Seconds, SecondsOrZ
 
 MIN_HEARTBEAT_S: Final = 0.05
 MAX_HEARTBEAT_S: Final = 10.0
-"""Faster beats are load, and slower ones notice a dead peer too late; what a peer asks for is held to the same range."""
+"""Faster heartbeats are load, and slower ones notice a dead peer too late; what a peer asks for is held to the same range."""
 
 
 class LimitsConfig(Section):
@@ -58,10 +58,10 @@ class DecodeLimitsConfig(LimitsConfig):
 
 
 class HeartbeatConfig(Section):
-    """How a dead peer is noticed: three missed beats, on every stream."""
+    """How a dead peer is noticed: three missed heartbeats, on every stream."""
 
     interval_s: Annotated[float, BeforeValidator(no_bool), Field(ge=MIN_HEARTBEAT_S, le=MAX_HEARTBEAT_S)] = Field(
-        default=0.5, description="Seconds between beats; a dead peer is noticed after 3 to 3.5 of them."
+        default=0.5, description="Seconds between heartbeats; a dead peer is noticed after 3 to 3.5 of them."
     )
 
 

@@ -1,6 +1,6 @@
 """The control plane over ZeroMQ: one ROUTER at a decode rank, one DEALER per session at a prefill rank.
 
-- Over TCP both ends have keys, and CURVE proves them and encrypts: see `zmq_doorkeeper`. A socket file has none: who can enter
+- Over TCP both ends have keys, and CURVE proves them and encrypts: see `zmq_authenticator`. A socket file has none: who can enter
   its folder is the user itself.
 - A client's routing id is its session id behind one byte that is not 0 (ids that begin with 0 are ZeroMQ's own). Session ids
   are random and secret between the two ends. Each message carries the key that its connection came in with, and is heard only if
@@ -9,14 +9,14 @@
   that a client that reconnects must wait until the server has seen the old connection die, so it does: `RECONNECT_MS` is longer
   than both ends need to notice. A restarted process has another session id, and so is another peer.
 - ROUTER_MANDATORY is on: a send to a peer that is not there says so instead of vanishing.
-- Clients beat, the server does not: a beat carries the time after which the server shall give the client up, so from the first
-  one on both ends notice a frozen or unreachable other. That only makes way for the same client's next connection; what ends a
-  session is its gRPC stream (see docs/protocol.md).
+- Clients send heartbeats, the server does not. A heartbeat carries the time after which the server shall give the client
+  up, so from the first one on both ends notice a frozen or unreachable other. That only makes way for the same client's next
+  connection; what ends a session is its gRPC stream (see docs/protocol.md).
 - What is sent waits in a bounded queue; what has arrived does not. libzmq stops reading a connection whose receive queue is full,
-  and when that connection then breaks, the next beat, or a PING among the bytes read before, fails an assertion that aborts this
-  process (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue: the protocol bounds what it has in
-  flight. A peer whose key is allowed can make it grow, as it can with one message of endless parts, which ZeroMQ keeps until the
-  last has come; one whose key is not allowed has no queue. SECURITY.md says what follows from that.
+  and when that connection then breaks, the next heartbeat, or a PING among the bytes read before, fails an assertion that aborts
+  this process (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue: the protocol bounds what it has
+  in flight. A peer whose key is allowed can make it grow, as it can with one message of endless parts, which ZeroMQ keeps until
+  the last has come; one whose key is not allowed has no queue. SECURITY.md says what follows from that.
 - libzmq reconnects by itself after a connection broke, but never after it received an invalid message of the protocol, for
   example one byte that changed on the way. The socket then accepts nothing more. So a client disconnects when a send is
   refused, or when its socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, even without a
@@ -50,7 +50,7 @@ from transfer.control.base import (
     checked_payload,
     checked_peer,
 )
-from transfer.control.zmq_doorkeeper import FRAME_OVERHEAD_BYTES, Doorkeeper, user_id_of
+from transfer.control.zmq_authenticator import FRAME_OVERHEAD_BYTES, ZapAuthenticator, user_id_of
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, TransportError
 
 HEARTBEAT_INTERVAL_MS: Final = 200
@@ -155,12 +155,12 @@ class ZmqControlServer:
             raise ConfigError(f"control address is {bind}, which nobody can connect to; name the host to advertise")
         self._keys = keys
         self._max_payload_bytes = max_payload_bytes
-        self._doorkeeper = Doorkeeper(keys=keys, grace_s=REFUSED_AFTER_S) if keys else None
-        context = self._doorkeeper.context if self._doorkeeper else None
+        self._authenticator = ZapAuthenticator(keys=keys, grace_s=REFUSED_AFTER_S) if keys else None
+        context = self._authenticator.context if self._authenticator else None
         self._socket = _socket(context, zmq.ROUTER, bind, max_payload_bytes=max_payload_bytes, has_keys=keys is not None)
-        if self._doorkeeper is not None:
+        if self._authenticator is not None:
             try:
-                self._doorkeeper.guard(self._socket)
+                self._authenticator.guard(self._socket)
             except (zmq.ZMQError, OSError) as error:
                 self._socket.close(linger=0)
                 raise TransportError(f"no doorkeeper can be had for a control channel: {error.strerror}") from error
@@ -171,8 +171,8 @@ class ZmqControlServer:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
-            if self._doorkeeper is not None:
-                self._doorkeeper.close()
+            if self._authenticator is not None:
+                self._authenticator.close()
             raise ConfigError(f"control address is {bind}; it cannot be bound: {error.strerror}") from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if advertise_host is not None and bound.startswith("tcp://"):
@@ -200,7 +200,7 @@ class ZmqControlServer:
 
     @property
     def num_refused(self) -> int:
-        return self._doorkeeper.num_refused if self._doorkeeper else 0
+        return self._authenticator.num_refused if self._authenticator else 0
 
     @property
     def num_unsent(self) -> int:
@@ -213,15 +213,15 @@ class ZmqControlServer:
         elif key:
             raise LocalProtocolError(f"session {peer:#x} has a key; this server has none of its own")
         self._peers[routing_id] = _Peer(number=peer, key=key, user_id=user_id_of(key))
-        self._tell_doorkeeper()
+        self._tell_authenticator()
 
     def forget(self, peer: int) -> None:
         if self._peers.pop(_routing_id(peer), None) is not None:
-            self._tell_doorkeeper()
+            self._tell_authenticator()
 
-    def _tell_doorkeeper(self) -> None:
-        if self._doorkeeper is not None:
-            self._doorkeeper.allow_only(frozenset(peer.key for peer in self._peers.values()))
+    def _tell_authenticator(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.allow_only(frozenset(peer.key for peer in self._peers.values()))
 
     def send(self, peer: int, payload: bytes) -> bool:
         routing_id = _routing_id(peer)
@@ -279,8 +279,8 @@ class ZmqControlServer:
         if self._waker is not None:
             self._waker.stop()
         self._socket.close(linger=0)
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
 
 
 class ZmqControlClient:

@@ -2,7 +2,7 @@
 
 `head_slice_copier()` picks the implementation for a pool's device; all of them agree bit for bit with
 `transfer.copy.reference`. Triton is imported only for a pool on a GPU.
-`piece_copier.PieceCopier` applies it to the pieces of requests. A copy lane runs the copies beside the owner's loop.
+`piece_copier.PieceCopier` applies it to the pieces of requests. A copy queue runs the copies beside the owner's loop.
 
 On an H200 (torch 2.11, Triton 3.6; `bench.kernels`), without conversion, as shares of a device copy of the same bytes: gather
 0.95 to 0.99, scatter 0.94 to 0.98; with digest 0.93 to 0.97 and 0.92 to 0.95. A strided torch copy of the same rows in order

@@ -16,7 +16,7 @@ from transfer.errors import (
     LayoutError,
     Preempted,
     ProtocolError,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransferError,
     TransportError,
@@ -32,7 +32,7 @@ from transfer.metrics.tiers import TierMetrics
 _STARTED_AT_S: Final = time.time()  # of the process, whatever becomes of its ranks and of its role
 
 _REASONS: Final = (
-    (StagingError, "no_room"),
+    (ResourceExhausted, "no_room"),
     (TransportError, "lost"),
     (EngineError, "engine"),
     (IntegrityError, "data_loss"),
@@ -53,7 +53,7 @@ def outcome_of(error: TransferError) -> str:
     """Of a request that was queued and has ended with `error`: "aborted", "refused" or "failed"."""
     if isinstance(error, TransferAborted | Preempted):  # somebody's wish, or an engine's ordinary way
         return "aborted"
-    is_no_room = isinstance(error, StagingError) and not isinstance(error, ChunkTooLarge)
+    is_no_room = isinstance(error, ResourceExhausted) and not isinstance(error, ChunkTooLarge)
     return "refused" if is_no_room else "failed"
 
 

@@ -41,7 +41,7 @@ REQUEST_METRICS: Final = (
     declare(
         "counter",
         "retries",
-        "Tries of requests on another prefill node, after their own was lost before the first token.",
+        "Attempts of requests on another prefill node, after their own was lost before the first token.",
         roles=DECODE,
         advice="With breaker_openings: which prefill nodes come and go.",
     ),
@@ -149,14 +149,14 @@ NODE_STATE_METRICS: Final = (
     declare(
         "gauge",
         "discovery_interval_seconds",
-        "Seconds between two looks of discovery, or two beats of a registration; "
+        "Seconds between two looks of discovery, or two heartbeats of a registration; "
         "0: a list that is not looked at again, or a node that is not to be found: it loads, or was drained.",
         advice="What discovery_age_seconds is to be compared with.",
     ),
     declare(
         "counter",
         "discovery_failures",
-        "Looks of discovery, or beats of a registration, that failed; of etcd, those where no member answered.",
+        "Looks of discovery, or heartbeats of a registration, that failed; of etcd, those where no member answered.",
         advice="The log has the reason once for each time that it is away.",
     ),
     declare(
@@ -284,7 +284,7 @@ OFFLOAD_METRICS: Final = (
     declare(
         "counter",
         "offload_host_full",
-        "Tries of requests that host memory had no room for: they wait, or pages are not kept. Each once, and its fetch once.",
+        "Attempts of requests that host memory had no room for: they wait, or pages are not kept. Each once, and its fetch once.",
         roles=DECODE,
         advice="Rising: offload.host_memory or offload.host_ratio is too small.",
     ),

@@ -61,7 +61,7 @@ VLLM: Final = (
     _same(
         "vllm:nixl_num_failed_notifications_total",
         "",
-        "An ack that is lost is repeated with the next beat, and nothing hangs on a single one.",
+        "An ack that is lost is repeated with the next heartbeat, and nothing hangs on a single one.",
     ),
     _same(
         "vllm:nixl_num_kv_expired_reqs_total",
@@ -135,7 +135,7 @@ SGLANG: Final = (
         'kvferry_aborts_total{reason=~"lost|data_loss"}',
         "Requests whose rank, peer or link was lost, or whose bytes arrived broken twice.",
     ),
-    _same("sglang:num_prefill_retries_total", "kvferry_retries_total", "Tries on another prefill node, by the decode node."),
+    _same("sglang:num_prefill_retries_total", "kvferry_retries_total", "Attempts on another prefill node, by the decode node."),
     _same(
         ("sglang:num_decode_deferred_kv_release_reqs", "sglang:decode_deferred_kv_release_total"),
         "kvferry_ring_quarantined_bytes, kvferry_ending_sessions",

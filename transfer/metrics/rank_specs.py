@@ -76,7 +76,7 @@ TRANSFER_METRICS: Final = (
         "counter",
         "watermark_acks",
         "Watermark acks sent (decode) or received (prefill).",
-        advice="It never stands still while sessions are open, for beats are acks too.",
+        advice="It never stands still while sessions are open, for heartbeats are acks too.",
     ),
     declare(
         "histogram",

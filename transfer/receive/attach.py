@@ -16,24 +16,24 @@ import torch
 
 from transfer.chunk import largest_wire_bytes
 from transfer.config import ServerConfig, TransportConfig
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlServer
-from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.copy.warm_up import warm_up
-from transfer.errors import ChunkTooLarge, StagingError, TransferError
+from transfer.errors import ChunkTooLarge, ResourceExhausted, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, Route, routes, wire_dtype
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
 from transfer.metrics import RankMetrics
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
 from transfer.receive.events import IncomingRoute
 from transfer.receive.loop import HostArrivals, ReceiverLoop, ReceiverOwner
-from transfer.refusals import say_refused
+from transfer.refusals import log_refusal
 from transfer.registry.guard import Refusal
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import Security
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
-from transfer.reminders import Reminders
 from transfer.ring import Watermark
 from transfer.tracing import Tracer
 from transfer.transport.base import LocalMemory, Session, Transport
@@ -73,7 +73,7 @@ class RingMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiving:
-    """A rank's open receiving end: what `WriterSessions` needs of it.
+    """A rank's open receiving end: what `PrefillSessions` needs of it.
 
     Args:
         loop: Runs the receiver.
@@ -159,7 +159,7 @@ class Unattached:
     reason: str
 
 
-class WriterSessions:
+class PrefillSessions:
     """The sessions of all prefill ranks that are attached to this rank.
 
     Args:
@@ -171,7 +171,7 @@ class WriterSessions:
         device: Where the pool lies.
         transport_config: Bounds of probes and links.
         server: Where the rank listens, and what it is called by.
-        heartbeat_s: Seconds between beats, in both directions.
+        heartbeat_s: Seconds between heartbeats, in both directions.
         security: How writers speak to this rank.
         metrics: Where links and refusals are counted.
         on_writer_lost: (prefill incarnation, prefill rank, reason), when the last session with a prefill rank is closed.
@@ -214,7 +214,7 @@ class WriterSessions:
         self._on_link_probed = on_link_probed
         self._on_crash = on_crash
         self._writers: dict[int, Writer] = {}  # by session
-        self._refused = Reminders()  # of callers whose certificates do not allow what they asked for
+        self._refused = LogRateLimiter()  # of callers whose certificates do not allow what they asked for
         self._attaching: set[asyncio.Task[None]] = set()  # probes, and kernels being compiled
         ring = self._receiver.ring
         self._servicer = TransferControlServicer(
@@ -245,7 +245,7 @@ class WriterSessions:
 
     def _on_refused(self, refusal: Refusal) -> None:
         self._metrics.call_refused(refusal.method)
-        say_refused(refusal, self._refused)
+        log_refusal(refusal, self._refused)
 
     # For the owner
 
@@ -335,7 +335,7 @@ class WriterSessions:
             )
         if self._receiver.num_ending >= MAX_SESSIONS:
             # Those that are open have a limit of their own, which a writer that comes, goes and lets go of nothing never meets.
-            raise StagingError(
+            raise ResourceExhausted(
                 f"{self._receiver.num_ending} sessions of decode rank {self._rank} are closed, and their writers may still "
                 f"write; there can be {MAX_SESSIONS}: end the processes of those prefill ranks"
             )

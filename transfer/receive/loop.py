@@ -1,7 +1,7 @@
 """Drives a `Receiver`: carries out its actions with a ring, a pool and open sessions, and tells it what came of them.
 
 This is what an engine's author needs on the reading side besides a pool: expect a request, hear when it is whole or why it
-never will be. It runs on one asyncio loop, its one owner; scatters run on a lane beside it.
+never will be. It runs on one asyncio loop, its one owner; scatters run on a copy queue beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import structlog
 
 from transfer.control.base import ControlServer, Received
-from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
+from transfer.copy.copy_queue import OpenCopyQueue, open_copy_queue
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.event_pump import EventPump
@@ -95,7 +95,7 @@ class ReceiverLoop:
         incarnation: This instance's life.
         metrics: Where durations and counts go.
         on_crash: Called with an error that must end the rank.
-        open_lane: What the pieces are scattered on.
+        open_queue: What the pieces are scattered on.
         host_arrivals: Where part of a prompt can go to host memory; None where everything goes into the pool.
         tracer: Where spans of the requests begin that are traced; None: none is.
     """
@@ -113,7 +113,7 @@ class ReceiverLoop:
         metrics: RankMetrics,
         on_crash: Callable[[BaseException], None],
         probe_bytes: int = 0,
-        open_lane: OpenCopyLane = open_copy_lane,
+        open_queue: OpenCopyQueue = open_copy_queue,
         host_arrivals: HostArrivals | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -133,7 +133,7 @@ class ReceiverLoop:
         )
         metrics.watch_ring(self._receiver.ring)
         self._driver = SessionDriver(loop)
-        self._lane = open_lane("scatter", pool.device, loop, on_crash)
+        self._queue = open_queue("scatter", pool.device, loop, on_crash)
         self._sessions: dict[int, Session] = {}
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
         self._ending_timer: asyncio.TimerHandle | None = None
@@ -222,7 +222,7 @@ class ReceiverLoop:
             return
         self._driver.remove(session)
         session.close()
-        self._lane.forget(number)
+        self._queue.forget(number)
         self._control.forget(number)
         if not session.is_over:
             self._ending[number] = session
@@ -261,14 +261,14 @@ class ReceiverLoop:
         return True
 
     def close(self) -> None:
-        """End every session and the lane."""
+        """End every session and the copy queue."""
         for number in list(self._sessions):
             self.close_session(number, "this decode rank shuts down")
         if self._ending_timer is not None:
             self._ending_timer.cancel()
         self._pump.close()
         self._control.close()
-        self._lane.close(timeout_s=5.0)
+        self._queue.close(timeout_s=5.0)
         self._transport.close()
 
     # Carrying out
@@ -359,7 +359,7 @@ class ReceiverLoop:
             return  # it is over, or its writer's session is
         piece = self._piece_of(action, request)
         self._prepared.setdefault(action.request_id, {})[action.grant.begin] = piece
-        self._lane.expect(piece, peer=action.session)
+        self._queue.expect(piece, peer=action.session)
 
     def _piece_of(self, action: protocol.GrantedPiece, request: protocol.IncomingRequest) -> PieceCopy:
         heads = action.route.heads
@@ -410,4 +410,4 @@ class ReceiverLoop:
                     )
             self._pump.feed(protocol.ScatterFinished(grant=action.grant, is_intact=is_intact))
 
-        self._lane.scatter(piece, source, algorithm=request.digest, digest=action.digest, peer=action.session, on_done=done)
+        self._queue.scatter(piece, source, algorithm=request.digest, digest=action.digest, peer=action.session, on_done=done)

@@ -16,13 +16,13 @@ from transfer.errors import RemoteProtocolError
 from transfer.instance import AttachRequest, AttachResponse, Link, check_id
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.beats import BeatWatch
 from transfer.registry.convert import (
     attach_request_to_proto,
     attach_response_from_proto,
     link_to_proto,
     watermark_from_proto,
 )
+from transfer.registry.heartbeats import HeartbeatWatch
 from transfer.registry.malformed import readable
 from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.peer_channel import PeerChannel
@@ -61,7 +61,7 @@ class TransferControlClient:
         return cast("TransferControlAsyncStub", pb_grpc.TransferControlStub(channel))
 
     async def attach(self, request: AttachRequest, *, timeout_s: float) -> AttachResponse:
-        """Open a session; `watch()` must follow within three beats, or the decode rank takes it for lost.
+        """Open a session; `watch()` must follow within three heartbeats, or the decode rank takes it for lost.
 
         Raises:
             LayoutError: The two instances do not fit; one line names what differs.
@@ -99,7 +99,7 @@ class TransferControlClient:
 
         Args:
             session_id, ring_capacity_bytes, heartbeat_s: As the attach gave them.
-            on_watermark: Each ack, repeated ones (beats) too. A `RemoteProtocolError` that it raises ends the session.
+            on_watermark: Each ack, repeated ones (heartbeats) too. A `RemoteProtocolError` that it raises ends the session.
             on_lost: Called exactly once, with why, unless `SessionWatch.close()` came first.
         """
         return SessionWatch(
@@ -107,7 +107,7 @@ class TransferControlClient:
             peer=self.address,
             session_id=session_id,
             ring_capacity_bytes=ring_capacity_bytes,
-            beats=BeatWatch(heartbeat_s),
+            heartbeats=HeartbeatWatch(heartbeat_s),
             on_watermark=on_watermark,
             on_lost=on_lost,
         )
@@ -127,7 +127,7 @@ class SessionWatch:
         peer: str,
         session_id: int,
         ring_capacity_bytes: int,
-        beats: BeatWatch,
+        heartbeats: HeartbeatWatch,
         on_watermark: Callable[[Watermark], None],
         on_lost: Callable[[str], None],
     ) -> None:
@@ -135,7 +135,7 @@ class SessionWatch:
         self._peer = peer
         self._session_id = session_id
         self._ring_capacity_bytes = ring_capacity_bytes
-        self._beats = beats
+        self._heartbeats = heartbeats
         self._on_watermark = on_watermark
         self._on_lost = on_lost
         self._link: Link | None = None
@@ -146,10 +146,10 @@ class SessionWatch:
         self._call: grpc.aio.StreamStreamCall[Any, Any] = stub.Watermarks()
         self._reader = asyncio.ensure_future(self._read())
         self._writer = asyncio.ensure_future(self._write())
-        self._ticker = self._loop.call_later(beats.tick_s, self._tick)
+        self._ticker = self._loop.call_later(heartbeats.tick_s, self._tick)
 
     def report_link(self, link: Link) -> None:
-        """Tell the decode rank what this writer measured; it goes out with a beat at once."""
+        """Tell the decode rank what this writer measured; it goes out with a heartbeat at once."""
         self._link = link
         self._wake.set()
 
@@ -168,7 +168,7 @@ class SessionWatch:
                 ack = readable(answer, method="Watermarks")
                 if self._is_over:
                     return
-                self._beats.on_beat()
+                self._heartbeats.on_heartbeat()
                 self.num_acks += 1
                 self._on_watermark(watermark_from_proto(ack, ring_capacity_bytes=self._ring_capacity_bytes))
         except grpc.aio.AioRpcError as error:
@@ -188,16 +188,16 @@ class SessionWatch:
             while not self._is_over:
                 self._wake.clear()
                 link, self._link = self._link, None
-                beat = pb.WriterBeat(session_id=self._session_id, link=None if link is None else link_to_proto(link))
-                await self._call.write(beat)
-                due_s = self._loop.time() + self._beats.heartbeat_s
+                heartbeat = pb.WriterBeat(session_id=self._session_id, link=None if link is None else link_to_proto(link))
+                await self._call.write(heartbeat)
+                due_s = self._loop.time() + self._heartbeats.heartbeat_s
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(due_s):
                         await self._wake.wait()
-                if self._loop.time() > due_s + self._beats.tick_s:
-                    # This process was stopped or busy, and the call may be over. A beat that gRPC cannot send then would stand in
-                    # for the reason of the end ("Internal error from Core"), unless the loop hears of the end first.
-                    await asyncio.sleep(self._beats.tick_s)
+                if self._loop.time() > due_s + self._heartbeats.tick_s:
+                    # This process was stopped or busy, and the call may be over. A heartbeat that gRPC cannot send then would
+                    # stand in for the reason of the end ("Internal error from Core"), unless the loop hears of the end first.
+                    await asyncio.sleep(self._heartbeats.tick_s)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the call is over, and the reader hears why
         except Exception as error:
@@ -209,10 +209,10 @@ class SessionWatch:
         return f"watching the session failed: {error!r}"
 
     def _tick(self) -> None:
-        if self._beats.tick():
-            self._end(f"{self._peer} is silent: {self._beats.describe()}")
+        if self._heartbeats.tick():
+            self._end(f"{self._peer} is silent: {self._heartbeats.describe()}")
         elif not self._is_over:
-            self._ticker = self._loop.call_later(self._beats.tick_s, self._tick)
+            self._ticker = self._loop.call_later(self._heartbeats.tick_s, self._tick)
 
     def _end(self, reason: str | None) -> None:
         if self._is_over:
@@ -222,6 +222,6 @@ class SessionWatch:
         self._wake.set()
         self._call.cancel()
         if asyncio.current_task() is not self._writer:
-            self._writer.cancel()  # a beat that the other end took no more would wait for ever
+            self._writer.cancel()  # a heartbeat that the other end took no more would wait for ever
         if reason is not None:
             self._on_lost(reason)

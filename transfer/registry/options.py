@@ -36,7 +36,7 @@ SERVER_OPTIONS: Final = (
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Beats find dead peers; keepalive only frees connections that nobody beats on.
+    # Heartbeats find dead peers; keepalive only frees connections that nobody sends heartbeats on.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -12,9 +12,9 @@ import grpc
 from transfer.errors import LocalProtocolError, PeerUnreachable
 from transfer.plain_text import host_of
 from transfer.registry.connecting import MAX_ADDRESSES, address_of, connected, is_literal, text_of
-from transfer.registry.greeting import Greeted, greet
 from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.security import MutualTls, PlainText, Security
+from transfer.registry.tls_identity import Greeted, greet
 
 CONNECT_TIMEOUT_S: Final = 10.0
 """For finding out who answers, and again for gRPC to connect there."""

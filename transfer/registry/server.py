@@ -22,9 +22,9 @@ from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, Re
 from transfer.instance import AttachRequest, AttachResponse, Link
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.beats import MISSED_BEATS, BeatWatch
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
 from transfer.registry.guard import Refusal
+from transfer.registry.heartbeats import MISSED_HEARTBEATS, HeartbeatWatch
 from transfer.registry.malformed import RefuseMalformed
 from transfer.registry.options import MAX_CLIENT_CALLS, MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_connections, most_sessions
 from transfer.registry.security import MutualTls, PlainText, Security
@@ -171,7 +171,7 @@ class _Session:
 
     session_id: int
     writer: tuple[int, int]  # incarnation and rank, the key of `_writers`
-    beats: BeatWatch
+    heartbeats: HeartbeatWatch
     ticker: asyncio.TimerHandle | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -187,13 +187,13 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
     """A decode rank's sessions with its writers.
 
     A session begins when `on_attach` has answered, and ends exactly once, with `on_session_lost`: when its stream ends, when
-    the writer misses three beats (its first beat included), or when the owner calls `close_session()` or `close()`.
+    the writer misses three heartbeats (its first heartbeat included), or when the owner calls `close_session()` or `close()`.
     Attaches are handled one at a time, and the sessions are limited: opening one takes memory, files and the loop's time.
 
     Args:
         watermark: The ring's state now; later ones come through `publish()`.
         ring_capacity_bytes: Size of the ring.
-        heartbeat_s: Seconds between beats, in both directions.
+        heartbeat_s: Seconds between heartbeats, in both directions.
         on_attach: Opens a session for a writer, or raises a `TransferError`; whatever the writer sent, never a
             `LocalProtocolError`, which goes to the loop's exception handler as any other bug does. Runs to its end even if the
             caller goes away meanwhile; the session is then reported lost at once.
@@ -213,7 +213,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         on_link: Callable[[int, Link], None] | None = None,
         max_sessions: int | None = None,
     ) -> None:
-        BeatWatch(heartbeat_s)  # refuses what cannot be an interval
+        HeartbeatWatch(heartbeat_s)  # refuses what cannot be an interval
         self.heartbeat_s = heartbeat_s
         self._ring_capacity_bytes = ring_capacity_bytes
         self._on_attach = on_attach
@@ -227,7 +227,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         self._max_sessions = most_sessions(self._open_files) if max_sessions is None else max_sessions
         self._is_closed = False
         self.num_acks = 0
-        self.num_refused_beats = 0
+        self.num_refused_heartbeats = 0
         self._watermark = watermark
         self._ack: pb.WatermarkAck | None = None  # of that watermark, once it is needed
 
@@ -308,11 +308,11 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         self, request_iterator: AsyncIterator[pb.WriterBeat], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         try:
-            first = await asyncio.wait_for(anext(request_iterator, None), MISSED_BEATS * self.heartbeat_s)
+            first = await asyncio.wait_for(anext(request_iterator, None), MISSED_HEARTBEATS * self.heartbeat_s)
         except TimeoutError:
             first = None
         if first is None:
-            await end_call(context, grpc.StatusCode.INVALID_ARGUMENT, "no first beat; it must name the session")
+            await end_call(context, grpc.StatusCode.INVALID_ARGUMENT, "no first heartbeat; it must name the session")
         session = self._sessions.get(first.session_id)
         if session is None:
             await end_call(
@@ -322,7 +322,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             await end_call(context, grpc.StatusCode.ALREADY_EXISTS, f"session {first.session_id:#018x} has its stream already")
         session.has_stream = True
         both = (
-            asyncio.ensure_future(self._read_beats(session, first, request_iterator)),
+            asyncio.ensure_future(self._read_heartbeats(session, first, request_iterator)),
             asyncio.ensure_future(self._send_acks(session, context)),
         )
         try:
@@ -353,7 +353,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             raise
         finally:
             self._turn.release()
-        session = _Session(session_id=response.session_id, writer=writer, beats=BeatWatch(self.heartbeat_s))
+        session = _Session(session_id=response.session_id, writer=writer, heartbeats=HeartbeatWatch(self.heartbeat_s))
         self._sessions[session.session_id] = session
         self._writers[writer] = session.session_id
         self._tick_later(session)
@@ -366,33 +366,35 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             self.close_session(opening.result().session_id, "the writer went away while it attached")
 
     def _tick_later(self, session: _Session) -> None:
-        session.ticker = asyncio.get_running_loop().call_later(session.beats.tick_s, self._tick, session)
+        session.ticker = asyncio.get_running_loop().call_later(session.heartbeats.tick_s, self._tick, session)
 
     def _tick(self, session: _Session) -> None:
-        if session.beats.tick():
-            self._lose(session, f"the writer is silent: {session.beats.describe()}")
+        if session.heartbeats.tick():
+            self._lose(session, f"the writer is silent: {session.heartbeats.describe()}")
         elif not session.is_lost:
             self._tick_later(session)
 
-    async def _read_beats(self, session: _Session, first: pb.WriterBeat, beats: AsyncIterator[pb.WriterBeat]) -> None:
+    async def _read_heartbeats(self, session: _Session, first: pb.WriterBeat, heartbeats: AsyncIterator[pb.WriterBeat]) -> None:
         try:
-            self._take_beat(session, first)
-            async for beat in beats:
-                self._take_beat(session, beat)
+            self._take_heartbeat(session, first)
+            async for heartbeat in heartbeats:
+                self._take_heartbeat(session, heartbeat)
         except RemoteProtocolError as error:
-            self.num_refused_beats += 1
+            self.num_refused_heartbeats += 1
             self._lose(session, str(error))
         except Exception as error:
             self._fail(session, error)
         else:
             self._lose(session, "the writer's stream ended")
 
-    def _take_beat(self, session: _Session, beat: pb.WriterBeat) -> None:
-        if beat.session_id != session.session_id:
-            raise RemoteProtocolError(f"beat: session_id is {beat.session_id:#018x}; this stream is {session.session_id:#018x}'s")
-        session.beats.on_beat()
-        if beat.HasField("link") and self._on_link is not None and not session.is_lost:
-            self._on_link(session.session_id, link_from_proto(beat.link))
+    def _take_heartbeat(self, session: _Session, heartbeat: pb.WriterBeat) -> None:
+        if heartbeat.session_id != session.session_id:
+            raise RemoteProtocolError(
+                f"heartbeat: session_id is {heartbeat.session_id:#018x}; this stream is {session.session_id:#018x}'s"
+            )
+        session.heartbeats.on_heartbeat()
+        if heartbeat.HasField("link") and self._on_link is not None and not session.is_lost:
+            self._on_link(session.session_id, link_from_proto(heartbeat.link))
 
     async def _send_acks(self, session: _Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ error                      status                because
 `LayoutError`              FAILED_PRECONDITION   the two sides do not fit
 `RemoteProtocolError`      INVALID_ARGUMENT      the caller broke a rule
 `ChunkTooLarge`            FAILED_PRECONDITION   ring or slot is too small until somebody configures it otherwise
-`StagingError`             RESOURCE_EXHAUSTED    no room now
+`ResourceExhausted`        RESOURCE_EXHAUSTED    no room now
 `MemoryPlanError`          RESOURCE_EXHAUSTED    no room
 `TransportError`           UNAVAILABLE           try another node, or later
 `IntegrityError`           DATA_LOSS             bytes arrived broken
@@ -25,7 +25,7 @@ status                                  error                    because
 INVALID_ARGUMENT, OUT_OF_RANGE,         `ConfigError`            what we asked for, or who we are, is refused
 PERMISSION_DENIED, UNAUTHENTICATED
 FAILED_PRECONDITION                     `LayoutError`            the two sides do not fit
-RESOURCE_EXHAUSTED                      `StagingError`           no room there now
+RESOURCE_EXHAUSTED                      `ResourceExhausted`      no room there now
 DEADLINE_EXCEEDED                       `TransportTimeout`       our deadline passed
 UNAVAILABLE, ALREADY_EXISTS             `PeerUnreachable`        try later (an older session is not yet dead)
 NOT_FOUND                               `TransportClosed`        the session or request is over there
@@ -66,7 +66,7 @@ from transfer.errors import (
     OutOfMemory,
     PeerUnreachable,
     RemoteProtocolError,
-    StagingError,
+    ResourceExhausted,
     TransferAborted,
     TransferError,
     TransportClosed,
@@ -85,7 +85,7 @@ _CODES: Final[tuple[tuple[type[TransferError], grpc.StatusCode], ...]] = (
     (LayoutError, grpc.StatusCode.FAILED_PRECONDITION),
     (RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     (ChunkTooLarge, grpc.StatusCode.FAILED_PRECONDITION),
-    (StagingError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (ResourceExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (MemoryPlanError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (TransportError, grpc.StatusCode.UNAVAILABLE),
     (IntegrityError, grpc.StatusCode.DATA_LOSS),
@@ -118,7 +118,7 @@ REASONS: Final[tuple[tuple[type[TransferError], Reason], ...]] = (
     (LayoutError, Reason(word="TIERS_DO_NOT_FIT")),
     (RemoteProtocolError, Reason(word="PROTOCOL_BROKEN")),
     (ChunkTooLarge, Reason(word="CHUNK_TOO_LARGE")),
-    (StagingError, Reason(word="NO_ROOM", retry_s=1.0)),
+    (ResourceExhausted, Reason(word="NO_ROOM", retry_s=1.0)),
     (MemoryPlanError, Reason(word="NO_MEMORY")),
     (NodeDraining, Reason(word="NODE_DRAINING", retry_s=0.0)),
     (PeerUnreachable, Reason(word="PEER_UNREACHABLE", retry_s=0.5)),
@@ -138,7 +138,7 @@ _ERRORS: Final[dict[grpc.StatusCode, type[TransferError]]] = {
     grpc.StatusCode.PERMISSION_DENIED: ConfigError,
     grpc.StatusCode.UNAUTHENTICATED: ConfigError,
     grpc.StatusCode.FAILED_PRECONDITION: LayoutError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: StagingError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.DEADLINE_EXCEEDED: TransportTimeout,
     grpc.StatusCode.UNAVAILABLE: PeerUnreachable,
     grpc.StatusCode.ALREADY_EXISTS: PeerUnreachable,

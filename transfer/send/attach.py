@@ -15,10 +15,10 @@ import torch
 
 from transfer.chunk import ChunkPlan
 from transfer.config import TransportConfig
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient
-from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.copy.warm_up import warm_up
-from transfer.errors import PeerUnreachable, StagingError, TransportError
+from transfer.errors import PeerUnreachable, ResourceExhausted, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import Route, routes, wire_dtype
 from transfer.messages import MAX_MESSAGE_BYTES
@@ -83,7 +83,7 @@ class DecodeSessions:
         on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
     """
 
-    PASSING = (TransportError, StagingError)
+    PASSING = (TransportError, ResourceExhausted)
     """Errors of `open()` after which it is worth trying again."""
 
     def __init__(
@@ -121,7 +121,7 @@ class DecodeSessions:
 
     @property
     def num_acks(self) -> int:
-        """Watermarks heard, beats included."""
+        """Watermarks heard, heartbeats included."""
         return self._past_acks + sum(session.watch.num_acks for session in self._open.values())
 
     def link_uses(self) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ class DecodeSessions:
 
         Raises:
             LayoutError: The two do not fit; what differs is named.
-            StagingError: There are as many sessions as the process's limit of open files is good for.
+            ResourceExhausted: There are as many sessions as the process's limit of open files is good for.
             TransportError: A rank cannot be reached, its link is slower than the configured floor, or the instance was closed
                 meanwhile.
         """
@@ -163,7 +163,9 @@ class DecodeSessions:
         mine = {route.decode_rank for route in own_routes}
         self.close(instance.incarnation, "attached again")
         if len(self._open) + len(mine) > most:
-            raise StagingError(f"prefill rank {self._rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}")
+            raise ResourceExhausted(
+                f"prefill rank {self._rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}"
+            )
         peer = self._peers[instance.incarnation] = DecodePeer(
             join=join,
             instance=instance,

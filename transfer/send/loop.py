@@ -1,7 +1,8 @@
 """Drives a `Sender`: carries out its actions with a pool, staging memory and open sessions, and tells it what came of them.
 
 This is what an engine's author needs on the writing side besides a pool: start a request, say which chunks are computed, hear
-when its pages are free and when it has arrived. It runs on one asyncio loop, its one owner; gathers run on a lane beside it.
+when its pages are free and when it has arrived. It runs on one asyncio loop, its one owner; gathers run on a copy queue beside
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import structlog
 from torch import Tensor
 
 from transfer.control.base import ControlClient
-from transfer.copy.copy_lane import OpenCopyLane, open_copy_lane
+from transfer.copy.copy_queue import OpenCopyQueue, open_copy_queue
 from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
@@ -105,7 +106,7 @@ class SenderLoop:
         incarnation: This process's life.
         metrics: Where durations and counts go.
         on_crash: Called with an error that must end the rank.
-        open_lane: What the pieces are gathered on.
+        open_queue: What the pieces are gathered on.
         tracer: Where spans of the requests begin that are traced; None: none is.
     """
 
@@ -121,7 +122,7 @@ class SenderLoop:
         incarnation: int,
         metrics: RankMetrics,
         on_crash: Callable[[BaseException], None],
-        open_lane: OpenCopyLane = open_copy_lane,
+        open_queue: OpenCopyQueue = open_copy_queue,
         tracer: Tracer | None = None,
     ) -> None:
         self._loop = loop
@@ -136,7 +137,7 @@ class SenderLoop:
         self._spans: dict[str, TraceSpan] = {}  # of requests that are traced
         self._gathered: dict[int, _TracedPiece] = {}  # of those, by slot, until they are written or their request ends
         self._driver = SessionDriver(loop)
-        self._lane = open_lane("gather", pool.device, loop, on_crash)
+        self._queue = open_queue("gather", pool.device, loop, on_crash)
         self._peers: dict[int, _Peer] = {}
         self.copier = PieceCopier(pool)
         """Prepares the pieces; to be warmed up when a session is attached, see `transfer.copy.warm_up`."""
@@ -226,7 +227,7 @@ class SenderLoop:
             return
         self._driver.remove(peer.session)
         self._metrics.link_closed(number)
-        self._lane.forget(number)
+        self._queue.forget(number)
         peer.session.close()  # tells the peer behind gathers that are under way into its ring; nothing here waits for them
         peer.control.close()
         self._pump.feed(protocol.SenderSessionLost(session=number, reason=reason))
@@ -257,11 +258,11 @@ class SenderLoop:
         self._pump.feed(protocol.OutgoingAborted(request_id=request_id, reason=reason))
 
     def close(self) -> None:
-        """End every session and the lane."""
+        """End every session and the copy queue."""
         for number in list(self._peers):
             self.close_session(number, "this prefill rank shuts down")
         self._pump.close()
-        self._lane.close(timeout_s=5.0)
+        self._queue.close(timeout_s=5.0)
         self._transport.close()
 
     # Carrying out
@@ -373,7 +374,7 @@ class SenderLoop:
                 traced.gathered(seconds)
             self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=digest))
 
-        self._lane.gather(piece, out, algorithm=request.digest, peer=action.session, after=action.event, on_done=done)
+        self._queue.gather(piece, out, algorithm=request.digest, peer=action.session, after=action.event, on_done=done)
 
     def _gather_target(self, action: protocol.StartGather) -> Tensor | DirectMemory | None:
         """Where the piece goes: its slot, or the granted bytes of a direct session's ring. None: the session is closed."""

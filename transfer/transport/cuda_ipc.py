@@ -5,7 +5,7 @@ The target exports its ring once per session; the writer maps it for its own dev
 (`Session.direct`), and reads, moves and digests every byte exactly once.
 
 The target cannot take a mapping back. So `close()` of the target is not the end: `Session.is_over` becomes True when the writer
-has said that its mapping is closed, or when its process is gone (`life_line`). A frozen writer keeps the quarantine up. Until
+has said that its mapping is closed, or when its process is gone (`liveness_pipe`). A frozen writer keeps the quarantine up. Until
 then the memory stays registered and alive here.
 
 What a mapping holds is the whole allocation that the ring lies in: CUDA shares nothing smaller. So a `StagingBuffer` is an
@@ -29,8 +29,8 @@ from transfer.transport.base import LocalMemory
 from transfer.transport.cuda_ipc_blob import NAME, TOKEN_BYTES, Answered, Offered
 from transfer.transport.cuda_ipc_driver import Cuda, CudaError, driver_cuda
 from transfer.transport.cuda_ipc_session import TargetMemory, TargetSession, WriterSession
-from transfer.transport.life_line import LifeLine, PeerLine
-from transfer.transport.memory import DeviceBuffer, memory_of
+from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe
+from transfer.transport.registered_memory import DeviceBuffer, memory_of
 from transfer.transport.waiting_thread import WaitingThread
 
 Mode = Literal["fused", "copy"]
@@ -52,7 +52,7 @@ class CudaIpcOffer:
     def __init__(self, transport: CudaIpcTransport) -> None:
         self._transport = transport
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._line: LifeLine | None = LifeLine()
+        self._line: LivenessPipe | None = LivenessPipe()
         self._blob = Offered(line=self._line.address, token=self._token).to_blob()
 
     @property
@@ -167,9 +167,9 @@ class CudaIpcTransport:
         self._let_go()
         exported = self._cuda.export(own.device_index, own.address)
         device = self._cuda.uuid_of(own.device_index)
-        line = LifeLine()
+        line = LivenessPipe()
         try:
-            peer = PeerLine(offered.line)
+            peer = PeerPipe(offered.line)
         except BaseException:
             line.end()
             raise
@@ -214,7 +214,7 @@ class CudaIpcTransport:
         self._sessions.clear()
         self._memories.clear()
 
-    def open_writer(self, answered: Answered, line: LifeLine) -> WriterSession:
+    def open_writer(self, answered: Answered, line: LivenessPipe) -> WriterSession:
         """Map what the target offered; `line` says to it when that has ended.
 
         Raises:
@@ -227,7 +227,7 @@ class CudaIpcTransport:
             raise ConfigError(
                 "transport cuda_ipc does not know its device: register memory before attaching, or give it a device_index"
             )
-        peer = PeerLine(answered.line)
+        peer = PeerPipe(answered.line)
         memory: TargetMemory | None = None
         try:
             memory = self._target_memory(answered, self._device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer.errors import ConfigError
-from transfer.transport.life_line import LineAddress
+from transfer.transport.liveness_pipe import PipeAddress
 from transfer.transport.peer import field_of, pack_blob, unpack_blob
 
 NAME = "cuda_ipc"
@@ -21,7 +21,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 class Offered:
     """What a writer says of itself; `token` names the offer."""
 
-    line: LineAddress
+    line: PipeAddress
     token: bytes
 
     def to_blob(self) -> bytes:
@@ -35,7 +35,7 @@ class Offered:
             ConfigError: It is none of this transport and version, or a field is wrong.
         """
         fields = unpack_blob(blob, transport=NAME, version=_VERSION, role="offer")
-        return cls(line=LineAddress.from_wire(fields.get("line")), token=_token(fields))
+        return cls(line=PipeAddress.from_wire(fields.get("line")), token=_token(fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Answered:
         handle: The allocation's CUDA IPC handle.
     """
 
-    line: LineAddress
+    line: PipeAddress
     token: bytes
     device: str
     handle: bytes
@@ -76,7 +76,7 @@ class Answered:
         """
         fields = unpack_blob(blob, transport=NAME, version=_VERSION, role="answer")
         answered = cls(
-            line=LineAddress.from_wire(fields.get("line")),
+            line=PipeAddress.from_wire(fields.get("line")),
             token=_token(fields),
             device=field_of(fields, "device", str),
             handle=field_of(fields, "handle", bytes),

@@ -10,8 +10,8 @@ from typing import Any, NoReturn, Protocol
 from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory, check_key
 from transfer.transport.cuda_ipc_driver import CopyStream, Cuda, CudaError, Mapped
-from transfer.transport.life_line import LifeLine, PeerLine
-from transfer.transport.memory import DeviceBuffer, DeviceSlice, check_range, check_write
+from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe
+from transfer.transport.registered_memory import DeviceBuffer, DeviceSlice, check_range, check_write
 from transfer.transport.waiting_thread import WaitingThread
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class WriterSession:
     told (`has_ended`).
     """
 
-    def __init__(self, owner: CudaIpcSessionOwner, device: int, memory: TargetMemory, line: LifeLine, peer: PeerLine) -> None:
+    def __init__(self, owner: CudaIpcSessionOwner, device: int, memory: TargetMemory, line: LivenessPipe, peer: PeerPipe) -> None:
         self._owner = owner
         self._device = device
         self._memory = memory
@@ -259,7 +259,7 @@ class WriterSession:
 class TargetSession:
     """The target's end: offers memory, and after `close()` keeps it alive until the writer has let go of it."""
 
-    def __init__(self, owner: CudaIpcSessionOwner, memory: DeviceBuffer, line: LifeLine, peer: PeerLine) -> None:
+    def __init__(self, owner: CudaIpcSessionOwner, memory: DeviceBuffer, line: LivenessPipe, peer: PeerPipe) -> None:
         self._owner = owner
         self._memory: DeviceBuffer | None = memory
         self._line = line

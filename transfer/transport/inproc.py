@@ -20,8 +20,8 @@ from transfer.errors import (
     WriteFailed,
 )
 from transfer.transport.base import ByteRange, LocalMemory, check_key
-from transfer.transport.memory import HostMemory, check_range, check_write, memory_of
 from transfer.transport.peer import ProcessIdentity, field_of, pack_blob, unpack_blob
+from transfer.transport.registered_memory import HostMemory, check_range, check_write, memory_of
 
 _VERSION = 1
 

@@ -24,8 +24,7 @@ from typing import Any, Literal
 
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
 from transfer.transport.base import LocalMemory
-from transfer.transport.life_line import LifeLine, LineAddress, PeerLine
-from transfer.transport.memory import HostMemory, Memory, memory_of
+from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe, PipeAddress
 from transfer.transport.nixl_library import (
     UCX_BACKEND,
     Agent,
@@ -40,6 +39,7 @@ from transfer.transport.nixl_metadata import Region, check_metadata
 from transfer.transport.nixl_revocation import CopyWatch, DeviceEnding, Ending, HostEnding, SharedAlias
 from transfer.transport.nixl_session import NixlSession, PeerMemory
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
+from transfer.transport.registered_memory import HostMemory, Memory, memory_of
 from transfer.transport.ucx_library import allows_shared_memory
 from transfer.transport.waiting_thread import WaitingThread
 
@@ -62,7 +62,7 @@ class NixlOffer:
 
     def __init__(self, transport: NixlTransport) -> None:
         self._transport = transport
-        self._line: LifeLine | None = LifeLine()
+        self._line: LivenessPipe | None = LivenessPipe()
         fields = {
             "line": self._line.address.to_wire(),
             "nixl": transport.version,
@@ -221,7 +221,7 @@ class NixlTransport:
             raise LocalProtocolError(f"memory of {memory.num_bytes} bytes is not registered with this nixl transport")
         return found
 
-    def open_writer(self, answer: dict[str, Any], line: LifeLine) -> NixlSession:
+    def open_writer(self, answer: dict[str, Any], line: LivenessPipe) -> NixlSession:
         """Connect to the target whose answer this is; the session ends `line` when it is closed.
 
         Raises:
@@ -284,7 +284,7 @@ class NixlTransport:
                 f"lane of transport nixl is {offer['lane'][:32]} at the writer and {self.wanted_lane} at the target; "
                 "set both alike, or one to auto"
             )
-        writer, address = LineAddress.from_wire(offer.get("line")), address_of(memory)
+        writer, address = PipeAddress.from_wire(offer.get("line")), address_of(memory)
         obstacle = "lane net is set"
         if wanted != {_NET}:
             obstacle, ending = self._same_host_ending(writer, memory)
@@ -297,13 +297,13 @@ class NixlTransport:
         has_fallen_back = wanted != {_NET} and writer.identity.is_on_machine_of(ProcessIdentity.own())
         return _NET, address, None, obstacle if has_fallen_back else ""
 
-    def _same_host_ending(self, writer: LineAddress, memory: Memory) -> tuple[str, Ending | None]:
+    def _same_host_ending(self, writer: PipeAddress, memory: Memory) -> tuple[str, Ending | None]:
         """How the access of a writer on this host will end; None, and why, where it had to be taken on trust."""
         identity, here = writer.identity, ProcessIdentity.own()
         if not identity.shares_kernel_with(here):
             return f"writer runs on host {identity.host}, target on {here.host}, or in another pid namespace", None
         try:
-            line = PeerLine(writer)
+            line = PeerPipe(writer)
         except PeerUnreachable as error:
             return str(error), None
         if not isinstance(memory, HostMemory):

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from transfer.errors import ConfigError, PeerUnreachable
-from transfer.transport.memory import HostMemory, Memory
+from transfer.transport.registered_memory import HostMemory, Memory
 
 UCX_BACKEND = "UCX"
 _PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}

@@ -3,7 +3,7 @@
 Host memory: each session offers a second mapping of the ring (`SharedAlias`). Closing replaces it by one that nobody may touch,
 so a late write fails with a bad address and the ring's bytes stay. A copy that the kernel had begun by then may still run for its
 few pages: `CopyWatch` says when it cannot any more. The address range stays reserved until the writer has let go or is gone
-(`life_line`), so that nothing new can be mapped where a late write would land.
+(`liveness_pipe`), so that nothing new can be mapped where a late write would land.
 
 Device memory: a mapping in another process cannot be revoked. Only the writer's life line says when it can write no more.
 
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transfer.transport.base import LocalMemory
-from transfer.transport.life_line import PeerLine
-from transfer.transport.memory import DeviceBuffer, HostMemory
+from transfer.transport.liveness_pipe import PeerPipe
+from transfer.transport.registered_memory import DeviceBuffer, HostMemory
 
 _PAGE = mmap.PAGESIZE
 _PROC = Path("/proc")
@@ -173,7 +173,7 @@ class CopyWatch:
 class HostEnding:
     """Ends a same-host writer's access to host memory: takes the mapping away, and knows when its last copy is over."""
 
-    def __init__(self, alias: SharedAlias, line: PeerLine) -> None:
+    def __init__(self, alias: SharedAlias, line: PeerPipe) -> None:
         self._alias = alias
         self._line = line
         self._copies: CopyWatch | None = None
@@ -210,7 +210,7 @@ class DeviceEnding:
     Until then the memory must stay what it is, so this keeps it.
     """
 
-    def __init__(self, line: PeerLine, memory: DeviceBuffer) -> None:
+    def __init__(self, line: PeerPipe, memory: DeviceBuffer) -> None:
         self._line = line
         self._memory: DeviceBuffer | None = memory
 

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from transfer.errors import ConfigError, LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory, check_key
-from transfer.transport.life_line import LifeLine
-from transfer.transport.memory import HostMemory, Memory, check_range, check_write, wait_for_devices
+from transfer.transport.liveness_pipe import LivenessPipe
 from transfer.transport.nixl_library import Agent, address_of, device_of, in_words
 from transfer.transport.nixl_revocation import Ending
 from transfer.transport.peer import ReadableProof
+from transfer.transport.registered_memory import HostMemory, Memory, check_range, check_write, wait_for_devices
 from transfer.transport.waiting_thread import WaitingThread
 
 # 1 to 2 ms of copying. The interpreter starts each piece with cold caches (0.1 ms): pieces of 4 MiB took 12 % longer for 64 MiB.
@@ -129,7 +129,7 @@ class NixlSession:
         offered: Memory | None = None,
         ending: Ending | None = None,
         proof: ReadableProof | None = None,
-        line: LifeLine | None = None,
+        line: LivenessPipe | None = None,
         is_over_tcp: bool = False,
         obstacle: str = "",
     ) -> None:

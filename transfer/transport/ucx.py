@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
 from transfer.transport.base import LocalMemory
-from transfer.transport.memory import Memory, memory_of
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
+from transfer.transport.registered_memory import Memory, memory_of
 from transfer.transport.ucx_address import AddressCheck
 from transfer.transport.ucx_library import (
     Ucx,

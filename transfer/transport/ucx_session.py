@@ -11,7 +11,7 @@ import numpy as np
 
 from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import MAX_KEY, ByteRange, LocalMemory, check_key
-from transfer.transport.memory import Memory, check_range, check_write, wait_for_devices
+from transfer.transport.registered_memory import Memory, check_range, check_write, wait_for_devices
 from transfer.transport.ucx_library import Ucx, in_words, transport_error
 
 _KIND_SHIFT = 62

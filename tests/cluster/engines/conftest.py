@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.engines.ranks import RankServer
-from tests.engine.conftest import demo_dir, family_dir, generate, one_thread, prompts, qwen_dir
+from tests.embedded_engine.conftest import demo_dir, family_dir, generate, one_thread, prompts, qwen_dir
 
 __all__ = ["demo_dir", "family_dir", "generate", "one_thread", "prompts", "qwen_dir"]
 

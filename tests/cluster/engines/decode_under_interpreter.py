@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embedded_engine.kernels.paged_decode import paged_decode_attention
-from tests.engine.decode_cases import (
+from tests.embedded_engine.decode_cases import (
     COLUMNS,
     MODEL_DTYPES,
     POOL_DTYPES,

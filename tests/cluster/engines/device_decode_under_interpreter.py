@@ -16,8 +16,8 @@ from torch import Tensor
 from embedded_engine import device_decode
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
-from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
-from tests.engine.steps import fill_with_nan, pages_for
+from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
+from tests.embedded_engine.steps import fill_with_nan, pages_for
 from transfer.engine_types import DecodeItem
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard

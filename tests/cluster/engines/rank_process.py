@@ -23,7 +23,7 @@ from embedded_engine import engine as engines
 from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
-from tests.engine.steps import fill_with_nan, pages_for
+from tests.embedded_engine.steps import fill_with_nan, pages_for
 from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layer_groups import layer_groups

@@ -10,8 +10,8 @@ import pytest
 
 from embedded_engine.engine import EmbeddedEngine
 from tests.cluster.engines.ranks import GroupOfRanks, Ranks, RankServer
-from tests.engine.conftest import Generate
-from tests.engine.steps import bind_pages, decode_all, prefill_all
+from tests.embedded_engine.conftest import Generate
+from tests.embedded_engine.steps import bind_pages, decode_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
 from transfer.layer_groups import NO_PAGE
 from transfer.layout import Shard

@@ -14,9 +14,9 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_config import check_before_start
 from embedded_engine.model_files import read_model_files
 from tests.cluster.engines.ranks import GroupOfRanks, Ranks, RankServer
-from tests.engine.conftest import Generate
-from tests.engine.families import FAMILIES
-from tests.engine.steps import PageBook, decode_all, pages_for, prefill_all
+from tests.embedded_engine.conftest import Generate
+from tests.embedded_engine.families import FAMILIES
+from tests.embedded_engine.steps import PageBook, decode_all, pages_for, prefill_all
 from transfer.engine_types import PrefillItem
 from transfer.errors import ConfigError
 from transfer.layer_groups import GroupKind, layer_groups

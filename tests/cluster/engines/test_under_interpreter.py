@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.interpreter import RUN_S, run_interpreted
+from tests.embedded_engine.interpreter import RUN_S, run_interpreted
 
 FILES = ("decode_under_interpreter.py", "device_decode_under_interpreter.py", "tiered_under_interpreter.py")
 

@@ -12,9 +12,9 @@ import torch
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
 from tests.cluster.engines.device_decode_under_interpreter import relaunch_graphs
-from tests.engine.decode_cases import assert_merges
-from tests.engine.steps import PageBook, pages_for, prefill_all
-from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
+from tests.embedded_engine.decode_cases import assert_merges
+from tests.embedded_engine.steps import PageBook, pages_for, prefill_all
+from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, Shard, TokenOrder
 

@@ -29,7 +29,7 @@ from tests.cluster.faults.stalls import StallMeter
 from transfer.pb import kvferry_pb2 as pb
 
 NOTICE_S = 2.0
-"""From a fault until those whom it hits have heard: three beats of half a second, and what it takes to say so."""
+"""From a fault until those whom it hits have heard: three heartbeats of half a second, and what it takes to say so."""
 
 LONG = 2000
 IDLE_S = 15.0

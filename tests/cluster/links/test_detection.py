@@ -15,8 +15,8 @@ import pytest
 from transfer.chunk import ChunkPlan
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link
 from transfer.layout import DType, KVLayout, Shard
-from transfer.registry.beats import BeatWatch
 from transfer.registry.client import TransferControlClient
+from transfer.registry.heartbeats import HeartbeatWatch
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
 
@@ -123,31 +123,31 @@ async def line(process: asyncio.subprocess.Process, begins: str = "") -> str:
 
 
 class Heard:
-    """Counts the beats that this process hears of its peer."""
+    """Counts the heartbeats that this process hears of its peer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_beats = 0
-        on_beat = BeatWatch.on_beat
+        self.num_heartbeats = 0
+        on_heartbeat = HeartbeatWatch.on_heartbeat
 
-        def counted(beats: BeatWatch) -> None:
-            self.num_beats += 1
-            on_beat(beats)
+        def counted(heartbeats: HeartbeatWatch) -> None:
+            self.num_heartbeats += 1
+            on_heartbeat(heartbeats)
 
-        monkeypatch.setattr(BeatWatch, "on_beat", counted)
+        monkeypatch.setattr(HeartbeatWatch, "on_heartbeat", counted)
 
     async def told_in_time(self, lost: asyncio.Queue[str]) -> str:
         """Wait `WITHIN_S` for the loss, and return its reason.
 
-        Counted in steps as `BeatWatch` counts: time in which this process was not run is none. A beat that was under way when the
-        peer died, and that a busy machine hands over late, is a sign of life; there can be one, for the next would be due later
-        than the loss.
+        Counted in steps as `HeartbeatWatch` counts: time in which this process was not run is none. A heartbeat that was
+        under way when the peer died, and that a busy machine hands over late, is a sign of life; there can be one, for the next
+        would be due later than the loss.
         """
-        num_steps, num_beats, is_late = 0, self.num_beats, False
+        num_steps, num_heartbeats, is_late = 0, self.num_heartbeats, False
         while lost.empty():
             assert num_steps < round(WITHIN_S / STEP_S), f"nothing noticed within {WITHIN_S} s"
             await asyncio.sleep(STEP_S)
             num_steps += 1
-            if self.num_beats > num_beats and not is_late:
+            if self.num_heartbeats > num_heartbeats and not is_late:
                 num_steps, is_late = 0, True
         return lost.get_nowait()
 
@@ -191,10 +191,10 @@ async def test_a_dead_or_frozen_writer_is_noticed(how: signal.Signals, heard: He
             process.send_signal(how)
             reason = await heard.told_in_time(lost)
             if how is signal.SIGSTOP:
-                assert "beats of 0.5 s missed" in reason
+                assert "heartbeats of 0.5 s missed" in reason
                 # Woken, the writer finds that its session is over, and that it was told so.
                 process.send_signal(signal.SIGCONT)
-                assert "beats of 0.5 s missed" in await line(process, "lost")
+                assert "heartbeats of 0.5 s missed" in await line(process, "lost")
         await asyncio.sleep(HEARTBEAT_S)
         assert lost.empty()
     finally:
@@ -228,7 +228,7 @@ async def test_a_dead_or_frozen_decode_rank_is_noticed(how: signal.Signals, hear
 
 
 async def test_a_writer_that_was_away_hears_why_its_session_ended() -> None:
-    """Its beat is overdue and goes out at once; gRPC refuses it, and would tell of that in place of the reason."""
+    """Its heartbeat is overdue and goes out at once; gRPC refuses it, and would tell of that in place of the reason."""
     lost: asyncio.Queue[str] = asyncio.Queue()
     with subprocess.Popen([sys.executable, "-c", SERVER, "1.0"], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -246,7 +246,7 @@ async def test_a_writer_that_was_away_hears_why_its_session_ended() -> None:
             assert "closed on purpose" in process.stdout.readline()  # blocks: the loop is away until the session is over
             time.sleep(2 * HEARTBEAT_S)
             watch.report_link(Link(prefill_rank=0, decode_rank=0, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=4e9))
-            # That beat would go out before the loop looks at anything else.
+            # That heartbeat would go out before the loop looks at anything else.
             assert "closed on purpose" in await asyncio.wait_for(lost.get(), 10)
             await client.close()
         finally:

@@ -61,9 +61,9 @@ async def found(config: DiscoveryConfig) -> AsyncIterator[Discovery]:
 
 
 class Frozen(EtcdClient):
-    """As of a node that is killed once it has registered: it neither beats nor revokes."""
+    """As of a node that is killed once it has registered: it neither renews nor revokes its lease."""
 
-    async def beat(self, lease: int) -> bool:
+    async def renew(self, lease: int) -> bool:
         return await asyncio.Event().wait()
 
     async def revoke(self, lease: int, *, timeout_s: float) -> None:
@@ -103,7 +103,7 @@ async def test_nodes_are_seen_as_they_come_and_go(shared: EtcdServer, prefix: st
             first.want(True)
             await until(lambda: len(discovery.addresses) == 2, within_s=5)
             await asyncio.sleep(1.5 * LEASE_S)
-            assert len(discovery.addresses) == 2, "beats keep the leases"
+            assert len(discovery.addresses) == 2, "renewals keep the leases"
         await until(lambda: discovery.addresses == (), within_s=1)  # revoked, not run out
         assert told[0] == told[-1] == ()
 

@@ -20,8 +20,8 @@ import zmq
 from tests.control.zmq_ends import DEADLINE_S, odd_peer, open_client, open_server, wait_for
 from transfer.control import zmq_channel
 from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, Received
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import HANDSHAKE_MS, HEARTBEAT_INTERVAL_MS, ZmqControlServer
-from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.messages import MAX_MESSAGE_BYTES
 
 FRAME_BYTES = 36  # of a payload of one byte on the way, encrypted
@@ -107,7 +107,7 @@ def test_a_session_survives_a_silent_network(server: ZmqControlServer) -> None:
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
     wait_for(server, client, b"one")
-    time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)  # its first beat tells the server when to give it up
+    time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)  # its first heartbeat tells the server when to give it up
     proxy.is_silent = True
     begin = time.monotonic()
     while server.send(7, b"?"):
@@ -293,9 +293,9 @@ def test_a_watched_client_connects_again_though_it_sends_nothing(
 
 
 def test_a_flood_of_an_attached_peer_that_breaks_off_does_not_abort(server: ZmqControlServer) -> None:
-    """With keys too: beats among thousands of messages that nobody has taken, and then a reset."""
+    """With keys too: heartbeats among thousands of messages that nobody has taken, and then a reset."""
     proxy = Proxy(port_of(server))
-    with odd_peer(proxy.address, beats=True) as odd:
+    with odd_peer(proxy.address, heartbeats=True) as odd:
         begin = time.monotonic()
         while time.monotonic() - begin < 1.0 or len(proxy.seen_on["up"]) < 3 * QUEUE_PAYLOADS * FRAME_BYTES:
             for _ in range(200):

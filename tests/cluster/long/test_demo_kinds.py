@@ -1,6 +1,6 @@
 """Demo models of every kind: greedy decoding from a copy of a request's KV changes when anything of it is damaged.
 
-What is held here for windows, latents and states is held for the Llama in tests/engine/test_hand_over.py.
+What is held here for windows, latents and states is held for the Llama in tests/embedded_engine/test_hand_over.py.
 """
 
 from __future__ import annotations

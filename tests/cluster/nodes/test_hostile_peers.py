@@ -29,8 +29,8 @@ from tests.cluster.calls import (
 from transfer import messages
 from transfer.chunk import ChunkPlan
 from transfer.control.base import KeyPair
+from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient
-from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance
 from transfer.registry.client import TransferControlClient
@@ -209,7 +209,7 @@ async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: L
         status = await status_of(steady.decode)
         return status is not None and [rank.sessions for rank in status.ranks] == [1, 1]
 
-    await until(is_gone, "the rogue's session ended: it has sent no beat")
+    await until(is_gone, "the rogue's session ended: it has sent no heartbeat")
     await until_idle(steady.prefill, steady.decode)
 
 
@@ -240,7 +240,7 @@ async def test_a_silent_stranger_in_the_nodes_own_name_breaks_no_join(steady: Lo
 
         try:
             await until(lambda: are_open(3), "the stranger's session")
-            await until(lambda: are_open(2), "the end of the stranger, who sends no beat")
+            await until(lambda: are_open(2), "the end of the stranger, who sends no heartbeat")
             for _ in range(5):
                 assert await are_open(2)
                 await asyncio.sleep(0.1)

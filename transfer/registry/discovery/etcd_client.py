@@ -105,14 +105,14 @@ class EtcdClient:
             call.cancel()
 
     async def grant(self, lease_s: int) -> tuple[int, float]:
-        """A new lease: its id, and the seconds that it lives without a beat, which may be more."""
+        """A new lease: its id, and the seconds that it lives without a heartbeat, which may be more."""
         question = rpc.LeaseGrantRequest(TTL=lease_s)
         answer = await self._call(
             rpc.LeaseStub(self._channel).LeaseGrant(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         )
         return answer.ID, float(answer.TTL)
 
-    async def beat(self, lease: int) -> bool:
+    async def renew(self, lease: int) -> bool:
         """Keep the lease alive; False: it is over."""
         call = rpc.LeaseStub(self._channel).LeaseKeepAlive(timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         try:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig
 from transfer.registry.discovery.dns import DnsNodes
-from transfer.registry.discovery.found import Discovery
-from transfer.registry.discovery.given import GivenNodes
 from transfer.registry.discovery.health_gate import HealthGate
 from transfer.registry.discovery.node_file import NodeFile
+from transfer.registry.discovery.static import GivenNodes
+from transfer.registry.discovery.watcher import Discovery
 from transfer.registry.security import Security
 
 if TYPE_CHECKING:

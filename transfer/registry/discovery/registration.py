@@ -16,9 +16,9 @@ from transfer.config import DiscoveryConfig
 from transfer.errors import TransportError
 from transfer.registry.discovery.etcd import EtcdMembers, node_value
 from transfer.registry.discovery.etcd_client import EtcdClient
-from transfer.registry.discovery.found import AGAIN_S, DiscoveryView
+from transfer.registry.discovery.watcher import AGAIN_S, DiscoveryView
 
-BEATS_OF_A_LEASE: Final = 3
+RENEWALS_OF_A_LEASE: Final = 3
 REVOKE_TIMEOUT_S: Final = 2.0
 """At the end; whom etcd does not hear by then, it forgets by itself when the lease is over."""
 
@@ -47,7 +47,7 @@ class Registration:
         self._unwanted = asyncio.Event()
         self._unwanted.set()
         self._lease: int | None = None
-        self._beat_s = config.lease_s / BEATS_OF_A_LEASE
+        self._heartbeat_s = config.lease_s / RENEWALS_OF_A_LEASE
         self._heard_s: float | None = None
         self._problem = ""
         self._failures = 0
@@ -65,8 +65,8 @@ class Registration:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two beats of the lease; 0 where there is nothing to beat for: not wanted, and nothing registered."""
-        return 0.0 if self._is_at_rest else self._beat_s
+        """Seconds between two heartbeats of the lease; 0 where there is nothing to renew: not wanted, and nothing registered."""
+        return 0.0 if self._is_at_rest else self._heartbeat_s
 
     @property
     def _is_at_rest(self) -> bool:
@@ -140,23 +140,23 @@ class Registration:
                 if self._members.failed():
                     self._fail(str(error))
                     # A longer pause could outlive the lease: a short outage would take all nodes away.
-                    await self._members.pause(at_most_s=self._beat_s)
+                    await self._members.pause(at_most_s=self._heartbeat_s)
 
     async def _step(self, client: EtcdClient) -> None:
-        """Register, beat, or take the entry back: what is to be done now; then wait until there is something."""
+        """Register, renew, or take the entry back: what is to be done now; then wait until there is something."""
         if self._unwanted.is_set():
             if self._lease is not None:
                 await client.revoke(self._lease, timeout_s=REVOKE_TIMEOUT_S)
                 self._lease = None
                 log.info("deregistered", where=self._members.where, address=self._address)
             return
-        if self._lease is not None and not await client.beat(self._lease):
+        if self._lease is not None and not await client.renew(self._lease):
             self._lease = None
             log.warning("registration_lost", where=self._members.where, address=self._address)
         if self._lease is None:
             lease, lives_s = await client.grant(self._config.lease_s)
             await self._put(client, lease)
-            self._lease, self._beat_s = lease, lives_s / BEATS_OF_A_LEASE
+            self._lease, self._heartbeat_s = lease, lives_s / RENEWALS_OF_A_LEASE
             log.info("registered", where=self._members.where, address=self._address, key=self._key, lease_s=lives_s)
         else:
             if not await client.has(self._key):  # whoever deleted it has left the lease alive
@@ -167,7 +167,7 @@ class Registration:
         self._members.worked()
         self._problem, self._heard_s = "", self._clock()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._unwanted.wait(), self._beat_s)
+            await asyncio.wait_for(self._unwanted.wait(), self._heartbeat_s)
 
     async def _put(self, client: EtcdClient, lease: int) -> None:
         await client.put(self._key, node_value(self._address, transfer.__version__), lease=lease)

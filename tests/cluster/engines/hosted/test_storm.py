@@ -198,13 +198,13 @@ class Storm:
                 assert_spoilt(self.decode, prompt.to_pages)
                 self.decode.leader.bind(prompt.name, [prompt.to_pages])
             else:
-                self.decode.leader.lacks_pages(prompt.name)
+                self.decode.leader.report_page_shortage(prompt.name)
 
     # Both
 
     def _news(self) -> None:
         for rank in self.source.ranks:
-            for news in rank.take_news():
+            for news in rank.poll_events():
                 prompt = self.all[news.name]
                 if isinstance(news, Free) and not prompt.is_free:  # the first rank says it of all of them
                     assert prompt.is_finished, prompt
@@ -214,7 +214,7 @@ class Storm:
                     assert prompt.fate != "", (prompt, news)
                     self._finish_ranks(prompt)
         for rank in self.decode.ranks:
-            for news in rank.take_news():
+            for news in rank.poll_events():
                 assert isinstance(news, Settled)
                 prompt = self.all[news.name]
                 assert not prompt.is_settled and prompt.to_pages, (prompt, news)
@@ -300,4 +300,4 @@ def test_a_storm(pair: Pair, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     decode.assert_idle()
     assert source.leader.num_joined == decode.leader.num_joined == 1, "no link was lost in it"
     for rank in source.ranks + decode.ranks:
-        rank.take_news()
+        rank.poll_events()

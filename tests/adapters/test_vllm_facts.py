@@ -1,0 +1,192 @@
+"""What is read of vLLM's objects, from objects with the same attributes; record_vllm.py reads the real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from embedded_engine.model_files import read_model_files
+from kvferry.engines.vllm_facts import model_fields, read_facts
+from kvferry.engines.vllm_layout import describe
+from tests.adapters.vllm_memory import facts_of, recorded
+from transfer.errors import ConfigError
+from transfer.layout import LayerKind
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def of_class(name: str, **attributes: Any) -> Any:
+    """An object whose class has a name of vLLM's."""
+    return type(name, (SimpleNamespace,), {})(**attributes)
+
+
+def attention_spec(kind: str = "FullAttentionSpec", **changes: Any) -> Any:
+    plain = {
+        "block_size": 32, "num_kv_heads": 2, "head_size": 32, "head_size_v": 32, "dtype": torch.float32, "sliding_window": None,
+        "kv_quant_mode": SimpleNamespace(name="NONE"), "num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1,
+    }  # fmt: skip
+    return of_class(kind, **{**plain, **changes})
+
+
+def module(**attributes: Any) -> Any:
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    return SimpleNamespace(get_attn_backend=lambda: backend, isa="vec", kv_sharing_target_layer_name=None, **attributes)
+
+
+def name_of(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def groups(*specs: Any) -> Any:
+    """A group for each spec, of one layer each."""
+    made = [SimpleNamespace(layer_names=[name_of(layer)], kv_cache_spec=spec) for layer, spec in enumerate(specs)]
+    return SimpleNamespace(kv_cache_groups=made, num_blocks=9, kv_cache_layout="LBHNC")
+
+
+def config(*, model: str = "", **changes: Any) -> Any:
+    """vLLM's, of a worker."""
+
+    def stages(place: Any) -> tuple[int, int]:
+        stage = place.rank // place.tensor_parallel_size
+        return 4 * stage // place.pipeline_parallel_size, 4 * (stage + 1) // place.pipeline_parallel_size
+
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "dtype": torch.float32, "use_mla": False, "get_total_num_kv_heads": lambda: 2, "runner_type": "generate",
+            "model": model, "is_encoder_decoder": False, "architecture": "LlamaForCausalLM",
+            "get_layers_start_end_indices": stages, "hf_config": SimpleNamespace(to_dict=lambda: dict(LLAMA)), "hf_overrides": {},
+            "quantization": None, "revision": None,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "rank": 0, "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
+        "compilation_config": {"static_forward_context": {name_of(layer): module() for layer in range(4)}},
+        "kv_transfer_config": {"kv_role": "kv_producer"},
+        "lora_config": {},
+        "speculative_config": {},
+    }  # fmt: skip
+    made = {name: SimpleNamespace(**{**plain, **changes.get(name, {})}) for name, plain in parts.items()}
+    for name in ("lora_config", "speculative_config"):
+        if name not in changes:
+            made[name] = None  # type: ignore[assignment]
+    return SimpleNamespace(**made)
+
+
+def test_facts_of_a_worker() -> None:
+    facts = read_facts(config(), groups(*[attention_spec()] * 4))
+    assert [layer.name for layer in facts.layers] == [name_of(layer) for layer in range(4)]
+    assert [layer.group for layer in facts.layers] == [0, 1, 2, 3]
+    first = facts.layers[0]
+    assert (first.spec, first.backend, first.isa, first.dtype) == ("FullAttentionSpec", "CPU_ATTN", "vec", "float32")
+    assert (first.block_size, first.num_kv_heads, first.k_head_dim, first.v_head_dim) == (32, 2, 32, 32)
+    assert (facts.num_blocks, facts.cache_layout, facts.total_num_kv_heads) == (9, "LBHNC", 2)
+    assert facts.has_prefix_caching and not facts.is_consumer and not facts.features and not facts.shared_layers
+    assert [spec.kind for spec in facts.model_layers] == [LayerKind.ATTENTION] * 4
+
+
+def test_the_rank_of_this_process() -> None:
+    parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "rank": 7}  # of the second data-parallel replica
+    facts = read_facts(config(parallel_config=parallel), groups(attention_spec()))
+    assert (facts.tp_rank, facts.pp_rank, facts.stage_layers) == (1, 1, (2, 2))
+
+
+def test_layers_of_one_group_with_specs_of_their_own() -> None:
+    own = {name_of(0): attention_spec(), name_of(1): attention_spec(head_size=64, head_size_v=64)}
+    group = SimpleNamespace(
+        layer_names=list(own), kv_cache_spec=of_class("UniformTypeKVCacheSpecs", block_size=32, kv_cache_specs=own)
+    )
+    facts = read_facts(config(), SimpleNamespace(kv_cache_groups=[group], num_blocks=9, kv_cache_layout="LBHNC"))
+    assert [(layer.k_head_dim, layer.group, layer.spec) for layer in facts.layers] == [
+        (32, 0, "FullAttentionSpec"),
+        (64, 0, "FullAttentionSpec"),
+    ]
+
+
+def test_windows_scales_states_and_packings() -> None:
+    modules = {name_of(0): module(), name_of(1): module(_k_scale_float=0.5, _v_scale_float=2.0, _k_scale=torch.ones(3))}
+    specs = (
+        attention_spec("SlidingWindowSpec", sliding_window=64),
+        attention_spec(kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"), dtype=torch.uint8),
+        of_class("MambaSpec", block_size=512, shapes=((4, 3),)),
+        attention_spec("MLAAttentionSpec", head_size=576, head_size_v=0, num_kv_heads=1, cache_role="sparse", model_version=None),
+    )
+    found = read_facts(config(compilation_config={"static_forward_context": modules}), groups(*specs)).layers
+    assert found[0].window_tokens == 64
+    assert (found[1].k_scale, found[1].v_scale, found[1].num_scales, found[1].quant_mode) == (0.5, 2.0, 3, "FP8_PER_TENSOR")
+    assert (found[2].spec, found[2].block_size, found[2].num_kv_heads) == ("MambaSpec", 512, 0)
+    assert (found[3].k_head_dim, found[3].v_head_dim, found[3].is_packed_otherwise) == (576, 0, False)
+    # A merged spec of full attention may name a window: its blocks are kept all the same.
+    assert read_facts(config(), groups(attention_spec(sliding_window=64))).layers[0].window_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_head_slots": 4}, {"tokens_per_state": 4}, {"model_version": "deepseek_v4"},
+    ],
+)  # fmt: skip
+def test_what_is_packed_otherwise(changes: dict[str, Any]) -> None:
+    assert read_facts(config(), groups(attention_spec(**changes))).layers[0].is_packed_otherwise
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({"lora_config": {"max_loras": 3}}, "lora", "max_loras 3"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative decoding", "eagle"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size", "2"),
+        ({"parallel_config": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size", "4"),
+        ({"model_config": {"runner_type": "pooling"}}, "runner", "pooling"),
+        ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder model", "LlamaForCausalLM"),
+    ],
+)
+def test_features_that_change_kv_are_told(changes: dict[str, Any], name: str, value: str) -> None:
+    facts = read_facts(config(**changes), groups(attention_spec()))
+    assert facts.features == {name: value}
+    with pytest.raises(ConfigError, match=name):
+        describe(facts)
+
+
+def test_layers_that_use_the_kv_of_others_are_told() -> None:
+    modules = {name_of(0): module(), name_of(1): module()}
+    modules[name_of(1)].kv_sharing_target_layer_name = name_of(0)
+    facts = read_facts(config(compilation_config={"static_forward_context": modules}), groups(attention_spec()))
+    assert facts.shared_layers == {name_of(1): name_of(0)}
+
+
+def test_another_vllm_is_refused() -> None:
+    strange = config()
+    del strange.cache_config.enable_prefix_caching
+    with pytest.raises(ConfigError, match=r"not one that kvferry knows \(0\.32 and 0\.33\): .*enable_prefix_caching"):
+        read_facts(strange, groups(attention_spec()))
+
+
+def test_recorded_facts_have_every_field() -> None:
+    """Or the recordings are older than the code, and are to be made again."""
+    written = recorded("llama-block32")["rank0"]["facts"]
+    facts = facts_of(written)
+    assert set(written) == {field.name for field in dataclasses.fields(facts)}
+    assert set(written["layers"][0]) == {field.name for field in dataclasses.fields(facts.layers[0])}
+
+
+def test_model_fields_are_those_of_an_embedded_node(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    plain = model_fields(config(model=str(tmp_path)))
+    assert plain == read_model_files(tmp_path).fields
+    changed = config(model=str(tmp_path), model_config={"hf_overrides": {"rope_theta": 5.0}, "quantization": "fp8"})
+    assert model_fields(changed) == {**plain, "engine.hf_overrides": '{"rope_theta": 5.0}', "engine.quantization": "fp8"}
+    stored = SimpleNamespace(to_dict=dict, quantization_config={"quant_method": "fp8"})
+    assert model_fields(config(model=str(tmp_path), model_config={"hf_config": stored, "quantization": "fp8"})) == plain

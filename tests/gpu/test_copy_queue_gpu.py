@@ -1,0 +1,101 @@
+"""Copies on a GPU's queue: behind the engine's event, without the loop waiting, with the digest of what they moved."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.copy.copy_queue import CopyQueue, open_copy_queue
+from transfer.copy.digest import DIGEST_WORDS, digest
+from transfer.copy.piece_copier import PieceCopier, PieceCopy
+from transfer.layout import DType, KVLayout, Range, Shard, routes
+from transfer.pool.kv_pool import KVPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
+]
+
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16)
+PAGES = [5, 2, 7, 0]
+BUSY_CYCLES = 400_000_000  # 0.2 s of an H200
+
+
+@dataclass(slots=True)
+class Side:
+    """A pool on the GPU, a queue beside it, and 64 tokens of a request."""
+
+    name: str
+    pool: KVPool
+    copier: PieceCopier
+    queue: CopyQueue
+
+    @classmethod
+    def open(cls, name: str) -> Side:
+        device = torch.device("cuda", torch.cuda.current_device())
+        pool = KVPool(layout=LAYOUT, shard=Shard(page_size=16), num_pages=8, device=device)
+        for buffer in (pool.buffer(layer, is_v=is_v) for layer in range(LAYOUT.num_layers) for is_v in (False, True)):
+            buffer.normal_(std=float(name == "gather"))
+        torch.cuda.synchronize()
+        queue = open_copy_queue(name, device, asyncio.get_running_loop(), _crash)
+        return cls(name, pool, PieceCopier(pool), queue)
+
+    def piece(self) -> PieceCopy:
+        (route,) = routes(LAYOUT, Shard(page_size=16), Shard(page_size=16))
+        (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=64), num_tokens=64, num_layers=2)
+        heads, tables = Range(begin=0, end=2), [PAGES]
+        found = self.copier.prepare(
+            LAYOUT, route, chunk, request_id="a", heads=heads, num_tokens=64, dtype=DType.BFLOAT16, tables=tables
+        )
+        return found
+
+    def wire(self) -> Tensor:
+        """Memory for the piece, there for every stream."""
+        found = torch.zeros(self.piece().num_wire_bytes, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        return found
+
+    def tokens(self) -> list[Tensor]:
+        slots = (torch.tensor(PAGES, device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")).view(-1)
+        return [part for layer in range(2) for part in self.pool.read(layer, slots)]
+
+
+def _crash(error: BaseException) -> None:
+    raise AssertionError(f"the queue crashed: {error!r}")
+
+
+async def gathered(side: Side, wire: Tensor, after: torch.cuda.Event | None) -> tuple[int, float]:
+    done: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
+    side.queue.gather(
+        side.piece(), wire, algorithm=DIGEST_WORDS, peer=1, after=after, on_done=lambda *result: done.set_result(result)
+    )
+    return await asyncio.wait_for(done, 30)
+
+
+async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool, float]:
+    done: asyncio.Future[tuple[bool, float]] = asyncio.get_running_loop().create_future()
+    side.queue.scatter(
+        side.piece(), wire, algorithm=DIGEST_WORDS, digest=announced, peer=1, on_done=lambda *result: done.set_result(result)
+    )
+    return await asyncio.wait_for(done, 30)
+
+
+@pytest.mark.timeout(300)
+async def test_a_piece_goes_from_pool_to_pool_with_its_digest() -> None:
+    source, target = Side.open("gather"), Side.open("scatter")
+    wire = source.wire()
+    for _ in range(3):  # the digest is the difference to the copy before
+        found, seconds = await gathered(source, wire, None)
+        assert found == digest(wire.cpu().numpy(), DIGEST_WORDS) and 0 < seconds < 10
+        target.queue.expect(target.piece(), peer=1)
+        is_intact, _ = await scattered(target, wire, found)
+        assert is_intact
+        assert not (await scattered(target, wire, found ^ 1))[0]
+    for mine, theirs in zip(source.tokens(), target.tokens(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert source.queue.close(5) and target.queue.close(5)

@@ -1,0 +1,198 @@
+"""Who comes in on a control channel's port: CURVE keys, and the thread that answers for them.
+
+CURVE (RFC 26) makes both ends prove that they hold the secret half of a key, and encrypts what they say from then on. A client
+must know the server's public key to get as far as showing its own; libzmq then asks this thread by ZAP (RFC 27), over a socket
+inside the process, whether that key may come in. It has a thread of its own so that a handshake does not wait for a rank's
+loop, which can stand still for a step of its engine.
+
+What libzmq 4.3.5 does before a handshake is over: it reads one message of at most MAXMSGSIZE bytes at a time into memory, a
+wrong one ends the connection, and so does `HANDSHAKE_IVL`. Only behind the handshake has a connection a queue at the ROUTER, so
+what a stranger sends is never kept, in however many parts.
+
+Two rules for whoever changes this, both against `stream_engine_base.cpp` of 4.3.5:
+
+- No monitor for ``HANDSHAKE_FAILED_PROTOCOL``. Sending that event overwrites `errno` with EAGAIN, and it is also sent for a
+  message that does not decrypt on a connection that has come in. libzmq then takes the broken message for a full queue: the
+  connection is neither read nor closed any more, and its routing id stays taken. So strangers are counted without it: by what
+  was accepted long enough ago to have come in, and has not.
+- The monitor's reader takes everything at once and has no bound of its own: libzmq's I/O thread sends events without a timeout,
+  and a full queue would stop it, and every heartbeat with it.
+
+The sockets of a server live in a ZeroMQ context of their own, for ZAP has one endpoint in each context.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from transfer.control.base import KeyPair
+
+_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN: Final = b"kvferry"
+_MONITOR_ENDPOINT: Final = "inproc://arrivals"
+_MONITORED: Final = int(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_CLOSE_TIMEOUT_S: Final = 5.0
+
+FRAME_OVERHEAD_BYTES: Final = 33
+"""Of CURVE around a payload: 7 of the command's name and 1 of its length, 8 of the nonce, 16 of the authenticator, 1 of flags."""
+
+
+def new_key_pair() -> KeyPair:
+    """Keys for one life of a rank, from the operating system's randomness."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public=z85.decode(public), secret=z85.decode(secret))
+
+
+def user_id_of(key: bytes) -> str:
+    """How messages name the key that their connection came in with."""
+    return key.hex()
+
+
+class Arrivals:
+    """Counts connections that were accepted and have not come in. Used by two threads.
+
+    Args:
+        grace_s: A connection that is older has come in or never will.
+        clock: Seconds.
+    """
+
+    def __init__(self, *, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._grace_s = grace_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._young: deque[list[float]] = deque()  # [second, connections accepted in it]: no more entries than seconds of grace
+        self._num_old = 0
+        self._num_admitted = 0
+        self._num_denied = 0
+        self._num_refused = 0
+
+    def accepted(self) -> None:
+        second = float(int(self._clock()))
+        with self._lock:
+            if self._young and self._young[-1][0] == second:
+                self._young[-1][1] += 1
+            else:
+                self._young.append([second, 1])
+            self._settle()
+
+    def admitted(self) -> None:
+        with self._lock:
+            self._num_admitted += 1
+
+    def denied(self) -> None:
+        """One whose key is not allowed: no need to wait for its time to pass."""
+        with self._lock:
+            self._num_denied += 1
+
+    @property
+    def num_refused(self) -> int:
+        """Never falls; never more than there were."""
+        with self._lock:
+            self._settle()
+            self._num_refused = max(self._num_refused, self._num_denied, self._num_old - self._num_admitted)
+            return self._num_refused
+
+    def _settle(self) -> None:
+        oldest = self._clock() - self._grace_s - 1.0
+        while self._young and self._young[0][0] < oldest:
+            self._num_old += int(self._young.popleft()[1])
+
+
+class ZapAuthenticator:
+    """Lets connections in whose key is allowed, and nobody else.
+
+    Args:
+        keys: The server's.
+        grace_s: After which a connection has come in or never will.
+    """
+
+    def __init__(self, *, keys: KeyPair, grace_s: float) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        """Of the guarded socket and of nothing else; ended by `close()`."""
+        self._keys = keys
+        self._allowed: frozenset[bytes] = frozenset()  # replaced as a whole: the thread reads it
+        self._arrivals = Arrivals(grace_s=grace_s)
+        self._wake = -1
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_refused(self) -> int:
+        return self._arrivals.num_refused
+
+    def allow_only(self, keys: frozenset[bytes]) -> None:
+        """Let these keys in from now on; what is open under others stays open."""
+        self._allowed = keys
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Stand before a ROUTER of `context`, which is not bound yet."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(self._keys.public))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self._keys.secret))
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        # Without it libzmq lets everybody in who knows the server's key while nobody answers ZAP.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        questions = self.context.socket(zmq.REP)
+        questions.setsockopt(zmq.LINGER, 0)
+        questions.bind(_ZAP_ENDPOINT)
+        socket.monitor(_MONITOR_ENDPOINT, _MONITORED)
+        events = self.context.socket(zmq.PAIR)
+        events.setsockopt(zmq.LINGER, 0)
+        events.setsockopt(zmq.RCVHWM, 0)
+        events.connect(_MONITOR_ENDPOINT)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, args=(questions, events), name="control-doorkeeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the context. The guarded socket must be closed: nobody answers for it any more."""
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            self._thread = None
+            os.close(self._wake)
+
+    def _run(self, questions: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        for source in (questions, events, self._wake):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._wake in ready:
+                break
+            if questions in ready:
+                self._answer(questions)
+            if events in ready:
+                self._count(events)
+        questions.close()
+        events.close()
+        self.context.term()
+
+    def _answer(self, questions: zmq.Socket[bytes]) -> None:
+        version, request_id, _domain, _address, _identity, mechanism, *credentials = questions.recv_multipart()
+        key = credentials[0] if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        if key in self._allowed:
+            answer = (b"200", b"", user_id_of(key).encode())
+        else:
+            self._arrivals.denied()
+            answer = (b"400", b"", b"")
+        questions.send_multipart([version, request_id, *answer, b""])
+
+    def _count(self, events: zmq.Socket[bytes]) -> None:
+        try:
+            while True:
+                event = parse_monitor_message(events.recv_multipart(zmq.DONTWAIT))["event"]
+                if event == zmq.EVENT_ACCEPTED:
+                    self._arrivals.accepted()
+                else:
+                    self._arrivals.admitted()
+        except zmq.Again:
+            return
