@@ -7,6 +7,7 @@ libraries below answer the same mistakes with pages of text, with randomly initi
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers import PretrainedConfig
 
 from embedded_engine.architectures import ARCHITECTURES, Architecture, check_cut
 from embedded_engine.model_config import architecture_of, check_is_plain, no_weights, one_line
+from planner.config_fields import shown
 from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config, read_json
 from planner.model_shape import read_model_shape
 from transfer.errors import ConfigError
@@ -52,6 +54,7 @@ WHOLE_DIGEST_LIMIT_BYTES = 64 * 1024 * 1024
 SAMPLES_PER_TENSOR = 16
 SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors format itself
+MAX_FILE_NAME_BYTES = 255  # the limit of Linux file systems; messages contain the name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,19 +298,23 @@ def stored_tensors(directory: Path) -> Iterator[StoredTensor]:
     if not index_path.exists():
         raise no_weights(directory)
     weight_map = read_json(index_path).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(name, str) and Path(name).name == name and name.isprintable() for name in weight_map.values())
-        or not all(map(str.isprintable, weight_map))
-    ):
-        raise ConfigError(f"{index_path}: weight_map must map each tensor to a file name in the same directory")
+    right = f"must map each tensor to the name of a file in the same directory, at most {MAX_FILE_NAME_BYTES} bytes"
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index_path}: weight_map is {shown(weight_map)}; {right}")
+    for name, file_name in weight_map.items():
+        if not (name.isprintable() and _is_file_name(file_name)):
+            raise ConfigError(f"{index_path}: weight_map places tensor {shown(name)} in {shown(file_name)}; it {right}")
     for file_name in sorted(set(weight_map.values())):
         tensors = {tensor.name: tensor for tensor in _file_tensors(directory / file_name)}
         for name in (name for name, file in weight_map.items() if file == file_name):
             if name not in tensors:
-                raise ConfigError(f"{index_path}: weight_map places {name} in {file_name}, which does not hold it")
+                raise ConfigError(f"{index_path}: weight_map places {shown(name)} in {file_name}, which does not hold it")
         yield from tensors.values()
+
+
+def _is_file_name(value: object) -> bool:
+    is_name = isinstance(value, str) and value.isprintable() and Path(value).name == value
+    return is_name and len(os.fsencode(str(value))) <= MAX_FILE_NAME_BYTES
 
 
 def _file_tensors(path: Path) -> list[StoredTensor]:
@@ -352,7 +359,8 @@ def _file_tensors(path: Path) -> list[StoredTensor]:
     for tensor in tensors:
         if not data_begin <= tensor.begin <= tensor.end <= size_bytes:
             raise ConfigError(
-                f"{path} is damaged: {tensor.name} ends at byte {tensor.end}, the file has {size_bytes}; it must be copied again"
+                f"{path} is damaged: tensor {shown(tensor.name)} ends at byte {shown(tensor.end)}, the file has {size_bytes}; "
+                "it must be copied again"
             )
     if not tensors:
         raise ConfigError(f"{path} holds no tensors; must hold the model's weights")

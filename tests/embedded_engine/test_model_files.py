@@ -94,15 +94,19 @@ def test_layers_that_the_engine_does_not_run_are_refused(
 @pytest.mark.parametrize(
     ("weight_map", "named"),
     [
-        ({"a\nb": "weights.safetensors"}, "weight_map must map"),
-        ({"a": "../model.safetensors"}, "in the same directory"),
-        ({"nothing.weight": "weights.safetensors"}, "places nothing.weight in weights.safetensors"),
+        ([], "weight_map is []; must map"),
+        ({"a\nb": "weights.safetensors"}, "places tensor 'a\\nb' in 'weights.safetensors'; it must map"),
+        ({"a": "../model.safetensors"}, "places tensor 'a' in '../model.safetensors'; it must map each tensor to the name of a"),
+        ({"a": 1}, "places tensor 'a' in 1; it must map"),
+        ({"a" * 9999: "b" * 256}, "at most 255 bytes"),
+        ({"nothing.weight": "weights.safetensors"}, "places 'nothing.weight' in weights.safetensors"),
     ],
 )
 def test_a_wrong_index_is_refused(copied: Path, weight_map: Any, named: str) -> None:
     (copied / "model.safetensors").rename(copied / "weights.safetensors")
     (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert named in message_of(ConfigError, lambda: read_model_files(copied))
+    message = message_of(ConfigError, lambda: read_model_files(copied))
+    assert named in message and len(message) < 700
 
 
 @pytest.mark.parametrize(
