@@ -115,14 +115,14 @@ class DeviceCopyQueue:
         ended = self._peers.pop(peer, None)
         if ended is not None:
             ended.waiter.finish()
-            self._closing = [peer_stream for peer_stream in self._closing if peer_stream.is_alive]
+            self._closing = [thread for thread in self._closing if thread.is_alive]
             self._closing.append(ended.waiter)
 
     def close(self, timeout_s: float) -> bool:
         for peer in list(self._peers):
             self.forget(peer)
         ends_at = time.monotonic() + timeout_s
-        return all([peer_stream.close(max(0.0, ends_at - time.monotonic())) for peer_stream in (*self._closing, self._compiler)])
+        return all([thread.close(max(0.0, ends_at - time.monotonic())) for thread in (*self._closing, self._compiler)])
 
     def _when_ready(
         self,

@@ -282,7 +282,7 @@ class PieceCopier:
     def forget(self, request_id: str) -> None:
         """The request's pages are given back, or it is over: use what is kept of its tables for others. Does nothing twice.
 
-        To be called when no copy that was prepared for it is queued, or will be (`SourceReleased`, `RequestComplete` and
+        To be called when no copy that was prepared for it is queued, or will be (`SourceReleased`, `IncomingComplete` and
         `IncomingDrained` say so): its tables are overwritten by the next request's.
         """
         for kept in self._device_tables:

@@ -28,8 +28,7 @@ from transfer.receive import events as protocol
 from transfer.receive.events import ReceiverSettings
 from transfer.receive.receiver import Receiver
 from transfer.ring import StagingAllocator, Watermark
-from transfer.tracing import Span as TraceSpan
-from transfer.tracing import Tracer
+from transfer.tracing import Span, Tracer
 from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
 from transfer.transport.driver import SessionDriver
 
@@ -126,7 +125,7 @@ class ReceiverLoop:
         self._control = control
         self._metrics = metrics
         self._tracer = tracer
-        self._spans: dict[str, TraceSpan] = {}  # of requests that are traced
+        self._spans: dict[str, Span] = {}  # of requests that are traced
         self._receiver = Receiver(
             ReceiverSettings(is_one_sided=transport.is_one_sided),
             StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=incarnation),

@@ -34,8 +34,7 @@ from transfer.ring import ALIGNMENT_BYTES, Watermark
 from transfer.send import events as protocol
 from transfer.send.events import SenderSettings, SentStats
 from transfer.send.sender import Sender
-from transfer.tracing import Span as TraceSpan
-from transfer.tracing import Tracer
+from transfer.tracing import Span, Tracer
 from transfer.transport.base import ByteRange, DirectMemory, Session, Transport
 from transfer.transport.driver import SessionDriver
 
@@ -75,7 +74,7 @@ class _Peer:
 class _TracedPiece:
     """One part of a chunk of a request that is traced."""
 
-    span: TraceSpan  # the request's
+    span: Span  # the request's
     chunk: int
     route: int
     num_bytes: int
@@ -134,7 +133,7 @@ class SenderLoop:
         self._sender = Sender(settings, incarnation=incarnation)
         self._metrics = metrics
         self._tracer = tracer
-        self._spans: dict[str, TraceSpan] = {}  # of requests that are traced
+        self._spans: dict[str, Span] = {}  # of requests that are traced
         self._gathered: dict[int, _TracedPiece] = {}  # of those, by slot, until they are written or their request ends
         self._driver = SessionDriver(loop)
         self._queue = open_queue("gather", pool.device, loop, on_crash)
