@@ -21,7 +21,7 @@ MAX_OFFSET_S: Final = 0.1
 _UNSYNCHRONISED: Final = 0x0040  # STA_UNSYNC
 _NANOSECONDS: Final = 0x2000  # STA_NANO: `offset` is in ns, not in us
 _ERROR: Final = 5  # TIME_ERROR
-_MEND: Final = "timedatectl set-ntp true (or systemctl enable --now chrony); a container has its host's clock, mend it there"
+_FIX: Final = "timedatectl set-ntp true (or systemctl enable --now chrony); a container has its host's clock, fix it there"
 
 
 class _Timex(ctypes.Structure):
@@ -76,7 +76,7 @@ def check_clock(found: ClockState | str) -> Finding:
     if isinstance(found, str):
         return warn(NAME, f"not known: {found}", "timedatectl timesync-status (or chronyc tracking), on the host")
     if not found.is_synchronised:
-        return warn(NAME, "nobody keeps it right: the kernel calls it unsynchronised", _MEND)
+        return warn(NAME, "nobody keeps it right: the kernel calls it unsynchronised", _FIX)
     text = f"synchronised, being moved by {found.offset_s * 1e3:+.3f} ms, at most {found.max_error_s * 1e3:,.0f} ms wrong"
     if found.max_error_s > MAX_ERROR_S:
         return warn(

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: what this machine offers, each thing with the command that mends it."""
+"""`kvferry doctor`: what this machine offers, each thing with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def run_doctor(
         findings.append(finding)
         console.print(f"[{styles[finding.state]}]{finding.state:<4}[/]", end=" ")
         console.print(f"{finding.name}: {finding.text}", markup=False, soft_wrap=True)
-        if finding.mend:
-            console.print(f"     mend: {finding.mend}", markup=False, soft_wrap=True)
+        if finding.fix:
+            console.print(f"     fix: {finding.fix}", markup=False, soft_wrap=True)
     return exit_codes.FAILED if _fails(findings) else exit_codes.OK
 
 
@@ -135,7 +135,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
     if version >= (3, 11):
         return Finding(name="python", state=State.OK, text=text)
     return Finding(
-        name="python", state=State.FAIL, text=text, mend="make setup PYTHON=python3.11 (3.11 is the oldest that will do)"
+        name="python", state=State.FAIL, text=text, fix="make setup PYTHON=python3.11 (3.11 is the oldest that will do)"
     )
 
 
@@ -144,7 +144,7 @@ def check_packages(version_of: Callable[[str], str | None]) -> Finding:
     missing = [name for name, version in versions.items() if version is None]
     text = ", ".join(f"{name} {version or 'MISSING'}" for name, version in versions.items())
     if missing:
-        return Finding(name="packages", state=State.FAIL, text=text, mend=f"pip install -c constraints.txt {' '.join(missing)}")
+        return Finding(name="packages", state=State.FAIL, text=text, fix=f"pip install -c constraints.txt {' '.join(missing)}")
     return Finding(name="packages", state=State.OK, text=text)
 
 
@@ -164,7 +164,7 @@ def ucx_devices(rdma_devices: Sequence[str]) -> Finding:
     except Exception as error:  # a missing package, a missing shared library, or UCX's own refusal
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return Finding(
-            name="ucx", state=State.FAIL, text=text, mend="pip install 'kvferry[ucx-cu13]' (or ucx-cu12; no GPU needed)"
+            name="ucx", state=State.FAIL, text=text, fix="pip install 'kvferry[ucx-cu13]' (or ucx-cu12; no GPU needed)"
         )
     wrapper = installed_version("ucxx-cu13") or installed_version("ucxx-cu12") or "of unknown version"
     return check_ucx(f"UCX {version}, ucxx {wrapper}", names, rdma_devices)
@@ -174,14 +174,14 @@ def check_ucx(what: str, names: Sequence[str], rdma_devices: Sequence[str]) -> F
     """`what` and the resources that it sees, ``transport/device`` each; its wheels are built without RDMA."""
     text = f"{what}; sees {', '.join(names)}"
     if not any(name.startswith(("tcp/", "self/")) for name in names):
-        return Finding(name="ucx", state=State.FAIL, text=text, mend="unset UCX_TLS UCX_NET_DEVICES")
+        return Finding(name="ucx", state=State.FAIL, text=text, fix="unset UCX_TLS UCX_NET_DEVICES")
     if any(_RDMA.match(name) for name in names):
         return Finding(name="ucx", state=State.OK, text=text)
     if not rdma_devices:
         return Finding(name="ucx", state=State.OK, text=f"{text}; no RDMA device, hosts would talk over TCP")
     text += f"; none of the RDMA devices {', '.join(rdma_devices)}, hosts would talk over TCP"
-    mend = "transport.name: nixl; or a UCX with verbs, RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/operations.md, RDMA)"
-    return Finding(name="ucx", state=State.WARN, text=text, mend=mend)
+    fix = "transport.name: nixl; or a UCX with verbs, RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/operations.md, RDMA)"
+    return Finding(name="ucx", state=State.WARN, text=text, fix=fix)
 
 
 def parse_ucx_resources(info: str) -> list[str]:
@@ -193,8 +193,8 @@ def check_shared_memory(total_bytes: int, free_bytes: int) -> Finding:
     text = f"/dev/shm has {total_bytes / 2**20:,.0f} MiB, {free_bytes / 2**20:,.0f} MiB of it free"
     if free_bytes >= MIN_SHM_BYTES:
         return Finding(name="shared memory", state=State.OK, text=text)
-    mend = "mount -o remount,size=2g /dev/shm (a container: docker run --shm-size=2g)"
-    return Finding(name="shared memory", state=State.WARN, text=text, mend=mend)
+    fix = "mount -o remount,size=2g /dev/shm (a container: docker run --shm-size=2g)"
+    return Finding(name="shared memory", state=State.WARN, text=text, fix=fix)
 
 
 def _shared_memory() -> tuple[int, int]:
@@ -213,7 +213,7 @@ def check_ptrace_scope(scope: str | None) -> Finding:
     if scope == "0":
         return Finding(name=name, state=State.OK, text="permitted (kernel.yama.ptrace_scope is 0)")
     text = f"kernel.yama.ptrace_scope is {scope}: ranks that are not parent and child use TCP on one host"
-    return Finding(name=name, state=State.WARN, text=text, mend="sysctl -w kernel.yama.ptrace_scope=0")
+    return Finding(name=name, state=State.WARN, text=text, fix="sysctl -w kernel.yama.ptrace_scope=0")
 
 
 def check_memlock(limit_bytes: int, *, has_rdma: bool) -> Finding:
@@ -223,14 +223,14 @@ def check_memlock(limit_bytes: int, *, has_rdma: bool) -> Finding:
         note = "" if is_unlimited else ", enough without RDMA"
         return Finding(name="locked memory", state=State.OK, text=text + note)
     text += "; RDMA pins every ring and staging buffer"
-    return Finding(name="locked memory", state=State.WARN, text=text, mend="ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)")
+    return Finding(name="locked memory", state=State.WARN, text=text, fix="ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)")
 
 
 def check_open_files(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES:
         return Finding(name="open files", state=State.OK, text="unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")
     text = f"{limit:,}, with which a decode rank takes {most_sessions(limit)} prefill ranks instead of {MAX_SESSIONS}"
-    return Finding(name="open files", state=State.WARN, text=text, mend=f"ulimit -n {MIN_OPEN_FILES}")
+    return Finding(name="open files", state=State.WARN, text=text, fix=f"ulimit -n {MIN_OPEN_FILES}")
 
 
 def check_gpu(has_gpu: bool, torch_version: str | None) -> Finding:
@@ -239,7 +239,7 @@ def check_gpu(has_gpu: bool, torch_version: str | None) -> Finding:
         return Finding(name="gpu", state=State.OK, text="none; everything runs on the CPU")
     if is_cpu_torch:
         text = f"there is one, but torch {torch_version} cannot use it"
-        return Finding(name="gpu", state=State.WARN, text=text, mend="install torch's CUDA build: make clean setup")
+        return Finding(name="gpu", state=State.WARN, text=text, fix="install torch's CUDA build: make clean setup")
     return Finding(name="gpu", state=State.OK, text=f"yes, torch {torch_version or 'MISSING'}")
 
 
@@ -256,9 +256,9 @@ def check_transfer(transport: str, measure: Callable[[str], LoopbackResult]) -> 
     try:
         result = measure(transport)
     except TransferError as error:
-        return Finding(name=name, state=State.FAIL, text=str(error), mend="see the lines above; UCX_LOG_LEVEL=info tells more")
+        return Finding(name=name, state=State.FAIL, text=str(error), fix="see the lines above; UCX_LOG_LEVEL=info tells more")
     text = f"{result.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {result.latency_s * 1e6:,.0f} us, lane {result.lane}, bytes equal"
     if result.bandwidth_bytes_per_s < SLOW_BYTES_PER_S:
-        mend = "run it again on an idle machine; if the lane ends with /net, permit cross-memory attach"
-        return Finding(name=name, state=State.WARN, text=text, mend=mend)
+        fix = "run it again on an idle machine; if the lane ends with /net, permit cross-memory attach"
+        return Finding(name=name, state=State.WARN, text=text, fix=fix)
     return Finding(name=name, state=State.OK, text=text)

@@ -1,4 +1,4 @@
-"""What `kvferry doctor` finds: one thing that was looked at, how it is, and the command that mends it."""
+"""What `kvferry doctor` finds: one thing that was looked at, how it is, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class Finding:
         name: What.
         state: `FAIL`: kvferry cannot run like this; `WARN`: it can, slower or not everywhere.
         text: What was found.
-        mend: Command or step that mends it; empty when it is ok.
+        fix: Command or step that fixes it; empty when it is ok.
     """
 
     name: str
     state: State
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def __post_init__(self) -> None:
-        if (self.state is State.OK) == bool(self.mend):
-            raise ConfigError(f"finding {self.name} is {self.state} and its mend is {self.mend!r}; what is not ok needs one")
+        if (self.state is State.OK) == bool(self.fix):
+            raise ConfigError(f"finding {self.name} is {self.state} and its fix is {self.fix!r}; what is not ok needs one")
 
 
 def ok(name: str, text: str) -> Finding:
     return Finding(name=name, state=State.OK, text=text)
 
 
-def warn(name: str, text: str, mend: str) -> Finding:
-    return Finding(name=name, state=State.WARN, text=text, mend=mend)
+def warn(name: str, text: str, fix: str) -> Finding:
+    return Finding(name=name, state=State.WARN, text=text, fix=fix)
 
 
-def fail(name: str, text: str, mend: str) -> Finding:
-    return Finding(name=name, state=State.FAIL, text=text, mend=mend)
+def fail(name: str, text: str, fix: str) -> Finding:
+    return Finding(name=name, state=State.FAIL, text=text, fix=fix)
 
 
 def read_line(path: Path) -> str | None:

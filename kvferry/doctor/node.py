@@ -95,8 +95,8 @@ def check_node(look: NodeLook, *, transports: Collection[str]) -> Iterator[Findi
     name = f"node {look.address}"
     status = look.status
     if status is None:
-        mend = "give a certificate that is in its tls.client_names" if look.is_refused else _mend_unreached(look.address)
-        yield fail(name, look.error, mend)
+        fix = "give a certificate that is in its tls.client_names" if look.is_refused else _fix_unreached(look.address)
+        yield fail(name, look.error, fix)
         return
     text = f"{status.role} node, {status.state}, version {_version(status)}, answers within {look.round_trip_s * 1e3:,.1f} ms"
     if status.ready:
@@ -109,13 +109,13 @@ def check_node(look: NodeLook, *, transports: Collection[str]) -> Iterator[Findi
     if not status.http_port:
         return
     if look.http_error:
-        mend = f"let port {status.http_port} of it through to probes, Prometheus and browsers (docs/operations.md, Ports)"
-        yield warn(f"{name} http", f"{look.http_error}; its gRPC port answers", mend)
+        fix = f"let port {status.http_port} of it through to probes, Prometheus and browsers (docs/operations.md, Ports)"
+        yield warn(f"{name} http", f"{look.http_error}; its gRPC port answers", fix)
     else:
         yield ok(f"{name} http", f"port {status.http_port} answers")
 
 
-def _mend_unreached(address: str) -> str:
+def _fix_unreached(address: str) -> str:
     return f"start the node, and let {address} through; docs/operations.md, TLS, where it answers without a certificate"
 
 
@@ -143,8 +143,8 @@ def _check_protocol(name: str, status: pb.NodeStatus) -> Finding:
     versions = f"kvferry {_version(status)} there, {transfer.__version__} here"
     if common:
         return ok(name, f"version {max(common)} in common; {versions}")
-    mend = f"install a kvferry that speaks version {max(theirs)} of the protocol (docs/protocol.md)"
-    return fail(name, f"no version in common: {sorted(theirs)} there, {sorted(PROTOCOL_VERSIONS)} here; {versions}", mend)
+    fix = f"install a kvferry that speaks version {max(theirs)} of the protocol (docs/protocol.md)"
+    return fail(name, f"no version in common: {sorted(theirs)} there, {sorted(PROTOCOL_VERSIONS)} here; {versions}", fix)
 
 
 def _check_transport(name: str, status: pb.NodeStatus, transports: Collection[str]) -> Finding:

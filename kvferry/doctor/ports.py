@@ -73,10 +73,10 @@ def _check_port(setting: str, what: str, host: str, port: int) -> Finding:
             one.listen(1)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            mend = f"ss -ltnp 'sport = :{port}' says by whom; stop it, or choose another {setting}"
-            return warn(setting, f"{text} is taken: by the node itself, where it runs already, or by something else", mend)
+            fix = f"ss -ltnp 'sport = :{port}' says by whom; stop it, or choose another {setting}"
+            return warn(setting, f"{text} is taken: by the node itself, where it runs already, or by something else", fix)
         if error.errno == errno.EACCES:
             return fail(setting, f"{text}: {error.strerror}", f"choose a {setting} from 1024")
-        mend = "set server.host to an address of this machine (ip addr), or to 0.0.0.0 with server.advertise_host"
-        return fail(setting, f"{text} cannot be bound: {error.strerror or error}", mend)
+        fix = "set server.host to an address of this machine (ip addr), or to 0.0.0.0 with server.advertise_host"
+        return fail(setting, f"{text} cannot be bound: {error.strerror or error}", fix)
     return ok(setting, f"{text} can be bound; whether others reach it, `kvferry doctor --node` tells from where they are")

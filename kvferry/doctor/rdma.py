@@ -139,7 +139,7 @@ def check_port(port: RdmaPort) -> Finding:
     text = f"{port.state}, {port.physical}, {port.link_layer}, {port.rate}"
     is_ethernet = port.link_layer == "Ethernet"
     if port.state != "ACTIVE":
-        return warn(name, text, _mend_link(port))
+        return warn(name, text, _fix_link(port))
     if not is_ethernet:
         return ok(name, f"{text}, GID {port.gids[0].address}" if port.gids else text)
     gid = port.roce_gid
@@ -153,7 +153,7 @@ def check_port(port: RdmaPort) -> Finding:
     return ok(name, f"{text}; UCX_IB_GID_INDEX={gid.index} if UCX takes another one")
 
 
-def _mend_link(port: RdmaPort) -> str:
+def _fix_link(port: RdmaPort) -> str:
     if port.state == "INIT":
         return "start a subnet manager for the fabric: systemctl start opensm (on one host, or on the switch)"
     if port.link_layer == "Ethernet":

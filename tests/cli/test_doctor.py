@@ -37,7 +37,7 @@ from transfer.errors import EngineError
 )
 def test_each_check_tells_right_from_wrong(finding: Finding, state: State) -> None:
     assert finding.state is state
-    assert bool(finding.mend) == (state is not State.OK)
+    assert bool(finding.fix) == (state is not State.OK)
 
 
 def test_a_slow_transfer_warns_and_a_failed_one_fails() -> None:

@@ -73,7 +73,7 @@ def gid(address: str, index: int = 3, kind: str = "RoCE v2") -> Gid:
 
 
 @pytest.mark.parametrize(
-    ("found", "state", "said", "mend"),
+    ("found", "state", "said", "fix"),
     [
         (port(gids=(gid(IPV4),)), State.OK, "10.0.0.5", ""),
         (port(gids=(gid(LINK_LOCAL, 1),)), State.WARN, "link-local only", "ip address add ADDRESS/PREFIX dev ens1f0"),
@@ -82,10 +82,10 @@ def gid(address: str, index: int = 3, kind: str = "RoCE v2") -> Gid:
         (port(state="INIT", link_layer="InfiniBand"), State.WARN, "INIT", "opensm"),
     ],
 )  # fmt: skip
-def test_each_port_tells_what_it_lacks(found: RdmaPort, state: State, said: str, mend: str) -> None:
+def test_each_port_tells_what_it_lacks(found: RdmaPort, state: State, said: str, fix: str) -> None:
     finding = check_port(found)
     assert finding.state is state and finding.name == "rdma mlx5_0:1"
-    assert said in finding.text and mend in finding.mend
+    assert said in finding.text and fix in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def versions(tested: dict[str, str] = TESTED, **here: str) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("finding", "state", "said", "mend"),
+    ("finding", "state", "said", "fix"),
     [
         (versions(torch="2.13.0+cpu", grpcio="1.85.1", rich="15.0.0"), State.OK, "3 packages, all as tested", ""),
         (versions(torch="2.9.1", grpcio="1.85.1"), State.FAIL, "torch 2.9.1 is older than 2.11", "--upgrade torch"),
@@ -151,7 +151,7 @@ def versions(tested: dict[str, str] = TESTED, **here: str) -> Finding:
     ],
 )
 def test_versions_are_compared_with_what_is_asked_for_and_what_was_tested(
-    finding: Finding, state: State, said: str, mend: str
+    finding: Finding, state: State, said: str, fix: str
 ) -> None:
     assert finding.state is state
-    assert said in finding.text and mend in finding.mend
+    assert said in finding.text and fix in finding.fix

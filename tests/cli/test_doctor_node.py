@@ -25,7 +25,7 @@ def status(**fields: Any) -> pb.NodeStatus:
 
 def found(look: NodeLook) -> dict[str, tuple[State, str, str]]:
     findings = check_node(look, transports=("ucx", "nixl"))
-    return {one.name.removeprefix("node n:1").strip(): (one.state, one.text, one.mend) for one in findings}
+    return {one.name.removeprefix("node n:1").strip(): (one.state, one.text, one.fix) for one in findings}
 
 
 def looked(*, offset_s: float = 0.0, http_error: str = "", **fields: Any) -> NodeLook:
@@ -33,7 +33,7 @@ def looked(*, offset_s: float = 0.0, http_error: str = "", **fields: Any) -> Nod
 
 
 @pytest.mark.parametrize(
-    ("look", "which", "state", "said", "mend"),
+    ("look", "which", "state", "said", "fix"),
     [
         (
             looked(ready=False, not_ready_reason="it drains"),
@@ -47,9 +47,9 @@ def looked(*, offset_s: float = 0.0, http_error: str = "", **fields: Any) -> Nod
         (looked(instance=pb.InstanceInfo(transport="cuda_ipc")), "transport", State.WARN, "(ucx, nixl)", "kvferry[cuda-ipc]"),
     ],
 )
-def test_what_is_not_well_comes_with_what_mends_it(look: NodeLook, which: str, state: State, said: str, mend: str) -> None:
+def test_what_is_not_well_comes_with_its_fix(look: NodeLook, which: str, state: State, said: str, fix: str) -> None:
     finding = found(look)[which]
-    assert finding[0] is state and said in finding[1] and mend in finding[2]
+    assert finding[0] is state and said in finding[1] and fix in finding[2]
 
 
 def test_a_node_that_does_not_answer_fails_and_one_that_refuses_wants_a_certificate() -> None:

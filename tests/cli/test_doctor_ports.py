@@ -26,7 +26,7 @@ def test_a_port_that_is_taken_is_told_and_one_that_is_free_is_not() -> None:
         port = taken.getsockname()[1]
         grpc, http = check_configured_ports(ServerConfig(port=port))
         assert (grpc.state, http.state) == (State.WARN, State.OK)
-        assert f"127.0.0.1 port {port} (gRPC) is taken" in grpc.text and f"sport = :{port}" in grpc.mend
+        assert f"127.0.0.1 port {port} (gRPC) is taken" in grpc.text and f"sport = :{port}" in grpc.fix
         assert "a free port" in http.text and "others reach it" in http.text
     assert states(ServerConfig(port=port)) == {"server.port": State.OK, "server.http_port": State.OK}, "it is let go again"
 

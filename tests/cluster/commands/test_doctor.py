@@ -33,7 +33,7 @@ def test_without_a_transport_the_doctor_fails_and_says_how_to_mend_it() -> None:
     run = subprocess.run([sys.executable, "-m", "kvferry", "doctor"], capture_output=True, text=True, timeout=60, env=environment)
     assert run.returncode == 1
     assert re.search(r"^fail (ucx|transfer over ucx):", run.stdout, re.MULTILINE)
-    assert "mend:" in run.stdout
+    assert "fix:" in run.stdout
 
 
 def test_the_look_at_peers_is_python_that_runs() -> None:
