@@ -1,11 +1,45 @@
-"""The target's protocol as a state machine without I/O: `Receiver.handle(event, now_s) -> list[Action]`.
+"""The receiving end of the protocol as a state machine without I/O: `Receiver.handle(event, now_s) -> list[Action]`.
 
-One `Receiver` per decode rank, driven by that rank's one owner. It gives out grants, decides when a receive may be posted, when
-a chunk may be scattered, when bytes go back to the ring, and when a request is whole. It does not receive, scatter, send or look
-at a clock: it says so in actions, and hears of the outcome in events.
+One `Receiver` per decode rank. Its owner (`transfer.receive.loop`) carries out the actions and reports the outcomes as events.
+Numbered rules are those of docs/protocol.md. `transfer.send.sender` defines request, chunk, route, piece and session.
 
-A request is whole when the *set* of its pieces (chunk x route) has been scattered with the right digest (rule 7); anything else
-fails it closed. Numbered rules are those of docs/protocol.md.
+Theory of operation
+===================
+
+The `StagingAllocator` assigns the bytes of the ring in the order of the grant requests. A grant gets its bytes at once, although
+older grants may still use them, so senders never wait for an answer that depends on others. Senders learn from watermarks when
+the bytes are free.
+
+The way of a piece::
+
+    GrantRequest -> GRANTED -> bytes are free -> ChunkReady -> SCATTERING -> released
+                       ^                                           |
+                       +------- rejected: digest mismatch ---------+
+
+- GRANTED. The grant never changes, and a repeated request gets the same grant (rules 1 and R3). `PrepareScatter` lets the owner
+  bind pages and upload page tables ahead of the bytes.
+- The bytes are free when no older grant on them is unreleased. The sender checks that in its `RingView` before it
+  writes (rule 2). On a two-sided transport the receive is posted only then, too, so no byte can land early.
+- SCATTERING begins after `ChunkReady`, and on a two-sided transport after the receive has settled. The digest is computed by the
+  copy itself.
+- Released. The bytes return to the ring after the scatter has finished (rule 5), and the next watermark shows it. If the digest
+  is wrong, `ChunkRejected` asks for the piece once more. A second mismatch fails the request as data loss.
+
+A request is complete when the *set* of its scattered pieces is the expected set and none is outstanding (rules 7 and 8). Messages
+can be repeated, so pieces are never counted.
+
+A watermark states all that is released, so a lost one does no harm. It goes only to the sessions that it concerns: those whose
+grants were released, and those whose grants have become writable without their knowledge.
+
+A failed or cancelled request is given up in two steps:
+
+1. Its pages are safe when no scatter is in flight: `IncomingDrained` (rule 6). The owner may then use the pages.
+2. The bytes of its grants stay in quarantine, because a sender may still write them. `AbortTransfer` asks the senders to drain
+   and is repeated after `repeat_after_s`. A grant is released when its sender has drained and its receive has settled, or when
+   the session is over. Then the request is forgotten.
+
+A lost session is *over* when its sender can no longer write into the ring. A two-sided transport proves that by its close. On a
+one-sided transport `ReceiverSessionOver` follows later, and the grants stay in quarantine until then.
 """
 
 from __future__ import annotations

@@ -1,11 +1,51 @@
-"""The writer's protocol as a state machine without I/O: `Sender.handle(event, now_s) -> list[Action]`.
+"""The sending end of the protocol as a state machine without I/O: `Sender.handle(event, now_s) -> list[Action]`.
 
-One `Sender` per prefill rank, driven by that rank's one owner. It decides when a grant is asked for, when a chunk may be
-gathered and written, when a staging slot and the source pages are free, and what becomes of a request when a peer dies. It does
-not gather, write, send or look at a clock: it says so in actions, and hears of the outcome in events.
+One `Sender` per prefill rank. Its owner (`transfer.send.loop`) carries out the actions and reports the outcomes as events.
+Numbered rules are those of docs/protocol.md.
 
-A *piece* is the part of a chunk that travels on one route: one grant, one gather, one write. Numbered rules are those of
-docs/protocol.md.
+Theory of operation
+===================
+
+A *request* is the KV of one prompt on its way to one decode instance. Both ends split it into the same *chunks*, by tokens and by
+layers. A *route* is a pair of ranks, one of each end, that have KV heads in common. A *piece* is the part of a chunk that travels
+on one route: one grant, one gather, one write. A *session* connects this rank with the ring of one decode rank. All requests
+share it.
+
+The stages of a piece::
+
+    not asked -> ASKED -> GRANTED -> GATHERING -> WRITING -> WRITTEN -> RELEASED
+                   |         |          |            |          |
+                   +---------+----------+------------+----------+--> DROPPED, when its request fails
+
+- ASKED. `_ask` requests the next grants of a route. At most `grants_ahead` pieces of a route are between ASKED and RELEASED, so
+  one request cannot fill a ring.
+- GRANTED. The piece has bytes of the ring, but an older grant may still use them.
+- GATHERING. A gather begins when three conditions hold: the chunk is computed, the `RingView` shows the bytes as released (rule
+  2), and a staging slot is free. The slot comes last. A slot that is held by a piece that waits for the ring could be the slot
+  that the older piece needs, for which the ring waits (docs/adr/0010). A direct session needs no slot: its gathers store into the
+  ring.
+- WRITING, WRITTEN. One write carries the slot. Then `ChunkReady` is sent. On a direct session the gather is the write.
+- RELEASED. A watermark shows that the decode rank has copied the bytes into its pool. The slot is kept until then, because a
+  rejected piece is written again from it, with the next attempt number.
+
+What a peer sends can be lost, repeated, late or hostile:
+
+- `GrantRequest` and `ChunkReady` are repeated after `repeat_after_s` until they are answered. A repeated question has the same
+  answer.
+- Each attempt at a grant has a key. Each key is written or declined exactly once, because a two-sided transport has one receive
+  posted for it. `SessionState.spent` holds the keys of requests that are over.
+- A message that contradicts the state is dropped and counted (rule 14). A watermark that cannot be true closes its session.
+
+A request fails as a whole (`_fail`). No new work begins, unused grants are declined, and gathers and writes that are under way
+settle. Then every route reports `WriterDrained`, and the owner gets `OutgoingFailed` (rule 9). `SourceReleased` comes as soon as
+no gather reads the pages any more, before or with the end of the request. When a session is lost, its transport is closed
+already, so only its gathers are waited for.
+
+Sessions take turns for slots (`_begin_ready_pieces`). The last free slot is kept for a session that has grants and no slot, so
+that a peer that releases nothing cannot stop the others.
+
+No event visits all pieces of a request, which can be tens of thousands. Grants that wait for ring bytes are indexed by the
+position that blocks them (`transfer.ring_index`).
 """
 
 from __future__ import annotations
