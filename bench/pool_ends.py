@@ -28,6 +28,7 @@ from transfer.layout import Range, Shard, wire_buffers
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.receive.events import IncomingRequest, IncomingRoute
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
@@ -163,27 +164,28 @@ class PrefillEnd:
         self._transport, open_queue = _data_plane(setting, lane, device)
         self._instance = own_instance(setting, setting.prefill_shard, self._transport)
         slot_bytes = staging_slot_bytes(setting.config.chunk, setting.config.staging, setting.layout, setting.prefill_shard)
-        self._sender = SenderLoop(
+        context = RankContext(
             loop=loop,
-            owner=self,
-            pool=self.picker.pool,
+            instance=self._instance,
+            rank=0,
+            device=torch.device(device),
             transport=self._transport,
-            staging=StagingBuffer(num_bytes=setting.num_slots * slot_bytes, device=device),
-            settings=SenderSettings(num_slots=setting.num_slots),
-            incarnation=self._instance.incarnation,
+            transport_config=setting.config.transport,
             metrics=self.metrics,
             on_crash=self._crash,
+        )
+        self._sender = SenderLoop(
+            context=context,
+            owner=self,
+            pool=self.picker.pool,
+            staging=StagingBuffer(num_bytes=setting.num_slots * slot_bytes, device=device),
+            settings=SenderSettings(num_slots=setting.num_slots),
             open_queue=open_queue,
         )
         self._sessions = DecodeSessions(
-            loop=loop,
+            context=context,
             sender=self._sender,
-            transport=self._transport,
-            own=self._instance,
-            rank=0,
             plan=finest_chunk_plan(setting.config.chunk),
-            device=device,
-            transport_config=setting.config.transport,
             on_lost=lambda join, incarnation, reason: self._give_up(reason),
         )
         self._session = 0
@@ -296,18 +298,23 @@ class DecodeEnd:
         self._control = ZmqControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
         # A one-sided probe writes behind the ring.
         probe_bytes = setting.config.transport.probe_bytes if self._transport.is_one_sided else 0
-        self._receiver = ReceiverLoop(
+        context = RankContext(
             loop=loop,
+            instance=self.instance,
+            rank=0,
+            device=torch.device(device),
+            transport=self._transport,
+            metrics=self.metrics,
+            on_crash=lambda error: self._give_up(repr(error)),
+        )
+        self._receiver = ReceiverLoop(
+            context=context,
             owner=self,
             pool=self.picker.pool,
-            transport=self._transport,
             ring_memory=StagingBuffer(
                 num_bytes=setting.ring_bytes + probe_bytes, device=device, is_shared=self._transport.is_one_sided
             ),
             control=self._control,
-            incarnation=self.instance.incarnation,
-            metrics=self.metrics,
-            on_crash=lambda error: self._give_up(repr(error)),
             probe_bytes=probe_bytes,
             open_queue=open_queue,
         )

@@ -49,6 +49,7 @@ from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
+from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, RingMemory, Unattached, open_receiving
 from transfer.receive.events import IncomingRequest
 from transfer.receive.loop import ReceiverLoop
@@ -163,38 +164,32 @@ class DecodeWorker:
             undo.push_async_callback(offload.close)
         memory = rank_memory(engine, {"ring": num_bytes})
         self._metrics.memory(memory.planned, memory.real)
-        receiving = open_receiving(
+        context = RankContext(
             loop=self._loop,
-            owner=self,
-            pool=pool,
+            instance=instance,
+            rank=self._spec.rank,
+            device=pool.device,
             transport=transport,
-            memory=ring_memory,
-            server=config.server,
-            incarnation=self._spec.incarnation,
+            transport_config=config.transport,
+            security=security_of(config),
             metrics=self._metrics,
             on_crash=self._crash,
-            host_arrivals=offload,
             tracer=self._tracer,
+        )
+        receiving = open_receiving(
+            context=context, owner=self, pool=pool, memory=ring_memory, server=config.server, host_arrivals=offload
         )
         opening.pop_all()  # the receiver closes it
         undo.callback(receiving.loop.close)
         sessions = PrefillSessions(
-            loop=self._loop,
+            context=context,
             receiving=receiving,
-            transport=transport,
-            own=instance,
-            rank=self._spec.rank,
-            device=pool.device,
-            transport_config=config.transport,
             server=config.server,
             heartbeat_s=config.heartbeat.interval_s,
-            security=security_of(config),
-            metrics=self._metrics,
             on_writer_lost=lambda incarnation, rank, reason: self._link.send(
                 PrefillRankLost(incarnation=incarnation, prefill_rank=rank, reason=reason)
             ),
             on_link_probed=lambda link: self._link.send(LinkProbed(link=link)),
-            on_crash=self._crash,
         )
         self.use(
             DecodeRankParts(

@@ -19,11 +19,14 @@ from torch import Tensor
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.copy.digest import DIGEST_XXH3
+from transfer.instance import Instance
 from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
+from transfer.messages import PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import PageAllocator
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.receive.events import IncomingRequest, IncomingRoute
 from transfer.receive.loop import ReceiverLoop
 from transfer.ring import Watermark
@@ -61,6 +64,28 @@ class Pages:
         return pages[tokens // self.pool.page_size] * self.pool.page_size + tokens % self.pool.page_size
 
 
+def context_of(pages: Pages, transport: Transport, *, role: str, incarnation: int) -> RankContext:
+    """Return the context of the rank whose pool that is."""
+    pool = pages.pool
+    instance = Instance(
+        incarnation=incarnation,
+        layout=pool.layout,
+        shard=pool.shard,
+        transport=transport.name,
+        digests=(DIGEST_XXH3,),
+        protocol_versions=PROTOCOL_VERSIONS,
+    )
+    return RankContext(
+        loop=asyncio.get_running_loop(),
+        instance=instance,
+        rank=pool.shard.rank,
+        device=pool.device,
+        transport=transport,
+        metrics=RankMetrics(role=role, rank=pool.shard.rank),
+        on_crash=crash,
+    )
+
+
 class SendingRank:
     """A prefill rank; a `transfer.send.loop.SenderOwner`."""
 
@@ -72,15 +97,11 @@ class SendingRank:
         self.sessions: dict[int, int] = {}  # decode rank -> session
         self.transport = transport
         self.loop = SenderLoop(
-            loop=asyncio.get_running_loop(),
+            context=context_of(pages, transport, role="prefill", incarnation=1),
             owner=self,
             pool=self.pages.pool,
-            transport=transport,
             staging=StagingBuffer(num_bytes=NUM_SLOTS * slot_bytes),
             settings=SenderSettings(num_slots=NUM_SLOTS, grants_ahead=4, repeat_after_s=0.2),
-            incarnation=1,
-            metrics=RankMetrics(role="prefill", rank=pages.pool.shard.rank),
-            on_crash=crash,
         )
 
     def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
@@ -114,15 +135,11 @@ class ReceivingRank:
         self.transport = transport
         self.control = InprocControlServer()
         self.loop = loop_type(
-            loop=asyncio.get_running_loop(),
+            context=context_of(pages, transport, role="decode", incarnation=2),
             owner=self,
             pool=self.pages.pool,
-            transport=transport,
             ring_memory=StagingBuffer(num_bytes=ring_bytes),
             control=self.control,
-            incarnation=2,
-            metrics=RankMetrics(role="decode", rank=pages.pool.shard.rank),
-            on_crash=crash,
         )
 
     def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:

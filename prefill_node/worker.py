@@ -53,6 +53,7 @@ from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.registry.security import security_of
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
@@ -154,30 +155,25 @@ class PrefillWorker:
             staging = StagingBuffer(num_bytes=num_bytes, device=pool.device)
         memory = rank_memory(engine, {"staging": staging.num_bytes + self._config.transport.probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
-        sender = SenderLoop(
+        context = RankContext(
             loop=self._loop,
-            owner=self,
-            pool=pool,
+            instance=instance,
+            rank=self._spec.rank,
+            device=pool.device,
             transport=transport,
-            staging=staging,
-            settings=SenderSettings(num_slots=num_slots),
-            incarnation=self._spec.incarnation,
+            transport_config=self._config.transport,
+            security=security_of(self._config),
             metrics=self._metrics,
             on_crash=self._crash,
             tracer=self._tracer,
         )
+        sender = SenderLoop(context=context, owner=self, pool=pool, staging=staging, settings=SenderSettings(num_slots=num_slots))
         opening.pop_all()  # the sender closes it
         undo.callback(sender.close)
         sessions = DecodeSessions(
-            loop=self._loop,
+            context=context,
             sender=sender,
-            transport=transport,
-            own=instance,
-            rank=self._spec.rank,
             plan=finest_chunk_plan(self._config.chunk),
-            device=pool.device,
-            transport_config=self._config.transport,
-            security=security_of(self._config),
             on_lost=lambda join, incarnation, reason: self._link.send(
                 DecodeLost(join=join, incarnation=incarnation, reason=reason)
             ),

@@ -38,14 +38,16 @@ from prefill_node.source_rank import SourceRank, TransferEvent
 from transfer.config import HostedConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
-from transfer.instance import HOSTED_CAPABILITIES
+from transfer.instance import HOSTED_CAPABILITIES, Instance
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, RingMemory, open_receiving
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
+from transfer.transport.base import Transport
 
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25
@@ -215,30 +217,21 @@ class HostedRank:
                 on_crash=self._thread.crash,
             )
             num_slots = config.staging.num_slots
+            context = self._context_of(instance, transport, metrics)
             sender = SenderLoop(
-                loop=self._thread.loop,
+                context=context,
                 owner=source,
                 pool=pool,
-                transport=transport,
                 staging=StagingBuffer(
                     num_bytes=num_slots * staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard),
                     device=pool.device,
                 ),
                 settings=SenderSettings(num_slots=num_slots),
-                incarnation=incarnation,
-                metrics=metrics,
-                on_crash=self._thread.crash,
             )
             sessions = DecodeSessions(
-                loop=self._thread.loop,
+                context=context,
                 sender=sender,
-                transport=transport,
-                own=instance,
-                rank=self._rank,
                 plan=finest_chunk_plan(config.chunk),
-                device=pool.device,
-                transport_config=config.transport,
-                security=self._security,
                 on_lost=lambda join, decode, reason: self._send(DecodeLost(join=join, incarnation=decode, reason=reason)),
             )
             source.begin(sender, sessions)
@@ -256,11 +249,11 @@ class HostedRank:
             metrics.watch_loop(self._thread.loop.turns)
             target = TargetRank(layout=engine.layout, send=self._send, on_news=self._news.append)
             ring_bytes = ring_capacity_bytes(config.ring, device_bytes(pool.device), device=config.device)
+            context = self._context_of(instance, transport, metrics)
             receiving = open_receiving(
-                loop=self._thread.loop,
+                context=context,
                 owner=target,
                 pool=pool,
-                transport=transport,
                 memory=RingMemory.take(
                     ring_bytes=ring_bytes,
                     probe_bytes=config.transport.probe_bytes,
@@ -268,27 +261,16 @@ class HostedRank:
                     is_one_sided=transport.is_one_sided,
                 ),
                 server=config.server,
-                incarnation=incarnation,
-                metrics=metrics,
-                on_crash=self._thread.crash,
             )
             writers = PrefillSessions(
-                loop=self._thread.loop,
+                context=context,
                 receiving=receiving,
-                transport=transport,
-                own=instance,
-                rank=self._rank,
-                device=pool.device,
-                transport_config=config.transport,
                 server=config.server,
                 heartbeat_s=config.heartbeat.interval_s,
-                security=self._security,
-                metrics=metrics,
                 on_writer_lost=lambda prefill, rank, reason: self._send(
                     PrefillRankLost(incarnation=prefill, prefill_rank=rank, reason=reason)
                 ),
                 on_link_probed=lambda link: self._send(LinkProbed(link=link)),
-                on_crash=self._thread.crash,
             )
             target.begin(receiving, writers)
             self._target = target
@@ -303,6 +285,20 @@ class HostedRank:
             vocab_size=engine.vocab_size,
             address=address,
             ring_bytes=ring_bytes,
+        )
+
+    def _context_of(self, instance: Instance, transport: Transport, metrics: RankMetrics) -> RankContext:
+        """Return the context of one side."""
+        return RankContext(
+            loop=self._thread.loop,
+            instance=instance,
+            rank=self._rank,
+            device=self._engine.pool.device,
+            transport=transport,
+            transport_config=self._config.transport,
+            security=self._security,
+            metrics=metrics,
+            on_crash=self._thread.crash,
         )
 
     def _on_message(self, message: Any) -> None:

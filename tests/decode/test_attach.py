@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runtime.instances import instance
@@ -16,9 +17,9 @@ from transfer.errors import ChunkTooLarge, LayoutError, ResourceExhausted
 from transfer.instance import AttachRequest, Instance, Link
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, Receiving, Unattached, WritersOfInstance
 from transfer.registry.options import MAX_SESSIONS
-from transfer.registry.security import PlainText
 from transfer.ring import StagingAllocator
 from transfer.transport.inproc import InprocHub, InprocTransport
 
@@ -56,24 +57,25 @@ class Rank:
             close_session=self.close_session,
         )
         self.sessions = PrefillSessions(
-            loop=asyncio.get_running_loop(),
+            context=RankContext(
+                loop=asyncio.get_running_loop(),
+                instance=own or instance(DECODE_LIFE),
+                rank=rank,
+                device=torch.device("cpu"),
+                transport=transport,
+                transport_config=TransportConfig(min_bandwidth_bytes_per_s=floor_bytes_per_s),
+                metrics=self.metrics,
+                on_crash=lambda error: pytest.fail(repr(error)),
+            ),
             receiving=Receiving(
                 loop=cast(Any, receiver),
                 control=cast(Any, SimpleNamespace(address="inproc", public_key=bytes(32))),
                 scratch=None,
             ),
-            transport=transport,
-            own=own or instance(DECODE_LIFE),
-            rank=rank,
-            device="cpu",
-            transport_config=TransportConfig(min_bandwidth_bytes_per_s=floor_bytes_per_s),
             server=ServerConfig(),
             heartbeat_s=0.5,
-            security=PlainText(),
-            metrics=self.metrics,
             on_writer_lost=lambda *loss: self.lost.append(loss),
             on_link_probed=self.probed.append,
-            on_crash=lambda error: pytest.fail(repr(error)),
         )
 
     async def attach(self, prefill: Instance, rank: int = 0) -> int:

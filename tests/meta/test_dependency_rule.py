@@ -84,7 +84,7 @@ GRPC_FILES = (
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip
 DEVICE_FILES = (
-    *_files("transfer", "out_of_memory send/attach send/loop receive/attach receive/loop"),
+    *_files("transfer", "out_of_memory rank_context send/attach send/loop receive/attach receive/loop"),
     "transfer/pool/*", "transfer/copy/*", "transfer/transport/*", *NODES,
 )  # fmt: skip
 CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/command.py", "decode_node/command.py")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
@@ -19,7 +20,9 @@ from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, ResourceExhausted, TransferError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Link
+from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
@@ -61,14 +64,18 @@ class Attaching:
         self.num_attaches = 0
         self.lost: list[tuple[int, int, str]] = []
         self.sessions = DecodeSessions(
-            loop=asyncio.get_running_loop(),
+            context=RankContext(
+                loop=asyncio.get_running_loop(),
+                instance=instance(1),
+                rank=0,
+                device=torch.device("cpu"),
+                transport=InprocTransport(self.hub, one_sided=is_one_sided),
+                transport_config=TransportConfig(probe_bytes=PROBE_BYTES, min_bandwidth_bytes_per_s=floor),
+                metrics=RankMetrics(role="prefill", rank=0),
+                on_crash=lambda error: pytest.fail(repr(error)),
+            ),
             sender=cast(SenderLoop, sender or NoSender()),
-            transport=InprocTransport(self.hub, one_sided=is_one_sided),
-            own=instance(1),
-            rank=0,
             plan=ChunkPlan(chunk_tokens=4),
-            device="cpu",
-            transport_config=TransportConfig(probe_bytes=PROBE_BYTES, min_bandwidth_bytes_per_s=floor),
             on_lost=lambda *loss: self.lost.append(loss),
         )
         self.address = ""

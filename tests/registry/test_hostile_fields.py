@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -27,7 +28,7 @@ from prefill_node.rank_messages import AttachDecode, DecodeAttached
 from tests.registry.hostile_messages import HUGE_LIST, HUGE_TEXT, Hostile, hostile_messages
 from tests.runtime.instances import decode_config, hello, instance, prefill_config
 from transfer.chunk import ChunkPlan
-from transfer.config import ServerConfig, TransportConfig
+from transfer.config import ServerConfig
 from transfer.errors import PeerUnreachable, RemoteProtocolError
 from transfer.instance import AttachRequest, Instance
 from transfer.layout import DType, Shard
@@ -36,6 +37,7 @@ from transfer.metrics import RankMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, Receiving
 from transfer.registry.convert import attach_request_to_proto, chunk_plan_to_proto, instance_to_proto, layout_from_proto
 from transfer.registry.security import PlainText
@@ -134,7 +136,16 @@ class Nodes:
         """A decode rank, as far as an attach goes."""
         transport = InprocTransport(self.hub, one_sided=True)
         return PrefillSessions(
-            loop=asyncio.get_running_loop(),
+            context=RankContext(
+                loop=asyncio.get_running_loop(),
+                instance=instance(DECODE_LIFE),
+                rank=0,
+                device=torch.device("cpu"),
+                transport=cast(Any, SimpleNamespace(accept=partial(self._accept, transport), is_one_sided=True)),
+                security=PlainText(insecure=1),
+                metrics=RankMetrics(role="decode", rank=0),
+                on_crash=pytest.fail,
+            ),
             receiving=Receiving(
                 loop=cast(
                     Any,
@@ -151,18 +162,10 @@ class Nodes:
                 control=cast(Any, SimpleNamespace(address="inproc", public_key=bytes(32))),
                 scratch=None,
             ),
-            transport=cast(Any, SimpleNamespace(accept=partial(self._accept, transport), is_one_sided=True)),
-            own=instance(DECODE_LIFE),
-            rank=0,
-            device="cpu",
-            transport_config=TransportConfig(),
             server=ServerConfig(),
             heartbeat_s=10.0,
-            security=PlainText(insecure=1),
-            metrics=RankMetrics(role="decode", rank=0),
             on_writer_lost=lambda *loss: None,
             on_link_probed=lambda link: None,
-            on_crash=pytest.fail,
         )
 
     async def open(self) -> None:

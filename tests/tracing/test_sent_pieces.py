@@ -16,7 +16,7 @@ from tests.tracing.collector import Collector, listening
 from transfer.config import TracingConfig
 from transfer.copy.host_copy_queue import HostCopyQueue
 from transfer.layout import DType, KVLayout, Shard
-from transfer.send.loop import SenderLoop
+from transfer.rank_context import RankContext
 from transfer.send.sender import OutgoingRequest
 
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -28,7 +28,7 @@ async def test_a_piece_that_was_never_written_leaves_no_span_to_the_next_request
     collector = Collector()
     with listening(collector) as port:
         tracer = OtelTracer(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), role="prefill", rank=0)
-        monkeypatch.setattr(one_process, "SenderLoop", partial(SenderLoop, tracer=tracer))
+        monkeypatch.setattr(one_process, "RankContext", partial(RankContext, tracer=tracer))
         tiers = TwoTiers(LAYOUT, Shard(page_size=16), Shard(page_size=16), is_one_sided=False)
         (sender,) = tiers.senders
         start, gather = sender.loop.start_request, HostCopyQueue.gather

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from transfer.chunk import largest_wire_bytes
-from transfer.config import ServerConfig, TransportConfig
+from transfer.config import ServerConfig
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.copy.warm_up import warm_up
@@ -24,19 +24,17 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
-from transfer.metrics import RankMetrics
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.receive.events import IncomingRoute
 from transfer.receive.loop import HostArrivals, ReceiverLoop, ReceiverOwner
 from transfer.refusals import log_refusal
 from transfer.registry.guard import Refusal
 from transfer.registry.options import MAX_SESSIONS
-from transfer.registry.security import Security
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
 from transfer.ring import Watermark
-from transfer.tracing import Tracer
-from transfer.transport.base import LocalMemory, Session, Transport
+from transfer.transport.base import LocalMemory, Session
 from transfer.transport.probe import ProbePlan, serve_probe
 
 log = structlog.get_logger(__name__)
@@ -88,24 +86,19 @@ class Receiving:
 
 def open_receiving(
     *,
-    loop: asyncio.AbstractEventLoop,
+    context: RankContext,
     owner: ReceiverOwner,
     pool: KVPool,
-    transport: Transport,
     memory: RingMemory,
     server: ServerConfig,
-    incarnation: int,
-    metrics: RankMetrics,
-    on_crash: Callable[[BaseException], None],
     host_arrivals: HostArrivals | None = None,
-    tracer: Tracer | None = None,
 ) -> Receiving:
     """Open the control channel and the receiver of a rank; arguments as of `ReceiverLoop`.
 
     Args:
         server: Where the rank listens, and what it is called by.
     """
-    scratch = None if memory.scratch is None else transport.register(memory.scratch.tensor)
+    scratch = None if memory.scratch is None else context.transport.register(memory.scratch.tensor)
     control = ZmqControlServer(
         f"tcp://{host_port(server.host, 0)}",
         keys=new_key_pair(),  # of this life
@@ -113,18 +106,13 @@ def open_receiving(
         max_payload_bytes=MAX_MESSAGE_BYTES,
     )
     receiver = ReceiverLoop(
-        loop=loop,
+        context=context,
         owner=owner,
         pool=pool,
-        transport=transport,
         ring_memory=memory.ring,
         control=control,
-        incarnation=incarnation,
-        metrics=metrics,
-        on_crash=on_crash,
         probe_bytes=memory.tail_bytes,
         host_arrivals=host_arrivals,
-        tracer=tracer,
     )
     return Receiving(loop=receiver, control=control, scratch=scratch)
 
@@ -163,56 +151,35 @@ class PrefillSessions:
     """The sessions of all prefill ranks that are attached to this rank.
 
     Args:
-        loop: The owner's loop; every method is called on it.
+        context: The rank.
         receiving: Takes the sessions over; closed by the owner, after these.
-        transport: The data plane.
-        own: This rank's instance.
-        rank: This rank.
-        device: Where the pool lies.
-        transport_config: Bounds of probes and links.
         server: Where the rank listens, and what it is called by.
         heartbeat_s: Seconds between heartbeats, in both directions.
-        security: How writers speak to this rank.
-        metrics: Where links and refusals are counted.
         on_writer_lost: (prefill incarnation, prefill rank, reason), when the last session with a prefill rank is closed.
         on_link_probed: A writer told what its probe measured.
-        on_crash: Called with an error that must end the rank.
     """
 
     def __init__(
         self,
         *,
-        loop: asyncio.AbstractEventLoop,
+        context: RankContext,
         receiving: Receiving,
-        transport: Transport,
-        own: Instance,
-        rank: int,
-        device: torch.device | str,
-        transport_config: TransportConfig,
         server: ServerConfig,
         heartbeat_s: float,
-        security: Security,
-        metrics: RankMetrics,
         on_writer_lost: Callable[[int, int, str], None],
         on_link_probed: Callable[[Link], None],
-        on_crash: Callable[[BaseException], None],
     ) -> None:
-        self._loop = loop
+        self._context = context
         self._receiver = receiving.loop
         self._control = receiving.control
         self._scratch = receiving.scratch
-        self._transport = transport
-        self._own = own
-        self._rank = rank
-        self._device = torch.device(device)
-        self._config = transport_config
+        self._transport = context.transport
+        self._own = context.instance
         self._address = server
         self._heartbeat_s = heartbeat_s
-        self._security = security
-        self._metrics = metrics
+        self._metrics = context.metrics
         self._on_writer_lost = on_writer_lost
         self._on_link_probed = on_link_probed
-        self._on_crash = on_crash
         self._writers: dict[int, Writer] = {}  # by session
         self._refused = LogRateLimiter()  # of callers whose certificates do not allow what they asked for
         self._attaching: set[asyncio.Task[None]] = set()  # probes, and kernels being compiled
@@ -230,7 +197,7 @@ class PrefillSessions:
     async def start(self) -> str:
         """Serve attach and watermarks; returns the address that prefill ranks are told."""
         self._server = await serve(
-            self._address.host, 0, transfer_control=self._servicer, security=self._security, on_refused=self._on_refused
+            self._address.host, 0, transfer_control=self._servicer, security=self._context.security, on_refused=self._on_refused
         )
         await self._server.set_serving(True)
         return host_port(self._address.advertised_host, self._server.port)
@@ -329,15 +296,15 @@ class PrefillSessions:
         )
         if most > ring.capacity_bytes:
             raise ChunkTooLarge(
-                f"ring.capacity_bytes is {ring.capacity_bytes} on decode rank {self._rank}; a chunk of "
+                f"ring.capacity_bytes is {ring.capacity_bytes} on decode rank {self._context.rank}; a chunk of "
                 f"{request.chunk_plan.chunk_tokens} tokens and {request.chunk_plan.layers_per_group or 'all'} layers has {most} "
                 "bytes: raise it, or lower chunk.chunk_tokens or chunk.layers_per_group of the prefill node"
             )
         if self._receiver.num_ending >= MAX_SESSIONS:
             # Those that are open have a limit of their own, which a writer that comes, goes and lets go of nothing never meets.
             raise ResourceExhausted(
-                f"{self._receiver.num_ending} sessions of decode rank {self._rank} are closed, and their writers may still "
-                f"write; there can be {MAX_SESSIONS}: end the processes of those prefill ranks"
+                f"{self._receiver.num_ending} sessions of decode rank {self._context.rank} are closed, and their writers may "
+                f"still write; there can be {MAX_SESSIONS}: end the processes of those prefill ranks"
             )
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         number = secrets.randbits(62) + 1
@@ -351,7 +318,7 @@ class PrefillSessions:
         )
         self._receiver.driver.add(session)
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation, control_key=request.control_key)
-        probe_bytes = min(request.probe_bytes, self._config.probe_bytes)
+        probe_bytes = min(request.probe_bytes, self._context.transport_config.probe_bytes)
         if self._scratch is not None:
             probe_bytes = min(probe_bytes, ring.capacity_bytes)  # what a write names as its target must lie in what is offered
             self._keep(self._serve_probe(number, session, self._scratch, probe_bytes))
@@ -363,7 +330,7 @@ class PrefillSessions:
         return AttachResponse(
             session_id=number,
             decode=self._own,
-            decode_rank=self._rank,
+            decode_rank=self._context.rank,
             answer=answer,
             ring_capacity_bytes=ring.capacity_bytes,
             control_address=self._control.address,
@@ -376,13 +343,13 @@ class PrefillSessions:
     def _routes_from(self, prefill: Instance) -> tuple[Route, ...]:
         """From all ranks of the instance to this one; computed once per attach, for every request needs them."""
         every = routes(self._own.layout, prefill.shard, self._own.shard)
-        return tuple(route for route in every if route.decode_rank == self._rank)
+        return tuple(route for route in every if route.decode_rank == self._context.rank)
 
     def _wire(self, prefill: Instance) -> DType:
         return wire_dtype(self._own.layout, prefill.shard, self._own.shard)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
+        task = self._context.loop.create_task(work)
         self._attaching.add(task)
         task.add_done_callback(self._attaching.discard)
 
@@ -392,14 +359,14 @@ class PrefillSessions:
                 self._receiver.copier,
                 [route for route in writer.routes if route.prefill_rank == writer.rank],
                 request.chunk_plan,
-                device=self._device,
+                device=self._context.device,
                 layout=self._own.layout,
                 dtype=self._wire(request.prefill),
                 scales=writer.scales,
                 is_gather=False,
             )
         except Exception as error:  # whatever a compiler says; what needs the kernels would meet it again
-            self._on_crash(error)
+            self._context.on_crash(error)
 
     async def _serve_probe(self, number: int, session: Session, scratch: LocalMemory, probe_bytes: int) -> None:
         try:
@@ -416,12 +383,12 @@ class PrefillSessions:
         # Only the numbers are the writer's to tell: who it is and what carries its bytes is known here.
         link = Link(
             prefill_rank=writer.rank,
-            decode_rank=self._rank,
+            decode_rank=self._context.rank,
             lane=writer.lane,
             latency_s=reported.latency_s,
             bandwidth_bytes_per_s=reported.bandwidth_bytes_per_s,
         )
-        floor = self._config.min_bandwidth_bytes_per_s
+        floor = self._context.transport_config.min_bandwidth_bytes_per_s
         if link.bandwidth_bytes_per_s < floor:
             reason = (
                 f"link from prefill rank {link.prefill_rank} over {link.lane} makes {link.bandwidth_bytes_per_s:.3g} bytes/s; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
@@ -21,15 +21,15 @@ from transfer.event_pump import EventPump
 from transfer.layout import Range
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
-from transfer.metrics import RankMetrics
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.receive import events as protocol
 from transfer.receive.events import ReceiverSettings
 from transfer.receive.receiver import Receiver
 from transfer.ring import StagingAllocator, Watermark
-from transfer.tracing import Span, Tracer
-from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
+from transfer.tracing import Span
+from transfer.transport.base import ByteRange, LocalMemory, Session
 from transfer.transport.driver import SessionDriver
 
 log = structlog.get_logger(__name__)
@@ -84,55 +84,45 @@ class ReceiverLoop:
     """See the module's docstring.
 
     Args:
-        loop: The owner's loop; every method is called on it.
+        context: The rank.
         owner: Hears what becomes of the requests.
         pool: Where KV goes.
-        transport: The data plane.
         ring_memory: The ring's bytes, and behind them `probe_bytes` more; what is left is the ring's capacity.
         probe_bytes: Offered to writers and never granted: where a one-sided link probe may write while the ring is in use.
         control: Channel of all writers; it must not be watched yet.
-        incarnation: This instance's life.
-        metrics: Where durations and counts go.
-        on_crash: Called with an error that must end the rank.
         open_queue: What the pieces are scattered on.
         host_arrivals: Where part of a prompt can go to host memory; None where everything goes into the pool.
-        tracer: Where spans of the requests begin that are traced; None: none is.
     """
 
     def __init__(
         self,
         *,
-        loop: asyncio.AbstractEventLoop,
+        context: RankContext,
         owner: ReceiverOwner,
         pool: KVPool,
-        transport: Transport,
         ring_memory: StagingBuffer,
         control: ControlServer,
-        incarnation: int,
-        metrics: RankMetrics,
-        on_crash: Callable[[BaseException], None],
         probe_bytes: int = 0,
         open_queue: OpenCopyQueue = open_copy_queue,
         host_arrivals: HostArrivals | None = None,
-        tracer: Tracer | None = None,
     ) -> None:
-        self._loop = loop
+        self._loop = loop = context.loop
         self._host_arrivals = host_arrivals
         self._owner = owner
-        self._transport = transport
+        self._transport = transport = context.transport
         self._ring_memory = ring_memory
         self._memory = transport.register(ring_memory.tensor)
         self._control = control
-        self._metrics = metrics
-        self._tracer = tracer
+        self._metrics = metrics = context.metrics
+        self._tracer = context.tracer
         self._spans: dict[str, Span] = {}  # of requests that are traced
         self._receiver = Receiver(
             ReceiverSettings(is_one_sided=transport.is_one_sided),
-            StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=incarnation),
+            StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=context.instance.incarnation),
         )
         metrics.watch_ring(self._receiver.ring)
         self._driver = SessionDriver(loop)
-        self._queue = open_queue("scatter", pool.device, loop, on_crash)
+        self._queue = open_queue("scatter", pool.device, loop, context.on_crash)
         self._sessions: dict[int, Session] = {}
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
         self._ending_timer: asyncio.TimerHandle | None = None

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-import torch
 
 from transfer.chunk import ChunkPlan
-from transfer.config import TransportConfig
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.copy.warm_up import warm_up
@@ -23,12 +21,12 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import Route, routes, wire_dtype
 from transfer.messages import MAX_MESSAGE_BYTES
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
-from transfer.registry.security import Security
 from transfer.ring import Watermark
 from transfer.send.loop import SenderLoop
-from transfer.transport.base import Session, Transport
+from transfer.transport.base import Session
 from transfer.transport.probe import ProbePlan, probe_link
 
 ATTACH_TIMEOUT_S = 10.0
@@ -74,12 +72,9 @@ class DecodeSessions:
     """All decode instances that this rank is attached to.
 
     Args:
+        context: The rank.
         sender: Takes the sessions over.
-        own: This rank's instance.
         plan: The finest way in which requests are cut.
-        device: Where the pool lies; what the probe sends lies there too.
-        transport_config: Bounds of probes and links.
-        security: How decode ranks are spoken to; None: in plain text on loopback addresses.
         on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
     """
 
@@ -89,34 +84,24 @@ class DecodeSessions:
     def __init__(
         self,
         *,
-        loop: asyncio.AbstractEventLoop,
+        context: RankContext,
         sender: SenderLoop,
-        transport: Transport,
-        own: Instance,
-        rank: int,
         plan: ChunkPlan,
-        device: torch.device | str,
-        transport_config: TransportConfig,
-        security: Security | None = None,
         on_lost: Callable[[int, int, str], None],
     ) -> None:
-        self._loop = loop
+        self._context = context
         self._sender = sender
-        self._transport = transport
-        self._own = own
-        self._rank = rank
+        self._transport = context.transport
+        self._own = context.instance
         self._plan = plan
-        self._config = transport_config
-        self._security = security
         self._on_lost = on_lost
         self._peers: dict[int, DecodePeer] = {}
         self._open: dict[int, _Open] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past_acks = 0
         self._keys = new_key_pair()  # of this life, for every session
-        self._device = torch.device(device)
-        scratch = StagingBuffer(num_bytes=transport_config.probe_bytes, device=device)
-        self._scratch = transport.register(scratch.tensor)
+        scratch = StagingBuffer(num_bytes=context.transport_config.probe_bytes, device=context.device)
+        self._scratch = context.transport.register(scratch.tensor)
         self._probe_turn = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
 
     @property
@@ -159,12 +144,12 @@ class DecodeSessions:
         agreement = check_compatible(self._own, instance)
         most = most_sessions(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         every = routes(self._own.layout, self._own.shard, instance.shard)
-        own_routes = tuple(route for route in every if route.prefill_rank == self._rank)
+        own_routes = tuple(route for route in every if route.prefill_rank == self._context.rank)
         mine = {route.decode_rank for route in own_routes}
         self.close(instance.incarnation, "attached again")
         if len(self._open) + len(mine) > most:
             raise ResourceExhausted(
-                f"prefill rank {self._rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}"
+                f"prefill rank {self._context.rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}"
             )
         peer = self._peers[instance.incarnation] = DecodePeer(
             join=join,
@@ -179,7 +164,7 @@ class DecodeSessions:
                 self._sender.copier,
                 own_routes,
                 self._plan,
-                device=self._device,
+                device=self._context.device,
                 layout=self._own.layout,
                 dtype=wire_dtype(self._own.layout, self._own.shard, instance.shard),
                 scales=peer.scales,
@@ -192,7 +177,7 @@ class DecodeSessions:
 
     async def _open_session(self, peer: DecodePeer, decode_rank: int, address: str) -> Link:
         with contextlib.ExitStack() as undo:
-            client = TransferControlClient(address, security=self._security)
+            client = TransferControlClient(address, security=self._context.security)
             undo.callback(self._close_client, client)
             answer, session = await self._attach(client)
             undo.callback(session.close)
@@ -240,13 +225,13 @@ class DecodeSessions:
                 is_one_sided=self._transport.is_one_sided,
             )
         link = Link(
-            prefill_rank=self._rank,
+            prefill_rank=self._context.rank,
             decode_rank=decode_rank,
             lane=probe.lane,
             latency_s=probe.latency_s,
             bandwidth_bytes_per_s=probe.bandwidth_bytes_per_s,
         )
-        floor = self._config.min_bandwidth_bytes_per_s
+        floor = self._context.transport_config.min_bandwidth_bytes_per_s
         if link.bandwidth_bytes_per_s < floor:
             raise TransportError(
                 f"link to decode rank {decode_rank} over {link.lane} makes {link.bandwidth_bytes_per_s:.3g} bytes/s; "
@@ -275,7 +260,7 @@ class DecodeSessions:
             raise PeerUnreachable(f"the decode instance was closed while decode rank {decode_rank} at {address} attached")
 
     def _close_client(self, client: TransferControlClient) -> None:
-        closing = self._loop.create_task(_close_and_collect(client))
+        closing = self._context.loop.create_task(_close_and_collect(client))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
@@ -284,10 +269,10 @@ class DecodeSessions:
         try:
             request = AttachRequest(
                 prefill=self._own,
-                prefill_rank=self._rank,
+                prefill_rank=self._context.rank,
                 offer=offer.blob,
                 chunk_plan=self._plan,
-                probe_bytes=self._config.probe_bytes,
+                probe_bytes=self._context.transport_config.probe_bytes,
                 control_key=self._keys.public,
             )
             answer = await client.attach(request, timeout_s=ATTACH_TIMEOUT_S)

@@ -7,9 +7,8 @@ it.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,16 +25,16 @@ from transfer.instance import Link
 from transfer.layout import Range
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
-from transfer.metrics import RankMetrics
 from transfer.metrics.rank import LinkUse
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
+from transfer.rank_context import RankContext
 from transfer.ring import ALIGNMENT_BYTES, Watermark
 from transfer.send import events as protocol
 from transfer.send.events import SenderSettings, SentStats
 from transfer.send.sender import Sender
-from transfer.tracing import Span, Tracer
-from transfer.transport.base import ByteRange, DirectMemory, Session, Transport
+from transfer.tracing import Span
+from transfer.transport.base import ByteRange, DirectMemory, Session
 from transfer.transport.driver import SessionDriver
 
 log = structlog.get_logger(__name__)
@@ -96,47 +95,37 @@ class SenderLoop:
     """See the module's docstring.
 
     Args:
-        loop: The owner's loop; every method is called on it.
+        context: The rank.
         owner: Hears what becomes of the requests.
         pool: Where the engine writes KV.
-        transport: The data plane.
         staging: Memory of `settings.num_slots` slots, as large as the largest grant.
         settings: See `SenderSettings`.
-        incarnation: This process's life.
-        metrics: Where durations and counts go.
-        on_crash: Called with an error that must end the rank.
         open_queue: What the pieces are gathered on.
-        tracer: Where spans of the requests begin that are traced; None: none is.
     """
 
     def __init__(
         self,
         *,
-        loop: asyncio.AbstractEventLoop,
+        context: RankContext,
         owner: SenderOwner,
         pool: KVPool,
-        transport: Transport,
         staging: StagingBuffer,
         settings: SenderSettings,
-        incarnation: int,
-        metrics: RankMetrics,
-        on_crash: Callable[[BaseException], None],
         open_queue: OpenCopyQueue = open_copy_queue,
-        tracer: Tracer | None = None,
     ) -> None:
-        self._loop = loop
+        self._loop = loop = context.loop
         self._owner = owner
-        self._transport = transport
+        self._transport = context.transport
         self._staging = staging
         self._slot_bytes = staging.num_bytes // settings.num_slots
-        self._memory = transport.register(staging.tensor)
-        self._sender = Sender(settings, incarnation=incarnation)
-        self._metrics = metrics
-        self._tracer = tracer
+        self._memory = context.transport.register(staging.tensor)
+        self._sender = Sender(settings, incarnation=context.instance.incarnation)
+        self._metrics = context.metrics
+        self._tracer = context.tracer
         self._spans: dict[str, Span] = {}  # of requests that are traced
         self._gathered: dict[int, _TracedPiece] = {}  # of those, by slot, until they are written or their request ends
         self._driver = SessionDriver(loop)
-        self._queue = open_queue("gather", pool.device, loop, on_crash)
+        self._queue = open_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
         self.copier = PieceCopier(pool)
         """Prepares the pieces; to be warmed up when a session is attached, see `transfer.copy.warm_up`."""

@@ -1,0 +1,48 @@
+"""The values that the loops and sessions of a rank share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from transfer.config import TransportConfig
+from transfer.instance import Instance
+from transfer.metrics import RankMetrics
+from transfer.tracing import Tracer
+from transfer.transport.base import Transport
+
+if TYPE_CHECKING:
+    from transfer.registry.security import Security
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """A rank, for the parts that send or receive KV.
+
+    Args:
+        loop: The event loop that owns the rank. Every method of the parts is called on it.
+        instance: The instance that the rank belongs to.
+        rank: Index of the rank in the instance.
+        device: Device of pool, staging memory, ring and probes.
+        transport: The data plane. The loop of the part closes it.
+        transport_config: Bounds of probes and links.
+        security: Protection of gRPC connections. None means plain text on loopback addresses.
+        metrics: Durations and counts of the rank.
+        on_crash: Called with an error that must end the rank.
+        tracer: Records spans of requests. None disables tracing.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    instance: Instance
+    rank: int
+    device: torch.device
+    transport: Transport
+    transport_config: TransportConfig = field(default_factory=TransportConfig)
+    security: Security | None = None
+    metrics: RankMetrics
+    on_crash: Callable[[BaseException], None]
+    tracer: Tracer | None = None
