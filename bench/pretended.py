@@ -1,7 +1,7 @@
 """Copies and a transport that take time and move nothing: what is left is what the hosts do.
 
 A piece's gather lasts as long as its bytes would on a link, its scatter a fifth of that, one after another, as on a stream.
-Threads wait for them and call back as those of a GPU's lane do. Attach, grants, messages and watermarks are real.
+Threads wait for them and call back as those of a GPU's copy queue do. Attach, grants, messages and watermarks are real.
 """
 
 from __future__ import annotations

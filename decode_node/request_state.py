@@ -1,4 +1,4 @@
-"""What a decode leader remembers of its requests: a request, its tries, how far each has got, and what its caller is told.
+"""What a decode leader remembers of its requests: a request, its attempts, how far each has got, and what its caller is told.
 
 Data and the questions that it can answer of itself; every decision is that of `decode_node.requests`.
 """
@@ -70,7 +70,7 @@ class GenerationRequest:
     sampling: SamplingParams
     end_ids: frozenset[int]
     accepted_s: float
-    queue_left_s: float  # how long it may still wait for room, over all of its tries
+    queue_left_s: float  # how long it may still wait for room, over all of its attempts
     text: TextStream
     cache_salt: str = ""
     attempts: list[Attempt] = field(default_factory=list)  # the last one is under way; those before it have been given up
@@ -127,7 +127,7 @@ class Attempt:
     transfer_id: str
     request: GenerationRequest
     begun_s: float
-    after: TransferError | None  # what ended the try before it
+    after: TransferError | None  # what ended the attempt before it
     peer: PrefillPeer | None = None  # None: it waits for one to be joined, and is not sent yet
     incarnation: int = 0  # of the prefill instance, once it is sent
     permit: Permit | None = None  # from then until the peer's breaker has heard what came of it
@@ -155,7 +155,8 @@ class Attempt:
 
 
 def is_retried(error: TransferError) -> bool:
-    """Whether what ended a try can go better on another prefill node: only what the first, or the way to it, is to blame for.
+    """Whether what ended an attempt can go better on another prefill node: only what the first, or the way to it, is to blame
+    for.
 
     The table of docs/protocol.md, "Another try", says it of every error.
     """
@@ -163,7 +164,7 @@ def is_retried(error: TransferError) -> bool:
 
 
 def verdict_of(error: TransferError) -> Verdict:
-    """What a failed try says of the prefill node; in the same table."""
+    """What a failed attempt says of the prefill node; in the same table."""
     return Verdict.FAILURE if isinstance(error, TransportError | IntegrityError | EngineError) else Verdict.NOTHING
 
 
@@ -173,8 +174,8 @@ class Observer:
 
     Args:
         on_outcome: "done", "failed", "aborted" or "refused".
-        on_queue_seconds: From a try's begin until room was reserved, which the prefill node asks for when it is about to compute;
-            or until the try was given up without.
+        on_queue_seconds: From an attempt's begin until room was reserved, which the prefill node asks for when it is about to
+            compute; or until the attempt was given up without.
         on_first_token: Seconds from acceptance.
         on_token: Seconds since the token before.
         on_retry: A request is tried on another prefill node.

@@ -1,8 +1,8 @@
 """A decode node's requests, as its leader sees them: queue, room, transfer, generation, and what each caller is told.
 
 A request is tried on one prefill node, and where that one is lost before the first token has reached the caller, on another one.
-Each try has an id of its own (docs/adr/0012-a-transfer-id-for-each-try.md), under which prefill node and ranks know it; so what
-comes late of one try finds that try, or nothing.
+Each attempt has an id of its own (docs/adr/0012-a-transfer-id-for-each-try.md), under which prefill node and ranks know it; so
+what comes late of one attempt finds that attempt, or nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class DecodeRequests:
         broadcast: Sends a message to every rank.
         on_broken: Called with why when the engine hangs; the life is of no more use.
         observer: Hears of what happens.
-        name_try: Makes a try's id from the client's.
+        name_attempt: Makes the id of an attempt from the client's.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class DecodeRequests:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Of every try of every request that is in flight."""
+        """Of every attempt of every request that is in flight."""
         return tuple(attempt.transfer_id for request in self._requests for attempt in request.attempts)
 
     @property
@@ -187,7 +187,7 @@ class DecodeRequests:
         """Queue a generation.
 
         Args:
-            request_id: The client's; each try gets an id of its own that begins with it.
+            request_id: The client's; each attempt gets an id of its own that begins with it.
             cache_salt: It shares kept KV with requests of the same one only.
             span: Of the request, where it is traced; ended by whoever began it.
             may_wait: For a prefill node to be joined, where none is.
@@ -250,7 +250,7 @@ class DecodeRequests:
                 self._refuse(attempt)
 
     def abort(self, request_id: str, error: TransferError) -> bool:
-        """Give up the request that has the try of that id; False when nothing of it is in flight for its caller any more."""
+        """Give up the request that has the attempt of that id; False when nothing of it is in flight for its caller any more."""
         for request in self._requests:
             if any(attempt.transfer_id == request_id for attempt in request.attempts) and not request.is_over:
                 self._fail(request, error)
@@ -262,7 +262,7 @@ class DecodeRequests:
         self._fail(request, error)
 
     def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
-        """Tries whose KV has not all arrived from the peer cannot go on; the others need it no more.
+        """Attempts whose KV has not all arrived from the peer cannot go on; the others need it no more.
 
         The requests of `PLACED_TOKENS_AT_ONCE` tokens are tried again at once, the others in the next turns of the loop.
         """
@@ -284,13 +284,13 @@ class DecodeRequests:
             if attempt.prefill is not None:
                 attempt.prefill.cancel()  # a frozen node would leave the call open, and a finished request without its end
 
-    # Tries
+    # Attempts
 
     def _begin(self, request: GenerationRequest, peer: PrefillPeer | None, after: TransferError | None) -> None:
         """Try the request on that peer, which is joined, or as soon as there is one.
 
         Args:
-            after: What ended the try before this one.
+            after: What ended the attempt before this one.
         """
         attempt = Attempt(
             transfer_id=self._name_attempt(request.request_id), request=request, begun_s=time.monotonic(), after=after
@@ -353,14 +353,14 @@ class DecodeRequests:
             self._unsent.remove(attempt)
 
     def _fail_transfer(self, attempt: Attempt, error: TransferError) -> None:
-        """The prefill side gave it up or is gone: of no interest once the KV is whole, and until then the end of this try."""
+        """The prefill side gave it up or is gone: of no interest once the KV is whole, and until then the end of this attempt."""
         if attempt.stage not in (GenerationStage.WAITING, GenerationStage.RECEIVING):
             return
         request = attempt.request
         if isinstance(error, EngineError) and not error.spares_kv:
             self._suspect(attempt)  # prefill's engine may have met what it had loaded of the prompt
         self._judge(attempt, verdict_of(error), str(error))
-        # The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever try is under way.
+        # The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever attempt is under way.
         may_retry = is_retried(error) and len(request.attempts) <= self._prefill_retries and self._queue_left_s(attempt) > 0
         peer = self._pick(request) if may_retry else None
         if peer is None and not (may_retry and self._join_timeout_s and self._may_come(request)):
@@ -384,7 +384,7 @@ class DecodeRequests:
         return attempt.request.queue_left_s - waits_s
 
     def _give_up(self, attempt: Attempt, error: TransferError) -> None:
-        """Stop the prefill node's call, and have the ranks give the try up where they know of it."""
+        """Stop the prefill node's call, and have the ranks give the attempt up where they know of it."""
         self._running.pop(attempt.transfer_id, None)
         self._tiers.give_up(attempt.transfer_id)
         if attempt.span is not None:
@@ -404,7 +404,7 @@ class DecodeRequests:
             self._broadcast(CancelRequest(request_id=attempt.transfer_id, reason=clip_reason(str(error))))
 
     def _record_given_up(self, attempt: Attempt, error: TransferError) -> None:
-        """What the request was at when it was given up has a span, too; of its transfer, that of the try tells."""
+        """What the request was at when it was given up has a span, too; of its transfer, that of the attempt tells."""
         request = attempt.request
         if request.span is None:
             return
@@ -415,7 +415,7 @@ class DecodeRequests:
             request.span.record("kvferry.decode", begun_s=begun_s, ended_s=time.monotonic(), error=str(error))
 
     def _judge(self, attempt: Attempt, verdict: Verdict, reason: str = "") -> None:
-        """Tell the peer's breaker, once, what came of the try."""
+        """Tell the peer's breaker, once, what came of the attempt."""
         permit, attempt.permit = attempt.permit, None
         if permit is not None and attempt.peer is not None:
             self._peers.end(attempt.peer, permit, verdict, reason)
@@ -471,17 +471,17 @@ class DecodeRequests:
             self._fail(attempt.request, ResourceExhausted(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
-        """A prefill leader is about to start a try: take room for all of its request, on every rank.
+        """A prefill leader is about to start an attempt: take room for all of its request, on every rank.
 
         Args:
-            request_id: The try's.
+            request_id: The attempt's.
             plan: How the request is cut.
 
         Returns:
             The first token whose KV has to be sent; None: "not yet".
 
         Raises:
-            TransportClosed: The try does not wait here.
+            TransportClosed: The attempt does not wait here.
             PeerUnreachable: A rank cannot receive it.
             LayoutError: The plan cuts it into too many chunks, or into such that it can never have room here.
         """
@@ -675,7 +675,7 @@ class DecodeRequests:
         self._forget_if_done(attempt)
 
     def _forget_if_done(self, attempt: Attempt) -> None:
-        """Once no rank holds its pages; the current try stays until its caller has been told, too."""
+        """Once no rank holds its pages; the current attempt stays until its caller has been told, too."""
         is_needed = bool(attempt.holding) or (attempt.is_current and not attempt.request.is_told)
         if not is_needed and self._attempts.get(attempt.transfer_id) is attempt:
             attempt.stage = GenerationStage.GONE
@@ -707,7 +707,7 @@ class DecodeRequests:
             self._tiers.damaged(attempt.prompt)
 
     def _fail(self, request: GenerationRequest, error: TransferError, *, outcome: str = "") -> None:
-        """Tell the caller, and give up the try that is under way."""
+        """Tell the caller, and give up the attempt that is under way."""
         if request.is_over:
             return
         self._judge(request.current, verdict_of(error), str(error))

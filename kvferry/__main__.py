@@ -369,7 +369,7 @@ def route(
             help="Ask both servers at once, where the prefill server's KV address is known (default), or decode after prefill.",
         ),
     ] = None,
-    retries: Annotated[int, typer.Option(help="Further tries of a request that fails before its first token.")] = 2,
+    retries: Annotated[int, typer.Option(help="Further attempts of a request that fails before its first token.")] = 2,
     max_requests: Annotated[int, typer.Option(help="Requests at once; more are answered with 503.")] = 1024,
     max_body: Annotated[str, typer.Option(help="Largest body of a request, for example 8MiB.")] = "8MiB",
     max_body_total: Annotated[

@@ -1,6 +1,6 @@
 """What the leader and the ranks of a hosted prefill side say to each other; see `prefill_node.source_rank`.
 
-A *name* is the engine's own for a prompt, a *transfer* is one try to move its KV. `AttachDecode` and its answers are those of
+A *name* is the engine's own for a prompt, a *transfer* is one attempt to move its KV. `AttachDecode` and its answers are those of
 `prefill_node.rank_messages`.
 """
 
@@ -75,8 +75,8 @@ class TransferNotSent:
     """This rank's part is over and nothing of it is under way.
 
     Args:
-        is_passing: The prompt is still there: another try can succeed.
-        is_preempted: The engine has taken the prompt's pages back, and computes it again: another try will succeed.
+        is_passing: The prompt is still there: another attempt can succeed.
+        is_preempted: The engine has taken the prompt's pages back, and computes it again: another attempt will succeed.
     """
 
     transfer_id: str

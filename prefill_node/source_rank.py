@@ -91,7 +91,7 @@ class _Source:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Transfer:
-    """A try to send it."""
+    """An attempt to send it."""
 
     chunks: Chunks
     num_told: int = 0  # of them; they are in the order of their tokens
@@ -184,7 +184,7 @@ class SourceRank:
                 self._sessions.close(message.incarnation, message.reason)
             case SourceWanted():
                 source = self._sources.setdefault(message.name, _Source())
-                if source.wanted_from != message.start_token:  # else it is another try, which is no news
+                if source.wanted_from != message.start_token:  # else it is another attempt, which is no news
                     source.wanted_from = message.start_token
                     self._on_news(Wanted(name=message.name, start_token=message.start_token))
             case StartTransfer():
@@ -231,7 +231,7 @@ class SourceRank:
             return
         if message.transfer_id in self._sending:
             # Ids are the decode side's choice. The sender, which knows each once, would take it for a bug of this process.
-            reason = "a transfer of that id is still under way; each try needs an id of its own"
+            reason = "a transfer of that id is still under way; each attempt needs an id of its own"
             self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason))
             return
         layout = self._own.layout

@@ -1,8 +1,9 @@
 """The prompts of a hosted prefill side, as its leader sees them: what the engine has, who asks for it, and what becomes of that.
 
 A prompt is *offered* when the engine is given it, *begun* when the engine has pages for it, *finished* when it has computed it. A
-decode side asks for it by its transfer id, before or after each of these; what it asks for is a *transfer*, one try. A prompt is
-*closed* when it has been sent, was given up, or nobody asked in time; when then no rank reads its pages any more, it is *free*.
+decode side asks for it by its transfer id, before or after each of these; what it asks for is a *transfer*, one attempt. A prompt
+is *closed* when it has been sent, was given up, or nobody asked in time; when then no rank reads its pages any more, it is
+*free*.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class _Prompt:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transfer:
-    """A try; `progress` is what its caller reads, the last item is `PromptSent` or an error."""
+    """An attempt; `progress` is what its caller reads, the last item is `PromptSent` or an error."""
 
     transfer_id: str
     engine_request: str
@@ -207,8 +208,8 @@ class SourceRequests:
     def pause(self, name: str) -> None:
         """The engine takes the prompt's pages back, to compute it again later: `begin` says when.
 
-        What is under way of it ends, and the next try waits for that. No room is asked for meanwhile: the decode side would keep
-        pages for a prompt that waits for pages itself, perhaps for those of prompts that wait for room on the decode side.
+        What is under way of it ends, and the next attempt waits for that. No room is asked for meanwhile: the decode side would
+        keep pages for a prompt that waits for pages itself, perhaps for those of prompts that wait for room on the decode side.
         """
         prompt = self._prompts.get(name)
         if prompt is None or prompt.is_closed or prompt.finished.is_set():
@@ -407,7 +408,8 @@ class SourceRequests:
         if prompt is None:
             prompt = await self._next_offer(name)
         _check_same_prompt(prompt.token_ids, transfer.token_ids)
-        while prompt.transfer is not None:  # a try that its decode side has given up, and of whose end this side is about to hear
+        # It can be an attempt that its decode side has given up, and of whose end this side is about to hear.
+        while prompt.transfer is not None:
             await asyncio.sleep(LOOK_S)
         if prompt.is_closed:
             raise TransferAborted(f"prompt {name} is over: {prompt.failure or 'it was sent'}")
@@ -498,7 +500,7 @@ class SourceRequests:
             self._on_given_up(error)
 
     def _forget(self, transfer: Transfer) -> None:
-        """The prompt waits for another try, but not for ever."""
+        """The prompt waits for another attempt, but not for ever."""
         self._transfers.pop(transfer.transfer_id, None)
         prompt = transfer.prompt
         if prompt is not None and prompt.transfer is transfer:

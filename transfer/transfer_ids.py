@@ -1,7 +1,7 @@
-"""Ids of transfers: a new one for each try of a request, so that nothing late of one try can ever meet another.
+"""Ids of transfers: a new one for each attempt of a request, so that nothing late of one attempt can ever meet another.
 
 A client may use its own request id again as soon as it has the last answer. On the way to the ranks that is too early: a writer
-may still have to say that it drained, a repeated message may still be under way. So the decode leader names every try anew.
+may still have to say that it drained, a repeated message may still be under way. So the decode leader names every attempt anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_TRANSFER_ID_BYTES = 4 * MAX_REQUEST_ID_CHARS + 17  # in UTF-8
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises ConfigError when the client's id is too long to name its tries."""
+    """Raises ConfigError when the client's id is too long to name its attempts."""
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         raise ConfigError(f"request_id has {len(request_id)} characters; it can have at most {MAX_REQUEST_ID_CHARS}")
 

@@ -1,4 +1,5 @@
-"""The blobs of the data plane's handshake: the envelope of every transport, and what CUDA IPC and the life lines read from it."""
+"""The blobs of the data plane's handshake: the envelope of every transport, and what CUDA IPC and the liveness pipes read from
+it."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def _answer(data: bytes) -> None:
 
 
 def _check_line(line: PipeAddress) -> None:
-    require(0 <= line.identity.pid <= 2**22 and 0 <= line.fd < 2**31, "a life line out of range")
-    require(0 <= line.start_time < 2**63 and 0 <= line.inode < 2**64, "a life line out of range")
+    require(0 <= line.identity.pid <= 2**22 and 0 <= line.fd < 2**31, "a liveness pipe out of range")
+    require(0 <= line.start_time < 2**63 and 0 <= line.inode < 2**64, "a liveness pipe out of range")
 
 
 def _ucx_offer(data: bytes) -> None:

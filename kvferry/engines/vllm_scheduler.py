@@ -24,7 +24,7 @@ from kvferry.engines.hosted_leader import HostedLeader
 from transfer.utf8 import is_utf8
 
 MAX_TRANSFER_ID_CHARS: Final = 96
-"""A try's id on the wire adds 17, and has 128 at most."""
+"""An attempt's id on the wire adds 17, and has 128 at most."""
 
 log = structlog.get_logger(__name__)
 

@@ -14,13 +14,13 @@ from kvferry.router.servers import Server, ServerFailed
 log = structlog.get_logger(__name__)
 
 PAUSE_S: Final = 0.05
-"""Before the second try, which may go to the same server where there is one alone; twice as long before each that follows."""
+"""Before the second attempt, which may go to the same server where there is one alone; twice as long before each that follows."""
 
 MAX_PAUSE_S: Final = 1.0
 
 
 class Attempts:
-    """The tries of one request.
+    """The attempts of one request.
 
     Args:
         retries: How many may follow the first.
@@ -35,7 +35,7 @@ class Attempts:
         self.is_sequential = False
 
     async def next(self, failure: ServerFailed) -> None:
-        """A try has failed before the first token, and the next one may begin.
+        """An attempt has failed before the first token, and the next one may begin.
 
         Raises:
             ApiError: It was the last.
@@ -43,7 +43,7 @@ class Attempts:
         if failure.kind == "stale":  # nobody's fault as far as one can tell; the sequential flow tells more, and is never stale
             self.is_sequential = True
         elif not self._left:
-            log.error("request_failed", request_id=self._call.request_id, attempts=self._num_attempts, reason=str(failure))
+            log.error("request_failed", request_id=self._call.request_id, tries=self._num_attempts, reason=str(failure))
             raise _last_word(failure, self._num_attempts) from failure
         else:
             self._left -= 1

@@ -68,7 +68,7 @@ class RouterMetrics:
         self._series("retries").inc()
 
     def attempt_began(self, flow: str) -> None:
-        """A try begins: "concurrent", "sequential", "alone" or "node"."""
+        """An attempt begins: "concurrent", "sequential", "alone" or "node"."""
         self._series("flows", flow=flow).inc()
 
     def decode_alone(self, reason: str) -> None:

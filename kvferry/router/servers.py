@@ -24,7 +24,7 @@ _BREAKER: Final = BreakerSettings(failures=3, window_s=30.0, pause_s=1.0, max_pa
 
 
 class ServerFailed(Exception):
-    """A server failed a try, by its own fault as far as anybody can tell.
+    """A server failed an attempt, by its own fault as far as anybody can tell.
 
     Args:
         server: Which.
@@ -202,8 +202,8 @@ class Tier(Generic[AnyServer]):
     def pick(self, *, tried: frozenset[Server] = frozenset()) -> AnyServer | None:
         """The server for a request: the one with the least outstanding of the best that are left; None: none fits at all.
 
-        One that has to be tried again gets the next new request, and no second try. Servers that have failed this request come
-        last, for there may be no other.
+        One that has to be tried again gets the next new request, and no second attempt. Servers that have failed this request
+        come last, for there may be no other.
         """
         fit = [server for server in self.servers if not server.misfit]
         fresh = [server for server in fit if server not in tried] or fit

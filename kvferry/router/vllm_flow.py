@@ -1,7 +1,7 @@
 """The two-step flow of vLLM servers: prefill computes the prompt, decode takes its KV and generates.
 
-A request is a list of tries, each with a pair of servers and a `transfer_id` of its own. A try can be followed by another one
-until the first token has gone to the client. How the pair is asked:
+A request is a list of attempts, each with a pair of servers and a `transfer_id` of its own. An attempt can be followed by another
+one until the first token has gone to the client. How the pair is asked:
 
 - *sequential*: decode once prefill has answered, with the `kv_transfer_params` of that answer. Any connector will do.
 - *concurrent*: both at once, decode with what prefill's answer would say. For that the router must know where the KV of that
@@ -48,7 +48,7 @@ PREFILL_GRACE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """The places of one try; without a server and a node before it decode computes the prompt."""
+    """The places of one attempt; without a server and a node before it decode computes the prompt."""
 
     prefill: Lease[HttpServer] | None
     node: Lease[NodeServer] | None
@@ -86,7 +86,7 @@ class VllmFlow:
             self.nodes = Tier(_nodes(settings, security, metrics))
         self.decode = servers("decode", settings.decode)
         self._reader = BodyReader()
-        self._ending: set[asyncio.Task[Any]] = set()  # prefill requests whose try is over
+        self._ending: set[asyncio.Task[Any]] = set()  # prefill requests whose attempt is over
 
     @property
     def _servers(self) -> tuple[HttpServer | NodeServer, ...]:
@@ -245,7 +245,7 @@ class VllmFlow:
         )
 
     def _at_end_of(self, prefilling: asyncio.Task[Prefilled], lease: Lease[HttpServer]) -> _AtExit:
-        """What ends a prefill request together with its try: at once, unless the try went well."""
+        """What ends a prefill request together with its attempt: at once, unless the attempt went well."""
 
         def ended(task: asyncio.Task[Prefilled]) -> None:
             self._ending.discard(task)

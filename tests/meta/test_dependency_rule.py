@@ -51,7 +51,7 @@ L0 = (
 )  # fmt: skip
 # Layer 1: also imports the small libraries in L1_LIBRARIES.
 L1 = (
-    *_files("transfer", "config/* load_config plain_text role_settings messages metrics/* logs tracing digest"),
+    *_files("transfer", "config/* load_config plain_text role_settings messages metrics/* logs tracing"),
     "transfer/storage/envelope.py",
 )
 L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings", "structlog", "xxhash", "yaml"}
@@ -105,7 +105,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "msgpack": ("msgpack", ("transfer/messages.py", "transfer/transport/*", "node_runtime/*")),
     "nixl_cu12": ("nixl-cu12", ("transfer/transport/nixl_library.py",)),
     "nixl_cu13": ("nixl-cu13", ("transfer/transport/nixl_library.py",)),
-    "numpy": ("numpy", (*DEVICE_FILES, "transfer/digest.py")),
+    "numpy": ("numpy", DEVICE_FILES),
     "obstore": ("obstore", ("transfer/storage/object_store.py",)),
     "opentelemetry": ("opentelemetry-sdk", ("node_runtime/tracing_client.py",)),
     "prometheus_client": ("prometheus-client", ("node_runtime/*", "kvferry/*")),
@@ -126,7 +126,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "ucxx": ("ucxx-cu13", ("transfer/transport/ucx.py", "transfer/transport/ucx_*.py", "kvferry/doctor/command.py")),
     "xxhash": (
         "xxhash",
-        ("transfer/digest.py", "transfer/storage/envelope.py", "transfer/transport/*", "transfer/copy/*", *NODES),
+        ("transfer/storage/envelope.py", "transfer/transport/*", "transfer/copy/*", *NODES),
     ),
     "yaml": ("pyyaml", ("*config.py", "transfer/registry/discovery/node_file.py", "kvferry/*", "deploy/monitoring/rule_file.py")),
     "zmq": ("pyzmq", ("transfer/control/zmq_*.py", "node_runtime/*link*.py")),

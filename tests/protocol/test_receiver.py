@@ -143,7 +143,7 @@ def test_a_broken_chunk_is_asked_for_once_more() -> None:
 
 
 def test_broken_bytes_of_a_session_that_was_lost_are_no_alarm() -> None:
-    """A copy lane says the same of a scatter that it did not begin any more."""
+    """A copy queue says the same of a scatter that it did not begin any more."""
     receiver = ReceiverHand()
     grant = receiver.to_scattering()
     receiver.tell(rx.ReceiverSessionLost(session=1, reason="peer died"))

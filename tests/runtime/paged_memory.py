@@ -1,4 +1,4 @@
-"""What workers' tests have in place of an engine: pages that know whose tokens lie in them, and a lane that runs when told."""
+"""What workers' tests have in place of an engine: pages that know whose tokens lie in them, and a thread that runs when told."""
 
 from __future__ import annotations
 

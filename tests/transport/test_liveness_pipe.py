@@ -1,4 +1,4 @@
-"""A life line whose ends are both here, and what is refused as an address; processes in tests/cluster/links."""
+"""A liveness pipe whose ends are both here, and what is refused as an address; processes in tests/cluster/links."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_both_ends_in_one_process(tmp_path: Path) -> None:
     own = LivenessPipe()
     line = PeerPipe(PipeAddress.from_wire(own.address.to_wire()))
     assert not line.has_left and not line.is_over
-    with open(tmp_path / "file", "w") as file, pytest.raises(PeerUnreachable, match="is not its life line"):
+    with open(tmp_path / "file", "w") as file, pytest.raises(PeerUnreachable, match="is not its liveness pipe"):
         PeerPipe(replace(own.address, fd=file.fileno(), inode=os.fstat(file.fileno()).st_ino))
-    with pytest.raises(PeerUnreachable, match="is not its life line"):
+    with pytest.raises(PeerUnreachable, match="is not its liveness pipe"):
         PeerPipe(replace(own.address, inode=own.address.inode + 1))
     own.end()
     own.end()

@@ -149,7 +149,7 @@ class ZapAuthenticator:
         events.setsockopt(zmq.RCVHWM, 0)
         events.connect(_MONITOR_ENDPOINT)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, args=(questions, events), name="control-doorkeeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(questions, events), name="control-authenticator", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

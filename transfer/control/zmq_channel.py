@@ -110,7 +110,7 @@ class _Messages:
         frame = _received(self._socket, copy=False)
         if frame is None:
             return None
-        self.user_id = str(frame.get("User-Id"))  # set by the doorkeeper for every connection that came in
+        self.user_id = str(frame.get("User-Id"))  # set by the authenticator for every connection that came in
         first: bytes = frame.bytes
         return first
 
@@ -163,7 +163,7 @@ class ZmqControlServer:
                 self._authenticator.guard(self._socket)
             except (zmq.ZMQError, OSError) as error:
                 self._socket.close(linger=0)
-                raise TransportError(f"no doorkeeper can be had for a control channel: {error.strerror}") from error
+                raise TransportError(f"no authenticator can be had for a control channel: {error.strerror}") from error
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.BACKLOG, _ACCEPT_BACKLOG)

@@ -149,14 +149,14 @@ NODE_STATE_METRICS: Final = (
     declare(
         "gauge",
         "discovery_interval_seconds",
-        "Seconds between two looks of discovery, or two heartbeats of a registration; "
+        "Seconds between two looks of discovery, or two renewals of a registration; "
         "0: a list that is not looked at again, or a node that is not to be found: it loads, or was drained.",
         advice="What discovery_age_seconds is to be compared with.",
     ),
     declare(
         "counter",
         "discovery_failures",
-        "Looks of discovery, or heartbeats of a registration, that failed; of etcd, those where no member answered.",
+        "Looks of discovery, or renewals of a registration, that failed; of etcd, those where no member answered.",
         advice="The log has the reason once for each time that it is away.",
     ),
     declare(

@@ -14,32 +14,33 @@ The way of a piece::
 
     GrantRequest -> GRANTED -> bytes are free -> ChunkReady -> SCATTERING -> released
                        ^                                           |
-                       +------- rejected: digest mismatch ---------+
+                       +-------- rejected: bytes are broken -------+
 
 - GRANTED. The grant never changes, and a repeated request gets the same grant (rules 1 and R3). `PrepareScatter` lets the owner
   bind pages and upload page tables ahead of the bytes.
 - The bytes are free when no older grant on them is unreleased. The sender checks that in its `RingView` before it
-  writes (rule 2). On a two-sided transport the receive is posted only then, too, so no byte can land early.
+  gathers (rule 2). On a two-sided transport the receive is posted only then, too, so no byte can land early.
 - SCATTERING begins after `ChunkReady`, and on a two-sided transport after the receive has settled. The digest is computed by the
   copy itself.
-- Released. The bytes return to the ring after the scatter has finished (rule 5), and the next watermark shows it. If the digest
-  is wrong, `ChunkRejected` asks for the piece once more. A second mismatch fails the request as data loss.
+- Released. The bytes return to the ring after the scatter has finished (rule 5), and the next watermark shows it. If size or
+  digest is wrong, `ChunkRejected` asks for the piece once more. A second failure fails the request as data loss.
 
 A request is complete when the *set* of its scattered pieces is the expected set and none is outstanding (rules 7 and 8). Messages
 can be repeated, so pieces are never counted.
 
 A watermark states all that is released, so a lost one does no harm. It goes only to the sessions that it concerns: those whose
-grants were released, and those whose grants have become writable without their knowledge.
+grants were released, and those whose grants have become writable without their knowledge. It has room for `MAX_PUBLISHED_RANGES`
+ranges. While there are more, they take turns, and every session gets each watermark.
 
 A failed or cancelled request is given up in two steps:
 
 1. Its pages are safe when no scatter is in flight: `IncomingDrained` (rule 6). The owner may then use the pages.
 2. The bytes of its grants stay in quarantine, because a sender may still write them. `AbortTransfer` asks the senders to drain
-   and is repeated after `repeat_after_s`. A grant is released when its sender has drained and its receive has settled, or when
-   the session is over. Then the request is forgotten.
+   and is repeated after `repeat_after_s`. A grant is released when its sender has drained and, on a two-sided transport, its
+   receive has settled, or when the session is over. Then the request is forgotten.
 
-A lost session is *over* when its sender can no longer write into the ring. A two-sided transport proves that by its close. On a
-one-sided transport `ReceiverSessionOver` follows later, and the grants stay in quarantine until then.
+A lost session is *over* when its sender can no longer write into the ring. A two-sided transport proves that by its close, and so
+do some one-sided ones. Otherwise `ReceiverSessionOver` follows later, and the grants stay in quarantine until then.
 """
 
 from __future__ import annotations

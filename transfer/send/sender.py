@@ -14,7 +14,8 @@ share it.
 The stages of a piece::
 
     not asked -> ASKED -> GRANTED -> GATHERING -> WRITING -> WRITTEN -> RELEASED
-                   |         |          |            |          |
+                   |         |          |            ^          |
+                   |         |          |            +-rejected-+
                    +---------+----------+------------+----------+--> DROPPED, when its request fails
 
 - ASKED. `_ask` requests the next grants of a route. At most `grants_ahead` pieces of a route are between ASKED and RELEASED, so
@@ -24,22 +25,25 @@ The stages of a piece::
   2), and a staging slot is free. The slot comes last. A slot that is held by a piece that waits for the ring could be the slot
   that the older piece needs, for which the ring waits (docs/adr/0010). A direct session needs no slot: its gathers store into the
   ring.
-- WRITING, WRITTEN. One write carries the slot. Then `ChunkReady` is sent. On a direct session the gather is the write.
+- WRITING, WRITTEN. One write carries the slot. Then `ChunkReady` is sent. On a direct session the gather is the write, and at
+  most `MAX_DIRECT_GATHERS` are under way.
 - RELEASED. A watermark shows that the decode rank has copied the bytes into its pool. The slot is kept until then, because a
-  rejected piece is written again from it, with the next attempt number.
+  rejected piece is written again from it, with the next attempt number. A direct session gathers it again.
 
 What a peer sends can be lost, repeated, late or hostile:
 
 - `GrantRequest` and `ChunkReady` are repeated after `repeat_after_s` until they are answered. A repeated question has the same
   answer.
 - Each attempt at a grant has a key. Each key is written or declined exactly once, because a two-sided transport has one receive
-  posted for it. `SessionState.spent` holds the keys of requests that are over.
+  posted for it. `SessionState.spent` holds the keys of failed and unknown requests until their grants are released.
 - A message that contradicts the state is dropped and counted (rule 14). A watermark that cannot be true closes its session.
 
 A request fails as a whole (`_fail`). No new work begins, unused grants are declined, and gathers and writes that are under way
-settle. Then every route reports `WriterDrained`, and the owner gets `OutgoingFailed` (rule 9). `SourceReleased` comes as soon as
-no gather reads the pages any more, before or with the end of the request. When a session is lost, its transport is closed
-already, so only its gathers are waited for.
+settle. Then every route whose session is open reports `WriterDrained`, and the owner gets `OutgoingFailed` (rule 9). When a
+session is lost, its transport is closed already, so only its gathers are waited for.
+
+`SourceReleased` comes when the last gather is done. With a direct session it comes when the last grant is released, because a
+rejected piece is gathered again, or after a failure when no gather is under way.
 
 Sessions take turns for slots (`_begin_ready_pieces`). The last free slot is kept for a session that has grants and no slot, so
 that a peer that releases nothing cannot stop the others.

@@ -198,7 +198,7 @@ class WriterSession:
             handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
         self._pending.clear()
         self._peer.close()
-        self._owner.waits.submit(self._let_go)  # stream, copies and life line are that thread's from here on
+        self._owner.waits.submit(self._let_go)  # stream, copies and liveness pipe are that thread's from here on
 
     @property
     def is_over(self) -> bool:

@@ -29,7 +29,8 @@ _MAX_PID = 2**22  # PID_MAX_LIMIT of Linux
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipeAddress:
-    """Where a process's life line is found: in process `identity.pid`, begun at `start_time`, pipe `inode` on descriptor `fd`."""
+    """Where a process's liveness pipe is found: in process `identity.pid`, begun at `start_time`, pipe `inode` on descriptor
+    `fd`."""
 
     identity: ProcessIdentity
     start_time: int
@@ -47,7 +48,7 @@ class PipeAddress:
             ConfigError: The value has another shape, or a number is out of range.
         """
         if not isinstance(value, list) or len(value) != 4:
-            raise ConfigError("the peer's life line is not a list of identity, start time, descriptor and inode")
+            raise ConfigError("the peer's liveness pipe is not a list of identity, start time, descriptor and inode")
         identity = ProcessIdentity.from_wire(value[0])
         for name, number, end in (
             ("pid", identity.pid, _MAX_PID + 1),
@@ -56,7 +57,7 @@ class PipeAddress:
             ("inode", value[3], 2**64),
         ):
             if type(number) is not int or not 0 <= number < end:
-                raise ConfigError(f"{name} {number!r:.40} of the peer's life line is not a whole number in [0, {end})")
+                raise ConfigError(f"{name} {number!r:.40} of the peer's liveness pipe is not a whole number in [0, {end})")
         return cls(identity=identity, start_time=value[1], fd=value[2], inode=value[3])
 
 
@@ -165,7 +166,7 @@ def _open_pipe(address: PipeAddress) -> int:
     try:
         place = os.open(f"/proc/{pid}/fd/{address.fd}", os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise PeerUnreachable(f"peer process {pid} has closed its life line, or is gone") from error
+        raise PeerUnreachable(f"peer process {pid} has closed its liveness pipe, or is gone") from error
     except OSError as error:
         raise PeerUnreachable(
             f"descriptors of peer process {pid} cannot be opened ({error.strerror}): run both ends as the same user, or choose "
@@ -174,9 +175,9 @@ def _open_pipe(address: PipeAddress) -> int:
     try:
         found = os.fstat(place)
         if not stat.S_ISFIFO(found.st_mode) or found.st_ino != address.inode:
-            raise PeerUnreachable(f"descriptor {address.fd} of peer process {pid} is not its life line: it was closed since")
+            raise PeerUnreachable(f"descriptor {address.fd} of peer process {pid} is not its liveness pipe: it was closed since")
         return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise PeerUnreachable(f"life line of peer process {pid} cannot be opened for reading ({error.strerror})") from error
+        raise PeerUnreachable(f"liveness pipe of peer process {pid} cannot be opened for reading ({error.strerror})") from error
     finally:
         os.close(place)

@@ -8,7 +8,7 @@ registrations (an RDMA key is void from then on), its connections, its worker. T
   registered. The ring is offered under a second mapping of its own, which closing takes away (`nixl_revocation`). It needs memory
   that is one shared mapping; other host memory is reached over ``nixl/net``.
 - ``nixl/ipc`` (device memory, both ends on one host): the writer maps it (CUDA IPC), and nothing here can end that. `is_over`
-  follows the writer's life line.
+  follows the writer's liveness pipe.
 
 A write is done when its source may be reused and it was flushed to the target. Errors of NIXL are exceptions, and final: a dead
 peer raises as soon as UCX notices. A frozen one leaves its writes pending over TCP; over shared memory and RDMA they are done.

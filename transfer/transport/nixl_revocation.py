@@ -5,7 +5,7 @@ so a late write fails with a bad address and the ring's bytes stay. A copy that 
 few pages: `CopyWatch` says when it cannot any more. The address range stays reserved until the writer has let go or is gone
 (`liveness_pipe`), so that nothing new can be mapped where a late write would land.
 
-Device memory: a mapping in another process cannot be revoked. Only the writer's life line says when it can write no more.
+Device memory: a mapping in another process cannot be revoked. Only the writer's liveness pipe says when it can write no more.
 
 Sources: mremap(2) on a length of 0; process_vm_writev(2); mm/process_vm_access.c of Linux (a copy pins at most two pages full of
 page pointers at a time, copies, and looks the addresses up again: 4 MiB, and 1 GiB where pages have 64 KiB).

@@ -1,4 +1,4 @@
-"""Fixtures of tests/engine, and groups of ranks in real processes."""
+"""Fixtures of tests/embedded_engine, and groups of ranks in real processes."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class EtcdClient:
             call.cancel()
 
     async def grant(self, lease_s: int) -> tuple[int, float]:
-        """A new lease: its id, and the seconds that it lives without a heartbeat, which may be more."""
+        """A new lease: its id, and the seconds that it lives without a renewal, which may be more."""
         question = rpc.LeaseGrantRequest(TTL=lease_s)
         answer = await self._call(
             rpc.LeaseStub(self._channel).LeaseGrant(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata)

@@ -65,7 +65,7 @@ class Registration:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two heartbeats of the lease; 0 where there is nothing to renew: not wanted, and nothing registered."""
+        """Seconds between two renewals of the lease; 0 where there is nothing to renew: not wanted, and nothing registered."""
         return 0.0 if self._is_at_rest else self._heartbeat_s
 
     @property
