@@ -115,7 +115,9 @@ class LoopThread:
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if error is None:
+        # gRPC handles the events of all loops of a process in any of them. Where it meets an event of a loop that the engine has
+        # closed, it raises here. This loop runs, so such an error never concerns it.
+        if error is None or (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             loop.default_exception_handler(context)
         else:
             self.crash(error)
