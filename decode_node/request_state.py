@@ -1,4 +1,4 @@
-"""What a decode leader remembers of its requests: a request, its attempts, how far each has got, and what its caller is told.
+"""The requests of a decode leader: their attempts, the progress of each attempt, and the results for the caller.
 
 Data and the questions that it can answer of itself; every decision is that of `decode_node.requests`.
 """

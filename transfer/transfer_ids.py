@@ -1,7 +1,7 @@
-"""Ids of transfers: a new one for each attempt of a request, so that nothing late of one attempt can ever meet another.
+"""Ids of transfers. Each attempt of a request gets a new id, so that a late message of one attempt cannot reach another.
 
-A client may use its own request id again as soon as it has the last answer. On the way to the ranks that is too early: a writer
-may still have to say that it drained, a repeated message may still be under way. So the decode leader names every attempt anew.
+A client may reuse its request id as soon as it has the last answer. For the ranks that is too early: `WriterDrained` or a
+repeated message may still be under way. So the decode leader gives each attempt an id of its own.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class WorkerThread:
         self._work.put((work, on_done))
 
     async def call(self, work: Callable[[], _T]) -> _T:
-        """Run `work()` on the thread and wait for it; what it raises is raised here."""
+        """Run `work()` on the thread, wait for it, and raise its exception here."""
         future: asyncio.Future[_T] = self._loop.create_future()
 
         def guarded() -> tuple[_T | None, Exception | None]:

@@ -197,7 +197,8 @@ class SchedulerSide:
         if view is None or view.state is PromptState.WAITING:
             return None, False
         if wanted.is_offered and view.state is PromptState.READY:
-            self._leader.report_page_shortage(wanted.name)  # or vLLM would have given it blocks when it was told the last time
+            # vLLM had the chance to allocate blocks at the previous call, and did not.
+            self._leader.report_page_shortage(wanted.name)
         wanted.is_offered = True
         return num_tokens - num_computed, True
 

@@ -188,9 +188,9 @@ def _failure(server: NodeServer, error: TransferError, blame: Callable[[str], No
             return ApiError(413, f"the prompt is too large for a call to the decode node: {reason}")
         return ServerFailed(server, "status", reason, status=503)  # no room now: nothing is wrong with it
     if isinstance(error, TransferAborted):
-        return ApiError(500, reason)  # somebody wanted its end, and not another attempt
+        return ApiError(500, reason)  # aborted on purpose, so no further attempt
     if isinstance(error, LayoutError):
-        return ApiError(500, reason)  # so it would be at each attempt
+        return ApiError(500, reason)  # every attempt would fail like this
     blame(reason)
     if isinstance(error, PeerUnreachable):
         return ServerFailed(server, "unreachable", reason)

@@ -91,7 +91,7 @@ async def test_a_name_is_known_again_as_soon_as_the_name_server_is_back(names: N
         for attempts in range(1, 6):
             with pytest.raises(PeerUnreachable, match=rf"^{NAME}:\d+: Temporary failure in name resolution$"):
                 await peer.ready()
-            assert names.asked == attempts, "each try asks anew"
+            assert names.asked == attempts, "each attempt resolves the name again"
         names.says = ["127.0.0.1"]
         code, _ = await call(await peer.ready(), STATUS)
         assert code is grpc.StatusCode.OK

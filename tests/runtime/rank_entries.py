@@ -51,7 +51,7 @@ def take_too_much() -> None:
 
 
 class ObedientWorker:
-    """A `node_runtime.rank_worker.Worker` that does what it is told."""
+    """A `node_runtime.rank_worker.Worker` that tests control by messages."""
 
     def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self.spec = spec

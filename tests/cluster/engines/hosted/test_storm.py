@@ -242,7 +242,7 @@ def assert_spoilt(instance: Instance, pages: Sequence[int]) -> None:
 
 
 class Watched:
-    """Copies wait for some milliseconds in their copy queue, as behind an engine's event; what they read is looked at.
+    """Delay each copy by some milliseconds, as an engine's event does, and check the bytes that it reads.
 
     Pages that are nobody's are full of NaN, and no KV is one: a gather that finds one has read pages that it was to leave alone.
     """
