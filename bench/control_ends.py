@@ -32,6 +32,7 @@ from transfer.event_pump import EventPump
 from transfer.instance import AttachRequest, AttachResponse, Instance
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS, GrantRequest, GrantsIssued, decode, encode
+from transfer.piece import RankRequest, SessionRoute
 from transfer.receive import events as rx
 from transfer.receive.receiver import Receiver
 from transfer.registry.certificates import CertificateFiles
@@ -140,8 +141,8 @@ class Writer:
 
     def _start(self, num_chunks: int) -> str:
         request_id = f"{self._name}-{next(self._numbers)}:{num_chunks}"
-        routed = (tx.OutgoingRoute(route=ROUTE, session=self._session),)
-        self._pump.feed(tx.OutgoingStarted(request=tx.OutgoingRequest(**_request(request_id), routes=routed)))
+        routed = (SessionRoute(route=ROUTE, session=self._session),)
+        self._pump.feed(tx.OutgoingStarted(request=RankRequest(**_request(request_id), routes=routed)))
         return request_id
 
     def on_payload(self, payload: bytes) -> None:
@@ -225,8 +226,8 @@ class Target:
             self._ahead.add(following)
 
     def _expect(self, session: int, request_id: str) -> None:
-        routed = (rx.IncomingRoute(route=ROUTE, session=session),)
-        self._pump.feed(rx.IncomingExpected(request=rx.IncomingRequest(**_request(request_id), routes=routed)))
+        routed = (SessionRoute(route=ROUTE, session=session),)
+        self._pump.feed(rx.IncomingExpected(request=RankRequest(**_request(request_id), routes=routed)))
 
     def close(self) -> None:
         self._pump.close()
@@ -236,9 +237,9 @@ class Target:
             case rx.Send():
                 self._send(action.session, encode(action.message))
             case rx.PostReceive():
-                self._pump.feed(rx.ReceiveSettled(grant=action.grant, num_bytes=action.num_bytes))
+                self._pump.feed(rx.ReceiveSettled(grant=action.piece.grant, num_bytes=action.piece.num_bytes))
             case rx.StartScatter():
-                self._pump.feed(rx.ScatterFinished(grant=action.grant, is_intact=True))
+                self._pump.feed(rx.ScatterFinished(grant=action.piece.grant, is_intact=True))
             case rx.PublishWatermark():
                 self._publish(self.ring.watermark(), action.sessions)
             case rx.IncomingFailed() | rx.CloseSession() | rx.MessageDropped():

@@ -67,7 +67,7 @@ class _Shape:
 
     def compiled(self, tuning: Tuning) -> Prepared:
         prepared = self.prepared(tuning)
-        prepared.plan.compile(prepared.wire, has_digest=self.has_digest, is_gather=prepared.side == "gather")
+        prepared.plan.compile(prepared.wire.data_ptr(), has_digest=self.has_digest, is_gather=prepared.side == "gather")
         return prepared
 
     def ratio(self, tuning: Tuning) -> float:

@@ -18,6 +18,7 @@ from bench.loop_turns import Watch
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.base import WATCH_BATCH, WATCH_S
 from transfer.layout import KVLayout, Route, Shard, routes, wire_dtype
+from transfer.piece import RankRequest, SessionRoute
 from transfer.receive import events as target
 from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, StagingAllocator
@@ -123,20 +124,20 @@ class Machines:
         }
         for number, rank in enumerate(self.receivers):
             mine = tuple(
-                target.IncomingRoute(route=route, session=session or self.session_of(route))
+                SessionRoute(route=route, session=session or self.session_of(route))
                 for route in self.routes
                 if route.decode_rank == number
             )
             forget_plans()
-            self._turn(rank, [target.IncomingExpected(request=target.IncomingRequest(routes=mine, **common))])
+            self._turn(rank, [target.IncomingExpected(request=RankRequest(routes=mine, **common))])
         for number, rank in enumerate(self.senders):
             to = tuple(
-                source.OutgoingRoute(route=route, session=session or self.session_of(route))
+                SessionRoute(route=route, session=session or self.session_of(route))
                 for route in self.routes
                 if route.prefill_rank == number
             )
             forget_plans()
-            self._turn(rank, [source.OutgoingStarted(request=source.OutgoingRequest(routes=to, **common))])
+            self._turn(rank, [source.OutgoingStarted(request=RankRequest(routes=to, **common))])
 
     def compute(self, request_id: str, chunks: Sequence[int]) -> None:
         for rank in self.senders:
@@ -237,7 +238,7 @@ class Machines:
                     sender = self.senders[self.sessions[action.session][0]]
                     sender.events.append(source.MessageArrived(session=action.session, message=action.message))
             case target.StartScatter():
-                rank.events.append(target.ScatterFinished(grant=action.grant, is_intact=True))
+                rank.events.append(target.ScatterFinished(grant=action.piece.grant, is_intact=True))
             case _:
                 pass
 
@@ -251,9 +252,9 @@ class Machines:
                 rank.events.append(source.GatherFinished(slot=action.slot, digest=7))
             case source.StartWrite():
                 rank.events.append(source.WriteFinished(slot=action.slot))
-                if not self.is_one_sided and action.session in self.sessions:
-                    receiver = self.receivers[self.sessions[action.session][1]]
-                    receiver.events.append(target.ReceiveSettled(grant=action.grant, num_bytes=action.num_bytes))
+                if not self.is_one_sided and action.piece.session in self.sessions:
+                    receiver = self.receivers[self.sessions[action.piece.session][1]]
+                    receiver.events.append(target.ReceiveSettled(grant=action.piece.granted, num_bytes=action.piece.num_bytes))
             case source.Decline():
                 if not self.is_one_sided and action.session in self.sessions:
                     begin = action.key // MAX_ATTEMPTS * ALIGNMENT_BYTES  # see `grant_key`

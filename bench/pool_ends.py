@@ -27,14 +27,14 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import Range, Shard, wire_buffers
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
+from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
-from transfer.receive.events import IncomingRequest, IncomingRoute
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Watermark
 from transfer.send.attach import DecodeSessions
-from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from transfer.send.events import SenderSettings, SentStats
 from transfer.send.loop import SenderLoop
 from transfer.sizes import choose_cut, finest_chunk_plan, staging_slot_bytes
 from transfer.transport.base import Transport
@@ -238,14 +238,14 @@ class PrefillEnd:
     def _start(self, request_id: str, case: Case) -> None:
         setting = self._setting
         self._sender.start_request(
-            OutgoingRequest(
+            RankRequest(
                 request_id=request_id,
                 layout=setting.layout,
                 plan=self._plans[case],
                 wire_dtype=setting.layout.dtype,
                 num_tokens=case.num_tokens,
                 start_token=0,
-                routes=(OutgoingRoute(route=setting.route, session=self._session),),
+                routes=(SessionRoute(route=setting.route, session=self._session),),
                 digest=self._digest,
             )
         )
@@ -369,14 +369,14 @@ class DecodeEnd:
         for request_id in request_ids:
             self._complete[request_id] = self._loop.create_future()
             self._receiver.expect_request(
-                IncomingRequest(
+                RankRequest(
                     request_id=request_id,
                     layout=setting.layout,
                     plan=self.plans[case],
                     wire_dtype=setting.layout.dtype,
                     num_tokens=case.num_tokens,
                     start_token=0,
-                    routes=(IncomingRoute(route=setting.route, session=self._session),),
+                    routes=(SessionRoute(route=setting.route, session=self._session),),
                     digest=self._digest,
                 )
             )

@@ -23,8 +23,8 @@ from decode_node.target_messages import (
 )
 from transfer.errors import LocalProtocolError
 from transfer.layout import KVLayout
+from transfer.piece import RankRequest
 from transfer.receive.attach import PrefillSessions, Receiving, Unattached
-from transfer.receive.events import IncomingRequest
 from transfer.ring import Watermark
 
 
@@ -94,7 +94,7 @@ class TargetRank:
         self._incoming[message.transfer_id] = _Incoming(tables=message.tables)
         self._send(TransferExpected(transfer_id=message.transfer_id))
         self._receiving.loop.expect_request(
-            IncomingRequest(
+            RankRequest(
                 request_id=message.transfer_id,
                 layout=self._layout,
                 plan=message.plan,

@@ -48,10 +48,10 @@ from transfer.layer_groups import PageCounts
 from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
+from transfer.piece import RankRequest
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, RingMemory, Unattached, open_receiving
-from transfer.receive.events import IncomingRequest
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
 from transfer.ring import Watermark
@@ -263,7 +263,7 @@ class DecodeWorker:
             return
         self._link.send(RequestExpected(request_id=message.request_id))
         self._receiver.expect_request(
-            IncomingRequest(
+            RankRequest(
                 request_id=message.request_id,
                 layout=self._instance.layout,
                 plan=message.plan,

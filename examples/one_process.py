@@ -23,14 +23,14 @@ from transfer.instance import Instance
 from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
+from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import PageAllocator
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
-from transfer.receive.events import IncomingRequest, IncomingRoute
 from transfer.receive.loop import ReceiverLoop
 from transfer.ring import Watermark
-from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from transfer.send.events import SenderSettings, SentStats
 from transfer.send.loop import SenderLoop
 from transfer.transport.base import Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
@@ -229,7 +229,7 @@ class TwoTiers:
         """Expect a request on every decode rank, then start it on every prefill rank."""
         dtype = wire_dtype(self.layout, self.prefill, self.decode)
         for rank, receiver in enumerate(self.receivers):
-            incoming = IncomingRequest(
+            incoming = RankRequest(
                 request_id=request_id,
                 layout=self.layout,
                 plan=self.plan,
@@ -238,14 +238,14 @@ class TwoTiers:
                 num_tokens=num_tokens,
                 start_token=0,
                 routes=tuple(
-                    IncomingRoute(route=route, session=self.senders[route.prefill_rank].sessions[rank])
+                    SessionRoute(route=route, session=self.senders[route.prefill_rank].sessions[rank])
                     for route in self.routes
                     if route.decode_rank == rank
                 ),
             )
             receiver.loop.expect_request(incoming)
         for rank, sender in enumerate(self.senders):
-            outgoing = OutgoingRequest(
+            outgoing = RankRequest(
                 request_id=request_id,
                 layout=self.layout,
                 plan=self.plan,
@@ -254,7 +254,7 @@ class TwoTiers:
                 num_tokens=num_tokens,
                 start_token=0,
                 routes=tuple(
-                    OutgoingRoute(route=route, session=sender.sessions[route.decode_rank])
+                    SessionRoute(route=route, session=sender.sessions[route.decode_rank])
                     for route in self.routes
                     if route.prefill_rank == rank
                 ),

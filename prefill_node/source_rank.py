@@ -31,8 +31,9 @@ from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layout import wire_dtype
 from transfer.messages import clip_reason
+from transfer.piece import RankRequest, SessionRoute
 from transfer.send.attach import DecodeSessions
-from transfer.send.events import OutgoingRequest, OutgoingRoute, SentStats
+from transfer.send.events import SentStats
 from transfer.send.loop import SenderLoop
 
 log = structlog.get_logger(__name__)
@@ -242,14 +243,14 @@ class SourceRank:
         self._names[message.transfer_id] = message.name
         self._sending.add(message.transfer_id)
         self._sender.start_request(
-            OutgoingRequest(
+            RankRequest(
                 request_id=message.transfer_id,
                 layout=layout,
                 plan=message.plan,
                 wire_dtype=wire_dtype(layout, self._own.shard, peer.instance.shard),
                 num_tokens=message.num_tokens,
                 start_token=message.start_token,
-                routes=tuple(OutgoingRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes),
+                routes=tuple(SessionRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes),
                 digest=peer.digest,
                 scales=peer.scales,
             )

@@ -51,12 +51,13 @@ from transfer.layout import wire_dtype
 from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
+from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.security import security_of
 from transfer.send.attach import DecodeSessions
-from transfer.send.events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from transfer.send.events import SenderSettings, SentStats
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, staging_slot_bytes
 from transfer.storage.client import StoreClient
@@ -269,9 +270,9 @@ class PrefillWorker:
             self.on_source_released(message.request_id)
             self._link.send(RequestFailed(request_id=message.request_id, reason="the decode instance is gone"))
             return
-        mine = tuple(OutgoingRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes)
+        mine = tuple(SessionRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes)
         self._sender.start_request(
-            OutgoingRequest(
+            RankRequest(
                 request_id=message.request_id,
                 layout=layout,
                 plan=message.plan,

@@ -301,6 +301,16 @@ class HeadSlice:
         if min(self.source_start, self.target_start) < 0 or self.count < 1:
             raise LayoutError(f"head slice {self.source_start}->{self.target_start} of {self.count} heads is empty or negative")
 
+    @property
+    def source(self) -> Range:
+        """Rank-local heads of the sending rank."""
+        return Range(begin=self.source_start, end=self.source_start + self.count)
+
+    @property
+    def target(self) -> Range:
+        """Rank-local heads of the receiving rank."""
+        return Range(begin=self.target_start, end=self.target_start + self.count)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:

@@ -43,6 +43,7 @@ from transfer.messages import (
     decode,
     encode,
 )
+from transfer.piece import RankRequest, SessionRoute
 from transfer.receive import events as rx
 from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, MAX_PUBLISHED_RANGES, Grant, StagingAllocator, Watermark
@@ -84,7 +85,7 @@ class World:
             return
         self.open.discard(session)
         self.session_of = {rank: number for rank, number in self.session_of.items() if number != session}
-        self.posted = {begin: post for begin, post in self.posted.items() if post.session != session}
+        self.posted = {begin: post for begin, post in self.posted.items() if post.piece.session != session}
         is_over = is_over or not self.is_one_sided
         if not is_over:
             self.ending.add(session)
@@ -100,8 +101,8 @@ class World:
             return
         if any(route.prefill_rank not in self.session_of for route in self.routes):
             return
-        mine = tuple(rx.IncomingRoute(route=route, session=self.session_of[route.prefill_rank]) for route in self.routes)
-        request = rx.IncomingRequest(
+        mine = tuple(SessionRoute(route=route, session=self.session_of[route.prefill_rank]) for route in self.routes)
+        request = RankRequest(
             request_id=request_id,
             layout=LAYOUT,
             plan=PLAN,
@@ -126,13 +127,15 @@ class World:
         """A receive ends: declined, filled by some bytes, or whole."""
         post = self.posted.pop(begin)
         if size == 3:
-            self.tell(rx.ReceiveFailed(grant=post.grant, reason="broke"))
+            self.tell(rx.ReceiveFailed(grant=post.piece.grant, reason="broke"))
             return
-        self.tell(rx.ReceiveSettled(grant=post.grant, num_bytes=(post.num_bytes, 0, post.num_bytes // 2)[size % 3]))
+        self.tell(
+            rx.ReceiveSettled(grant=post.piece.grant, num_bytes=(post.piece.num_bytes, 0, post.piece.num_bytes // 2)[size % 3])
+        )
 
     def end_scatter(self, begin: int, *, is_intact: bool) -> None:
         scatter = self.scattering.pop(begin)
-        self.tell(rx.ScatterFinished(grant=scatter.grant, is_intact=is_intact))
+        self.tell(rx.ScatterFinished(grant=scatter.piece.grant, is_intact=is_intact))
 
     # The machine
 
@@ -149,15 +152,15 @@ class World:
     def _take(self, action: rx.Action) -> None:
         match action:
             case rx.PostReceive():
-                require(action.session in self.open and not self.is_one_sided, "a receive on a session that is closed")
-                self._check_free(action.grant, action.num_bytes)
-                self.posted[action.grant.begin] = action
+                require(action.piece.session in self.open and not self.is_one_sided, "a receive on a session that is closed")
+                self._check_free(action.piece.grant, action.piece.num_bytes)
+                self.posted[action.piece.grant.begin] = action
             case rx.StartScatter():
-                require(action.request_id in self.kept, "a scatter into pages that were given back")
-                require(action.grant.begin not in self.scattering, "a grant that is scattered twice at once")
+                require(action.piece.request_id in self.kept, "a scatter into pages that were given back")
+                require(action.piece.grant.begin not in self.scattering, "a grant that is scattered twice at once")
                 if not self.is_one_sided:
-                    self._check_free(action.grant, action.num_bytes)
-                self.scattering[action.grant.begin] = action
+                    self._check_free(action.piece.grant, action.piece.num_bytes)
+                self.scattering[action.piece.grant.begin] = action
             case rx.Send():
                 require(action.session in self.open, "a message to a session that is closed")
                 require(decode(encode(action.message)) == action.message, "a message that no peer can read")
@@ -176,7 +179,7 @@ class World:
                 self._give_back(action.request_id)
 
     def _give_back(self, request_id: str) -> None:
-        busy = any(scatter.request_id == request_id for scatter in self.scattering.values())
+        busy = any(scatter.piece.request_id == request_id for scatter in self.scattering.values())
         require(not busy and request_id in self.kept, "pages that are given back under a scatter, or twice")
         self.kept.discard(request_id)
 
@@ -185,7 +188,7 @@ class World:
         capacity = self.ring.capacity_bytes
         begin = grant.begin % capacity
         require(0 < num_bytes <= grant.end - grant.begin and begin + num_bytes <= capacity, f"{grant} does not lie in the ring")
-        busy = [post.grant for post in self.posted.values()] + [scatter.grant for scatter in self.scattering.values()]
+        busy = [post.piece.grant for post in self.posted.values()] + [scatter.piece.grant for scatter in self.scattering.values()]
         for other in busy:
             if other.begin != grant.begin:
                 first = other.begin % capacity

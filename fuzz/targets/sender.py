@@ -46,6 +46,7 @@ from transfer.messages import (
     decode,
     encode,
 )
+from transfer.piece import RankRequest, SessionRoute
 from transfer.ring import ALIGNMENT_BYTES, MAX_KEPT_RANGES, Grant, Watermark
 from transfer.send import events as tx
 from transfer.send.sender import MAX_DIRECT_GATHERS, MAX_SPENT_KEYS, Sender
@@ -94,7 +95,7 @@ class World:
         if self.open.pop(session, None) is None:
             return
         self.session_of = {rank: number for rank, number in self.session_of.items() if number != session}
-        self.writing = {slot: write for slot, write in self.writing.items() if write.session != session}
+        self.writing = {slot: write for slot, write in self.writing.items() if write.piece.session != session}
         self.tell(tx.SenderSessionLost(session=session, reason=reason))
 
     def start(self, request_id: str, num_tokens: int, start_token: int) -> None:
@@ -104,8 +105,8 @@ class World:
             or any(r.decode_rank not in self.session_of for r in self.routes)
         ):
             return
-        mine = tuple(tx.OutgoingRoute(route=route, session=self.session_of[route.decode_rank]) for route in self.routes)
-        request = tx.OutgoingRequest(
+        mine = tuple(SessionRoute(route=route, session=self.session_of[route.decode_rank]) for route in self.routes)
+        request = RankRequest(
             request_id=request_id,
             layout=LAYOUT,
             plan=PLAN,
@@ -152,16 +153,19 @@ class World:
         match action:
             case tx.StartGather():
                 require(action.slot not in self.gathering and action.slot not in self.writing, "a slot that is in use")
-                require(action.request_id in self.kept, "a gather from pages that were given back")
-                require(action.chunk.index < self.uncomputed[action.request_id], "a gather before its chunk is computed")
-                self._check_target(action.grant, action.num_bytes)
-                self._check_writable(action.session, action.grant)
+                require(action.piece.request_id in self.kept, "a gather from pages that were given back")
+                require(
+                    action.piece.chunk.index < self.uncomputed[action.piece.request_id],
+                    "a gather before its chunk is computed",
+                )
+                self._check_target(action.piece.granted, action.piece.num_bytes)
+                self._check_writable(action.piece.session, action.piece.granted)
                 self.gathering[action.slot] = action
             case tx.StartWrite():
-                require(action.session in self.open, "a write on a session that is closed")
+                require(action.piece.session in self.open, "a write on a session that is closed")
                 require(action.slot not in self.gathering and action.slot not in self.writing, "a slot that is in use")
-                require(not self.open[action.session], "a write on a direct session")
-                self._check_target(action.grant, action.num_bytes)
+                require(not self.open[action.piece.session], "a write on a direct session")
+                self._check_target(action.piece.granted, action.piece.num_bytes)
                 self.writing[action.slot] = action
             case tx.Decline():
                 require(action.session in self.open and 0 <= action.key < 2**61, f"{action!r} cannot be declined")
@@ -170,7 +174,7 @@ class World:
                 require(decode(encode(action.message)) == action.message, "a message that no peer can read")
             case tx.SourceReleased():
                 require(action.request_id in self.kept, "pages that are given back twice")
-                busy = any(gather.request_id == action.request_id for gather in self.gathering.values())
+                busy = any(gather.piece.request_id == action.request_id for gather in self.gathering.values())
                 require(not busy, "pages that are given back under a gather")
                 self.kept.discard(action.request_id)
             case tx.OutgoingSent() | tx.OutgoingFailed():
@@ -195,7 +199,7 @@ class World:
         require(num_actions <= 200 + 8 * sum(len(self.routes) * count for count in self.num_chunks.values()), "endless actions")
         require(self.machine.num_slots_used <= self.num_slots, "more slots than there are")
         for number, session in self.machine._sessions.items():
-            gathers = sum(gather.session == number for gather in self.gathering.values())
+            gathers = sum(gather.piece.session == number for gather in self.gathering.values())
             require(not session.is_direct or gathers <= MAX_DIRECT_GATHERS, "endless gathers of a direct session")
             require(len(session.held) <= pieces, "more grants than pieces")
             require(len(session.spent) <= MAX_SPENT_KEYS + 2 * pieces + 2, "endless keys")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ class Rank:
             ring=StagingAllocator(ring_bytes, incarnation=DECODE_LIFE),
             num_ending=num_ending,
             memory=transport.register(StagingBuffer(num_bytes=ring_bytes).tensor),
-            copier=None,
+            copier=AsyncMock(),  # its warm_up() does nothing
             driver=SimpleNamespace(add=lambda session: None),
             open_session=lambda number, session, incarnation, control_key: self.opened.append(number),
             close_session=self.close_session,

@@ -18,9 +18,9 @@ from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layout import DType, routes
+from transfer.piece import SessionRoute
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.receive.attach import Unattached, WritersOfInstance
-from transfer.receive.events import IncomingRoute
 
 PREFILL_LIFE = 11
 PLAN = ChunkPlan(chunk_tokens=8)
@@ -30,7 +30,7 @@ OWN = instance(22, layout=LAYOUT)
 WRITERS = WritersOfInstance(
     wire_dtype=DType.FLOAT32,
     routes=tuple(
-        IncomingRoute(route=route, session=50 + route.prefill_rank)
+        SessionRoute(route=route, session=50 + route.prefill_rank)
         for route in routes(LAYOUT, instance(PREFILL_LIFE, tp_size=2, layout=LAYOUT).shard, SHARD)
     ),
     digest="xxh3-64",

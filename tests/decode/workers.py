@@ -11,9 +11,9 @@ from decode_node.worker import DecodeRankParts, DecodeWorker
 from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import decode_config
 from transfer.instance import Instance
+from transfer.piece import RankRequest
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.receive.attach import Unattached, WritersOfInstance
-from transfer.receive.events import IncomingRequest
 
 
 class Receiver:
@@ -23,7 +23,7 @@ class Receiver:
     is_idle = True
 
     def __init__(self, *, knows_all: bool = False) -> None:
-        self.expected: list[IncomingRequest] = []
+        self.expected: list[RankRequest] = []
         self.receiving: set[str] = set()
         self.draining: list[str] = []
         self._knows_all = knows_all
@@ -31,7 +31,7 @@ class Receiver:
     def is_known(self, request_id: str) -> bool:
         return self._knows_all
 
-    def expect_request(self, request: IncomingRequest) -> None:
+    def expect_request(self, request: RankRequest) -> None:
         self.expected.append(request)
         self.receiving.add(request.request_id)
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.pieces import piece_of
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.copy.copy_queue import CopyQueue, open_copy_queue
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
-from transfer.layout import DType, KVLayout, Range, Shard, routes
+from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.pool.kv_pool import KVPool
 
 pytestmark = [
@@ -43,16 +44,12 @@ class Side:
             buffer.normal_(std=float(name == "gather"))
         torch.cuda.synchronize()
         queue = open_copy_queue(name, device, asyncio.get_running_loop(), _crash)
-        return cls(name, pool, PieceCopier(pool), queue)
+        return cls(name, pool, PieceCopier(pool, is_source=name == "gather"), queue)
 
     def piece(self) -> PieceCopy:
         (route,) = routes(LAYOUT, Shard(page_size=16), Shard(page_size=16))
         (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=64), num_tokens=64, num_layers=2)
-        heads, tables = Range(begin=0, end=2), [PAGES]
-        found = self.copier.prepare(
-            LAYOUT, route, chunk, request_id="a", heads=heads, num_tokens=64, dtype=DType.BFLOAT16, tables=tables
-        )
-        return found
+        return self.copier.prepare(piece_of(LAYOUT, route, chunk, num_tokens=64, dtype=DType.BFLOAT16), [PAGES])
 
     def wire(self) -> Tensor:
         """Memory for the piece, there for every stream."""

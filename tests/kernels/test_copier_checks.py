@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transfer.copy import HeadSliceCopier, WireMemory, head_slice_copier
 from transfer.errors import LayoutError
+from transfer.layer_groups import NO_PAGE
 from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool
 
@@ -32,9 +33,9 @@ def copier(
 
 def test_the_call_that_the_others_vary_is_accepted() -> None:
     plan = copier().plan([BUFFER])
-    assert (plan.num_wire_bytes, plan.num_moved_bytes, plan.num_pages) == (80, 80, 3)
+    assert (plan.num_wire_bytes, plan.num_moved_bytes, plan.used_pages) == (80, 80, Range(begin=1, end=3))
     plan.gather(PAGES, OUT)
-    plan.scatter(torch.tensor([7, -1, *PAGES]), OUT, first_page=2)
+    plan.scatter(torch.tensor([7, -1, NO_PAGE, *PAGES[1:]]), OUT, first_page=2)  # a window has passed the first page
     copier().plan([]).gather(torch.empty(0, dtype=torch.int64), OUT)
 
 
@@ -58,7 +59,7 @@ def test_wires(wire: WireMemory, match: str) -> None:
     ("pages", "match"),
     [
         (torch.tensor([5, 1, 6]), r"entries 1 to 6; the pool's are \[0, 6\)"),
-        (torch.tensor([5, 1, 5]), "names page 5 twice"),
+        (torch.tensor([5, 1, 1]), "names page 1 twice"),
         (torch.tensor([5, 1]), "first_page is 0 with 2 entries in pages; the buffers take 3"),
     ],
 )

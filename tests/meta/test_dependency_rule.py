@@ -46,7 +46,7 @@ HOST_PAGES = _files("decode_node/offload", "device_index host_tier jobs rules ti
 # Layer 0: imports the standard library and layer 0 only.
 L0 = (
     *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index instance pool/page_allocator"),
-    *_files("transfer", "engine_types breaker utf8 host_memory transport/base control/base"),
+    *_files("transfer", "piece engine_types breaker utf8 host_memory transport/base control/base"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN,
 )  # fmt: skip
 # Layer 1: also imports the small libraries in L1_LIBRARIES.
@@ -66,7 +66,7 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 # Logic uses no clock, random numbers, threads, sockets or environment: it receives their values as arguments and events.
 # (The other files of layer 0 are interfaces, and their signatures may name an event loop.)
 LOGIC = (
-    *_files("transfer", "layout layer_groups chunk piece_size ring ring_index pool/page_allocator breaker"),
+    *_files("transfer", "layout layer_groups chunk piece piece_size ring ring_index pool/page_allocator breaker"),
     *_files("prefill_node", "scheduler stored_prefix prefix_pages"),
     *_files("decode_node", "prefill_routing offload/page_placement offload/sizes"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,

@@ -54,6 +54,7 @@ MIN_LIMIT_S, LIMIT_FACTOR = 30.0, 5.0
 MODULES = {
     "ring": "transfer.ring",
     "ring_index": "transfer.ring_index",
+    "piece": "transfer.piece",
     "sender": "transfer.send.sender",
     "sender_state": "transfer.send.state",
     "sender_events": "transfer.send.events",
@@ -67,6 +68,7 @@ _RECEIVER = ["tests/protocol/test_receiver.py", "tests/protocol/test_rules.py"]
 OWN_TESTS = {
     "ring": _RING,
     "ring_index": ["tests/unit/test_ring_index.py"],
+    "piece": [*_SENDER, *_RECEIVER],
     "sender": _SENDER,
     "sender_state": _SENDER,
     "sender_events": _SENDER,

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ class Sender:
         self.opened: dict[int, Session] = {}
         self.closed: dict[int, str] = {}
         self.watched: set[int] = set()
-        self.copier = None  # nothing is warmed up for pools in host memory
+        self.copier = AsyncMock()  # its warm_up() does nothing
 
     def open_session(self, number: int, session: Session, control: Any, **values: Any) -> None:
         self.opened[number] = session

@@ -11,9 +11,9 @@ from node_runtime.rank_worker import RankSpec
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.worker import PrefillRankParts, PrefillWorker
 from tests.runtime.instances import prefill_config
+from transfer.piece import RankRequest
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.send.attach import DecodePeer
-from transfer.send.events import OutgoingRequest
 
 
 class Sender:
@@ -22,11 +22,11 @@ class Sender:
     num_requests = 0
 
     def __init__(self, on_chunk: Callable[[str, int], None]) -> None:
-        self.started: list[OutgoingRequest] = []
+        self.started: list[RankRequest] = []
         self.aborted: list[str] = []
         self._on_chunk = on_chunk
 
-    def start_request(self, request: OutgoingRequest) -> None:
+    def start_request(self, request: RankRequest) -> None:
         self.started.append(request)
 
     def chunk_computed(self, request_id: str, chunk: int, event: object) -> None:

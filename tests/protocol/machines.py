@@ -20,6 +20,7 @@ from transfer.messages import (
     IssuedGrant,
     WriterDrained,
 )
+from transfer.piece import RankRequest, SessionRoute
 from transfer.receive import events as rx
 from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator, Watermark
@@ -76,14 +77,14 @@ def count_lines(machine: Any, *files: str) -> list[int]:
 
 def incoming(
     request_id: str,
-    routes: Sequence[rx.IncomingRoute],
+    routes: Sequence[SessionRoute],
     *,
     num_tokens: int,
     start_token: int = 0,
     layout: KVLayout = LAYOUT,
     plan: ChunkPlan = PLAN,
-) -> rx.IncomingRequest:
-    return rx.IncomingRequest(
+) -> RankRequest:
+    return RankRequest(
         request_id=request_id,
         layout=layout,
         plan=plan,
@@ -95,9 +96,9 @@ def incoming(
     )
 
 
-def outgoing(request: rx.IncomingRequest, routes: Sequence[tx.OutgoingRoute]) -> tx.OutgoingRequest:
+def outgoing(request: RankRequest, routes: Sequence[SessionRoute]) -> RankRequest:
     """The same request as its writer has it."""
-    return tx.OutgoingRequest(
+    return RankRequest(
         request_id=request.request_id,
         layout=request.layout,
         plan=request.plan,
@@ -148,7 +149,7 @@ class SenderHand:
         )
 
     def start(self, request_id: str = "r", *, num_tokens: int = 8) -> list[tx.Action]:
-        mine = [tx.OutgoingRoute(route=route, session=1 + route.decode_rank) for route in self.routes]
+        mine = [SessionRoute(route=route, session=1 + route.decode_rank) for route in self.routes]
         return self.tell(tx.OutgoingStarted(request=outgoing(incoming(request_id, (), num_tokens=num_tokens), mine)))
 
     def compute(self, chunk: int, request_id: str = "r", *, event: Any = None) -> list[tx.Action]:
@@ -228,7 +229,7 @@ class ReceiverHand:
         self.tell(rx.ReceiverSessionOpened(session=session, incarnation=PREFILL_LIFE))
 
     def expect(self, request_id: str = "r", *, num_tokens: int = 8) -> list[rx.Action]:
-        mine = [rx.IncomingRoute(route=route, session=1 + route.prefill_rank) for route in self.routes]
+        mine = [SessionRoute(route=route, session=1 + route.prefill_rank) for route in self.routes]
         return self.tell(rx.IncomingExpected(request=incoming(request_id, mine, num_tokens=num_tokens)))
 
     def hear(self, message: GrantRequest | ChunkReady | WriterDrained | GrantRefused, *, session: int = 1) -> list[rx.Action]:

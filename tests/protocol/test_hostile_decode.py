@@ -18,7 +18,7 @@ def test_one_grant_for_two_chunks_is_taken_once() -> None:
     sender.compute(1)
     actions = sender.grant({0: cells(0, 2), 1: cells(0, 2)})
     assert drops(actions) == ["granted_twice"]
-    assert [gather.chunk.index for gather in of_type(actions, tx.StartGather)] == [0]
+    assert [gather.piece.chunk.index for gather in of_type(actions, tx.StartGather)] == [0]
     assert not of_type(sender.grant({1: cells(2, 4)}), tx.MessageDropped)  # the right one is still welcome
 
 
@@ -141,4 +141,4 @@ def test_a_position_that_is_granted_again_is_not_taken_for_the_grant_that_was_gi
         actions = sender.watermark(4 * CELL, *released)
     assert not of_type(actions, tx.StartGather), "cells 4 to 6 are not released"
     (gather,) = of_type(sender.watermark(10 * CELL), tx.StartGather)
-    assert (gather.request_id, gather.grant) == ("d", cells(10, 14))
+    assert (gather.piece.request_id, gather.piece.grant) == ("d", cells(10, 14))

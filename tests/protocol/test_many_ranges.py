@@ -64,7 +64,7 @@ class Pair:
             case rx.Send():
                 self._to_sender.append(tx.MessageArrived(session=1, message=action.message))
             case rx.StartScatter():
-                self._to_receiver.append(rx.ScatterFinished(grant=action.grant, is_intact=True))
+                self._to_receiver.append(rx.ScatterFinished(grant=action.piece.grant, is_intact=True))
             case rx.PublishWatermark():
                 self._to_sender.append(tx.WatermarkArrived(session=1, watermark=self.receiver.ring.watermark()))
             case rx.IncomingFailed() | rx.CloseSession():

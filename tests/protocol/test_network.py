@@ -128,7 +128,7 @@ class Network(RuleBasedStateMachine):
     @rule(pick=PICK)
     def finish_gather(self, pick: int) -> None:
         gather = self.gathering.pop(pick % len(self.gathering))
-        self.in_slot[gather.slot] = Tag(request_id=gather.request_id, route=0, chunk=gather.chunk.index)
+        self.in_slot[gather.slot] = Tag(request_id=gather.piece.request_id, route=0, chunk=gather.piece.chunk.index)
         self._tell_sender(tx.GatherFinished(slot=gather.slot, digest=7))
 
     @precondition(lambda self: self._landing_keys())
@@ -147,9 +147,9 @@ class Network(RuleBasedStateMachine):
                 self._break(shipment.tag)
             self.memory.end_landing(shipment.number, shipment.grant, num_bytes, shipment.tag, is_broken=breaks)
         if post is not None:
-            require(shipment.grant in (None, post.grant), f"{shipment} has met {post}")
-            self.memory.settle(post.grant, post.num_bytes)
-            self._tell_receiver(rx.ReceiveSettled(grant=post.grant, num_bytes=num_bytes))
+            require(shipment.grant in (None, post.piece.grant), f"{shipment} has met {post}")
+            self.memory.settle(post.piece.grant, post.piece.num_bytes)
+            self._tell_receiver(rx.ReceiveSettled(grant=post.piece.grant, num_bytes=num_bytes))
         if shipment.slot is not None:
             self._tell_sender(tx.WriteFinished(slot=shipment.slot))
 
@@ -157,8 +157,8 @@ class Network(RuleBasedStateMachine):
     @rule(pick=PICK)
     def finish_scatter(self, pick: int) -> None:
         scatter, is_intact = self.scattering.pop(pick % len(self.scattering))
-        self.memory.end_scatter(scatter.grant, scatter.num_bytes)
-        self._tell_receiver(rx.ScatterFinished(grant=scatter.grant, is_intact=is_intact))
+        self.memory.end_scatter(scatter.piece.grant, scatter.piece.num_bytes)
+        self._tell_receiver(rx.ScatterFinished(grant=scatter.piece.grant, is_intact=is_intact))
 
     @precondition(lambda self: self.started)
     @rule(pick=PICK, is_at_decode=st.booleans())
@@ -241,10 +241,16 @@ class Network(RuleBasedStateMachine):
                     tag = self.in_slot[action.slot]
                     self._ship(
                         action.key,
-                        Shipment(number=action.key, grant=action.grant, num_bytes=action.num_bytes, slot=action.slot, tag=tag),
+                        Shipment(
+                            number=action.key,
+                            grant=action.piece.granted,
+                            num_bytes=action.piece.num_bytes,
+                            slot=action.slot,
+                            tag=tag,
+                        ),
                     )
                     if self.is_one_sided:
-                        self.memory.begin_landing(action.key, action.grant, action.num_bytes, self.given_up)
+                        self.memory.begin_landing(action.key, action.piece.granted, action.piece.num_bytes, self.given_up)
                 case tx.Decline():
                     self._ship(action.key, Shipment(number=action.key))
                     if self.is_one_sided:
@@ -267,11 +273,12 @@ class Network(RuleBasedStateMachine):
                     self.messages.append((False, encode(action.message)))
                 case rx.PostReceive():
                     require(action.key not in self.posts, f"key {action.key} is expected twice")
-                    self.memory.post(action.grant, action.num_bytes, self.given_up)
+                    self.memory.post(action.piece.grant, action.piece.num_bytes, self.given_up)
                     self.posts[action.key] = action
                 case rx.StartScatter():
-                    tag = Tag(request_id=action.request_id, route=0, chunk=action.chunk.index)
-                    self.scattering.append((action, self.memory.begin_scatter(action.grant, action.num_bytes, tag)))
+                    tag = Tag(request_id=action.piece.request_id, route=0, chunk=action.piece.chunk.index)
+                    is_intact = self.memory.begin_scatter(action.piece.grant, action.piece.num_bytes, tag)
+                    self.scattering.append((action, is_intact))
                 case rx.PublishWatermark():
                     self.acks.append(self.receiver.ring.watermark())
                 case rx.IncomingComplete():

@@ -39,17 +39,18 @@ def test_a_request_goes_from_expected_to_complete() -> None:
     receiver.expect(num_tokens=4)
     actions = receiver.ask(0)
     (post,) = of_type(actions, rx.PostReceive)
-    assert (post.session, post.grant, post.num_bytes, post.key) == (1, cells(0, 2), WHOLE_CHUNK, grant_key(0, 0))
+    piece = post.piece
+    assert (piece.session, piece.grant, piece.num_bytes, post.key) == (1, cells(0, 2), WHOLE_CHUNK, grant_key(0, 0))
     assert not of_type(actions, rx.PublishWatermark)
     assert receiver.machine.ring_peak_bytes == 2 * CELL
     (prepare,) = of_type(actions, rx.PrepareScatter)
-    assert (prepare.session, prepare.grant, prepare.request_id) == (1, post.grant, "r")
-    assert (prepare.chunk.index, prepare.route.index, prepare.num_tokens) == (0, 0, 4)
+    assert prepare.piece is piece
+    assert (piece.request_id, piece.chunk.index, piece.route.index, piece.request.num_tokens) == ("r", 0, 0, 4)
     assert not of_type(receiver.ask(0), rx.PrepareScatter)  # the same grant, said again
-    receiver.settled(post.grant)
-    (scatter,) = of_type(receiver.ready(0, post.grant), rx.StartScatter)
-    assert (scatter.request_id, scatter.chunk.index, scatter.route.index, scatter.num_tokens) == ("r", 0, 0, 4)
-    (complete,) = of_type(receiver.scattered(post.grant), rx.IncomingComplete)
+    receiver.settled(post.piece.grant)
+    (scatter,) = of_type(receiver.ready(0, post.piece.grant), rx.StartScatter)
+    assert scatter.piece is piece
+    (complete,) = of_type(receiver.scattered(post.piece.grant), rx.IncomingComplete)
     assert complete.request_id == "r"
     assert receiver.machine.is_idle and receiver.machine.ring is receiver.ring
 
@@ -217,7 +218,7 @@ def test_a_grant_that_a_turn_has_no_steps_to_look_at_is_posted_by_a_later_one(mo
     receiver.settled(grants[0])
     receiver.ready(0, grants[0])
     (post,) = of_type(receiver.scattered(grants[0]), rx.PostReceive)
-    assert post.grant == grants[1]
+    assert post.piece.grant == grants[1]
 
 
 @pytest.mark.parametrize("is_posted", [False, True])

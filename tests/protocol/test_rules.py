@@ -37,7 +37,7 @@ def test_rule_01_a_grant_is_published_whole_and_never_changes() -> None:
     sender.grant({0: cells(4, 6)})  # not ours to change
     sender.compute(0)
     (write,) = of_type(sender.gathered(0), tx.StartWrite)
-    assert write.grant == cells(0, 2)
+    assert write.piece.grant == cells(0, 2)
 
 
 def test_rule_01_a_grant_request_is_served_whole_or_not_at_all() -> None:
@@ -55,11 +55,11 @@ def test_rule_02_a_writer_writes_only_when_the_bytes_are_released() -> None:
     assert not of_type(sender.compute(0), tx.StartGather)
     assert not of_type(sender.compute(1), tx.StartGather)
     (gather,) = of_type(sender.watermark(2 * CELL), tx.StartGather)
-    assert gather.chunk.index == 0
+    assert gather.piece.chunk.index == 0
     assert of_type(sender.gathered(gather.slot), tx.StartWrite)
     assert not of_type(sender.written(gather.slot), tx.StartGather)  # its bytes are written, not released
     (gather,) = of_type(sender.watermark(4 * CELL), tx.StartGather)
-    assert gather.chunk.index == 1
+    assert gather.piece.chunk.index == 1
 
 
 def test_rule_02_a_receive_is_posted_only_when_the_bytes_are_released() -> None:
@@ -67,11 +67,11 @@ def test_rule_02_a_receive_is_posted_only_when_the_bytes_are_released() -> None:
     receiver.expect("first", num_tokens=4)
     receiver.expect("second", num_tokens=4)
     actions = receiver.ask(0, request_id="first") + receiver.ask(0, request_id="second")
-    assert [post.grant for post in of_type(actions, rx.PostReceive)] == [cells(0, 2)]
+    assert [post.piece.grant for post in of_type(actions, rx.PostReceive)] == [cells(0, 2)]
     receiver.settled(cells(0, 2))
     receiver.ready(0, cells(0, 2), request_id="first")
     (post,) = of_type(receiver.scattered(cells(0, 2)), rx.PostReceive)
-    assert post.grant == cells(2, 4)
+    assert post.piece.grant == cells(2, 4)
 
 
 def test_rule_03_a_watermark_only_moves_forward() -> None:
@@ -110,7 +110,7 @@ def test_rule_05_a_region_is_released_only_after_its_scatter_fired(is_one_sided:
         (scatter,) = of_type(receiver.settled(grant), rx.StartScatter)
     else:
         (scatter,) = of_type(receiver.ready(0, grant), rx.StartScatter)
-    assert (scatter.grant, scatter.num_bytes, scatter.digest) == (grant, WHOLE_CHUNK, 7)
+    assert (scatter.piece.grant, scatter.piece.num_bytes, scatter.digest) == (grant, WHOLE_CHUNK, 7)
     assert receiver.ring.num_live_grants == 1
     actions = receiver.scattered(grant)
     assert receiver.ring.num_live_grants == 0
@@ -213,7 +213,7 @@ def test_rule_11_both_sides_derive_chunk_boundaries_from_the_same_function() -> 
     assert messages(receiver.hear(request), GrantsIssued)
     gathers = [sender.compute(0), sender.compute(1), sender.grant({0: cells(0, 2), 1: cells(2, 4)})]
     chunks = split_into_chunks(PLAN, num_tokens=10, num_layers=LAYOUT.num_layers)
-    assert [gather.chunk for actions in gathers for gather in of_type(actions, tx.StartGather)] == list(chunks[:2])
+    assert [gather.piece.chunk for actions in gathers for gather in of_type(actions, tx.StartGather)] == list(chunks[:2])
     # Where the two differ after all, the request is refused and both sizes are named.
     (refused,) = messages(receiver_with_request().ask(0, num_bytes=WHOLE_CHUNK + 1), GrantRefused)
     assert refused.reason == "chunk 0 is 512 bytes here and 513 at the writer"
@@ -239,7 +239,7 @@ def test_rule_13_the_gather_is_ordered_after_the_forward_pass_by_an_event() -> N
     assert not of_type(sender.grant({0: cells(0, 2), 1: cells(2, 4)}), tx.StartGather)  # granted, not computed
     event = object()
     (gather,) = of_type(sender.compute(1, event=event), tx.StartGather)
-    assert (gather.chunk.index, gather.event) == (1, event)
+    assert (gather.piece.chunk.index, gather.event) == (1, event)
     assert gather.event is event
 
 

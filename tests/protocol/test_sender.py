@@ -36,7 +36,7 @@ def test_a_request_goes_from_start_to_sent() -> None:
     actions = sender.gathered(gather.slot)
     (write,) = of_type(actions, tx.StartWrite)
     assert of_type(actions, tx.SourceReleased)
-    assert (write.slot, write.grant, write.num_bytes, write.key) == (gather.slot, cells(0, 2), 512, grant_key(0, 0))
+    assert (write.slot, write.piece.grant, write.piece.num_bytes, write.key) == (gather.slot, cells(0, 2), 512, grant_key(0, 0))
     (ready,) = messages(sender.written(write.slot), ChunkReady)
     assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (0, 512, 100, 0)
     actions = sender.watermark(2 * CELL)
@@ -358,13 +358,13 @@ def test_slots_are_taken_in_turn_by_the_sessions() -> None:
         sender.grant({chunk: cells(chunk, chunk + 1) for chunk in range(4)}, route=route)
     begun: list[int] = []
     for chunk in range(4):
-        begun.extend(gather.route.index for gather in of_type(sender.compute(chunk), tx.StartGather))
+        begun.extend(gather.piece.route.index for gather in of_type(sender.compute(chunk), tx.StartGather))
     for done in range(1, 8):
         route = begun[-1]
         sender.gathered(0)
         sender.written(0)
         begun.extend(
-            gather.route.index
+            gather.piece.route.index
             for gather in of_type(sender.watermark(begun.count(route) * CELL, session=1 + route), tx.StartGather)
         )
         assert len(begun) == done + 1
@@ -385,7 +385,7 @@ def test_no_slot_is_kept_for_a_session_whose_grants_were_all_released() -> None:
     sender.written(gather.slot)
     sender.watermark(CELL, session=2)
     begun = of_type(sender.grant({0: cells(0, 1), 1: cells(1, 2)}, "first", route=both[0].index), tx.StartGather)
-    assert [gather.session for gather in begun] == [1, 1]
+    assert [gather.piece.session for gather in begun] == [1, 1]
 
 
 def test_the_last_slot_is_kept_also_for_a_session_that_had_one_before() -> None:
@@ -479,11 +479,11 @@ def test_a_failed_request_has_nothing_left_to_ask_for() -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda piece: setattr(piece.request, "to_release", 2), "counts of request r"),
+        (lambda piece: setattr(piece.sending, "to_release", 2), "counts of request r"),
         (lambda piece: setattr(piece, "slot", 1), "slot 0 is held by a piece that is WRITING"),
         (lambda piece: setattr(piece, "grant", cells(4, 6)), "held grants and the grants of the requests differ"),
-        (lambda piece: piece.request.routes[0].outstanding.clear(), "outstanding pieces of request r"),
-        (lambda piece: setattr(piece, "request", copy.copy(piece.request)), "slot 0 is held for a request that is over"),
+        (lambda piece: piece.sending.routes[0].outstanding.clear(), "outstanding pieces of request r"),
+        (lambda piece: setattr(piece, "sending", copy.copy(piece.sending)), "slot 0 is held for a request that is over"),
     ],
 )
 def test_a_spoilt_piece_is_noticed(spoil: Callable[[SenderPiece], object], message: str) -> None:
@@ -501,7 +501,7 @@ def test_a_failed_request_whose_piece_waits_is_noticed() -> None:
     sender.abort()
     piece.stage = SenderStage.GRANTED
     with pytest.raises(LocalProtocolError, match="failed request r has pieces that nothing is done with"):
-        piece.request.check_invariants()
+        piece.sending.check_invariants()
 
 
 class ForgottenSlots(StagingSlots):
@@ -558,7 +558,7 @@ def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing(monkeypatch: p
         sender.gathered(slot)
         sender.written(slot)
     started = of_type(sender.watermark(4 * CELL), tx.StartGather)
-    assert [gather.request_id for gather in started] == ["r2", "r3"]
+    assert [gather.piece.request_id for gather in started] == ["r2", "r3"]
     assert len(looks) <= 4
     sender.abort("nobody")
     assert counts[-1] == counts[0]  # nor is the session looked at before something of it is free
@@ -573,9 +573,9 @@ def test_a_grant_that_a_turn_has_no_steps_to_look_at_begins_in_a_later_one(monke
         sender.compute(chunk)
     sender.watermark(0, cells(1, 8))
     begun = of_type(sender.grant({0: cells(9, 11), 1: cells(11, 13), 2: cells(13, 15)}), tx.StartGather)
-    assert [gather.chunk.index for gather in begun] == [0, 1]
+    assert [gather.piece.chunk.index for gather in begun] == [0, 1]
     begun = of_type(sender.tell(tx.Tick()), tx.StartGather)
-    assert [gather.chunk.index for gather in begun] == [2]
+    assert [gather.piece.chunk.index for gather in begun] == [2]
 
 
 def test_a_watermark_begins_a_turn_of_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,7 +588,7 @@ def test_a_watermark_begins_a_turn_of_looks(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(3):
         sender.tell(tx.Tick())  # each of them has been looked at
     begun = of_type(sender.watermark(0, cells(1, 8)), tx.StartGather)
-    assert [gather.chunk.index for gather in begun] == [0, 1]
+    assert [gather.piece.chunk.index for gather in begun] == [0, 1]
 
 
 def test_a_session_whose_looks_find_nothing_does_not_keep_the_turns_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,7 +601,7 @@ def test_a_session_whose_looks_find_nothing_does_not_keep_the_turns_from_the_oth
     sender.grant({chunk: cells(8 + chunk, 9 + chunk) for chunk in range(6)}, route=0)
     assert not of_type(sender.grant({0: cells(9, 10), 1: cells(12, 13)}, route=1), tx.StartGather)
     (gather,) = of_type(sender.tell(tx.Tick()), tx.StartGather)
-    assert (gather.session, gather.chunk.index) == (2, 1)
+    assert (gather.piece.session, gather.piece.chunk.index) == (2, 1)
 
 
 def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
@@ -615,7 +615,7 @@ def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
     sender.compute(0, "early")
     sender.written(0)
     started = of_type(sender.watermark(2 * CELL), tx.StartGather)
-    assert [gather.request_id for gather in started] == ["early"]
+    assert [gather.piece.request_id for gather in started] == ["early"]
 
 
 def test_a_session_that_carries_nothing_of_a_request_is_lost_without_it() -> None:
@@ -634,7 +634,7 @@ def test_a_session_that_is_lost_while_it_waits_for_a_slot_gets_none() -> None:
         sender.grant({0: cells(0, 1)}, route=route)
     (gather,) = of_type(sender.compute(0), tx.StartGather)  # the other session waits for the slot
     sender.gathered(gather.slot)
-    sender.tell(tx.SenderSessionLost(session=3 - gather.session, reason="peer died"))
+    sender.tell(tx.SenderSessionLost(session=3 - gather.piece.session, reason="peer died"))
     actions = sender.written(gather.slot)
     assert of_type(actions, tx.OutgoingFailed) and not of_type(actions, tx.StartGather)
     assert sender.machine.is_idle and sender.machine.num_slots_used == 0
@@ -650,7 +650,7 @@ def test_a_piece_that_was_given_up_while_it_waited_for_a_slot_is_passed_over() -
     sender.abort("given up")
     sender.written(0)
     started = of_type(sender.watermark(2 * CELL), tx.StartGather)
-    assert [gather.request_id for gather in started] == ["next"]
+    assert [gather.piece.request_id for gather in started] == ["next"]
 
 
 def test_a_write_that_fails_after_its_session_was_lost_is_no_news() -> None:
@@ -668,7 +668,7 @@ def test_only_the_session_whose_write_hangs_is_closed() -> None:
     first, _ = of_type(sender.compute(0), tx.StartGather)
     sender.gathered(first.slot)  # it hangs in its write; the other session's is still being gathered
     (closed,) = of_type(sender.tell(tx.Tick(), now_s=6.0), tx.CloseSession)
-    assert closed.session == first.session
+    assert closed.session == first.piece.session
 
 
 def test_a_piece_without_a_grant_says_so() -> None:
@@ -684,7 +684,9 @@ def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:
     sender = SenderHand(ring_cells=16, num_slots=8, grants_ahead=8)
     sender.start(num_tokens=32)
     sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(8)})
-    slots = {action.chunk.index: action.slot for chunk in range(8) for action in of_type(sender.compute(chunk), tx.StartGather)}
+    slots = {
+        action.piece.chunk.index: action.slot for chunk in range(8) for action in of_type(sender.compute(chunk), tx.StartGather)
+    }
     order = [5, 2, 7, 0, 3, 6, 1, 4]
     for chunk in order:
         sender.gathered(slots[chunk])

@@ -19,7 +19,7 @@ def test_a_direct_gather_is_the_write() -> None:
     sender.now_s = 2.0
     sender.grant({0: cells(3, 5)})
     (gather,) = of_type(sender.compute(0), tx.StartGather)
-    assert (gather.session, gather.grant, gather.num_bytes) == (1, cells(3, 5), 512)
+    assert (gather.piece.session, gather.piece.grant, gather.piece.num_bytes) == (1, cells(3, 5), 512)
     sender.now_s = 5.0
     actions = sender.gathered(gather.slot)
     assert not of_type(actions, tx.StartWrite)
@@ -41,10 +41,10 @@ def test_one_direct_session_keeps_the_pages_for_all_sessions_of_a_request() -> N
     sender.grant({0: cells(0, 1)}, route=0)
     sender.grant({0: cells(0, 1)}, route=1)
     gathers = of_type(sender.compute(0), tx.StartGather)
-    slot_of = {gather.session: gather.slot for gather in gathers}
+    slot_of = {gather.piece.session: gather.slot for gather in gathers}
     assert messages(sender.gathered(slot_of[2]), ChunkReady)
     actions = sender.gathered(slot_of[1])
-    assert [write.session for write in of_type(actions, tx.StartWrite)] == [1]
+    assert [write.piece.session for write in of_type(actions, tx.StartWrite)] == [1]
     assert not of_type(actions, tx.SourceReleased)
     sender.written(slot_of[1])
     assert not of_type(sender.watermark(CELL, session=2), tx.SourceReleased)
@@ -63,7 +63,7 @@ def test_a_rejected_direct_chunk_is_gathered_again() -> None:
     sender.now_s = 4.0
     actions = sender.reject(0)
     (again,) = of_type(actions, tx.StartGather)
-    assert (again.slot, again.grant, again.event, again.credit_wait_s) == (first.slot, first.grant, event, 0.0)
+    assert (again.slot, again.piece.grant, again.event, again.credit_wait_s) == (first.slot, first.piece.grant, event, 0.0)
     assert not of_type(actions, tx.StartWrite)
     assert sender.reject(0) == []  # said twice
     assert sender.tell(tx.Tick()) == []  # it is not said to be ready while its bytes change
@@ -87,7 +87,7 @@ def test_the_ring_alone_bounds_what_a_direct_session_has_under_way() -> None:
     assert len({gathers[0].slot for gathers in begun[:4]}) == 4 and sender.machine.num_slots_used == 0
     sender.machine.check_invariants()
     sender.gathered(begun[0][0].slot)
-    assert [gather.chunk.index for gather in of_type(sender.watermark(2 * CELL), tx.StartGather)] == [4]
+    assert [gather.piece.chunk.index for gather in of_type(sender.watermark(2 * CELL), tx.StartGather)] == [4]
 
 
 def test_no_more_gathers_of_a_direct_session_are_queued_than_a_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,13 +97,13 @@ def test_no_more_gathers_of_a_direct_session_are_queued_than_a_device_takes(monk
     sender.start(num_tokens=16)
     sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(4)})
     begun = [gather for chunk in range(4) for gather in of_type(sender.compute(chunk), tx.StartGather)]
-    assert [gather.chunk.index for gather in begun] == [0, 1]
+    assert [gather.piece.chunk.index for gather in begun] == [0, 1]
     actions = sender.gathered(begun[0].slot)
-    assert [gather.chunk.index for gather in of_type(actions, tx.StartGather)] == [2]
+    assert [gather.piece.chunk.index for gather in of_type(actions, tx.StartGather)] == [2]
     again = of_type(sender.reject(0), tx.StartGather)  # sent again at once: its bytes are waited for
-    assert [gather.chunk.index for gather in again] == [0]
+    assert [gather.piece.chunk.index for gather in again] == [0]
     assert not of_type(sender.gathered(begun[1].slot), tx.StartGather)
-    assert [gather.chunk.index for gather in of_type(sender.gathered(again[0].slot), tx.StartGather)] == [3]
+    assert [gather.piece.chunk.index for gather in of_type(sender.gathered(again[0].slot), tx.StartGather)] == [3]
 
 
 def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it() -> None:

@@ -194,7 +194,7 @@ def test_the_world_notices_a_decline_beside_a_gather(monkeypatch: pytest.MonkeyP
         actions = honest(self, event, now_s)
         for piece in pieces:
             if piece.stage is SenderStage.DROPPED:
-                actions.append(tx.Decline(session=piece.route.session, key=grant_key(piece.granted.begin, piece.attempt)))
+                actions.append(tx.Decline(session=piece.session, key=grant_key(piece.granted.begin, piece.attempt)))
         return actions
 
     monkeypatch.setattr(Sender, "handle", handle)

@@ -23,6 +23,7 @@ from tests.protocol.memory import RingMemory, Tag, WorldError, require
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.layout import DType, KVLayout, Route, Shard, routes, wire_bytes
 from transfer.messages import GrantsIssued, Message, decode, encode
+from transfer.piece import RankRequest, SessionRoute
 from transfer.receive import events as rx
 from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator, Watermark, grant_key
@@ -89,7 +90,7 @@ class ReceiverRank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestPlan:
-    request: rx.IncomingRequest  # without routes: each rank has its own
+    request: RankRequest  # without routes: each rank has its own
     chunks: tuple[Chunk, ...]
     links: dict[tuple[int, int], Link]
     excuses: set[str] = field(default_factory=set)
@@ -376,7 +377,7 @@ class World:
 
     def _expect(self, plan: RequestPlan, rank: int) -> None:
         mine = tuple(
-            rx.IncomingRoute(route=route, session=plan.links[route.prefill_rank, rank].number)
+            SessionRoute(route=route, session=plan.links[route.prefill_rank, rank].number)
             for route in self._routes
             if route.decode_rank == rank
         )
@@ -385,7 +386,7 @@ class World:
 
     def _start(self, plan: RequestPlan, rank: int) -> None:
         mine = tuple(
-            tx.OutgoingRoute(route=route, session=plan.links[rank, route.decode_rank].number)
+            SessionRoute(route=route, session=plan.links[rank, route.decode_rank].number)
             for route in self._routes
             if route.prefill_rank == rank
         )
@@ -494,23 +495,28 @@ class World:
 
     def _start_gather(self, sender: SenderRank, action: tx.StartGather) -> None:
         is_staged = action.slot < self.config.num_slots
-        require(is_staged != self.links[action.session].is_direct, f"slot {action.slot} is for another kind of session")
+        require(is_staged != self.links[action.piece.session].is_direct, f"slot {action.slot} is for another kind of session")
         require(action.slot not in sender.gathering, f"two gathers into slot {action.slot}")
         require(not sender.readers[action.slot], f"slot {action.slot} is overwritten while a write reads it")
-        require(action.request_id not in sender.source_released, f"gather of {action.request_id} after its source was released")
-        is_computed = sender.computed.get((action.request_id, action.chunk.index)) is action.event and action.event is not None
-        require(is_computed, f"rule 13: gather of chunk {action.chunk.index} is not behind its event")
+        require(
+            action.piece.request_id not in sender.source_released,
+            f"gather of {action.piece.request_id} after its source was released",
+        )
+        is_computed = (
+            sender.computed.get((action.piece.request_id, action.piece.chunk.index)) is action.event and action.event is not None
+        )
+        require(is_computed, f"rule 13: gather of chunk {action.piece.chunk.index} is not behind its event")
         sender.gathering[action.slot] = action
         sender.slots[action.slot] = None
-        link = self.links[action.session]
-        tag = Tag(request_id=action.request_id, route=action.route.index, chunk=action.chunk.index)
+        link = self.links[action.piece.session]
+        tag = Tag(request_id=action.piece.request_id, route=action.piece.route.index, chunk=action.piece.chunk.index)
         if not link.is_direct:
             self.after(25, lambda: self._gathered(sender, action, tag))
         elif not link.is_open_at_sender:
             self.after(25, lambda: self._gathered(sender, action, None))  # closed since: nothing is gathered
         else:
-            self._require_own_grant(link, action.grant, tag)
-            shipment = link.begin_store(self._shipment_number(link), action.grant, action.num_bytes, tag)
+            self._require_own_grant(link, action.piece.granted, tag)
+            shipment = link.begin_store(self._shipment_number(link), action.piece.granted, action.piece.num_bytes, tag)
             self.after(60, lambda: self._stored(sender, action, link, shipment))
 
     def _stored(self, sender: SenderRank, action: tx.StartGather, link: Link, shipment: Shipment) -> None:
@@ -520,24 +526,24 @@ class World:
     def _gathered(self, sender: SenderRank, action: tx.StartGather, in_slot: Tag | None) -> None:
         del sender.gathering[action.slot]
         sender.slots[action.slot] = in_slot
-        tag = Tag(request_id=action.request_id, route=action.route.index, chunk=action.chunk.index)
+        tag = Tag(request_id=action.piece.request_id, route=action.piece.route.index, chunk=action.piece.chunk.index)
         self.tell_sender(sender, tx.GatherFinished(slot=action.slot, digest=digest_of(tag)))
 
     def _start_write(self, sender: SenderRank, action: tx.StartWrite) -> None:
-        link = self._own_link(sender, action.session)
+        link = self._own_link(sender, action.piece.session)
         tag = sender.slots.get(action.slot)
         require(tag is not None and action.slot not in sender.gathering, f"write from slot {action.slot}, which holds nothing")
         assert tag is not None
-        self._require_own_grant(link, action.grant, tag)
+        self._require_own_grant(link, action.piece.granted, tag)
         require(
-            action.key in (grant_key(action.grant.begin, 0), grant_key(action.grant.begin, 1)),
+            action.key in (grant_key(action.piece.granted.begin, 0), grant_key(action.piece.granted.begin, 1)),
             f"key {action.key} is another grant's",
         )
         shipment = Shipment(
             number=self._shipment_number(link),
             key=action.key,
-            grant=action.grant,
-            num_bytes=action.num_bytes,
+            grant=action.piece.granted,
+            num_bytes=action.piece.num_bytes,
             tag=tag,
             slot=action.slot,
         )
@@ -563,7 +569,7 @@ class World:
 
     def _release_source(self, sender: SenderRank, request_id: str) -> None:
         require(request_id not in sender.source_released, f"source of {request_id} released twice")
-        is_read = any(action.request_id == request_id for action in sender.gathering.values())
+        is_read = any(action.piece.request_id == request_id for action in sender.gathering.values())
         require(not is_read, f"source of {request_id} released while a gather reads it")
         sender.source_released.add(request_id)
 
@@ -595,8 +601,8 @@ class World:
                         self._note_grants(receiver, action.message)
                     self._send(link, "to_sender", action.message)
                 case rx.PostReceive():
-                    link = self._target_link(receiver, action.session)
-                    link.expect(action.key, Post(grant=action.grant, num_bytes=action.num_bytes))
+                    link = self._target_link(receiver, action.piece.session)
+                    link.expect(action.key, Post(grant=action.piece.grant, num_bytes=action.piece.num_bytes))
                 case rx.StartScatter():
                     self._start_scatter(receiver, action)
                 case rx.PublishWatermark():
@@ -632,21 +638,21 @@ class World:
             self.tell_receiver(receiver, rx.ReceiveSettled(grant=grant, num_bytes=num_bytes))
 
     def _start_scatter(self, receiver: ReceiverRank, action: rx.StartScatter) -> None:
-        tag = Tag(request_id=action.request_id, route=action.route.index, chunk=action.chunk.index)
-        require(action.request_id not in receiver.freed, f"{tag} is scattered into pages that were freed")
+        tag = Tag(request_id=action.piece.request_id, route=action.piece.route.index, chunk=action.piece.chunk.index)
+        require(action.piece.request_id not in receiver.freed, f"{tag} is scattered into pages that were freed")
         require(action.digest == digest_of(tag), f"{tag} is checked against the digest of other bytes")
-        require(action.grant.begin not in receiver.scattering, f"two scatters of {action.grant}")
-        receiver.scattering[action.grant.begin] = action
-        is_intact = receiver.ring.begin_scatter(action.grant, action.num_bytes, tag)
+        require(action.piece.grant.begin not in receiver.scattering, f"two scatters of {action.piece.grant}")
+        receiver.scattering[action.piece.grant.begin] = action
+        is_intact = receiver.ring.begin_scatter(action.piece.grant, action.piece.num_bytes, tag)
         self.after(25, lambda: self._scattered(receiver, action, is_intact))
 
     def _scattered(self, receiver: ReceiverRank, action: rx.StartScatter, is_intact: bool) -> None:
-        del receiver.scattering[action.grant.begin]
-        receiver.ring.end_scatter(action.grant, action.num_bytes)
-        self.tell_receiver(receiver, rx.ScatterFinished(grant=action.grant, is_intact=is_intact))
+        del receiver.scattering[action.piece.grant.begin]
+        receiver.ring.end_scatter(action.piece.grant, action.piece.num_bytes)
+        self.tell_receiver(receiver, rx.ScatterFinished(grant=action.piece.grant, is_intact=is_intact))
 
     def _free_pages(self, receiver: ReceiverRank, request_id: str) -> None:
-        is_written = any(action.request_id == request_id for action in receiver.scattering.values())
+        is_written = any(action.piece.request_id == request_id for action in receiver.scattering.values())
         require(not is_written, f"rule 6: pages of {request_id} are freed while a scatter writes them")
         receiver.freed.add(request_id)
         receiver.given_up.add(request_id)
@@ -714,11 +720,11 @@ class World:
         parts = [f"now {self.now}, requests {sorted(self.requests)}"]
         for sender in self.senders:
             pieces = [piece for request in sender.machine.requests.values() for piece in request.outstanding()]
-            stages = [(piece.request.request_id, piece.stage.name, piece.grant) for piece in pieces]
+            stages = [(piece.request_id, piece.stage.name, piece.grant) for piece in pieces]
             parts.append(f"sender {sender.rank}: {stages}, {sender.machine.num_spent_keys} spent keys")
         for receiver in self.receivers:
             granted = [piece for request in receiver.machine.requests.values() for piece in request.pieces()]
-            stages = [(piece.request.request_id, piece.stage.name, piece.grant) for piece in granted]
+            stages = [(piece.request_id, piece.stage.name, piece.grant) for piece in granted]
             parts.append(f"receiver {receiver.rank}: {stages}, {receiver.machine.num_lost_sessions} lost sessions")
         for link in self.links.values():
             if link.is_live and (link.posts or link.shipments):

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -152,7 +153,7 @@ class Nodes:
                     SimpleNamespace(
                         ring=StagingAllocator(RING_BYTES, incarnation=DECODE_LIFE),
                         memory=transport.register(StagingBuffer(num_bytes=RING_BYTES).tensor),
-                        copier=None,
+                        copier=AsyncMock(),  # its warm_up() does nothing
                         driver=SimpleNamespace(add=lambda session: None),
                         open_session=lambda number, session, **values: None,
                         close_session=lambda session, reason: self.rank.on_session_closed(session, reason),

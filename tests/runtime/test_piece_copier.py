@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.runtime.pieces import piece_of
 from tests.runtime.scattered_tiers import HYBRID, GroupPages
 from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
 from transfer.copy import Digest
@@ -67,22 +67,18 @@ def carry_over(
                 pages.write("a", layer, Range(begin=0, end=num_tokens))
     targets = [pages_of(decode.at(rank), num_tokens, seed=100 + rank, in_flight=1) for rank in range(decode.num_ranks)]
     dtype = wire_dtype(HYBRID, prefill, decode)
-    copiers = {id(pages): PieceCopier(pages.pool) for pages in (*sources, *targets)}
+    copiers = {id(pages): PieceCopier(pages.pool, is_source=pages in sources) for pages in (*sources, *targets)}
     for pages in targets:
         pages.allocator.begin_at("a", num_tokens)
     chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers)
     for route in routes(HYBRID, prefill, decode):
-        source, target, heads = sources[route.prefill_rank], targets[route.decode_rank], route.heads
+        source, target = sources[route.prefill_rank], targets[route.decode_rank]
         for chunk, num_bytes in Pieces(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
             wire = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
-            what: dict[str, Any] = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
+            piece = piece_of(HYBRID, route, chunk, num_tokens=num_tokens, dtype=dtype)
             sent, found = empty_digest(algorithm, has_kernels), empty_digest(algorithm, has_kernels)
-            held = Range(begin=heads.source_start, end=heads.source_start + heads.count)
-            tables: Sequence[Sequence[int]] = source.allocator.tables("a")
-            copiers[id(source)].prepare(HYBRID, route, chunk, heads=held, tables=tables, **what).gather(wire, sent)
-            wanted = Range(begin=heads.target_start, end=heads.target_start + heads.count)
-            tables = target.cover("a", chunk.tokens.end)
-            copiers[id(target)].prepare(HYBRID, route, chunk, heads=wanted, tables=tables, **what).scatter(wire, found)
+            copiers[id(source)].prepare(piece, source.allocator.tables("a")).gather(wire, sent)
+            copiers[id(target)].prepare(piece, target.cover("a", chunk.tokens.end)).scatter(wire, found)
             assert value(sent) == value(found) == digest(wire, algorithm)
     for pages in targets:
         through = [prefill.pool_dtype(HYBRID), dtype, decode.pool_dtype(HYBRID)]
@@ -115,11 +111,10 @@ def test_a_prompt_is_carried_over_piece_by_piece(
 def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: int, dtype: DType, num_bytes: int) -> torch.Tensor:
     """By the definition of a wire, buffer by buffer, in tokens of the request."""
     wire = torch.zeros(num_bytes, dtype=torch.uint8)
-    heads = Range(begin=route.heads.source_start, end=route.heads.source_start + route.heads.count)
     what: dict[str, Any] = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
     for buffer in wire_buffers(HYBRID, route, **what):
         own = HYBRID.layers[buffer.layer].dtype or dtype
-        copier = ReferenceCopier(pages.pool.part_of(buffer.layer), heads=heads, wire_dtype=own)
+        copier = ReferenceCopier(pages.pool.part_of(buffer.layer), heads=route.heads.source, wire_dtype=own)
         table = torch.tensor(pages.allocator.tables("a")[pages.pool.group_of(buffer.layer)])
         first_page = buffer.tokens.begin // copier.pool.page_size
         begin = buffer.tokens.begin % copier.pool.page_size
@@ -145,17 +140,14 @@ def test_what_was_prepared_for_one_prompt_is_right_for_the_next(
     for part in pages.pool.parts:
         for layer in part.layers:
             pages.write("a", layer, Range(begin=0, end=90))
-    copier = PieceCopier(pages.pool)
+    copier = PieceCopier(pages.pool, is_source=True)
     for num_tokens, start in prompts:
         chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers, start_token=start % num_tokens)
         for route in routes(HYBRID, shard, shard):
-            heads = Range(begin=0, end=route.heads.count)
             for chunk, num_bytes in Pieces(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
                 wire = torch.zeros(num_bytes, dtype=torch.uint8)
-                tables = pages.allocator.tables("a")
-                what: dict[str, Any] = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
-                piece = copier.prepare(HYBRID, route, chunk, heads=heads, tables=tables, **what)
-                piece.gather(wire)
+                piece = piece_of(HYBRID, route, chunk, num_tokens=num_tokens, dtype=dtype)
+                copier.prepare(piece, pages.allocator.tables("a")).gather(wire)
                 assert torch.equal(wire, reference_wire(pages, route, chunk, num_tokens, dtype, num_bytes))
 
 
@@ -165,18 +157,12 @@ def test_scales_are_of_the_peer() -> None:
     shard = Shard(page_size=4)
     (route,) = routes(layout, shard, shard)
     pool = KVPool(layout=layout, shard=shard, num_pages=30)
-    copier = PieceCopier(pool)
+    copier = PieceCopier(pool, is_source=True)
     pool.buffer(0, is_v=False).fill_(3.0)
     (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=4), num_tokens=4, num_layers=3)
-    what: dict[str, Any] = {
-        "num_tokens": 4,
-        "dtype": DType.FLOAT8_E4M3,
-        "tables": ((0,),),
-        "request_id": "a",
-        "heads": Range(begin=0, end=2),
-    }
     for scale in (2.0, 4.0, None):
-        piece = copier.prepare(layout, route, chunk, scales=None if scale is None else {(0, False): scale}, **what)
-        wire = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8)
-        piece.gather(wire)
+        scales = None if scale is None else {(0, False): scale}
+        piece = piece_of(layout, route, chunk, num_tokens=4, dtype=DType.FLOAT8_E4M3, scales=scales)
+        wire = torch.zeros(piece.num_bytes, dtype=torch.uint8)
+        copier.prepare(piece, ((0,),)).gather(wire)
         assert wire[:32].view(torch.float8_e4m3fn).float().eq(3.0 / (scale or 1.0)).all()

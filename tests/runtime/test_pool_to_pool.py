@@ -128,9 +128,9 @@ class CorruptedReceiver(ReceiverLoop):
     num_flips = 0
 
     def _scatter(self, action: protocol.StartScatter) -> None:
-        if self.num_flips and action.chunk.index == 0:
+        if self.num_flips and action.piece.chunk.index == 0:
             self.num_flips -= 1
-            self._ring_memory.tensor[action.grant.begin % self._ring_memory.num_bytes] ^= 1
+            self._ring_memory.tensor[action.piece.grant.begin % self._ring_memory.num_bytes] ^= 1
         super()._scatter(action)
 
 

@@ -42,8 +42,8 @@ class ClosesAtGrant(ReceiverLoop):
     def _carry_out(self, action: protocol.Action) -> None:
         super()._carry_out(action)
         if isinstance(action, protocol.PrepareScatter) and not self.closed_for:
-            self.closed_for = action.request_id
-            self.close_session(action.session, "the test ends it")
+            self.closed_for = action.piece.request_id
+            self.close_session(action.piece.session, "the test ends it")
 
 
 async def test_a_request_that_ends_in_the_same_turn_as_its_grant_is_not_prepared() -> None:

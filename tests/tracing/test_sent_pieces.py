@@ -16,8 +16,8 @@ from tests.tracing.collector import Collector, listening
 from transfer.config import TracingConfig
 from transfer.copy.host_copy_queue import HostCopyQueue
 from transfer.layout import DType, KVLayout, Shard
+from transfer.piece import RankRequest
 from transfer.rank_context import RankContext
-from transfer.send.sender import OutgoingRequest
 
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
@@ -33,7 +33,7 @@ async def test_a_piece_that_was_never_written_leaves_no_span_to_the_next_request
         (sender,) = tiers.senders
         start, gather = sender.loop.start_request, HostCopyQueue.gather
 
-        def start_traced(request: OutgoingRequest) -> None:
+        def start_traced(request: RankRequest) -> None:
             start(replace(request, traceparent=TRACEPARENT if request.request_id == "traced" else ""))
 
         def gather_and_give_up(lane: HostCopyQueue, *piece: Any, **how: Any) -> None:

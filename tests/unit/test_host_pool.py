@@ -7,11 +7,12 @@ import gc
 import pytest
 import torch
 
+from tests.runtime.pieces import piece_of
 from tests.runtime.scattered_tiers import HYBRID
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.copy.piece_copier import PieceCopier
 from transfer.layer_groups import GroupKind, layer_groups
-from transfer.layout import DType, KVLayout, Range, Shard, TokenOrder, routes
+from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes
 from transfer.pool.host_pool import HostPool, mixed_pool
 from transfer.pool.kv_pool import KVPool, as_words
 
@@ -83,11 +84,9 @@ def test_a_prompt_is_scattered_straight_into_host_pages(order: TokenOrder) -> No
     (route,) = routes(layout, shard, shard)
     (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=32, layers_per_group=2), num_tokens=22, num_layers=2)
     table = [7, 0, 3, 8, 1, 5]
-    piece = PieceCopier(mixed_pool(pool, host, 0)).prepare(
-        layout, route, chunk, request_id="a", heads=Range(begin=0, end=2), num_tokens=22, dtype=DType.FLOAT32, tables=[table]
-    )
-    wire = torch.randn(piece.num_wire_bytes // 4)
-    piece.scatter(wire.view(torch.uint8))
+    piece = piece_of(layout, route, chunk, num_tokens=22, dtype=DType.FLOAT32)
+    wire = torch.randn(piece.num_bytes // 4)
+    PieceCopier(mixed_pool(pool, host, 0), is_source=False).prepare(piece, [table]).scatter(wire.view(torch.uint8))
     values = wire.view(4, 22, 2, 4)  # K and V of both layers
     slots = (torch.tensor(table)[:, None] * 4 + torch.arange(4)).flatten()[:22]
     for layer in range(2):

@@ -82,18 +82,18 @@ def add_digest(digest: Digest, wire: WireMemory, num_bytes: int) -> None:
     add_words(digest, wire, num_bytes)
 
 
-def is_add_digest_compiled(device: torch.device, wire: WireMemory, num_bytes: int) -> bool:
-    """Whether `add_digest` of such a wire to a sum on `device` only queues, see `CopyPlan.is_compiled`."""
+def is_add_digest_compiled(device: torch.device, wire_address: int, num_bytes: int) -> bool:
+    """Whether `add_digest` of a wire at that address to a sum on `device` only queues, see `CopyPlan.is_compiled`."""
     if device.type == "cpu":
         return True
     from transfer.copy.words import is_pass_compiled
 
-    return is_pass_compiled(device, wire, num_bytes)
+    return is_pass_compiled(device, wire_address, num_bytes)
 
 
-def compile_add_digest(device: torch.device, wire: WireMemory, num_bytes: int) -> None:
+def compile_add_digest(device: torch.device, wire_address: int, num_bytes: int) -> None:
     """Do what is missing for `is_add_digest_compiled`, see `CopyPlan.compile`."""
     if device.type != "cpu":
         from transfer.copy.words import compile_pass
 
-        compile_pass(device, wire, num_bytes)
+        compile_pass(device, wire_address, num_bytes)

@@ -38,7 +38,7 @@ class CopyPlan(ABC):
         buffers: What it moves, without the empty ones.
         num_wire_bytes: Bytes of the wire from its start to behind the last buffer.
         num_moved_bytes: Bytes of the buffers; less than `num_wire_bytes` where there are others, or gaps, between them.
-        num_pages: Entries of a page table that it uses.
+        used_pages: Entries of a page table that it uses, counted from the one with the buffers' token 0.
         can_digest: Whether a call can be given a digest: it then adds what just the bytes of these buffers count. In host memory
             where they are the wire's bytes from its start on, in order and without gaps; on a GPU where each is whole words.
     """
@@ -51,7 +51,9 @@ class CopyPlan(ABC):
             copier.check_buffer(buffer)
         self.num_wire_bytes = max((one.offset_bytes + one.num_bytes for one in self.buffers), default=0)
         self.num_moved_bytes = sum(buffer.num_bytes for buffer in self.buffers)
-        self.num_pages = -(-max((one.tokens.end for one in self.buffers), default=0) // self._pool.page_size)
+        begin = min((one.tokens.begin for one in self.buffers), default=0) // self._pool.page_size
+        end = -(-max((one.tokens.end for one in self.buffers), default=0) // self._pool.page_size)
+        self.used_pages = Range(begin=begin, end=end)
         self.can_digest = self._can_digest()
 
     def gather(self, pages: Tensor, out: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
@@ -81,17 +83,17 @@ class CopyPlan(ABC):
         self._check(pages, source, "source", first_page, digest)
         self._scatter(pages, source, first_page, digest)
 
-    def is_compiled(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> bool:
-        """Whether a call with such a wire only queues.
+    def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
+        """Whether a call with a wire at that address only queues.
 
         The first calls of a GPU's pool compile kernels, for seconds; the first of each plan there uploads tables, and waits.
 
         Args:
-            wire: Any memory with this alignment.
+            wire_address: Only its alignment matters.
         """
         return True
 
-    def compile(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> None:  # noqa: B027  # nothing to do on a host
+    def compile(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> None:  # noqa: B027  # nothing to do on a host
         """Do what is missing for `is_compiled`, without a copy. Any thread may, while others copy; does nothing twice."""
 
     @abstractmethod
@@ -122,12 +124,13 @@ class CopyPlan(ABC):
                 f"pages is {pages.dtype} {tuple(pages.shape)}, stride {pages.stride()}, on {pages.device}; "
                 f"must be contiguous int64 [n] on {pool.device}"
             )
-        if not 0 <= first_page <= pages.shape[0] - self.num_pages:
+        used = self.used_pages
+        if not 0 <= first_page <= pages.shape[0] - used.end:
             raise LayoutError(
-                f"first_page is {first_page} with {pages.shape[0]} entries in pages; the buffers take {self.num_pages} from it on"
+                f"first_page is {first_page} with {pages.shape[0]} entries in pages; the buffers take {used.end} from it on"
             )
         if pool.device.type == "cpu":
-            check_pages(pages[first_page : first_page + self.num_pages], pool.num_pages)
+            check_pages(pages[first_page + used.begin : first_page + used.end], pool.num_pages)
         if digest is not None:
             if not self.can_digest:
                 raise LayoutError(

@@ -139,7 +139,8 @@ class DeviceCopyQueue:
         if algorithm != DIGEST_WORDS:
             raise LocalProtocolError(f"digest algorithm is {algorithm}; copies on {self._device} make {DIGEST_WORDS}")
         peer_stream = self._peers.get(peer) or self._open(peer)
-        if piece.is_ready(wire, is_gather=is_gather):
+        address = wire.data_ptr()
+        if piece.is_compiled(address, is_gather=is_gather):
             launch(peer_stream)
             return
 
@@ -149,7 +150,7 @@ class DeviceCopyQueue:
             else:
                 give_up()
 
-        self._compiler.submit(lambda: piece.make_ready(wire, is_gather=is_gather), compiled)
+        self._compiler.submit(lambda: piece.compile(address, is_gather=is_gather), compiled)
 
     def _queue(
         self, peer_stream: _PeerStream, after: DeviceEvent | None, copy: Callable[[Tensor], None], on_done: OnGathered

@@ -62,6 +62,9 @@ class Tuning:
 
 DEFAULT_TUNING = Tuning()
 
+Launch = tuple[Launcher, tuple[int, int, int], tuple[int, ...]]
+"""A variant of the kernel, its grid, and its arguments behind pages, wire and digest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGeometry:
@@ -111,6 +114,12 @@ class TritonCopier(HeadSliceCopier):
 
 
 class _TritonPlan(CopyPlan):
+    """One launch for all buffers that have equal tokens and rows.
+
+    What a launch needs besides pages and wire is prepared once for each direction, alignment of the wire and choice of digest:
+    the compiled variant, the grid, and the addresses of tables that were uploaded once for the plan.
+    """
+
     _copier: TritonCopier
 
     def __init__(self, copier: TritonCopier, buffers: Sequence[WireBuffer]) -> None:
@@ -118,7 +127,15 @@ class _TritonPlan(CopyPlan):
         groups: dict[tuple[Range, RowGeometry], list[WireBuffer]] = {}
         for buffer in self.buffers:
             groups.setdefault((buffer.tokens, copier.geometries[buffer.layer, buffer.is_v]), []).append(buffer)
-        self._launches = [_Launch(copier, found, rows) for (_, rows), found in groups.items()]
+        self._groups = [(tokens, rows, found) for (tokens, rows), found in groups.items()]
+        for tokens, rows, _ in self._groups:
+            most = tokens.end * rows.rows_per_token * -(-rows.row_bytes // 16)
+            if most > MAX_PIECES:
+                raise LayoutError(f"buffers have up to {most} pieces up to token {tokens.end}; one launch takes {MAX_PIECES}")
+        self._tables: dict[tuple[int, str], Tensor] = {}  # by group
+        self._launches: dict[tuple[bool, int, bool], list[Launch]] = {}
+        self._streams: set[int] = set()
+        self._lock = threading.Lock()
 
     def _can_digest(self) -> bool:
         copier: TritonCopier = self._copier
@@ -142,80 +159,37 @@ class _TritonPlan(CopyPlan):
     def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
         self._launch_all(pages, source, first_page, digest, is_gather=False)
 
-    def is_compiled(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> bool:
-        return all(launch.is_compiled(wire.data_ptr(), has_digest, is_gather) for launch in self._launches)
+    def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
+        found = self._launches.get((is_gather, math.gcd(16, wire_address), has_digest))
+        return found is not None and all(launcher.is_compiled for launcher, _, _ in found)
 
-    def compile(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> None:
-        for launch in self._launches:
-            launch.compile(wire.data_ptr(), has_digest, is_gather)
+    def compile(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> None:
+        for launcher, _, arguments in self._prepared(is_gather, math.gcd(16, wire_address), has_digest):
+            launcher.compile((0, wire_address, 0, *arguments))
 
     def _launch_all(self, pages: Tensor, wire: WireMemory, first_page: int, digest: Digest | None, *, is_gather: bool) -> None:
         wire_address = wire.data_ptr()
         if digest is not None and wire_address % WORD_BYTES:
             raise LayoutError(f"wire begins at {wire_address:#x}; to be digested on the way it must begin on {WORD_BYTES} bytes")
         digest_address = digest.data_ptr() if isinstance(digest, Tensor) else 0
-        pages_address = pages.data_ptr() + 8 * first_page
+        launches = self._prepared(is_gather, math.gcd(16, wire_address), digest is not None)
         stream = current_stream(self._pool.device)
-        for launch in self._launches:
-            launch(stream, pages_address, wire_address, digest_address, is_gather)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Variant:
-    """What one direction, alignment and choice of digest takes of a launch."""
-
-    launcher: Launcher
-    grid: tuple[int, int, int]
-    arguments: tuple[int, ...]
-
-
-class _Launch:
-    """Buffers with equal tokens and shapes, in one launch."""
-
-    def __init__(self, copier: TritonCopier, buffers: Sequence[WireBuffer], rows: RowGeometry) -> None:
-        pool = copier.pool
-        self._copier = copier
-        self._rows = rows
-        self._tokens = buffers[0].tokens
-        self._count = len(buffers)
-        most = self._tokens.end * rows.rows_per_token * -(-rows.row_bytes // 16)
-        if most > MAX_PIECES:
-            raise LayoutError(f"buffers have up to {most} pieces up to token {self._tokens.end}; one launch takes {MAX_PIECES}")
-        wire_row_bytes = rows.row_bytes // pool.element.num_bytes * copier.wire_dtype.num_bytes
-        self._wire_common = math.gcd(16, wire_row_bytes, *(buffer.offset_bytes for buffer in buffers))
-        self._places = [(copier.view(buffer).data_ptr(), buffer.offset_bytes) for buffer in buffers]
-        scales = [copier.scale(buffer) for buffer in buffers]
-        self._is_scaled = pool.element.num_bytes != copier.wire_dtype.num_bytes and scales != [1.0] * len(scales)
-        self._scales = scales if self._is_scaled else []
-        self._tables: dict[str, Tensor] = {}
-        self._variants: dict[tuple[bool, int, bool], _Variant] = {}
-        self._streams: set[int] = set()
-        self._lock = threading.Lock()
-
-    def __call__(self, stream: Stream, pages: int, wire: int, digest: int, is_gather: bool) -> None:
-        found = self._variants.get((is_gather, math.gcd(self._wire_common, wire), digest != 0))
-        if found is None:
-            found = self._prepared(wire, digest != 0, is_gather)
         if stream.handle not in self._streams:
             self._keep_for(stream)
-        found.launcher(stream, found.grid, (pages, wire, digest, *found.arguments))
+        pages_address = pages.data_ptr() + 8 * first_page
+        for launcher, grid, arguments in launches:
+            launcher(stream, grid, (pages_address, wire_address, digest_address, *arguments))
 
-    def is_compiled(self, wire: int, has_digest: bool, is_gather: bool) -> bool:
-        found = self._variants.get((is_gather, math.gcd(self._wire_common, wire), has_digest))
-        return found is not None and found.launcher.is_compiled
-
-    def compile(self, wire: int, has_digest: bool, is_gather: bool) -> None:
-        variant = self._prepared(wire, has_digest, is_gather)
-        variant.launcher.compile((0, wire, 0, *variant.arguments))
-
-    def _prepared(self, wire: int, has_digest: bool, is_gather: bool) -> _Variant:
+    def _prepared(self, is_gather: bool, wire_common: int, has_digest: bool) -> list[Launch]:
         """Tables are uploaded here, once: a plan that is never used needs none."""
-        key = (is_gather, math.gcd(self._wire_common, wire), has_digest)
-        with self._lock:
-            found = self._variants.get(key)
-            if found is None:
-                found = self._variants[key] = self._variant(*key)
-            return found
+        key = (is_gather, wire_common, has_digest)
+        found = self._launches.get(key)
+        if found is None:
+            with self._lock:
+                found = self._launches.get(key)
+                if found is None:
+                    found = self._launches[key] = [self._prepare(group, *key) for group in range(len(self._groups))]
+        return found
 
     def _keep_for(self, stream: Stream) -> None:
         """See to it that the tables' memory is not used anew before what this stream has queued with them has run."""
@@ -224,25 +198,32 @@ class _Launch:
             for tensor in self._tables.values():
                 stream.keep(tensor)
 
-    def _table(self, name: str, values: Tensor) -> int:
+    def _table(self, group: int, name: str, values: Tensor) -> int:
         """Address on the device; streams have to be told of a new one."""
-        if name not in self._tables:
-            self._tables[name] = upload(values, self._copier.pool.device)
+        found = self._tables.get((group, name))
+        if found is None:
+            found = self._tables[group, name] = upload(values, self._pool.device)
             self._streams.clear()
-        return self._tables[name].data_ptr()
+        return found.data_ptr()
 
-    def _factors(self, *, is_gather: bool) -> int:
-        if not self._is_scaled:
+    def _factors(self, group: int, *, is_gather: bool) -> int:
+        """Address of float32 [buffers]; 0 where nothing is scaled."""
+        copier = self._copier
+        scales = [copier.scale(buffer) for buffer in self._groups[group][2]]
+        sizes = (copier.pool.element.num_bytes, copier.wire_dtype.num_bytes)
+        if sizes[0] == sizes[1] or scales == [1.0] * len(scales):
             return 0
-        sizes = (self._copier.pool.element.num_bytes, self._copier.wire_dtype.num_bytes)
         start, end = sizes if is_gather else sizes[::-1]
-        factors = [scale_factor(scale, from_bytes=start, to_bytes=end) for scale in self._scales]
-        return self._table("to wire" if is_gather else "to pool", torch.tensor(factors, dtype=torch.float32))
+        factors = [scale_factor(scale, from_bytes=start, to_bytes=end) for scale in scales]
+        return self._table(group, "to wire" if is_gather else "to pool", torch.tensor(factors, dtype=torch.float32))
 
-    def _variant(self, is_gather: bool, wire_common: int, has_digest: bool) -> _Variant:
-        copier, rows, tuning = self._copier, self._rows, self._copier.tuning
+    def _prepare(self, group: int, is_gather: bool, wire_common: int, has_digest: bool) -> Launch:
+        copier, tuning = self._copier, self._copier.tuning
+        tokens, rows, buffers = self._groups[group]
         pool = copier.pool
         element, wire_element = pool.element, copier.wire_dtype
+        wire_row_bytes = rows.row_bytes // element.num_bytes * wire_element.num_bytes
+        wire_common = math.gcd(wire_common, wire_row_bytes, *(buffer.offset_bytes for buffer in buffers))
         is_conversion = element is not wire_element
         if is_conversion:
             pool_bytes, wire_bytes = element.num_bytes, wire_element.num_bytes
@@ -264,11 +245,12 @@ class _Launch:
         # Not fewer for a plan of few rows: each size is a variant to compile, in the middle of serving.
         tile_pieces = max(1, words // piece)
         pieces_per_token = rows.rows_per_token * -(-row // piece)
-        first, end = self._tokens.begin * pieces_per_token, self._tokens.end * pieces_per_token
+        first, end = tokens.begin * pieces_per_token, tokens.end * pieces_per_token
         num_tiles = -(-end // tile_pieces) - first // tile_pieces
         strides = [stride // pool_bytes for stride in rows.strides]
         reach = (pool.page_size - 1) * strides[1] + (rows.rows_per_token - 1) * strides[2] + row + piece
         kinds = (element.value, wire_element.value) if is_gather else (wire_element.value, element.value)
+        factors = self._factors(group, is_gather=is_gather)
         constants: dict[str, Any] = {
             "ROW": row,
             "HEADS": rows.rows_per_token,
@@ -284,7 +266,7 @@ class _Launch:
             "WIRE_ALIGN": 16 // wire_bytes if is_wire_aligned else 1,
             "WIRE_BYTES": wire_bytes,
             "IS_CONVERSION": is_conversion,
-            "IS_SCALED": self._is_scaled,
+            "IS_SCALED": factors != 0,
             "IS_NATIVE": _converts_natively(pool.device),
             "SOURCE_KIND": kinds[0],
             "TARGET_KIND": kinds[1],
@@ -292,17 +274,10 @@ class _Launch:
             "HAS_DIGEST": has_digest,
             "TILE_PIECES": tile_pieces,
         }
-        return _Variant(
-            _launcher(pool.device, num_warps, tuple(constants.items())),
-            (num_tiles, self._count, 1),
-            (
-                self._table("places", torch.tensor(self._places, dtype=torch.int64)),
-                self._factors(is_gather=is_gather),
-                pool.num_pages,
-                first,
-                end,
-            ),
-        )
+        places = [(copier.view(buffer).data_ptr(), buffer.offset_bytes) for buffer in buffers]
+        table = self._table(group, "places", torch.tensor(places, dtype=torch.int64))
+        launcher = _launcher(pool.device, num_warps, tuple(constants.items()))
+        return launcher, (num_tiles, len(buffers), 1), (table, factors, pool.num_pages, first, end)
 
 
 @cache

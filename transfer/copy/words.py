@@ -95,14 +95,14 @@ def add_words(digest: Tensor, wire: WireMemory, num_bytes: int) -> None:
     launcher(current_stream(digest.device), grid, (address, num_bytes, digest.data_ptr()))
 
 
-def is_pass_compiled(device: torch.device, wire: WireMemory, num_bytes: int) -> bool:
+def is_pass_compiled(device: torch.device, wire_address: int, num_bytes: int) -> bool:
     """Whether `add_words` on that device would only queue."""
-    return _launcher(device, math.gcd(WORD_BYTES, wire.data_ptr(), num_bytes)).is_compiled
+    return _launcher(device, math.gcd(WORD_BYTES, wire_address, num_bytes)).is_compiled
 
 
-def compile_pass(device: torch.device, wire: WireMemory, num_bytes: int) -> None:
-    """Compile and load what `add_words` of such a wire launches; launches nothing."""
-    _launcher(device, math.gcd(WORD_BYTES, wire.data_ptr(), num_bytes)).compile((wire.data_ptr(), num_bytes, 0))
+def compile_pass(device: torch.device, wire_address: int, num_bytes: int) -> None:
+    """Compile and load what `add_words` of a wire at that address launches; launches nothing."""
+    _launcher(device, math.gcd(WORD_BYTES, wire_address, num_bytes)).compile((wire_address, num_bytes, 0))
 
 
 @cache

@@ -18,16 +18,15 @@ from transfer.chunk import largest_wire_bytes
 from transfer.config import ServerConfig
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlServer
-from transfer.copy.warm_up import warm_up
 from transfer.errors import ChunkTooLarge, ResourceExhausted, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
+from transfer.piece import SessionRoute
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
-from transfer.receive.events import IncomingRoute
 from transfer.receive.loop import HostArrivals, ReceiverLoop, ReceiverOwner
 from transfer.refusals import log_refusal
 from transfer.registry.guard import Refusal
@@ -132,10 +131,10 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritersOfInstance:
-    """What a request from an attached prefill instance is received with; fields as of `IncomingRequest`."""
+    """What a request from an attached prefill instance is received with; fields as of `RankRequest`."""
 
     wire_dtype: DType
-    routes: tuple[IncomingRoute, ...]
+    routes: tuple[SessionRoute, ...]
     digest: str
     scales: Mapping[tuple[int, bool], float] | None
 
@@ -231,7 +230,7 @@ class PrefillSessions:
             return Unattached(reason=f"prefill rank {absent[0]} is not attached")
         return WritersOfInstance(
             wire_dtype=self._wire(some.instance),
-            routes=tuple(IncomingRoute(route=route, session=writers[route.prefill_rank][0]) for route in some.routes),
+            routes=tuple(SessionRoute(route=route, session=writers[route.prefill_rank][0]) for route in some.routes),
             digest=some.digest,
             scales=some.scales,
         )
@@ -355,15 +354,12 @@ class PrefillSessions:
 
     async def _warm_up(self, writer: Writer, request: AttachRequest) -> None:
         try:
-            await warm_up(
-                self._receiver.copier,
+            await self._receiver.copier.warm_up(
                 [route for route in writer.routes if route.prefill_rank == writer.rank],
                 request.chunk_plan,
-                device=self._context.device,
                 layout=self._own.layout,
                 dtype=self._wire(request.prefill),
                 scales=writer.scales,
-                is_gather=False,
             )
         except Exception as error:  # whatever a compiler says; what needs the kernels would meet it again
             self._context.on_crash(error)

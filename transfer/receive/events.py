@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from transfer.chunk import Chunk, ChunkPlan
 from transfer.errors import ConfigError
-from transfer.layout import DType, KVLayout, Route
+from transfer.piece import RankRequest
+from transfer.receive.state import ReceiverPiece
 from transfer.ring import Grant
 from transfer.session_events import CloseSession as CloseSession
 from transfer.session_events import MessageArrived as MessageArrived
@@ -29,36 +28,6 @@ class ReceiverSettings:
     def __post_init__(self) -> None:
         if not self.repeat_after_s > 0:
             raise ConfigError(f"repeat_after_s is {self.repeat_after_s:g} s; it must be above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncomingRoute:
-    """A route that ends at this rank, and the session with its writer."""
-
-    route: Route
-    session: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncomingRequest:
-    """What this rank has to receive of one request.
-
-    Args:
-        digest: Digest algorithm of its payloads, as the two instances agreed.
-        scales: (layer, whether it is V) -> what values are multiplied by after they are widened; None: nothing is scaled.
-        traceparent: Of the span that its arrival lies in; empty where it is not traced.
-    """
-
-    request_id: str
-    layout: KVLayout
-    plan: ChunkPlan
-    wire_dtype: DType
-    num_tokens: int
-    start_token: int
-    routes: tuple[IncomingRoute, ...]
-    digest: str
-    scales: Mapping[tuple[int, bool], float] | None = None
-    traceparent: str = ""
 
 
 # Events: what the owner tells the receiver.
@@ -95,7 +64,7 @@ class ReceiverSessionOver:
 class IncomingExpected:
     """Room for the whole request is reserved in the KV pool, so whatever is granted can be scattered."""
 
-    request: IncomingRequest
+    request: RankRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,43 +114,27 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostReceive:
-    """Post the receive for the grant's bytes; answer with `ReceiveSettled` or `ReceiveFailed`."""
+    """Post the receive for the piece's bytes; answer with `ReceiveSettled` or `ReceiveFailed`."""
 
-    session: int
-    grant: Grant
-    num_bytes: int
+    piece: ReceiverPiece
     key: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantedPiece:
-    """A piece that has its place in the ring.
-
-    Args:
-        num_tokens: Of the whole prompt.
-    """
-
-    session: int
-    grant: Grant
-    request_id: str
-    route: Route
-    chunk: Chunk
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareScatter(GrantedPiece):
+class PrepareScatter:
     """A piece was granted: its scatter can be made ready while its bytes are on their way.
 
     Nothing has to come of it, and whatever was made ready is void once the request is over.
     """
 
+    piece: ReceiverPiece
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartScatter(GrantedPiece):
-    """Check the digest of the grant's bytes and scatter them; answer with `ScatterFinished`."""
+class StartScatter:
+    """Check the digest of the piece's bytes and scatter them; answer with `ScatterFinished`."""
 
-    num_bytes: int
+    piece: ReceiverPiece
     digest: int
 
 

@@ -21,12 +21,14 @@ from transfer.event_pump import EventPump
 from transfer.layout import Range
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
+from transfer.piece import RankRequest
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.receive import events as protocol
 from transfer.receive.events import ReceiverSettings
 from transfer.receive.receiver import Receiver
+from transfer.receive.state import ReceiverPiece
 from transfer.ring import StagingAllocator, Watermark
 from transfer.tracing import Span
 from transfer.transport.base import ByteRange, LocalMemory, Session
@@ -126,11 +128,11 @@ class ReceiverLoop:
         self._sessions: dict[int, Session] = {}
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
         self._ending_timer: asyncio.TimerHandle | None = None
-        self.copier = PieceCopier(pool)
-        """Prepares the pieces; to be warmed up when a session is attached, see `transfer.copy.warm_up`."""
-        self._requests: dict[str, protocol.IncomingRequest] = {}
+        self.copier = PieceCopier(pool, is_source=False)
+        """Prepares the pieces; to be warmed up when a session is attached."""
+        self._requests: dict[str, RankRequest] = {}
         self._prepared: dict[str, dict[int, PieceCopy]] = {}  # by request and where the grant begins
-        self._to_prepare: dict[int, tuple[protocol.PrepareScatter, protocol.IncomingRequest]] = {}  # by where the grant begins
+        self._to_prepare: dict[int, ReceiverPiece] = {}  # by where the grant begins
         self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
             loop,
             handle=self._receiver.handle,
@@ -233,7 +235,7 @@ class ReceiverLoop:
         """Whether the id is in use: a request that was given up keeps its until all its writers have drained."""
         return self._receiver.is_known(request_id)
 
-    def expect_request(self, request: protocol.IncomingRequest) -> None:
+    def expect_request(self, request: RankRequest) -> None:
         self._requests[request.request_id] = request
         if self._tracer is not None and request.traceparent:
             told = {"prompt_tokens": request.num_tokens}
@@ -271,7 +273,7 @@ class ReceiverLoop:
             case protocol.PostReceive():
                 self._post(action)
             case protocol.PrepareScatter():
-                self._prepare_later(action)
+                self._prepare_later(action.piece)
             case protocol.StartScatter():
                 self._scatter(action)
             case protocol.PublishWatermark():
@@ -306,17 +308,18 @@ class ReceiverLoop:
         self._pump.feed(protocol.MessageArrived(session=received.peer, message=message))
 
     def _post(self, action: protocol.PostReceive) -> None:
-        session = self._sessions.get(action.session)
+        piece, grant = action.piece, action.piece.grant
+        session = self._sessions.get(piece.session)
         if session is None:
             return  # its loss is on its way to the protocol
-        offset = action.grant.begin % self.ring.capacity_bytes
-        handle = session.expect(self._memory, ByteRange(begin=offset, end=offset + action.num_bytes), action.key)
+        offset = grant.begin % self.ring.capacity_bytes
+        handle = session.expect(self._memory, ByteRange(begin=offset, end=offset + piece.num_bytes), action.key)
 
         def done(_: object, error: TransferError | None) -> None:
             if error is not None:
-                self._pump.feed(protocol.ReceiveFailed(grant=action.grant, reason=str(error)))
+                self._pump.feed(protocol.ReceiveFailed(grant=grant, reason=str(error)))
             else:
-                self._pump.feed(protocol.ReceiveSettled(grant=action.grant, num_bytes=handle.num_bytes))
+                self._pump.feed(protocol.ReceiveSettled(grant=grant, num_bytes=handle.num_bytes))
 
         self._driver.watch(session, handle, done)
 
@@ -330,73 +333,65 @@ class ReceiverLoop:
         if self._host_arrivals is not None:
             self._host_arrivals.copier.forget(request_id)
 
-    def _prepare_later(self, action: protocol.PrepareScatter) -> None:
+    def _prepare_later(self, piece: ReceiverPiece) -> None:
         """Behind the grant's message, which somebody waits for, and one a turn of the loop: a message can ask for a thousand."""
         if not self._to_prepare:
             self._loop.call_soon(self._prepare_next)
-        self._to_prepare[action.grant.begin] = action, self._requests[action.request_id]
+        self._to_prepare[piece.grant.begin] = piece
 
     def _prepare_next(self) -> None:
         """What a scatter takes besides its bytes, before they come: the first of a request binds its pages and checks its tables,
         which took a quarter of a millisecond of a lone request's way."""
         if not self._to_prepare:
             return
-        action, request = self._to_prepare.pop(next(iter(self._to_prepare)))
+        piece = self._to_prepare.pop(next(iter(self._to_prepare)))
         if self._to_prepare:
             self._loop.call_soon(self._prepare_next)
-        if self._requests.get(action.request_id) is not request or action.session not in self._sessions:
+        request_id = piece.request_id
+        if self._requests.get(request_id) is not piece.request or piece.session not in self._sessions:
             return  # it is over, or its writer's session is
-        piece = self._piece_of(action, request)
-        self._prepared.setdefault(action.request_id, {})[action.grant.begin] = piece
-        self._queue.expect(piece, peer=action.session)
+        copy = self._copy_of(piece)
+        self._prepared.setdefault(request_id, {})[piece.grant.begin] = copy
+        self._queue.expect(copy, peer=piece.session)
 
-    def _piece_of(self, action: protocol.GrantedPiece, request: protocol.IncomingRequest) -> PieceCopy:
-        heads = action.route.heads
-        copier, tables = self.copier, self._owner.tables_up_to(action.request_id, action.chunk.tokens.end)
+    def _copy_of(self, piece: ReceiverPiece) -> PieceCopy:
+        request_id, tokens = piece.request_id, piece.chunk.tokens
+        copier, tables = self.copier, self._owner.tables_up_to(request_id, tokens.end)
         host = self._host_arrivals
-        if host is not None and host.arrives_in_host(action.request_id, action.chunk.tokens):
-            copier, tables = host.copier, host.host_tables(action.request_id, tables)
-        return copier.prepare(
-            request.layout,
-            action.route,
-            action.chunk,
-            request_id=action.request_id,
-            heads=Range(begin=heads.target_start, end=heads.target_start + heads.count),
-            num_tokens=action.num_tokens,
-            dtype=request.wire_dtype,
-            scales=request.scales,
-            tables=tables,
-        )
+        if host is not None and host.arrives_in_host(request_id, tokens):
+            copier, tables = host.copier, host.host_tables(request_id, tables)
+        return copier.prepare(piece, tables)
 
     def _scatter(self, action: protocol.StartScatter) -> None:
-        request = self._requests[action.request_id]
-        self._to_prepare.pop(action.grant.begin, None)
-        piece = self._prepared.get(action.request_id, {}).pop(action.grant.begin, None) or self._piece_of(action, request)
-        offset = action.grant.begin % self.ring.capacity_bytes
-        source = self._ring_memory.tensor[offset : offset + action.num_bytes]
+        piece, grant, request_id = action.piece, action.piece.grant, action.piece.request_id
+        self._to_prepare.pop(grant.begin, None)
+        copy = self._prepared.get(request_id, {}).pop(grant.begin, None) or self._copy_of(piece)
+        offset = grant.begin % self.ring.capacity_bytes
+        source = self._ring_memory.tensor[offset : offset + piece.num_bytes]
 
         def done(is_intact: bool, seconds: float) -> None:
-            if self._spans and (span := self._spans.get(action.request_id)) is not None:
+            if self._spans and (span := self._spans.get(request_id)) is not None:
                 now_s = time.monotonic()
                 span.record(
                     "kvferry.scatter",
                     begun_s=now_s - seconds,
                     ended_s=now_s,
-                    chunk=action.chunk.index,
-                    route=action.route.index,
-                    bytes=action.num_bytes,
+                    chunk=piece.chunk.index,
+                    route=piece.route.index,
+                    bytes=piece.num_bytes,
                 )
             if is_intact:
-                self._metrics.scatter_finished(seconds, action.num_bytes)
+                self._metrics.scatter_finished(seconds, piece.num_bytes)
                 if is_debug():
                     log.debug(
                         "scattered",
-                        request_id=action.request_id,
-                        chunk=action.chunk.index,
-                        grant=action.grant.begin,
-                        bytes=action.num_bytes,
+                        request_id=request_id,
+                        chunk=piece.chunk.index,
+                        grant=grant.begin,
+                        bytes=piece.num_bytes,
                         seconds=seconds,
                     )
-            self._pump.feed(protocol.ScatterFinished(grant=action.grant, is_intact=is_intact))
+            self._pump.feed(protocol.ScatterFinished(grant=grant, is_intact=is_intact))
 
-        self._queue.scatter(piece, source, algorithm=request.digest, digest=action.digest, peer=action.session, on_done=done)
+        algorithm = piece.request.digest
+        self._queue.scatter(copy, source, algorithm=algorithm, digest=action.digest, peer=piece.session, on_done=done)

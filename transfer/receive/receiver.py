@@ -63,6 +63,7 @@ from transfer.messages import (
     WriterDrained,
     clip_reason,
 )
+from transfer.piece import RankRequest
 from transfer.receive.events import (
     Action,
     ChunkBroken,
@@ -73,8 +74,6 @@ from transfer.receive.events import (
     IncomingDrained,
     IncomingExpected,
     IncomingFailed,
-    IncomingRequest,
-    IncomingRoute,
     MessageArrived,
     MessageDropped,
     PostReceive,
@@ -203,7 +202,7 @@ class Receiver:
 
     # Requests
 
-    def _on_expected(self, incoming: IncomingRequest) -> None:
+    def _on_expected(self, incoming: RankRequest) -> None:
         if incoming.request_id in self._requests:
             raise LocalProtocolError(f"request {incoming.request_id} expected twice")
         request = ReceiverRequest.of(incoming)
@@ -211,7 +210,7 @@ class Receiver:
         lost = [route.session for route in incoming.routes if route.session not in self._sessions]
         if lost:
             for route in request.routes.values():
-                route.is_drained = route.incoming.session not in self._sessions
+                route.is_drained = route.session not in self._sessions
             self._fail(request, f"session {lost[0]:#x} with a prefill rank is lost")
         elif request.is_whole:
             self._complete(request)
@@ -236,16 +235,16 @@ class Receiver:
         self._settle(request, request.pieces())
 
     def _ask_to_drain(self, request: ReceiverRequest, route: ReceiverRoute) -> None:
-        if route.is_drained or route.incoming.session not in self._sessions:
+        if route.is_drained or route.session not in self._sessions:
             return  # nobody is left to ask
         route.asked_s = self._now_s
         message = AbortTransfer(
             incarnation=self._ring.incarnation,
             request_id=request.request_id,
-            route=route.incoming.route.index,
+            route=route.route.index,
             reason=clip_reason(request.failure or ""),
         )
-        self._actions.append(Send(session=route.incoming.session, message=message))
+        self._actions.append(Send(session=route.session, message=message))
 
     def _settle(self, request: ReceiverRequest, pieces: Iterable[ReceiverPiece]) -> None:
         """Continue to end a failed request: release dead pieces, report when its pages are safe, and forget it.
@@ -254,10 +253,10 @@ class Receiver:
             pieces: The pieces that the step can have proven dead. A writer can have tens of thousands, so not all are checked.
         """
         for piece in pieces:
-            route = request.routes[piece.route.route.index]
+            route = request.routes[piece.route.index]
             # On a live two-sided session every key is received once and written or declined once, also where the receive can
             # only be posted later; otherwise a decline that nobody receives would stay in the transport for ever.
-            is_over = piece.is_settled or self._settings.is_one_sided or piece.route.session not in self._sessions
+            is_over = piece.is_settled or self._settings.is_one_sided or piece.session not in self._sessions
             if piece.stage is ReceiverStage.GRANTED and route.is_drained and is_over:
                 self._release(piece)
         if not request.has_drained and not request.num_scattering:
@@ -268,15 +267,15 @@ class Receiver:
 
     def _release(self, piece: ReceiverPiece) -> None:
         self._ring.release(piece.grant)
-        route = piece.request.routes[piece.route.route.index]
+        route = piece.receiving.routes[piece.route.index]
         del route.pieces[piece.chunk.index]
         route.released[piece.chunk.index] = piece.grant
         del self._live[piece.grant.begin]
         self._waiting.discard(piece.grant)
         self._waiting.wake(piece.grant.begin, piece.grant.end)
         self._may_publish = True
-        if piece.route.session in self._sessions:
-            self._news_for.add(piece.route.session)
+        if piece.session in self._sessions:
+            self._news_for.add(piece.session)
 
     # Sessions
 
@@ -291,7 +290,7 @@ class Receiver:
         if not event.is_over:
             self._lost.add(event.session)
         for request in list(self._requests.values()):
-            mine = [route for route in request.routes.values() if route.incoming.session == event.session]
+            mine = [route for route in request.routes.values() if route.session == event.session]
             for route in mine:
                 route.is_drained = route.is_drained or event.is_over
             if mine and request.failure is None:
@@ -305,7 +304,7 @@ class Receiver:
             raise LocalProtocolError(f"session {session:#x} is over, but it was not lost, or was over before")
         self._lost.remove(session)
         for request in list(self._requests.values()):
-            mine = [route for route in request.routes.values() if route.incoming.session == session]
+            mine = [route for route in request.routes.values() if route.session == session]
             for route in mine:
                 route.is_drained = True
             if mine:
@@ -334,7 +333,7 @@ class Receiver:
         """The request and its route, if it is this session's to speak of."""
         request = self._requests.get(request_id)
         route = request.routes.get(route_index) if request is not None else None
-        if request is None or route is None or route.incoming.session != session:
+        if request is None or route is None or route.session != session:
             return None
         return request, route
 
@@ -357,7 +356,7 @@ class Receiver:
             self._refuse(session, message, str(error))
             self._fail(request, str(error))
             return
-        self._issue(route.incoming, request.request_id, grants)
+        self._issue(route, request.request_id, grants)
 
     def _problem_of(self, request: ReceiverRequest, route: ReceiverRoute, message: GrantRequest) -> str | None:
         """Why the request for grants cannot be served, whole; None when it can."""
@@ -382,7 +381,7 @@ class Receiver:
             return granted
         return self._grant(request, route, request.chunks[chunk], route.expected.size_of(chunk))
 
-    def _issue(self, route: IncomingRoute, request_id: str, grants: Mapping[int, Grant]) -> None:
+    def _issue(self, route: ReceiverRoute, request_id: str, grants: Mapping[int, Grant]) -> None:
         """Send `GrantsIssued`; `grants` is by chunk index."""
         issued = tuple(IssuedGrant(chunk=chunk, begin=grant.begin, end=grant.end) for chunk, grant in grants.items())
         message = GrantsIssued(incarnation=self._ring.incarnation, request_id=request_id, route=route.route.index, grants=issued)
@@ -396,23 +395,22 @@ class Receiver:
 
     def _grant(self, request: ReceiverRequest, route: ReceiverRoute, chunk: Chunk, num_bytes: int) -> Grant:
         head, grant = self._ring.head, self._ring.assign(num_bytes)
-        piece = ReceiverPiece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
+        piece = ReceiverPiece(
+            request=request.incoming,
+            route=route.route,
+            session=route.session,
+            chunk=chunk,
+            num_bytes=num_bytes,
+            receiving=request,
+            grant=grant,
+        )
         route.pieces[chunk.index] = piece
         self._live[piece.grant.begin] = piece
         # A grant alone says nothing new to writers, and its ack would only delay the next one; padding may be what one waits for.
         self._may_publish = self._may_publish or grant.begin != head
         self.ring_peak_bytes = max(self.ring_peak_bytes, min(self._ring.live_bytes, self._ring.capacity_bytes))
         self._waiting.add(piece.grant, piece)
-        self._actions.append(
-            PrepareScatter(
-                session=piece.route.session,
-                grant=grant,
-                request_id=request.request_id,
-                route=piece.route.route,
-                chunk=chunk,
-                num_tokens=request.incoming.num_tokens,
-            )
-        )
+        self._actions.append(PrepareScatter(piece=piece))
         return grant
 
     def _free_writable(self) -> None:
@@ -425,9 +423,9 @@ class Receiver:
             piece = self._waiting.pop()
             if not self._settings.is_one_sided:
                 self._post(piece)
-            told = self._told.get(piece.route.session)
+            told = self._told.get(piece.session)
             if told is not None and piece.grant.end - told > self._ring.capacity_bytes:
-                self._news_for.add(piece.route.session)
+                self._news_for.add(piece.session)
 
     def _publish(self) -> None:
         """Publish the watermark, to those whom it concerns.
@@ -444,14 +442,7 @@ class Receiver:
         self._may_publish = False
 
     def _post(self, piece: ReceiverPiece) -> None:
-        self._actions.append(
-            PostReceive(
-                session=piece.route.session,
-                grant=piece.grant,
-                num_bytes=piece.num_bytes,
-                key=grant_key(piece.grant.begin, piece.attempt),
-            )
-        )
+        self._actions.append(PostReceive(piece=piece, key=grant_key(piece.grant.begin, piece.attempt)))
 
     def _on_chunk_ready(self, session: int, message: ChunkReady) -> None:
         found = self._route_of(session, message.request_id, message.route)
@@ -463,11 +454,11 @@ class Receiver:
             self._drop(session, "wrong_grant")
         elif (piece := route.pieces.get(message.chunk)) is None:
             self._drop(session, "repeated")  # and released since
-        elif piece.stage is ReceiverStage.GRANTED and message.attempt < piece.attempt and piece.request.failure is None:
+        elif piece.stage is ReceiverStage.GRANTED and message.attempt < piece.attempt and piece.receiving.failure is None:
             self._reject(piece, "said again, because the rejection was not heard")
         elif piece.stage is not ReceiverStage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
             self._drop(session, "repeated")  # rule 7: a set, not a count
-        elif piece.request.failure is None:
+        elif piece.receiving.failure is None:
             piece.ready = message
             self._scatter_if_here(piece)
 
@@ -479,19 +470,8 @@ class Receiver:
             self._on_broken(piece, f"received {piece.received_bytes} bytes of {piece.num_bytes}")
             return
         piece.stage = ReceiverStage.SCATTERING
-        piece.request.num_scattering += 1
-        self._actions.append(
-            StartScatter(
-                session=piece.route.session,
-                grant=piece.grant,
-                request_id=piece.request.request_id,
-                route=piece.route.route,
-                chunk=piece.chunk,
-                num_tokens=piece.request.incoming.num_tokens,
-                num_bytes=piece.num_bytes,
-                digest=piece.ready.digest,
-            )
-        )
+        piece.receiving.num_scattering += 1
+        self._actions.append(StartScatter(piece=piece, digest=piece.ready.digest))
 
     def _on_writer_drained(self, session: int, message: WriterDrained) -> None:
         found = self._route_of(session, message.request_id, message.route)
@@ -520,16 +500,16 @@ class Receiver:
         if piece is None:
             return  # its session was lost, and the grant released, first
         piece.is_settled, piece.received_bytes = True, event.num_bytes
-        if piece.request.failure is not None:
-            self._settle(piece.request, [piece])
+        if piece.receiving.failure is not None:
+            self._settle(piece.receiving, [piece])
         else:
             self._scatter_if_here(piece)
 
     def _on_receive_failed(self, event: ReceiveFailed) -> None:
         piece = self._live.get(event.grant.begin)
-        if piece is not None and piece.route.session in self._sessions:
+        if piece is not None and piece.session in self._sessions:
             # What a failed receive left behind is unknown; only the end of the session proves that it is over.
-            self._actions.append(CloseSession(session=piece.route.session, reason=event.reason))
+            self._actions.append(CloseSession(session=piece.session, reason=event.reason))
 
     def _on_scatter_finished(self, event: ScatterFinished) -> None:
         piece = self._piece_at(event.grant)
@@ -537,14 +517,14 @@ class Receiver:
             raise LocalProtocolError(
                 f"scatter of grant [{event.grant.begin}, {event.grant.end}) finished, but none was under way"
             )
-        request = piece.request
+        request = piece.receiving
         request.num_scattering -= 1
         if not event.is_intact:
             piece.stage = ReceiverStage.GRANTED
             self._on_broken(piece, "digest mismatch")
             return
         self._release(piece)  # rule 5: only now
-        request.routes[piece.route.route.index].scattered.add(piece.chunk.index)
+        request.routes[piece.route.index].scattered.add(piece.chunk.index)
         if request.failure is not None:
             self._settle(request, ())
         elif request.is_whole:
@@ -552,17 +532,15 @@ class Receiver:
 
     def _on_broken(self, piece: ReceiverPiece, reason: str) -> None:
         """Bytes arrived that are not those that were sent: have them sent again, once."""
-        request = piece.request
-        if piece.route.session in self._sessions:  # else it need not have come whole, or been looked at
-            self._actions.append(ChunkBroken(session=piece.route.session, request_id=request.request_id))
+        request = piece.receiving
+        if piece.session in self._sessions:  # else it need not have come whole, or been looked at
+            self._actions.append(ChunkBroken(session=piece.session, request_id=request.request_id))
         piece.ready = None
         if request.failure is not None:
             self._ring.quarantine(piece.grant)
             self._settle(request, [piece])
         elif piece.attempt + 1 >= MAX_ATTEMPTS:
-            where = (
-                f"chunk {piece.chunk.index} of request {request.request_id} from prefill rank {piece.route.route.prefill_rank}"
-            )
+            where = f"chunk {piece.chunk.index} of request {request.request_id} from prefill rank {piece.route.prefill_rank}"
             self._fail(request, f"{where} arrived broken {MAX_ATTEMPTS} times: {reason}", is_data_loss=True)
         else:
             piece.attempt += 1
@@ -574,14 +552,14 @@ class Receiver:
     def _reject(self, piece: ReceiverPiece, reason: str) -> None:
         message = ChunkRejected(
             incarnation=self._ring.incarnation,
-            request_id=piece.request.request_id,
-            route=piece.route.route.index,
+            request_id=piece.request_id,
+            route=piece.route.index,
             chunk=piece.chunk.index,
             begin=piece.grant.begin,
             attempt=piece.attempt - 1,
             reason=reason,
         )
-        self._actions.append(Send(session=piece.route.session, message=message))
+        self._actions.append(Send(session=piece.session, message=message))
 
     # Time
 
@@ -609,4 +587,4 @@ class Receiver:
                 self._reject(piece, "said again, because nothing came")
         fresh = [piece for piece in waiting if not piece.attempt]
         if fresh:
-            self._issue(route.incoming, request.request_id, {piece.chunk.index: piece.grant for piece in fresh})
+            self._issue(route, request.request_id, {piece.chunk.index: piece.grant for piece in fresh})

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from transfer.chunk import Chunk, Chunks, Pieces, split_into_chunks
+from transfer.chunk import Chunks, Pieces, split_into_chunks
 from transfer.errors import LocalProtocolError
+from transfer.layout import Route
 from transfer.messages import ChunkReady
-from transfer.receive.events import IncomingRequest, IncomingRoute
+from transfer.piece import Piece, RankRequest
 from transfer.ring import Grant
 
 
@@ -23,14 +24,15 @@ class ReceiverStage(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ReceiverPiece:
-    """The part of a chunk that travels on one route, from its grant to its release."""
+class ReceiverPiece(Piece):
+    """A piece, from its grant to its release.
 
-    request: ReceiverRequest
-    route: IncomingRoute
-    chunk: Chunk
+    Args:
+        receiving: The request that the piece belongs to.
+    """
+
+    receiving: ReceiverRequest
     grant: Grant
-    num_bytes: int
     stage: ReceiverStage = ReceiverStage.GRANTED
     is_settled: bool = False  # the posted receive has ended
     received_bytes: int = 0
@@ -42,7 +44,8 @@ class ReceiverPiece:
 class ReceiverRoute:
     """A request's pieces of one route, and how far its writer has got with going away."""
 
-    incoming: IncomingRoute
+    route: Route
+    session: int
     expected: Pieces  # all that has to come
     pieces: dict[int, ReceiverPiece] = field(default_factory=dict)  # by chunk index, as below: granted and not released
     # Grants of released pieces, for repeated messages about them. Nothing else of these pieces is kept: a long prompt has
@@ -67,7 +70,7 @@ class ReceiverRoute:
 class ReceiverRequest:
     """One request's transfer into this rank."""
 
-    incoming: IncomingRequest
+    incoming: RankRequest
     chunks: Chunks
     routes: dict[int, ReceiverRoute]
     num_scattering: int = 0
@@ -75,18 +78,19 @@ class ReceiverRequest:
     has_drained: bool = False  # IncomingDrained was reported
 
     @classmethod
-    def of(cls, incoming: IncomingRequest) -> ReceiverRequest:
+    def of(cls, incoming: RankRequest) -> ReceiverRequest:
         """The request before anything of it was granted; pieces of no bytes are left out."""
         layout, num_tokens = incoming.layout, incoming.num_tokens
         chunks = split_into_chunks(
             incoming.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=incoming.start_token
         )
         routes = {
-            route.route.index: ReceiverRoute(
-                incoming=route,
-                expected=Pieces(chunks, layout, route.route, num_tokens=num_tokens, dtype=incoming.wire_dtype),
+            one.route.index: ReceiverRoute(
+                route=one.route,
+                session=one.session,
+                expected=Pieces(chunks, layout, one.route, num_tokens=num_tokens, dtype=incoming.wire_dtype),
             )
-            for route in incoming.routes
+            for one in incoming.routes
         }
         return cls(incoming=incoming, chunks=chunks, routes=routes)
 

@@ -15,7 +15,6 @@ import structlog
 from transfer.chunk import ChunkPlan
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient
-from transfer.copy.warm_up import warm_up
 from transfer.errors import PeerUnreachable, ResourceExhausted, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import Route, routes, wire_dtype
@@ -160,16 +159,8 @@ class DecodeSessions:
         )
         try:
             links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]
-            await warm_up(
-                self._sender.copier,
-                own_routes,
-                self._plan,
-                device=self._context.device,
-                layout=self._own.layout,
-                dtype=wire_dtype(self._own.layout, self._own.shard, instance.shard),
-                scales=peer.scales,
-                is_gather=True,
-            )
+            dtype = wire_dtype(self._own.layout, self._own.shard, instance.shard)
+            await self._sender.copier.warm_up(own_routes, self._plan, layout=self._own.layout, dtype=dtype, scales=peer.scales)
         except BaseException as error:
             self._close(peer, f"attach failed: {error}")
             raise

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from transfer.chunk import Chunk, ChunkPlan
 from transfer.engine_types import DeviceEvent
 from transfer.errors import ConfigError
-from transfer.layout import DType, KVLayout, Route
 from transfer.messages import MAX_CHUNKS_PER_MESSAGE
-from transfer.ring import Grant, Watermark
+from transfer.piece import RankRequest
+from transfer.ring import Watermark
+from transfer.send.state import SenderPiece
+from transfer.send.state import SentStats as SentStats
 from transfer.session_events import CloseSession as CloseSession
 from transfer.session_events import MessageArrived as MessageArrived
 from transfer.session_events import MessageDropped as MessageDropped
@@ -41,36 +41,6 @@ class SenderSettings:
         for name, seconds in (("repeat_after_s", self.repeat_after_s), ("write_timeout_s", self.write_timeout_s)):
             if not seconds > 0:
                 raise ConfigError(f"{name} is {seconds:g} s; it must be above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutgoingRoute:
-    """A route of this rank, and the session with its decode rank."""
-
-    route: Route
-    session: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutgoingRequest:
-    """What this rank has to send of one request.
-
-    Args:
-        digest: Digest algorithm of its payloads, as the two instances agreed.
-        scales: (layer, whether it is V) -> what values are divided by before they are narrowed; None: nothing is scaled.
-        traceparent: Of the span that sending it lies in; empty where it is not traced.
-    """
-
-    request_id: str
-    layout: KVLayout
-    plan: ChunkPlan
-    wire_dtype: DType
-    num_tokens: int
-    start_token: int
-    routes: tuple[OutgoingRoute, ...]
-    digest: str
-    scales: Mapping[tuple[int, bool], float] | None = None
-    traceparent: str = ""
 
 
 # Events: what the owner tells the sender.
@@ -109,7 +79,7 @@ class WatermarkArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingStarted:
-    request: OutgoingRequest
+    request: RankRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,26 +143,18 @@ class StartGather:
     comes all the same.
     """
 
+    piece: SenderPiece
     slot: int
-    session: int
-    grant: Grant
-    request_id: str
-    route: Route
-    chunk: Chunk
-    num_tokens: int
-    num_bytes: int
     event: DeviceEvent | None
     credit_wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWrite:
-    """Write the slot into the grant; answer with `WriteFinished` or `SlotWriteFailed`."""
+    """Write the slot into the piece's grant; answer with `WriteFinished` or `SlotWriteFailed`."""
 
+    piece: SenderPiece
     slot: int
-    session: int
-    grant: Grant
-    num_bytes: int
     key: int
 
 
@@ -228,18 +190,6 @@ class WaitGivenUp:
     metrics; there is nothing to do."""
 
     credit_wait_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentStats:
-    """Of one request on this rank; see TransferStats of the wire contract."""
-
-    num_bytes: int = 0
-    writes: int = 0
-    writes_without_staging: int = 0
-    transfer_s: float = 0.0
-    exposed_s: float = 0.0
-    resends: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from torch import Tensor
@@ -22,10 +22,10 @@ from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.event_pump import EventPump
 from transfer.instance import Link
-from transfer.layout import Range
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
 from transfer.metrics.rank import LinkUse
+from transfer.piece import Piece, RankRequest
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -71,24 +71,17 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True)
 class _TracedPiece:
-    """One part of a chunk of a request that is traced."""
+    """A piece of a request that is traced."""
 
     span: Span  # the request's
-    chunk: int
-    route: int
-    num_bytes: int
+    piece: Piece
 
-    def gathered(self, seconds: float) -> None:
-        """It is now."""
-        self._record("kvferry.gather", seconds)
-
-    def written(self, seconds: float) -> None:
-        """It is now."""
-        self._record("kvferry.write", seconds)
-
-    def _record(self, name: str, seconds: float) -> None:
-        now_s = time.monotonic()
-        self.span.record(name, begun_s=now_s - seconds, ended_s=now_s, chunk=self.chunk, route=self.route, bytes=self.num_bytes)
+    def record(self, name: str, seconds: float, **attributes: Any) -> None:
+        """Record a span of the piece that took `seconds` and ended just now."""
+        now_s, piece = time.monotonic(), self.piece
+        self.span.record(
+            name, begun_s=now_s - seconds, ended_s=now_s, chunk=piece.chunk.index, route=piece.route.index, **attributes
+        )
 
 
 class SenderLoop:
@@ -127,9 +120,8 @@ class SenderLoop:
         self._driver = SessionDriver(loop)
         self._queue = open_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
-        self.copier = PieceCopier(pool)
-        """Prepares the pieces; to be warmed up when a session is attached, see `transfer.copy.warm_up`."""
-        self._layouts: dict[str, protocol.OutgoingRequest] = {}
+        self.copier = PieceCopier(pool, is_source=True)
+        """Prepares the pieces; to be warmed up when a session is attached."""
         self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
             loop,
             handle=self._sender.handle,
@@ -230,8 +222,7 @@ class SenderLoop:
     def on_watermark(self, number: int, watermark: Watermark) -> None:
         self._pump.feed(protocol.WatermarkArrived(session=number, watermark=watermark))
 
-    def start_request(self, request: protocol.OutgoingRequest) -> None:
-        self._layouts[request.request_id] = request
+    def start_request(self, request: RankRequest) -> None:
         if self._tracer is not None and request.traceparent:
             span = self._tracer.begin("kvferry.send", parent=request.traceparent)
             if span is not None:
@@ -273,13 +264,11 @@ class SenderLoop:
             case protocol.PieceReleased():
                 self._metrics.ack_seconds(action.ack_s)
             case protocol.OutgoingSent():
-                self._layouts.pop(action.request_id, None)
                 self._metrics.request_sent(action.stats)
                 if self._spans:
                     self._end_span(action.request_id, stats=action.stats)
                 self._owner.on_sent(action.request_id, action.stats)
             case protocol.OutgoingFailed():
-                self._layouts.pop(action.request_id, None)
                 if self._spans:
                     self._end_span(action.request_id, error=action.reason)
                 self._owner.on_failed(action.request_id, action.reason)
@@ -290,22 +279,20 @@ class SenderLoop:
 
     def _trace_gather(self, action: protocol.StartGather) -> _TracedPiece | None:
         self._gathered.pop(action.slot, None)  # of a request that fails, and of which other pieces are still under way
-        span = self._spans.get(action.request_id)
+        span = self._spans.get(action.piece.request_id)
         if span is None:
             return None
-        piece = _TracedPiece(span, action.chunk.index, action.route.index, action.num_bytes)
-        now_s = time.monotonic()
-        waited_s = action.credit_wait_s
-        span.record("kvferry.grant_wait", begun_s=now_s - waited_s, ended_s=now_s, chunk=piece.chunk, route=piece.route)
-        if not self._peers[action.session].is_direct:
-            self._gathered[action.slot] = piece
-        return piece
+        traced = _TracedPiece(span, action.piece)
+        traced.record("kvferry.grant_wait", action.credit_wait_s)
+        if not self._peers[action.piece.session].is_direct:
+            self._gathered[action.slot] = traced
+        return traced
 
     def _end_span(self, request_id: str, *, stats: SentStats | None = None, error: str = "") -> None:
         span = self._spans.pop(request_id, None)
         if span is None:
             return
-        for slot in [slot for slot, piece in self._gathered.items() if piece.span is span]:
+        for slot in [slot for slot, traced in self._gathered.items() if traced.span is span]:
             del self._gathered[slot]  # gathered, and not written: the slot's next write is another request's
         if stats is not None:
             span.set(bytes=stats.num_bytes, writes=stats.writes, resends=stats.resends)
@@ -336,49 +323,39 @@ class SenderLoop:
             # Its loss is on its way to the protocol, which waits for the end of what it has started.
             self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=0))
             return
-        request = self._layouts[action.request_id]
-        heads = action.route.heads
-        piece = self.copier.prepare(
-            request.layout,
-            action.route,
-            action.chunk,
-            request_id=action.request_id,
-            heads=Range(begin=heads.source_start, end=heads.source_start + heads.count),
-            num_tokens=action.num_tokens,
-            dtype=request.wire_dtype,
-            scales=request.scales,
-            tables=self._owner.tables_of(action.request_id),
-        )
+        piece, session = action.piece, action.piece.session
+        copy = self.copier.prepare(piece, self._owner.tables_of(piece.request_id))
         self._metrics.credit_wait_seconds(action.credit_wait_s)
         traced = self._trace_gather(action) if self._spans else None
-        is_direct = self._peers[action.session].is_direct
+        is_direct = self._peers[session].is_direct
 
         def done(digest: int, seconds: float) -> None:
             self._metrics.gather_seconds(seconds)
             if is_direct:
-                self._metrics.write_finished(seconds, action.num_bytes)
-                self._metrics.link_written(action.session, seconds, action.num_bytes)
+                self._metrics.write_finished(seconds, piece.num_bytes)
+                self._metrics.link_written(session, seconds, piece.num_bytes)
             if traced is not None:
-                traced.gathered(seconds)
+                traced.record("kvferry.gather", seconds, bytes=piece.num_bytes)
             self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=digest))
 
-        self._queue.gather(piece, out, algorithm=request.digest, peer=action.session, after=action.event, on_done=done)
+        self._queue.gather(copy, out, algorithm=piece.request.digest, peer=session, after=action.event, on_done=done)
 
     def _gather_target(self, action: protocol.StartGather) -> Tensor | DirectMemory | None:
         """Where the piece goes: its slot, or the granted bytes of a direct session's ring. None: the session is closed."""
-        peer = self._peers.get(action.session)
+        piece = action.piece
+        peer = self._peers.get(piece.session)
         if peer is None:
             return None
         if not peer.is_direct:
             begin = action.slot * self._slot_bytes
-            return self._staging.tensor[begin : begin + action.num_bytes]
-        offset = action.grant.begin % peer.ring_capacity_bytes
+            return self._staging.tensor[begin : begin + piece.num_bytes]
+        offset = piece.granted.begin % peer.ring_capacity_bytes
         try:
-            ring, reason = peer.session.direct(ByteRange(begin=offset, end=offset + action.num_bytes)), "the link failed"
+            ring, reason = peer.session.direct(ByteRange(begin=offset, end=offset + piece.num_bytes)), "the link failed"
         except LocalProtocolError as error:
             ring, reason = None, str(error)
         if ring is None:
-            self._lose_session(action.session, f"the gather cannot be made: {reason}")
+            self._lose_session(piece.session, f"the gather cannot be made: {reason}")
         return ring
 
     def _decline(self, action: protocol.Decline) -> None:
@@ -393,38 +370,39 @@ class SenderLoop:
         self._driver.watch(peer.session, handle, lambda _, error: None)
 
     def _write(self, action: protocol.StartWrite) -> None:
-        peer = self._peers.get(action.session)
+        number, num_bytes, grant = action.piece.session, action.piece.num_bytes, action.piece.granted
+        peer = self._peers.get(number)
         if peer is None:
             return  # its loss is on its way to the protocol
         begin = action.slot * self._slot_bytes
-        offset = action.grant.begin % peer.ring_capacity_bytes
+        offset = grant.begin % peer.ring_capacity_bytes
         started = time.monotonic()
         try:
             handle = peer.session.write(
                 self._memory,
-                ByteRange(begin=begin, end=begin + action.num_bytes),
-                ByteRange(begin=offset, end=offset + action.num_bytes),
+                ByteRange(begin=begin, end=begin + num_bytes),
+                ByteRange(begin=offset, end=offset + num_bytes),
                 action.key,
             )
         except LocalProtocolError as error:
             # What the peer said of its ring does not fit what its transport offered: its fault, and only its session's.
-            self._lose_session(action.session, f"the write cannot be made: {error}")
+            self._lose_session(number, f"the write cannot be made: {error}")
             return
 
-        self._metrics.link_write_began(action.session)
+        self._metrics.link_write_began(number)
         traced = self._gathered.pop(action.slot, None) if self._gathered else None
 
         def done(_: object, error: TransferError | None) -> None:
-            self._metrics.link_write_ended(action.session, 0 if error is not None else action.num_bytes)
+            self._metrics.link_write_ended(number, 0 if error is not None else num_bytes)
             if error is not None:
                 self._pump.feed(protocol.SlotWriteFailed(slot=action.slot, reason=str(error)))
                 return
             seconds = time.monotonic() - started
-            self._metrics.write_finished(seconds, action.num_bytes)
+            self._metrics.write_finished(seconds, num_bytes)
             if traced is not None:
-                traced.written(seconds)
+                traced.record("kvferry.write", seconds, bytes=num_bytes)
             if is_debug():
-                log.debug("written", session=action.session, grant=action.grant.begin, bytes=action.num_bytes, seconds=seconds)
+                log.debug("written", session=number, grant=grant.begin, bytes=num_bytes, seconds=seconds)
             self._pump.feed(protocol.WriteFinished(slot=action.slot))
 
         self._driver.watch(peer.session, handle, done)

@@ -68,6 +68,7 @@ from transfer.messages import (
     GrantsIssued,
     WriterDrained,
 )
+from transfer.piece import RankRequest
 from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, grant_key
 from transfer.send.events import (
     Action,
@@ -80,7 +81,6 @@ from transfer.send.events import (
     MessageDropped,
     OutgoingAborted,
     OutgoingFailed,
-    OutgoingRequest,
     OutgoingSent,
     OutgoingStarted,
     PieceReleased,
@@ -189,7 +189,7 @@ class Sender:
         """Raises LocalProtocolError when the state contradicts itself."""
         self._slots.check_invariants()
         for slot, piece in self._slots.held().items():
-            if self._requests.get(piece.request.request_id) is not piece.request:
+            if self._requests.get(piece.request_id) is not piece.sending:
                 raise LocalProtocolError(f"invariant broken: slot {slot} is held for a request that is over")
         for session in self._sessions.values():
             session.check_invariants()
@@ -197,7 +197,7 @@ class Sender:
         for request in self._requests.values():
             request.check_invariants()
             granted = [piece for piece in request.outstanding() if piece.grant is not None]
-            held.update((piece.route.session, piece.granted.begin) for piece in granted if piece.route.session in self._sessions)
+            held.update((piece.session, piece.granted.begin) for piece in granted if piece.session in self._sessions)
         if held != {(number, begin) for number, session in self._sessions.items() for begin in session.held}:
             raise LocalProtocolError("invariant broken: held grants and the grants of the requests differ")
 
@@ -213,7 +213,7 @@ class Sender:
         self._sessions.pop(event.session, None)  # said twice, it changes nothing
         self._eager.pop(event.session, None)
         for request in list(self._requests.values()):
-            lost = [route for route in request.routes.values() if route.outgoing.session == event.session and route.pieces]
+            lost = [route for route in request.routes.values() if route.session == event.session and route.pieces]
             if not lost:
                 continue
             for piece in [piece for route in lost for piece in route.outstanding.values()]:
@@ -244,7 +244,7 @@ class Sender:
 
     def _release(self, piece: SenderPiece) -> None:
         """The piece's bytes were taken over; its slot is free, and perhaps its request is done."""
-        request = piece.request
+        request = piece.sending
         self._slots.free(piece)
         self._let_go(piece)
         piece.stage = SenderStage.RELEASED
@@ -255,11 +255,11 @@ class Sender:
             del self._requests[request.request_id]
             self._actions.append(OutgoingSent(request_id=request.request_id, stats=request.stats(self._now_s)))
         else:
-            self._ask(request, request.routes[piece.route.route.index])
+            self._ask(request, request.routes[piece.route.index])
 
     # Requests
 
-    def _on_request_started(self, outgoing: OutgoingRequest) -> None:
+    def _on_request_started(self, outgoing: RankRequest) -> None:
         if outgoing.request_id in self._requests:
             raise LocalProtocolError(f"request {outgoing.request_id} started twice")
         request = SenderRequest.of(outgoing)
@@ -289,9 +289,9 @@ class Sender:
             piece.since_s = self._now_s
         sizes = tuple(ChunkSize(chunk=piece.chunk.index, num_bytes=piece.num_bytes) for piece in pieces)
         message = GrantRequest(
-            incarnation=self._incarnation, request_id=request.request_id, route=route.outgoing.route.index, chunks=sizes
+            incarnation=self._incarnation, request_id=request.request_id, route=route.route.index, chunks=sizes
         )
-        self._actions.append(Send(session=route.outgoing.session, message=message))
+        self._actions.append(Send(session=route.session, message=message))
 
     def _on_chunk_computed(self, event: ChunkComputed) -> None:
         request = self._requests.get(event.request_id)
@@ -309,9 +309,9 @@ class Sender:
 
     def _mark_ready(self, piece: SenderPiece) -> None:
         piece.ready_s = self._now_s
-        session = self._sessions[piece.route.session]
+        session = self._sessions[piece.session]
         session.waiting.add(piece.granted, piece)
-        self._note_free(piece.route.session, session)
+        self._note_free(piece.session, session)
 
     def _note_free(self, number: int, session: SessionState) -> None:
         """Some of the session's waiting grants may have become writable, or have to be looked at."""
@@ -359,30 +359,17 @@ class Sender:
     def _begin(self, piece: SenderPiece, session: SessionState) -> None:
         """Start the piece's gather, with a free slot unless it needs none."""
         self._slots.take(piece, is_direct=session.is_direct)
-        if piece.request.first_gather_s is None:
-            piece.request.first_gather_s = self._now_s
+        if piece.sending.first_gather_s is None:
+            piece.sending.first_gather_s = self._now_s
         ready_s = piece.ready_s if piece.ready_s is not None else self._now_s
         self._gather(piece, credit_wait_s=self._now_s - ready_s)
 
     def _gather(self, piece: SenderPiece, *, credit_wait_s: float) -> None:
-        request = piece.request
         piece.stage = SenderStage.GATHERING
-        self._sessions[piece.route.session].num_gathering += 1
+        self._sessions[piece.session].num_gathering += 1
         assert piece.slot is not None
-        self._actions.append(
-            StartGather(
-                slot=piece.slot,
-                session=piece.route.session,
-                grant=piece.granted,
-                request_id=request.request_id,
-                route=piece.route.route,
-                chunk=piece.chunk,
-                num_tokens=request.outgoing.num_tokens,
-                num_bytes=piece.num_bytes,
-                event=request.computed[piece.chunk.index],
-                credit_wait_s=credit_wait_s,
-            )
-        )
+        event = piece.sending.computed[piece.chunk.index]
+        self._actions.append(StartGather(piece=piece, slot=piece.slot, event=event, credit_wait_s=credit_wait_s))
 
     # Gather and write
 
@@ -390,10 +377,10 @@ class Sender:
         piece = self._slots.piece_in(event.slot, SenderStage.GATHERING)
         if piece is None:
             raise LocalProtocolError(f"gather into slot {event.slot} finished, but none was under way")
-        request = piece.request
+        request = piece.sending
         request.to_gather -= not piece.gathered  # of a piece that is sent again it was counted before
         piece.gathered, piece.digest = True, event.digest
-        session = self._sessions.get(piece.route.session)
+        session = self._sessions.get(piece.session)
         if session is not None:
             session.num_gathering -= 1
         if session is not None and session.is_direct:
@@ -408,18 +395,9 @@ class Sender:
             self._write(piece)
 
     def _write(self, piece: SenderPiece) -> None:
-        grant = piece.granted
         piece.stage, piece.since_s = SenderStage.WRITING, self._now_s
         assert piece.slot is not None
-        self._actions.append(
-            StartWrite(
-                slot=piece.slot,
-                session=piece.route.session,
-                grant=grant,
-                num_bytes=piece.num_bytes,
-                key=grant_key(grant.begin, piece.attempt),
-            )
-        )
+        self._actions.append(StartWrite(piece=piece, slot=piece.slot, key=grant_key(piece.granted.begin, piece.attempt)))
 
     def _on_write_finished(self, event: WriteFinished) -> None:
         piece = self._slots.piece_in(event.slot, SenderStage.WRITING)
@@ -428,7 +406,7 @@ class Sender:
 
     def _on_written(self, piece: SenderPiece) -> None:
         """The piece's bytes lie in its grant."""
-        request, grant = piece.request, piece.granted
+        request, grant = piece.sending, piece.granted
         request.writes += 1
         request.num_bytes += piece.num_bytes
         request.slices += piece.num_slices
@@ -438,7 +416,7 @@ class Sender:
             self._drop_written(piece)
             self._finish_failed(request)
             return
-        session = self._sessions[piece.route.session]
+        session = self._sessions[piece.session]
         self._send_ready(piece)
         if session.view.is_released(grant):
             self._release(piece)
@@ -448,21 +426,21 @@ class Sender:
     def _send_ready(self, piece: SenderPiece) -> None:
         message = ChunkReady(
             incarnation=self._incarnation,
-            request_id=piece.request.request_id,
-            route=piece.route.route.index,
+            request_id=piece.request_id,
+            route=piece.route.index,
             chunk=piece.chunk.index,
             begin=piece.granted.begin,
             num_bytes=piece.num_bytes,
             digest=piece.digest,
             attempt=piece.attempt,
         )
-        self._actions.append(Send(session=piece.route.session, message=message))
+        self._actions.append(Send(session=piece.session, message=message))
 
     def _on_write_failed(self, event: SlotWriteFailed) -> None:
         piece = self._slots.piece_in(event.slot, SenderStage.WRITING)
         if piece is not None:
             # A failed write leaves the session in an unknown state; only its end proves that nothing lands any more.
-            self._actions.append(CloseSession(session=piece.route.session, reason=event.reason))
+            self._actions.append(CloseSession(session=piece.session, reason=event.reason))
 
     # Messages
 
@@ -543,7 +521,7 @@ class Sender:
             # Slots, and the pages behind direct sessions, are kept until the grant's release for just this.
             self._sessions[session].discard_written(piece)
             piece.attempt += 1
-            piece.request.resends += 1
+            piece.sending.resends += 1
             if self._sessions[session].is_direct:
                 self._gather(piece, credit_wait_s=0.0)
             else:
@@ -584,7 +562,7 @@ class Sender:
         piece.stage = SenderStage.DROPPED
         self._let_go(piece)
         if piece.grant is not None:
-            self._decline(piece.route.session, piece.grant, attempt=piece.attempt)
+            self._decline(piece.session, piece.grant, attempt=piece.attempt)
 
     def _end_wait(self, piece: SenderPiece) -> None:
         """Of a piece that is about to be dropped: tell how long it has waited for credit, if it has."""
@@ -596,15 +574,15 @@ class Sender:
         self._slots.free(piece)
         self._let_go(piece)
         piece.stage = SenderStage.DROPPED
-        session, grant = self._sessions[piece.route.session], piece.granted
+        session, grant = self._sessions[piece.session], piece.granted
         session.discard_written(piece)
         for attempt in range(piece.attempt + 1):
             session.spend(grant_key(grant.begin, attempt), grant)
 
     def _let_go(self, piece: SenderPiece) -> None:
         """Remove a piece from the outstanding pieces, and its grant from the held grants."""
-        piece.request.routes[piece.route.route.index].outstanding.pop(piece.chunk.index, None)
-        session = self._sessions.get(piece.route.session)
+        piece.sending.routes[piece.route.index].outstanding.pop(piece.chunk.index, None)
+        session = self._sessions.get(piece.session)
         if session is not None and piece.grant is not None:
             session.held.discard(piece.grant.begin)
             session.waiting.discard(piece.grant)
@@ -672,5 +650,5 @@ class Sender:
                 what = "was not taken over"
             else:
                 continue
-            stuck.setdefault(piece.route.session, f"a write of {piece.num_bytes} bytes {what} for more than {limit_s:g} s")
+            stuck.setdefault(piece.session, f"a write of {piece.num_bytes} bytes {what} for more than {limit_s:g} s")
         self._actions.extend(CloseSession(session=session, reason=reason) for session, reason in stuck.items())

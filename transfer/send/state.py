@@ -14,10 +14,10 @@ from enum import Enum, auto
 from transfer.chunk import Chunk, Pieces, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.layout import wire_slices
+from transfer.layout import Route, wire_slices
+from transfer.piece import Piece, RankRequest
 from transfer.ring import MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
 from transfer.ring_index import PositionIndex, WaitingGrants
-from transfer.send.events import OutgoingRequest, OutgoingRoute, SentStats
 
 
 class SenderStage(Enum):
@@ -35,14 +35,27 @@ class SenderStage(Enum):
 UNDER_WAY = (SenderStage.GATHERING, SenderStage.WRITING)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class SenderPiece:
-    """The part of a chunk that travels on one route: one grant, one gather, one write."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentStats:
+    """Of one request on this rank; see TransferStats of the wire contract."""
 
-    request: SenderRequest
-    route: OutgoingRoute
-    chunk: Chunk
-    num_bytes: int
+    num_bytes: int = 0
+    writes: int = 0
+    writes_without_staging: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    resends: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SenderPiece(Piece):
+    """A piece, from the request for its grant on.
+
+    Args:
+        sending: The request that the piece belongs to.
+    """
+
+    sending: SenderRequest
     stage: SenderStage = SenderStage.ASKED
     grant: Grant | None = None
     slot: int | None = None
@@ -65,14 +78,14 @@ class SenderPiece:
     @property
     def num_slices(self) -> int:
         """Writes that the piece would have taken as token x layer x K/V slices; what a window leaves out is none."""
-        outgoing = self.request.outgoing
+        request = self.request
         return wire_slices(
-            outgoing.layout,
-            self.route.route,
+            request.layout,
+            self.route,
             tokens=self.chunk.tokens,
             layers=self.chunk.layers,
-            num_tokens=outgoing.num_tokens,
-            dtype=outgoing.wire_dtype,
+            num_tokens=request.num_tokens,
+            dtype=request.wire_dtype,
         )
 
 
@@ -84,7 +97,8 @@ class SenderRoute:
     are outstanding.
     """
 
-    outgoing: OutgoingRoute
+    route: Route
+    session: int
     expected: Pieces
     unasked: Iterator[tuple[Chunk, int]]  # chunk and bytes, in the order of computation; empty for a failed request
     pieces: dict[int, SenderPiece] = field(default_factory=dict)  # by chunk index: all pieces whose grant was requested
@@ -105,7 +119,7 @@ class SenderRoute:
 class SenderRequest:
     """One request's transfer out of this rank."""
 
-    outgoing: OutgoingRequest
+    outgoing: RankRequest
     routes: dict[int, SenderRoute] = field(default_factory=dict)  # by route index
     computed: dict[int, DeviceEvent | None] = field(default_factory=dict)  # by chunk index
     num_chunks: int
@@ -122,16 +136,18 @@ class SenderRequest:
     slices: int = 0
 
     @classmethod
-    def of(cls, outgoing: OutgoingRequest) -> SenderRequest:
+    def of(cls, outgoing: RankRequest) -> SenderRequest:
         """Create a request without a requested piece. Pieces without bytes are omitted."""
         layout, num_tokens = outgoing.layout, outgoing.num_tokens
         chunks = split_into_chunks(
             outgoing.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=outgoing.start_token
         )
         request = cls(outgoing=outgoing, num_chunks=len(chunks))
-        for route in outgoing.routes:
-            expected = Pieces(chunks, layout, route.route, num_tokens=num_tokens, dtype=outgoing.wire_dtype)
-            request.routes[route.route.index] = SenderRoute(outgoing=route, expected=expected, unasked=iter(expected))
+        for one in outgoing.routes:
+            expected = Pieces(chunks, layout, one.route, num_tokens=num_tokens, dtype=outgoing.wire_dtype)
+            request.routes[one.route.index] = SenderRoute(
+                route=one.route, session=one.session, expected=expected, unasked=iter(expected)
+            )
         request.to_gather = request.to_release = request.num_pieces
         return request
 
@@ -147,7 +163,9 @@ class SenderRequest:
     def next_pieces(self, route: SenderRoute, count: int) -> list[SenderPiece]:
         """Create the next `count` pieces of the route, or as many as are left, whose grants the caller requests."""
         fresh = [
-            SenderPiece(request=self, route=route.outgoing, chunk=chunk, num_bytes=num_bytes)
+            SenderPiece(
+                request=self.outgoing, route=route.route, session=route.session, chunk=chunk, num_bytes=num_bytes, sending=self
+            )
             for chunk, num_bytes in itertools.islice(route.unasked, count)
         ]
         for piece in fresh:
@@ -161,7 +179,7 @@ class SenderRequest:
     def route_of(self, session: int, route_index: int) -> SenderRoute | None:
         """The route of that index, if it is this session's to speak of."""
         route = self.routes.get(route_index)
-        return route if route is not None and route.outgoing.session == session else None
+        return route if route is not None and route.session == session else None
 
     def stats(self, now_s: float) -> SentStats:
         """What the transfer was, once its last piece is released."""
@@ -303,7 +321,7 @@ class StagingSlots:
         slot = piece.slot = next(self._direct_numbers) if is_direct else self._free.popleft()
         self._pieces[slot] = piece
         if not is_direct:
-            self._num_of[piece.route.session] += 1
+            self._num_of[piece.session] += 1
 
     def free(self, piece: SenderPiece) -> None:
         """Take the piece's slot, or number, back."""
@@ -313,9 +331,9 @@ class StagingSlots:
         if slot >= self._num_slots:
             return
         self._free.append(slot)
-        self._num_of[piece.route.session] -= 1
-        if not self._num_of[piece.route.session]:
-            del self._num_of[piece.route.session]
+        self._num_of[piece.session] -= 1
+        if not self._num_of[piece.session]:
+            del self._num_of[piece.session]
 
     def has_one(self, session: int) -> bool:
         """Whether a piece of the session holds a slot of staging memory."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
+from tests.runtime.pieces import piece_of
 from tests.runtime.scattered_tiers import HYBRID
 from tests.runtime.test_piece_copier import carry_over, pages_of
 from transfer.chunk import ChunkPlan, Pieces, split_into_chunks
@@ -173,19 +174,18 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
     on_wire = wire_dtype(HYBRID, shard, peer)
     pages = pages_of(shard, 90, seed=1, in_flight=90)
     pages.cover("a", 90)
-    copier = PieceCopier(pages.pool)
+    copier = PieceCopier(pages.pool, is_source=is_gather)
     for route in routes(HYBRID, shard, peer):
-        what: dict[str, Any] = {"heads": Range(begin=0, end=route.heads.count), "dtype": on_wire}
-        copier.warm(HYBRID, route, plan, is_gather=is_gather, **what)
+        copier.compile(route, plan, layout=HYBRID, dtype=on_wire)
         num_warmed = len(made)
         for num_tokens in range(1, 90, 4):
             chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers, start_token=num_tokens // 3)
             for chunk, num_bytes in Pieces(chunks, HYBRID, route, num_tokens=num_tokens, dtype=on_wire):
-                tables = pages.allocator.tables("a")
-                piece = copier.prepare(HYBRID, route, chunk, request_id="a", num_tokens=num_tokens, tables=tables, **what)
-                wire = torch.zeros(num_bytes, dtype=torch.uint8)
-                piece.make_ready(wire, is_gather=is_gather)
-                assert piece.is_ready(wire, is_gather=is_gather)
+                piece = piece_of(HYBRID, route, chunk, num_tokens=num_tokens, dtype=on_wire)
+                copy = copier.prepare(piece, pages.allocator.tables("a"))
+                address = torch.zeros(num_bytes, dtype=torch.uint8).data_ptr()
+                copy.compile(address, is_gather=is_gather)
+                assert copy.is_compiled(address, is_gather=is_gather)
         assert len(made) == num_warmed
     assert made
 

@@ -255,12 +255,12 @@ class Watched:
         self._under_way: dict[int, set[int]] = {}  # pages that gathers read, by the piece's identity
 
         def slow_gather(piece: PieceCopy, out: Any, digest: Any = None) -> None:
-            self._under_way[id(piece)] = {page for part in piece.parts for page in part.pages.tolist()}
+            self._under_way[id(piece)] = {page for table in piece.tables for page in table.tolist()}
             time.sleep(chance.random() * 0.006)
             gather(piece, out, digest)
             del self._under_way[id(piece)]
             self.num_gathers += 1
-            if out[: piece.plan.num_wire_bytes].view(torch.float32).isnan().any():
+            if out[: piece.num_wire_bytes].view(torch.float32).isnan().any():
                 self.late.append(piece)
 
         def slow_scatter(piece: PieceCopy, source: Any, digest: Any = None) -> None:
