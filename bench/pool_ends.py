@@ -32,7 +32,6 @@ from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
-from transfer.ring import Watermark
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import SenderSettings, SentStats
 from transfer.send.loop import SenderLoop
@@ -269,9 +268,6 @@ class PrefillEnd:
     def on_failed(self, request_id: str, reason: str) -> None:
         self._give_up(f"request {request_id}: {reason}")
 
-    def on_session_closed(self, session: int, reason: str) -> None:
-        self._sessions.on_session_closed(session, reason)
-
     def _crash(self, error: BaseException) -> None:
         self._give_up(repr(error))
 
@@ -325,6 +321,7 @@ class DecodeEnd:
             on_session_lost=self._receiver.close_session,
             heartbeat_s=5.0,  # a busy machine can stop a process for seconds, and no benchmark measures lost peers
         )
+        self._receiver.watch_sessions(self._on_session_closed, self._servicer.publish)
         self._probe: asyncio.Task[None] | None = None
         self._session = 0
         self._digest = ""
@@ -420,12 +417,9 @@ class DecodeEnd:
     def on_drained(self, request_id: str) -> None:
         return  # on_failed has ended the run
 
-    def on_session_closed(self, session: int, reason: str) -> None:
+    def _on_session_closed(self, session: int, reason: str) -> None:
         self._servicer.close_session(session, reason)
         self._give_up(f"the session was lost: {reason}")
-
-    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
-        self._servicer.publish(watermark, sessions)
 
     def _give_up(self, reason: str) -> None:
         for complete in self._complete.values():

@@ -25,7 +25,6 @@ from transfer.errors import LocalProtocolError
 from transfer.layout import KVLayout
 from transfer.piece import RankRequest
 from transfer.receive.attach import PrefillSessions, Receiving, Unattached
-from transfer.ring import Watermark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +133,6 @@ class TargetRank:
         if incoming.is_cancelled:  # otherwise the leader is about to say so, for it has heard that it failed
             del self._incoming[request_id]
             self._send(TransferDrained(transfer_id=request_id))
-
-    def on_session_closed(self, session: int, reason: str) -> None:
-        self._writers.on_session_closed(session, reason)
-
-    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
-        self._writers.publish(watermark, sessions)
 
     # Reports and end
 

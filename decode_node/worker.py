@@ -54,7 +54,6 @@ from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, RingMemory, Unattached, open_receiving
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
-from transfer.ring import Watermark
 from transfer.sizes import ring_capacity_bytes
 from transfer.tracing import Tracer
 
@@ -383,12 +382,6 @@ class DecodeWorker:
         request.is_receiving = False
         if request.is_leaving:
             self._leave(request_id)
-
-    def on_session_closed(self, session: int, reason: str) -> None:
-        self._sessions.on_session_closed(session, reason)
-
-    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
-        self._sessions.publish(watermark, sessions)
 
     # Reports and end
 

@@ -103,6 +103,7 @@ class SendingRank:
             staging=StagingBuffer(num_bytes=NUM_SLOTS * slot_bytes),
             settings=SenderSettings(num_slots=NUM_SLOTS, grants_ahead=4, repeat_after_s=0.2),
         )
+        self.loop.watch_sessions(lambda session, reason: self.closed.append(session))
 
     def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
         return (self.pages.allocator.pages(request_id),)
@@ -115,9 +116,6 @@ class SendingRank:
 
     def on_failed(self, request_id: str, reason: str) -> None:
         self.failed[request_id] = reason
-
-    def on_session_closed(self, session: int, reason: str) -> None:
-        self.closed.append(session)
 
 
 class ReceivingRank:
@@ -141,6 +139,7 @@ class ReceivingRank:
             ring_memory=StagingBuffer(num_bytes=ring_bytes),
             control=self.control,
         )
+        self.loop.watch_sessions(self._on_session_closed, self._publish)
 
     def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
         return (self.pages.up_to(request_id, num_tokens),)
@@ -155,11 +154,11 @@ class ReceivingRank:
         self.drained.add(request_id)
         self.pages.allocator.release(request_id)
 
-    def on_session_closed(self, session: int, reason: str) -> None:
+    def _on_session_closed(self, session: int, reason: str) -> None:
         self.writers.pop(session, None)
         self.closed.append(session)
 
-    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
+    def _publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
         # Writers beyond `sessions` would have to hear of it now and then; that all do at once costs little in one process.
         for session, writer in self.writers.items():
             asyncio.get_running_loop().call_soon(writer.loop.on_watermark, session, watermark)

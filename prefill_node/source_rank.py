@@ -311,9 +311,6 @@ class SourceRank:
         self._sending.discard(request_id)
         self._send(TransferNotSent(transfer_id=request_id, reason=reason, is_passing=True))
 
-    def on_session_closed(self, session: int, reason: str) -> None:
-        self._sessions.on_session_closed(session, reason)
-
     # Inside
 
     def _on_reading_over(self, name: str, source: _Source) -> None:

@@ -431,9 +431,6 @@ class PrefillWorker:
     def on_failed(self, request_id: str, reason: str) -> None:
         self._link.send(RequestFailed(request_id=request_id, reason=reason))
 
-    def on_session_closed(self, session: int, reason: str) -> None:
-        self._sessions.on_session_closed(session, reason)
-
     # Reports and end
 
     def status(self) -> dict[str, Any]:

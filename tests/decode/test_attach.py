@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import AsyncMock
@@ -54,6 +55,7 @@ class Rank:
             memory=transport.register(StagingBuffer(num_bytes=ring_bytes).tensor),
             copier=AsyncMock(),  # its warm_up() does nothing
             driver=SimpleNamespace(add=lambda session: None),
+            watch_sessions=self.watch_sessions,
             open_session=lambda number, session, incarnation, control_key: self.opened.append(number),
             close_session=self.close_session,
         )
@@ -92,10 +94,13 @@ class Rank:
         )
         return (await self.sessions.on_attach(request)).session_id
 
+    def watch_sessions(self, on_closed: Callable[[int, str], None], publish: object) -> None:
+        self.on_session_closed = on_closed
+
     def close_session(self, session: int, reason: str) -> None:
         if (session, reason) not in self.closed:
             self.closed.append((session, reason))
-            self.sessions.on_session_closed(session, reason)
+            self.on_session_closed(session, reason)
 
     def report(self, session: int, *, bandwidth_bytes_per_s: float = 2e9) -> None:
         """The writer's report, which is wrong about everything but the numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +44,14 @@ HEARTBEAT_S = 10.0  # no session is lost by silence, however slow the machine is
 class NoSender:
     """No session may reach the sender in these tests."""
 
+    def watch_sessions(self, on_closed: Callable[[int, str], None]) -> None:
+        pass
+
     def open_session(self, *args: Any, **values: Any) -> None:
         raise AssertionError("a session was opened with an instance that had been closed")
+
+    def on_watermark(self, number: int, watermark: Watermark) -> None:
+        """It has no session to hear one."""
 
     def close_session(self, number: int, reason: str) -> None:
         raise AssertionError("there is none")
@@ -173,7 +179,7 @@ def closes(monkeypatch: pytest.MonkeyPatch, *kinds: Any) -> list[str]:
     return closed
 
 
-class Refusing:
+class Refusing(NoSender):
     """A sender to which the session's ring is of no use."""
 
     def __init__(self) -> None:
@@ -227,6 +233,9 @@ class Sender:
         self.watched: set[int] = set()
         self.copier = AsyncMock()  # its warm_up() does nothing
 
+    def watch_sessions(self, on_closed: Callable[[int, str], None]) -> None:
+        self.on_closed = on_closed
+
     def open_session(self, number: int, session: Session, control: Any, **values: Any) -> None:
         self.opened[number] = session
         control.close()
@@ -254,7 +263,7 @@ async def test_a_one_sided_probe_writes_behind_the_ring_that_others_use() -> Non
         peer = one.sessions.of(LIFE)
         assert peer is not None and peer.ring_bytes == RING_BYTES and peer.sessions == {0: 1}
         for number in list(sender.opened):
-            one.sessions.on_session_closed(number, "the test is over")
+            sender.on_closed(number, "the test is over")
         await one.sessions.close_all("the test is over")
 
 
@@ -265,7 +274,7 @@ async def test_a_one_sided_link_below_the_floor_is_refused() -> None:
         with pytest.raises(TransportError, match=r"makes .* bytes/s; transport.min_bandwidth_bytes_per_s is 1e\+15"):
             await one.sessions.open(instance(LIFE), (one.address,), join=1)
         assert one.sessions.of(LIFE) is None and list(sender.closed) == [1]
-        one.sessions.on_session_closed(1, "it is closed")
+        sender.on_closed(1, "it is closed")
         await one.sessions.close_all("the test is over")
 
 
@@ -304,7 +313,7 @@ async def test_the_connection_of_a_session_that_fell_silent_is_closed_with_it() 
                 # A rank keeps a session that nobody watched yet for half a minute.
                 await until(lambda: number in sender.watched)  # noqa: B023
                 assert connections_to(port) == 1
-                one.sessions.on_session_closed(number, "the decode rank is silent")
+                sender.on_closed(number, "the decode rank is silent")
                 await until(lambda: connections_to(port) == 0)
         finally:
             gc.enable()

@@ -156,7 +156,8 @@ class Nodes:
                         copier=AsyncMock(),  # its warm_up() does nothing
                         driver=SimpleNamespace(add=lambda session: None),
                         open_session=lambda number, session, **values: None,
-                        close_session=lambda session, reason: self.rank.on_session_closed(session, reason),
+                        watch_sessions=self._watch_sessions,
+                        close_session=lambda session, reason: self.on_session_closed(session, reason),
                         num_ending=0,
                     ),
                 ),
@@ -202,6 +203,9 @@ class Nodes:
             await server.close()
         await self.rank.close("the test is over")
 
+    def _watch_sessions(self, on_closed: Callable[[int, str], None], publish: object) -> None:
+        self.on_session_closed = on_closed
+
     async def close(self) -> None:
         await self.prefill.end_life(PeerUnreachable("the test is over"))
         await self.decode.end_life(PeerUnreachable("the test is over"))
@@ -209,7 +213,7 @@ class Nodes:
 
     async def call(self, rpc: Rpc, payload: bytes) -> tuple[grpc.StatusCode, str]:
         """How a call with these bytes ends. A stream is served if it answers, or goes on until its writer ends it."""
-        self.rank.on_session_closed(SESSION, "the next call begins")
+        self.on_session_closed(SESSION, "the next call begins")
         if rpc.needs_session:
             assert (await self.call(RPCS["Attach"], attach(self).SerializeToString()))[0] is Code.OK
         service, _, name = rpc.method.partition(".")

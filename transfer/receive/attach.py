@@ -32,7 +32,6 @@ from transfer.refusals import log_refusal
 from transfer.registry.guard import Refusal
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
-from transfer.ring import Watermark
 from transfer.transport.base import LocalMemory, Session
 from transfer.transport.probe import ProbePlan, serve_probe
 
@@ -191,6 +190,7 @@ class PrefillSessions:
             on_session_lost=self._receiver.close_session,
             on_link=self.on_link,
         )
+        self._receiver.watch_sessions(self._on_session_closed, self._servicer.publish)
         self._server: RegistryServer | None = None
 
     async def start(self) -> str:
@@ -241,12 +241,7 @@ class PrefillSessions:
             if writer.instance.incarnation == incarnation:
                 self._receiver.close_session(number, reason)
 
-    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
-        """See `ReceiverOwner.publish`."""
-        self._servicer.publish(watermark, sessions)
-
-    def on_session_closed(self, session: int, reason: str) -> None:
-        """See `ReceiverOwner.on_session_closed`."""
+    def _on_session_closed(self, session: int, reason: str) -> None:
         writer = self._writers.pop(session, None)
         self._metrics.link_closed(session)
         self._servicer.close_session(session, reason)

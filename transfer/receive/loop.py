@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -38,6 +38,9 @@ log = structlog.get_logger(__name__)
 
 ENDING_LOOK_S = 0.1
 
+Publish = Callable[[Watermark, frozenset[int] | None], None]
+"""See `ReceiverLoop.watch_sessions`."""
+
 
 class ReceiverOwner(Protocol):
     """What a `ReceiverLoop` tells, and asks, whoever runs the engine."""
@@ -54,14 +57,6 @@ class ReceiverOwner(Protocol):
 
     def on_drained(self, request_id: str) -> None:
         """After a failure or a cancel: nothing writes into the request's pages any more."""
-        ...
-
-    def on_session_closed(self, session: int, reason: str) -> None:
-        """The session's transport is closed, and its writer is not listened to any more."""
-        ...
-
-    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
-        """Tell the writers: those of `sessions` at once, or all where it is None; the others need to hear of it now and then."""
         ...
 
 
@@ -140,6 +135,8 @@ class ReceiverLoop:
             is_idle=lambda: self._receiver.is_idle,
             tick=protocol.Tick(),
         )
+        self._on_session_closed: Callable[[int, str], None] = lambda session, reason: None
+        self._publish: Publish = lambda watermark, sessions: None
         self.num_dropped = 0
         control.watch(loop, self._on_received)
 
@@ -188,6 +185,16 @@ class ReceiverLoop:
 
     # What the owner calls
 
+    def watch_sessions(self, on_closed: Callable[[int, str], None], publish: Publish) -> None:
+        """Set who keeps the sessions.
+
+        Args:
+            on_closed: Called when the session's transport is closed, and its writer is no longer listened to.
+            publish: Called with the new watermark and the sessions that need it now, None for all. The others need to hear of
+                it now and then.
+        """
+        self._on_session_closed, self._publish = on_closed, publish
+
     @property
     def memory(self) -> LocalMemory:
         """The ring's memory, to be offered to writers."""
@@ -220,7 +227,7 @@ class ReceiverLoop:
             if self._ending_timer is None:
                 self._ending_timer = self._loop.call_later(ENDING_LOOK_S, self._look_at_ending)
         self._pump.feed(protocol.ReceiverSessionLost(session=number, reason=reason, is_over=number not in self._ending))
-        self._owner.on_session_closed(number, reason)
+        self._on_session_closed(number, reason)
 
     def _look_at_ending(self) -> None:
         """Ask closed sessions whether their writers are gone, now and then until they are; what they hold is in quarantine."""
@@ -277,7 +284,7 @@ class ReceiverLoop:
             case protocol.StartScatter():
                 self._scatter(action)
             case protocol.PublishWatermark():
-                self._owner.publish(self.ring.watermark(), action.sessions)
+                self._publish(self.ring.watermark(), action.sessions)
             case protocol.IncomingComplete():
                 self._forget(action.request_id)
                 self._owner.on_complete(action.request_id)

@@ -8,6 +8,7 @@ import gc
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -23,7 +24,6 @@ from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
-from transfer.ring import Watermark
 from transfer.send.loop import SenderLoop
 from transfer.transport.base import Session
 from transfer.transport.probe import ProbePlan, probe_link
@@ -90,6 +90,7 @@ class DecodeSessions:
     ) -> None:
         self._context = context
         self._sender = sender
+        sender.watch_sessions(self._on_session_closed)
         self._transport = context.transport
         self._own = context.instance
         self._plan = plan
@@ -187,7 +188,7 @@ class DecodeSessions:
                 number,
                 ring_capacity_bytes=answer.ring_capacity_bytes,
                 heartbeat_s=answer.heartbeat_s,
-                on_watermark=lambda watermark: self._on_watermark(number, watermark),
+                on_watermark=partial(self._sender.on_watermark, number),
                 on_lost=lambda reason: self._sender.close_session(number, f"{name} is lost: {reason}"),
             )
             undo.callback(watch.close)
@@ -273,9 +274,6 @@ class DecodeSessions:
             offer.close()
             raise
 
-    def _on_watermark(self, number: int, watermark: Watermark) -> None:
-        self._sender.on_watermark(number, watermark)
-
     def close(self, incarnation: int, reason: str) -> None:
         """End every session with the instance, those being opened included; unknown ones are ignored."""
         peer = self._peers.get(incarnation)
@@ -292,7 +290,7 @@ class DecodeSessions:
             if session.peer is peer:
                 self._sender.close_session(number, reason)
 
-    def on_session_closed(self, number: int, reason: str) -> None:
+    def _on_session_closed(self, number: int, reason: str) -> None:
         """The sender has closed a session: the instance is of no use without it."""
         session = self._open.pop(number, None)
         if session is None:

@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,10 +54,6 @@ class SenderOwner(Protocol):
     def on_sent(self, request_id: str, stats: SentStats) -> None: ...
 
     def on_failed(self, request_id: str, reason: str) -> None: ...
-
-    def on_session_closed(self, session: int, reason: str) -> None:
-        """The session's transport and control channel are closed."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,6 +125,7 @@ class SenderLoop:
             is_idle=lambda: self._sender.is_idle,
             tick=protocol.Tick(),
         )
+        self._on_session_closed: Callable[[int, str], None] = lambda session, reason: None
         self.num_dropped = 0
 
     @property
@@ -160,6 +157,10 @@ class SenderLoop:
         self._sender.check_invariants()
 
     # What the owner calls
+
+    def watch_sessions(self, on_closed: Callable[[int, str], None]) -> None:
+        """From now on `on_closed` hears of every session whose transport and control channel were closed."""
+        self._on_session_closed = on_closed
 
     def open_session(
         self, number: int, session: Session, control: ControlClient, *, name: str, incarnation: int, ring_capacity_bytes: int
@@ -211,7 +212,7 @@ class SenderLoop:
         peer.session.close()  # tells the peer behind gathers that are under way into its ring; nothing here waits for them
         peer.control.close()
         self._pump.feed(protocol.SenderSessionLost(session=number, reason=reason))
-        self._owner.on_session_closed(number, reason)
+        self._on_session_closed(number, reason)
 
     def _lose_session(self, number: int, reason: str) -> None:
         """End a session whose peer or link failed; whose requests fail for it hear which."""
