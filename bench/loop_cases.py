@@ -21,11 +21,11 @@ from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
 from examples.one_process import TwoTiers
-from node_runtime.prompt import checked_prompt
 from node_runtime.rank_link import LeaderLink, RankLink
 from prefill_node import rank_messages
 from prefill_node.prefix_loads import PrefixLoads
 from transfer.chunk import ChunkPlan
+from transfer.connector.prompt import checked_prompt
 from transfer.control.base import WATCH_BATCH, Received
 from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.instance import Instance

@@ -14,10 +14,10 @@ from bench.loop_turns import Watch
 from bench.timing import ROOT
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.peers import PrefillPeers
 from decode_node.request_state import Observer
 from decode_node.requests import DecodeRequests
 from transfer.breaker import BreakerSettings
+from transfer.connector.prefill_nodes import PrefillPeers
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable
 from transfer.instance import AttachRequest, AttachResponse

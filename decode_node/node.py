@@ -16,16 +16,11 @@ import structlog
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import LeaderTiers
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.peers import PrefillPeers
-from decode_node.prefill_peer import PrefillPeer, links_of, peer_status
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
     CODEC,
     DecodeStepDone,
-    ForgetPrefill,
     JobDone,
-    LinkProbed,
-    PrefillRankLost,
     RequestExpected,
     TransferComplete,
     TransferFailed,
@@ -38,10 +33,14 @@ from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
-from node_runtime.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
-from node_runtime.rank_report import PagesReleased, RankReady, StepFailed
+from node_runtime.rank_messages import PagesReleased, StepFailed
 from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
+from transfer.connector.messages import ForgetPrefill, LinkProbed, PrefillRankLost
+from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
+from transfer.connector.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
+from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, ResourceExhausted, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups

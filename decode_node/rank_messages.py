@@ -5,22 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import (
-    PagesReleased,
-    RankLogLevel,
-    RankReady,
-    RankReport,
-    RankShutdown,
-    RankStartFailed,
-    RankSwitch,
-    StepFailed,
-)
+from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepFailed
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
+from transfer.connector.messages import ForgetPrefill, LinkProbed, PrefillRankLost
+from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
-from transfer.instance import Link
 from transfer.transfer_ids import MAX_TRANSFER_ID_BYTES
 
 PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # the most that a part of a step takes: an id, a token, a position, the fields' names
@@ -82,14 +74,6 @@ class FinishRequest:
     """Generation is over; answer `PagesReleased`."""
 
     request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetPrefill:
-    """The prefill instance is gone: end its sessions."""
-
-    incarnation: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,25 +214,6 @@ class DecodeStepDone:
     tokens: dict[str, int]
     compute_s: float
     faults: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkProbed:
-    """A writer told what its probe measured."""
-
-    link: Link
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRankLost:
-    """The session with a rank of that prefill instance is closed, so no request can come from there whole.
-
-    The prefill leader may know nothing of it: a rank that is frozen tells nobody.
-    """
-
-    incarnation: int
-    prefill_rank: int
-    reason: str
 
 
 CODEC = RankCodec(

@@ -12,12 +12,12 @@ from enum import Enum, auto
 from typing import Final
 
 from decode_node.offload.tiers import Prompt
-from decode_node.prefill_peer import PrefillPeer
 from decode_node.text import TextStream
 from node_runtime.request_view import RequestView
-from transfer.breaker import Permit, Verdict
+from transfer.breaker import Permit
+from transfer.connector.prefill_peer import PrefillPeer
 from transfer.engine_types import SamplingParams
-from transfer.errors import EngineError, IntegrityError, TransferError, TransportError
+from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import Span
 
@@ -152,20 +152,6 @@ class Attempt:
     def is_sent(self) -> bool:
         """The prefill node has nothing more to give: every grant is released, so every rank has, or is about to say, the KV."""
         return self.first_token is not None and self.stats is not None
-
-
-def is_retried(error: TransferError) -> bool:
-    """Whether what ended an attempt can go better on another prefill node: only what the first, or the way to it, is to blame
-    for.
-
-    The table of docs/protocol.md, "Another try", says it of every error.
-    """
-    return isinstance(error, TransportError)
-
-
-def verdict_of(error: TransferError) -> Verdict:
-    """What a failed attempt says of the prefill node; in the same table."""
-    return Verdict.FAILURE if isinstance(error, TransportError | IntegrityError | EngineError) else Verdict.NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,6 @@ from typing import Final
 import structlog
 
 from decode_node.offload.tiers import Tiers
-from decode_node.peers import REASON_GRACE_S, PrefillPeers
-from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import (
     CancelRequest,
     DecodeStepDone,
@@ -29,13 +27,16 @@ from decode_node.rank_messages import (
     RunDecodeStep,
     TransferFailed,
 )
-from decode_node.request_state import Attempt, Done, GenerationRequest, GenerationStage, Observer, Tokens, is_retried, verdict_of
+from decode_node.request_state import Attempt, Done, GenerationRequest, GenerationStage, Observer, Tokens
 from decode_node.text import TextCodec
-from node_runtime.rank_report import StepFailed
+from node_runtime.rank_messages import StepFailed
 from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from transfer.breaker import Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
+from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillPeers
+from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.retry_rules import is_retried, verdict_of
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,

@@ -24,9 +24,6 @@ from decode_node.rank_messages import (
     DecodeStepPart,
     ExpectRequest,
     FinishRequest,
-    ForgetPrefill,
-    LinkProbed,
-    PrefillRankLost,
     RequestExpected,
     RunDecodeStep,
     TransferComplete,
@@ -37,10 +34,12 @@ from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes, rank_memory
-from node_runtime.rank_report import PagesReleased, RankReady, StepFailed, pool_status
+from node_runtime.rank_messages import PagesReleased, StepFailed
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
+from transfer.connector.messages import ForgetPrefill, LinkProbed, PrefillRankLost
+from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import LocalProtocolError
 from transfer.instance import Instance

@@ -137,7 +137,7 @@ def families(rows: list[Row]) -> list[Row]:
 
 BOUNDING_MODULES: Final = (
     "transfer.messages", "transfer.control.base", "transfer.registry.options", "transfer.registry.convert",
-    "transfer.registry.status", "transfer.transfer_ids", "node_runtime.prompt",
+    "transfer.registry.status", "transfer.transfer_ids", "transfer.connector.prompt",
 )  # fmt: skip
 """Modules whose constants MAX_... limit messages from peers and clients."""
 

@@ -21,10 +21,10 @@ import structlog
 
 from node_runtime import exit_codes
 from node_runtime.health import HealthServer, Readiness
-from node_runtime.rank_report import RankReady
 from node_runtime.status_page import StatusPage
 from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor, check_alike
 from transfer.config import NodeConfig, RestartConfig
+from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, PeerUnreachable, TransferError
 from transfer.logs import rename_process
 from transfer.loop_turns import turns_of

@@ -8,8 +8,8 @@ from typing import Any, Final
 import structlog
 import torch
 
-from node_runtime.rank_report import RankMemory
 from planner.plan import MemoryPlan, compare_with_real
+from transfer.connector.rank_report import RankMemory
 
 log = structlog.get_logger(__name__)
 

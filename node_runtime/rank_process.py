@@ -28,15 +28,9 @@ from node_runtime.open_files import raise_open_files
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_group import watch_leader
 from node_runtime.rank_link import RankCodec, RankLink
-from node_runtime.rank_report import (
-    RankLogLevel,
-    RankReport,
-    RankShutdown,
-    RankStartFailed,
-    RankSwitch,
-    process_figures,
-)
+from node_runtime.rank_messages import RankLogLevel, RankShutdown, RankSwitch
 from node_runtime.rank_worker import RankSpec, Worker, WorkerFactory
+from transfer.connector.rank_report import RankReport, RankStartFailed, process_figures
 from transfer.errors import OutOfMemory, TransferError
 from transfer.logs import configure_logging, rename_process, set_log_level
 from transfer.loop_turns import run_measured, turns_of

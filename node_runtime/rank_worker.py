@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankAddress, RankLink
-from node_runtime.rank_report import RankReady, RankSwitch
+from node_runtime.rank_messages import RankSwitch
 from transfer.config import NodeConfig
+from transfer.connector.rank_report import RankReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

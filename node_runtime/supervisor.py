@@ -18,9 +18,10 @@ from node_runtime.exit_codes import ENGINE_FAILED, NO_MEMORY
 from node_runtime.fork_server import end_fork_server
 from node_runtime.rank_group import RankGroup
 from node_runtime.rank_link import LeaderLink, RankCodec
-from node_runtime.rank_report import RankLogLevel, RankReady, RankReport, RankShutdown, RankStartFailed, RankSwitch
+from node_runtime.rank_messages import RankLogLevel, RankShutdown, RankSwitch
 from node_runtime.rank_worker import RankSpec
 from transfer.config import NodeConfig
+from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.errors import EngineError, LocalProtocolError, TransferError
 
 START_TIMEOUT_S = 300.0

@@ -16,27 +16,20 @@ from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
-from node_runtime.prompt import check_cache_salt, checked_prompt
-from node_runtime.rank_report import PagesReleased, RankReady, StepFailed
-from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
-from prefill_node.joins import Join, Joins, Reservation
+from node_runtime.rank_messages import PagesReleased, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank import run_prefill_rank
-from prefill_node.rank_messages import (
-    CODEC,
-    DecodeAttached,
-    DecodeLost,
-    PrefillStepDone,
-    PrefixLoaded,
-    RequestFailed,
-    RequestSent,
-    check_step_fits,
-)
+from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, RequestFailed, RequestSent, check_step_fits
 from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, PromptRequest, Sent, Started
-from prefill_node.reserve_client import ReserveClient
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.chunk import check_num_pieces
 from transfer.config import PrefillNodeConfig
+from transfer.connector.decode_instances import Join, Joins, Reservation
+from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
+from transfer.connector.messages import DecodeAttached, DecodeLost
+from transfer.connector.prompt import check_cache_salt, checked_prompt
+from transfer.connector.rank_report import RankReady
+from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups

@@ -5,49 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import (
-    PagesReleased,
-    RankLogLevel,
-    RankReady,
-    RankReport,
-    RankShutdown,
-    RankStartFailed,
-    RankSwitch,
-    StepFailed,
-)
+from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepFailed
 from transfer.chunk import ChunkPlan
 from transfer.config import PrefillNodeConfig
+from transfer.connector.messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
-from transfer.instance import Instance, Link
 from transfer.send.events import SentStats
 
 TOKEN_BYTES = 5  # the most that MessagePack takes for a token id below 2**32
 PART_BYTES = 4 * 128 + 128  # a part of a step without its tokens: an id of 128 characters, and the names of the fields
 
 # Leader -> rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachDecode:
-    """Open a session with every decode rank that this rank has a route to; answer `DecodeAttached` or `DecodeLost`.
-
-    Args:
-        join: Number of this attempt; the answers name it, so that none of an earlier one is taken for it.
-        instance: The decode instance.
-        rank_addresses: host:port of each decode rank's TransferControl, in rank order.
-    """
-
-    join: int
-    instance: Instance
-    rank_addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetachDecode:
-    incarnation: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,26 +78,6 @@ class AbortRequest:
 
 
 # Rank -> leader
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeAttached:
-    """Every session is open. `ring_bytes`: the smallest ring among them; 0 where the rank has no route to the instance."""
-
-    join: int
-    incarnation: int
-    links: tuple[Link, ...]
-    ring_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeLost:
-    """A session with the decode instance could not be opened, or has ended. `is_refused`: it can never fit."""
-
-    join: int
-    incarnation: int
-    reason: str
-    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from node_runtime.rank_report import StepFailed
+from node_runtime.rank_messages import StepFailed
 from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
-from prefill_node.joins import Join, Reservation
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
     AbortRequest,
@@ -25,6 +24,7 @@ from prefill_node.rank_messages import (
     StartRequest,
 )
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
+from transfer.connector.decode_instances import Join, Reservation
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,

@@ -21,17 +21,13 @@ from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import rank_memory
-from node_runtime.rank_report import PagesReleased, RankReady, StepFailed, pool_status
+from node_runtime.rank_messages import PagesReleased, StepFailed
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
 from prefill_node.rank_messages import (
     AbortRequest,
-    AttachDecode,
-    DecodeAttached,
-    DecodeLost,
-    DetachDecode,
     LoadPrefix,
     PrefillStepDone,
     PrefixLoaded,
@@ -44,6 +40,8 @@ from prefill_node.scheduler import page_needs
 from prefill_node.stored_prefix import StoredPrefix
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.config import PrefillNodeConfig
+from transfer.connector.messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance

@@ -11,8 +11,8 @@ from bench.simulation.prefill import PrefillNode
 from bench.simulation.request import Request
 from bench.simulation.settings import ClusterSettings, Placement
 from bench.simulation.stage_times import StageTimes
-from decode_node.prefill_routing import Candidate, place
 from kvferry.bench_serve.workload import Planned
+from transfer.connector.prefill_routing import Candidate, place
 
 
 class Cluster:

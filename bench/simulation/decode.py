@@ -10,7 +10,7 @@ from bench.simulation.gauge import Gauge
 from bench.simulation.request import Piece, Request
 from bench.simulation.settings import ClusterSettings
 from bench.simulation.stage_times import StageTimes
-from decode_node.prefill_routing import Candidate
+from transfer.connector.prefill_routing import Candidate
 from transfer.ring import Grant, StagingAllocator
 from transfer.ring_index import WaitingGrants
 

@@ -12,7 +12,7 @@ from transfer.ring import ALIGNMENT_BYTES
 class Placement(StrEnum):
     """Which prefill node gets a request: the one with the fewest outstanding prompt tokens, as far as the decode node knows.
 
-    The first two are the nodes' own code (`decode_node.prefill_routing`), the others are there to compare it with.
+    The first two are the nodes' own code (`transfer.connector.prefill_routing`), the others are there to compare it with.
     """
 
     TOLD = "told"  # it knows its own requests, and of others' what the last heartbeat told; all links differ in speed

@@ -10,7 +10,7 @@ from decode_node import rank_messages as decode_messages
 from fuzz.target import Target, require
 from fuzz.trees import tree_mutator
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import StepFailed
+from node_runtime.rank_messages import StepFailed
 from prefill_node import rank_messages as prefill_messages
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams

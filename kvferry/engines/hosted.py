@@ -10,16 +10,26 @@ from typing import Final
 
 import structlog
 
-from decode_node.rank_messages import ForgetPrefill, LinkProbed, PrefillRankLost
-from decode_node.target_messages import TARGET_MESSAGES, CancelTransfer, ExpectTransfer, SettlePrompt
-from decode_node.target_rank import Settled
-from decode_node.target_requests import PromptState, PromptView
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import RankReady, RankReport, RankStartFailed
-from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
-from prefill_node.source_messages import SOURCE_MESSAGES
-from prefill_node.source_rank import Free, Wanted
 from transfer.config import HostedConfig
+from transfer.connector.incoming import PromptState, PromptView
+from transfer.connector.incoming_rank import Settled
+from transfer.connector.messages import (
+    SOURCE_MESSAGES,
+    TARGET_MESSAGES,
+    AttachDecode,
+    CancelTransfer,
+    DecodeAttached,
+    DecodeLost,
+    DetachDecode,
+    ExpectTransfer,
+    ForgetPrefill,
+    LinkProbed,
+    PrefillRankLost,
+    SettlePrompt,
+)
+from transfer.connector.outgoing_rank import Free, Wanted
+from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.layout import KVLayout, Shard
 from transfer.pool.kv_pool import KVPool
 from transfer.registry.security import Security, security_of_tier

@@ -34,8 +34,6 @@ from typing import IO, Any, Final
 
 import structlog
 
-from decode_node.target_requests import PromptState, PromptView
-from decode_node.target_service import TargetLeader
 from kvferry.engines.hosted import (
     CLOSE_TIMEOUT_S,
     CODEC,
@@ -54,11 +52,13 @@ from node_runtime.hosted_link import hosted_address
 from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_link import LeaderLink, RankAddress
-from node_runtime.rank_report import RankReady, RankReport, RankStartFailed
 from node_runtime.supervisor import check_alike
-from prefill_node.source_requests import Transfer
-from prefill_node.source_service import SourceLeader
 from transfer.config import HostedConfig
+from transfer.connector.decode_service import TargetLeader
+from transfer.connector.incoming import PromptState, PromptView
+from transfer.connector.outgoing import Transfer
+from transfer.connector.prefill_service import SourceLeader
+from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.metrics import exposition
 from transfer.registry.server import RegistryServer, host_port, serve

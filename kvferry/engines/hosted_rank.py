@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import structlog
 
-from decode_node.rank_messages import LinkProbed, PrefillRankLost
-from decode_node.target_rank import Settled, TargetRank
 from kvferry.engines.hosted import (
     CODEC,
     SOURCE,
@@ -31,11 +29,12 @@ from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes
-from node_runtime.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from node_runtime.rank_setup import open_transport, own_instance
-from prefill_node.rank_messages import DecodeLost
-from prefill_node.source_rank import SourceRank, TransferEvent
 from transfer.config import HostedConfig
+from transfer.connector.incoming_rank import Settled, TargetRank
+from transfer.connector.messages import DecodeLost, LinkProbed, PrefillRankLost
+from transfer.connector.outgoing_rank import SourceRank, TransferEvent
+from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import HOSTED_CAPABILITIES, Instance

@@ -16,9 +16,9 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from decode_node.target_rank import Settled
 from kvferry.engines.sglang_layout import page_table
-from prefill_node.source_rank import Free, GivenUp, Wanted
+from transfer.connector.incoming_rank import Settled
+from transfer.connector.outgoing_rank import Free, GivenUp, Wanted
 from transfer.engine_types import DeviceEvent
 from transfer.errors import IntegrityError, TransferError
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from prefill_node.source_requests import Transfer
+from transfer.connector.outgoing import Transfer
 from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferError
 
 CONNECT_TIMEOUT_S: Final = 5.0

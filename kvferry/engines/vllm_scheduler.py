@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import structlog
 
-from decode_node.target_requests import PromptState
 from kvferry.engines.hosted import SOURCE, TARGET, Sides
 from kvferry.engines.hosted_leader import HostedLeader
+from transfer.connector.incoming import PromptState
 from transfer.utf8 import is_utf8
 
 MAX_TRANSFER_ID_CHARS: Final = 96

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from decode_node.target_rank import Settled
 from kvferry.engines.hosted_rank import HostedRank
 from kvferry.engines.vllm_scheduler import StepMessage, request_id_of
-from prefill_node.source_rank import Free
+from transfer.connector.incoming_rank import Settled
+from transfer.connector.outgoing_rank import Free
 from transfer.engine_types import DeviceEvent
 
 log = structlog.get_logger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvferry.router.api import CHAT, COMPLETIONS, ApiError
 from kvferry.router.openai_body import shown
-from node_runtime.prompt import MAX_CACHE_SALT_CHARS
+from transfer.connector.prompt import MAX_CACHE_SALT_CHARS
 from transfer.pb import kvferry_pb2 as pb
 
 COMPLETION_TOKENS: Final = 16

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from kvferry.engines.vllm_compute import ComputeByApi
-from prefill_node.source_requests import Transfer
 from tests.cluster.calls import until
+from transfer.connector.outgoing import Transfer
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferError
 

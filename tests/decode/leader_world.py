@@ -9,8 +9,6 @@ from weakref import WeakKeyDictionary
 
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.peers import PrefillPeers
-from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import (
     CancelRequest,
     DecodeStepDone,
@@ -23,10 +21,12 @@ from decode_node.rank_messages import (
 from decode_node.request_state import Done, GenerationRequest, GenerationStage, Observer, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
-from node_runtime.rank_report import StepFailed
+from node_runtime.rank_messages import StepFailed
 from tests.runtime.instances import instance
 from transfer.breaker import Breaker, BreakerSettings, BreakerState
 from transfer.chunk import ChunkPlan
+from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_peer import PrefillPeer
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError
 from transfer.instance import Instance, Link

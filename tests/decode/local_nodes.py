@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import grpc
 import pytest
 
-from decode_node.peers import PrefillPeers
-from decode_node.prefill_peer import PrefillPeer
 from tests.runtime.instances import instance, until
 from transfer.breaker import BreakerSettings
+from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_peer import PrefillPeer
 from transfer.errors import PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node import peers as peers_module
 from tests.decode.local_nodes import Tier
 from tests.registry.hostile_messages import hostile_messages
 from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
+from transfer.connector import prefill_nodes as peers_module
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError, TransportError
 from transfer.pb import kvferry_pb2 as pb

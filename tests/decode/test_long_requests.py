@@ -15,12 +15,12 @@ from decode_node.admission import Admission
 from decode_node.admission import page_needs as decode_needs
 from decode_node.offload.tiers import DeviceOnly, Prompt
 from prefill_node import requests as requests_module
-from prefill_node.joins import Join, Reservation
 from prefill_node.rank_messages import PrefillStepDone, RequestSent, RunPrefillStep
 from prefill_node.requests import PrefillRequests, PromptRequest, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.prefill.leader_world import new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.connector.decode_instances import Join, Reservation
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable
 from transfer.layer_groups import PageCounts, layer_groups

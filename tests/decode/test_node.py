@@ -29,7 +29,7 @@ from decode_node.rank_messages import (
 )
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon, NodeState
-from node_runtime.rank_report import PagesReleased
+from node_runtime.rank_messages import PagesReleased
 from tests.decode.leader_world import Text, turns
 from tests.decode.local_nodes import LocalContext, serve_locally
 from tests.prefill.join_server import CUT, JoinServer

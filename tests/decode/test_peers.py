@@ -12,14 +12,14 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from decode_node import peers as peers_module
-from decode_node.peers import REASON_GRACE_S
-from decode_node.prefill_peer import PrefillPeer
 from tests.decode.local_nodes import BEAT_S, Tier, serve_locally, tier
 from tests.runtime.instances import instance, until
 from tests.runtime.virtual_time import VirtualTimeLoop, in_virtual_time
 from transfer.breaker import BreakerState, Verdict
 from transfer.chunk import ChunkPlan
+from transfer.connector import prefill_nodes as peers_module
+from transfer.connector.prefill_nodes import REASON_GRACE_S
+from transfer.connector.prefill_peer import PrefillPeer
 from transfer.errors import ChunkTooLarge
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto, instance_to_proto

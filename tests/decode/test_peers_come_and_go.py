@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from decode_node import peers as peers_module
-from decode_node.peers import ALIAS_LOOK_S, SWEEP_S
-from decode_node.prefill_peer import peer_status
 from tests.decode.local_nodes import BEAT_S, serve_locally, tier
 from tests.prefill.join_server import JoinServer
 from tests.runtime.instances import until
 from tests.runtime.virtual_time import in_virtual_time
+from transfer.connector import prefill_nodes as peers_module
+from transfer.connector.prefill_nodes import ALIAS_LOOK_S, SWEEP_S
+from transfer.connector.prefill_peer import peer_status
 from transfer.errors import PeerUnreachable
 from transfer.instance import Link
 from transfer.pb import kvferry_pb2 as pb

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node.prefill_peer import PrefillPeer
 from tests.decode.local_nodes import Tier
+from transfer.connector.prefill_peer import PrefillPeer
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable, ResourceExhausted, TransferError
 from transfer.pb import kvferry_pb2 as pb

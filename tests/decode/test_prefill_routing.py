@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.prefill_routing import (
+from transfer.connector.prefill_routing import (
     BLOCK_TOKENS,
     MAX_BLOCKS_OF_A_PROMPT,
     MAX_TOLD_TOKENS,

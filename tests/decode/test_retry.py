@@ -11,7 +11,6 @@ import pytest
 
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
-from decode_node.peers import REASON_GRACE_S
 from decode_node.rank_messages import CancelRequest, ExpectRequest
 from decode_node.request_state import Done, GenerationRequest, Tokens
 from tests.decode.leader_moves import play
@@ -28,6 +27,7 @@ from tests.decode.leader_world import (
 )
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
+from transfer.connector.prefill_nodes import REASON_GRACE_S
 from transfer.errors import (
     ConfigError,
     EngineError,

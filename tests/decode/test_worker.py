@@ -11,7 +11,7 @@ import pytest
 
 from decode_node.admission import page_needs
 from decode_node.rank_messages import CancelRequest, DecodeStepPart, ExpectRequest, FinishRequest, RequestExpected, RunDecodeStep
-from node_runtime.rank_report import PagesReleased
+from node_runtime.rank_messages import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory

@@ -12,15 +12,15 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor
 
-from decode_node.target_rank import Settled
-from decode_node.target_requests import PromptState
 from kvferry.engines.hosted import TARGET, HostedEngine, Sides
 from kvferry.engines.hosted_leader import HostedLeader
 from kvferry.engines.hosted_rank import HostedRank
-from prefill_node.source_rank import Free
-from prefill_node.source_requests import Transfer
 from transfer.config import HostedConfig
 from transfer.config.hosted import HostedLimitsConfig
+from transfer.connector.incoming import PromptState
+from transfer.connector.incoming_rank import Settled
+from transfer.connector.outgoing import Transfer
+from transfer.connector.outgoing_rank import Free
 from transfer.layout import DType, KVLayout, Shard
 from transfer.load_config import load_config
 from transfer.pool.kv_pool import KVPool

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from prefill_node.source_requests import Transfer
 from tests.hosted.instances import PROMPT, TO, Instance, wait_for
+from transfer.connector.outgoing import Transfer
 from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc

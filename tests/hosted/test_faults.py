@@ -11,11 +11,11 @@ import pytest
 from kvferry.engines.hosted import SOURCE, TARGET
 from kvferry.engines.hosted_leader import HostedLeader
 from node_runtime.rank_link import LeaderLink
-from node_runtime.rank_report import RankReady
 from tests.hosted.conftest import Start
 from tests.hosted.instances import FROM, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
 from tests.runtime.instances import hello
 from transfer.config import HostedConfig
+from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, TransferError
 
 Pair = Callable[..., tuple[Instance, Instance]]

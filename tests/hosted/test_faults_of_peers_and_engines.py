@@ -12,18 +12,18 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node import peers as peers_module
-from decode_node.prefill_peer import PrefillPeer
 from kvferry.engines.hosted import SOURCE
 from node_runtime.hosted_link import hosted_address
-from prefill_node import source_requests
-from prefill_node.joins import Join, Reservation
-from prefill_node.reserve_client import ReserveClient
-from prefill_node.source_messages import CloseSource, FreeSource, SourceIdle
-from prefill_node.source_requests import SourceRequests
 from tests.hosted.conftest import Start
 from tests.hosted.instances import PROMPT, TIMEOUT_S, Instance, hand_over, wait_for
 from transfer.config.hosted import HostedLimitsConfig
+from transfer.connector import outgoing as source_requests
+from transfer.connector import prefill_nodes as peers_module
+from transfer.connector.decode_instances import Join, Reservation
+from transfer.connector.messages import CloseSource, FreeSource, SourceIdle
+from transfer.connector.outgoing import SourceRequests
+from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.reserve_client import ReserveClient
 from transfer.copy.piece_copier import PieceCopy
 from transfer.errors import LocalProtocolError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb

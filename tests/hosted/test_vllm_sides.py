@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from decode_node import target_requests
 from kvferry.engines.hosted import SOURCE, TARGET, Sides
 from kvferry.engines.vllm_scheduler import SchedulerSide, StepMessage
 from kvferry.engines.vllm_worker import Results, WorkerSide
-from prefill_node.source_rank import Free
 from tests.hosted.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
+from transfer.connector import incoming as target_requests
+from transfer.connector.outgoing_rank import Free
 
 Pair = Callable[..., tuple[Instance, Instance]]
 PROMPT = prompt_of(100)

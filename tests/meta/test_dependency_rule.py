@@ -68,7 +68,8 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 LOGIC = (
     *_files("transfer", "layout layer_groups chunk piece piece_size ring ring_index pool/page_allocator breaker"),
     *_files("prefill_node", "scheduler stored_prefix prefix_pages"),
-    *_files("decode_node", "prefill_routing offload/page_placement offload/sizes"),
+    *_files("decode_node", "offload/page_placement offload/sizes"),
+    *_files("transfer/connector", "prefill_routing retry_rules messages"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {
@@ -78,9 +79,9 @@ IMPURE_STDLIB = {
 
 NODES = ("node_runtime/*", "embedded_engine/*", "prefill_node/*", "decode_node/*", "kvferry/*")
 GRPC_FILES = (
-    "transfer/registry/*", "prefill_node/node.py", "decode_node/node.py", "decode_node/peers.py",
-    "decode_node/prefill_peer.py",
-    *(f"{node}/{name}" for node in ("node_runtime", "prefill_node", "decode_node", "kvferry")
+    "transfer/registry/*", "prefill_node/node.py", "decode_node/node.py", "transfer/connector/prefill_nodes.py",
+    "transfer/connector/prefill_peer.py",
+    *(f"{node}/{name}" for node in ("transfer/connector", "node_runtime", "prefill_node", "decode_node", "kvferry")
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip
 DEVICE_FILES = (

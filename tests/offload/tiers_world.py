@@ -37,7 +37,7 @@ from decode_node.rank_messages import (
     RunDecodeStep,
     TransferComplete,
 )
-from node_runtime.rank_report import PagesReleased
+from node_runtime.rank_messages import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan, split_into_chunks

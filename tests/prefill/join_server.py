@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from node_runtime.draining import Draining
-from prefill_node.join_service import JoinService
-from prefill_node.joins import Joins
-from prefill_node.rank_messages import AttachDecode, DecodeAttached
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
+from transfer.connector.decode_instances import Joins
+from transfer.connector.draining import Draining
+from transfer.connector.join_service import JoinService
+from transfer.connector.messages import AttachDecode, DecodeAttached
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.security import PlainText, Security

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from node_runtime.rank_report import StepFailed
-from prefill_node.joins import Join, Reservation
+from node_runtime.rank_messages import StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
     AbortRequest,
@@ -24,6 +23,7 @@ from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.decode.leader_world import told_of
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
+from transfer.connector.decode_instances import Join, Reservation
 from transfer.engine_types import SamplingParams
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups

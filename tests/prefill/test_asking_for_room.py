@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from prefill_node import requests as requests_module
-from prefill_node.joins import Join, Reservation
 from tests.prefill.leader_world import World, new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.connector.decode_instances import Join, Reservation
 
 PAUSE_S, ROUNDED_UP_S, ANSWER_S = 0.05, 0.01, 0.002
 MOST_S = PAUSE_S + ROUNDED_UP_S + ANSWER_S + 1e-9

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from prefill_node import joins as joins_module
-from prefill_node.joins import Join, Joins
-from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from tests.decode.leader_world import turns
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
+from transfer.connector import decode_instances as joins_module
+from transfer.connector.decode_instances import Join, Joins
+from transfer.connector.messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from transfer.errors import LayoutError, PeerUnreachable, ResourceExhausted, TransferError
 from transfer.instance import Link
 from transfer.sizes import Cut

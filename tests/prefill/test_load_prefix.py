@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from node_runtime.rank_report import PagesReleased
+from node_runtime.rank_messages import PagesReleased
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.rank_messages import (
     AbortRequest,

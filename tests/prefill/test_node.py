@@ -14,15 +14,16 @@ import grpc
 import pytest
 
 from node_runtime.daemon import Daemon, NodeState
-from node_runtime.rank_report import StepFailed
-from prefill_node.joins import Join, Joins
+from node_runtime.rank_messages import StepFailed
 from prefill_node.node import PrefillNode
-from prefill_node.rank_messages import CODEC, DecodeAttached, PrefillStepPart, RunPrefillStep, check_step_fits
+from prefill_node.rank_messages import CODEC, PrefillStepPart, RunPrefillStep, check_step_fits
 from prefill_node.requests import PrefillRequests, PromptRequest
 from tests.decode.leader_world import turns
 from tests.decode.local_nodes import LocalContext
 from tests.runtime.instances import hello, instance, prefill_config
 from transfer import chunk as chunk_module
+from transfer.connector.decode_instances import Join, Joins
+from transfer.connector.messages import DecodeAttached
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferAborted

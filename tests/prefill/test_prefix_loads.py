@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from prefill_node import requests as requests_module
-from prefill_node.joins import Join
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import AbortRequest, LoadPrefix, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.requests import OnLoaded, OnTaskOver, PromptRequest
@@ -23,6 +22,7 @@ from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance, until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
+from transfer.connector.decode_instances import Join
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable, TransferAborted
 from transfer.layer_groups import layer_groups

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from node_runtime.rank_report import PagesReleased
+from node_runtime.rank_messages import PagesReleased
 from prefill_node.rank_messages import AbortRequest, PrefillStepDone, PrefillStepPart, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
 from tests.prefill.workers import Sender, new_worker

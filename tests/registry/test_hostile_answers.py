@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from kvferry.cli.node_client import NodeClient
-from prefill_node.joins import Join, Reservation
-from prefill_node.reserve_client import ReserveClient
 from tests.registry.hostile_messages import hostile_messages
 from tests.registry.test_hostile_fields import PLAN, told
+from transfer.connector.decode_instances import Join, Reservation
+from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.instance import AttachRequest, AttachResponse
 from transfer.pb import kvferry_pb2 as pb

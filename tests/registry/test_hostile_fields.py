@@ -25,11 +25,11 @@ from tokenizers.models import WordLevel
 from decode_node.node import DecodeNode
 from node_runtime.daemon import Daemon, NodeState
 from prefill_node.node import PrefillNode
-from prefill_node.rank_messages import AttachDecode, DecodeAttached
 from tests.registry.hostile_messages import HUGE_LIST, HUGE_TEXT, Hostile, hostile_messages
 from tests.runtime.instances import decode_config, hello, instance, prefill_config
 from transfer.chunk import ChunkPlan
 from transfer.config import ServerConfig
+from transfer.connector.messages import AttachDecode, DecodeAttached
 from transfer.errors import PeerUnreachable, RemoteProtocolError
 from transfer.instance import AttachRequest, Instance
 from transfer.layout import DType, Shard

@@ -10,8 +10,8 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 import transfer.errors
 import transfer.registry.status as status_module
-from decode_node.request_state import is_retried, verdict_of
 from transfer.breaker import Verdict
+from transfer.connector.retry_rules import is_retried, verdict_of
 from transfer.errors import (
     EngineError,
     NodeDraining,

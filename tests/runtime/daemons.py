@@ -11,12 +11,12 @@ from typing import Any
 
 from node_runtime.daemon import Daemon, NodeState, OtherRole
 from node_runtime.health import Readiness
-from node_runtime.rank_report import RankReady
 from node_runtime.rank_worker import RankSpec
 from node_runtime.supervisor import RankSide, RankSupervisor
 from tests.runtime import rank_entries
 from tests.runtime.instances import decode_config, prefill_config, until
 from transfer.config import NodeConfig
+from transfer.connector.rank_report import RankReady
 from transfer.errors import TransferError
 
 ENDED_WITHIN_S = 60.0

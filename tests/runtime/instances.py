@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from node_runtime.rank_report import RankMemory, RankReady
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig
+from transfer.connector.rank_report import RankMemory, RankReady
 from transfer.instance import Instance
 from transfer.layout import DType, KVLayout, Shard
 from transfer.messages import PROTOCOL_VERSIONS

@@ -17,10 +17,11 @@ from typing import Any
 from node_runtime.node_role import NodeRole
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankCodec, RankLink
+from node_runtime.rank_messages import RankLogLevel, RankShutdown, RankSwitch
 from node_runtime.rank_process import run_rank
-from node_runtime.rank_report import RankLogLevel, RankReady, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import hello
+from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.errors import LocalProtocolError, MemoryPlanError
 
 IMPORTING = "KVFERRY_TEST_IMPORTING"

@@ -28,7 +28,7 @@ def test_a_process_without_a_file_left_says_just_that() -> None:
     """Whoever can connect can take them all; a rank that ended for want of a file to read its own figures helped them."""
     code = """
 import resource
-from node_runtime.rank_report import process_figures
+from transfer.connector.rank_report import process_figures
 assert set(process_figures()) == {"open_files", "threads", "resident_bytes"}
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 print(process_figures())

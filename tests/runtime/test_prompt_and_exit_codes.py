@@ -8,9 +8,9 @@ import pytest
 
 from node_runtime import exit_codes
 from node_runtime.daemon import restart_pause_s
-from node_runtime.prompt import MAX_STOP_TOKENS, checked_prompt, checked_stop_tokens
 from transfer import errors
 from transfer.config import RestartConfig
+from transfer.connector.prompt import MAX_STOP_TOKENS, checked_prompt, checked_stop_tokens
 
 CONTEXT, VOCABULARY = 8, 100
 

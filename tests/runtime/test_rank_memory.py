@@ -13,13 +13,13 @@ from decode_node import rank_messages as decode_messages
 from kvferry.cli.status_view import status_to_json
 from node_runtime.leader_service import memory_to_proto
 from node_runtime.rank_memory import rank_memory
-from node_runtime.rank_report import RankMemory
 from planner.model_directory import ModelDirectory
 from planner.model_shape import read_model_shape
 from planner.node_plan import DeviceMemory, node_plan_inputs
 from planner.plan import MemoryPlan, make_plan
 from tests.runtime.instances import hello
 from transfer.config import PrefillNodeConfig
+from transfer.connector.rank_report import RankMemory
 from transfer.layout import Shard
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pool.kv_pool import KVPool

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from decode_node import target_requests
-from decode_node.target_rank import Settled
-from decode_node.target_requests import PromptState
-from prefill_node.source_rank import Free, GivenUp
 from tests.hosted.instances import LAYERS, PAGES, Instance, prompt_of
+from transfer.connector import incoming as target_requests
+from transfer.connector.incoming import PromptState
+from transfer.connector.incoming_rank import Settled
+from transfer.connector.outgoing_rank import Free, GivenUp
 from transfer.copy.piece_copier import PieceCopy
 
 pytestmark = pytest.mark.timeout(400)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from transfer.chunk import ChunkPlan
+from transfer.connector.messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from transfer.errors import LayoutError, PeerUnreachable, ResourceExhausted, TransferError
 from transfer.instance import Instance, Link
 from transfer.messages import clip_reason

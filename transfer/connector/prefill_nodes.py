@@ -14,11 +14,11 @@ from typing import NoReturn
 import grpc
 import structlog
 
-from decode_node.join_client import first_event, next_event
-from decode_node.prefill_peer import ANY_TOKEN, PrefillPeer
-from decode_node.prefill_routing import Candidate, PrefixMemory, block_hashes, place, told_tokens
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.chunk import ChunkPlan
+from transfer.connector.join_client import first_event, next_event
+from transfer.connector.prefill_peer import ANY_TOKEN, PrefillPeer
+from transfer.connector.prefill_routing import Candidate, PrefixMemory, block_hashes, place, told_tokens
 from transfer.errors import (
     ChunkTooLarge,
     EngineError,
@@ -289,8 +289,8 @@ class PrefillPeers:
         """The joined peer to send a request to; None when there is none.
 
         One that has to be tried gets the next new request; what was cut off once is no stake, and is only sent there where no
-        healthy one is left. Else `decode_node.prefill_routing` decides: of those whose breakers are closed, or of all where none
-        is. Those that are named come before those that no longer are.
+        healthy one is left. Else `transfer.connector.prefill_routing` decides: of those whose breakers are closed, or of all
+        where none is. Those that are named come before those that no longer are.
 
         Args:
             tried: Incarnations that are left out, because the request was there before.

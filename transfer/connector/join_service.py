@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import structlog
 
-from node_runtime.draining import Draining
-from prefill_node.joins import Join, Joins
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
+from transfer.connector.decode_instances import Join, Joins
+from transfer.connector.draining import Draining
 from transfer.errors import ConfigError, LayoutError, PeerUnreachable, TransferError
 from transfer.instance import Instance, check_compatible
 from transfer.log_rate_limiter import LogRateLimiter

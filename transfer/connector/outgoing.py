@@ -18,8 +18,9 @@ from typing import Any, Final
 
 import structlog
 
-from prefill_node.joins import Join
-from prefill_node.source_messages import (
+from transfer.config import HostedLimitsConfig
+from transfer.connector.decode_instances import Join
+from transfer.connector.messages import (
     CancelOutgoing,
     CloseSource,
     FreeSource,
@@ -29,7 +30,6 @@ from prefill_node.source_messages import (
     TransferNotSent,
     TransferSent,
 )
-from transfer.config import HostedLimitsConfig
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     ConfigError,

@@ -11,17 +11,16 @@ from typing import Any
 import grpc
 import structlog
 
-from node_runtime.draining import Draining
-from node_runtime.prompt import check_cache_salt, checked_prompt
-from node_runtime.rank_report import RankReady, RankReport
-from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
-from prefill_node.joins import Join, Joins
-from prefill_node.rank_messages import DecodeAttached, DecodeLost
-from prefill_node.reserve_client import ReserveClient
-from prefill_node.source_messages import SourceIdle, TransferNotSent, TransferSent
-from prefill_node.source_requests import Note, PromptFirstToken, PromptSent, PromptStarted, SourceRequests, Transfer
 from transfer.chunk import check_num_pieces
 from transfer.config import HostedConfig
+from transfer.connector.decode_instances import Join, Joins
+from transfer.connector.draining import Draining
+from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
+from transfer.connector.messages import DecodeAttached, DecodeLost, SourceIdle, TransferNotSent, TransferSent
+from transfer.connector.outgoing import Note, PromptFirstToken, PromptSent, PromptStarted, SourceRequests, Transfer
+from transfer.connector.prompt import check_cache_salt, checked_prompt
+from transfer.connector.rank_report import RankReady, RankReport
+from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import (
     ConfigError,
     LocalProtocolError,

@@ -12,14 +12,21 @@ from typing import Any
 import grpc
 import structlog
 
-from decode_node.peers import PrefillPeers
-from decode_node.prefill_peer import PrefillPeer, links_of, peer_status
-from decode_node.rank_messages import ForgetPrefill, LinkProbed, PrefillRankLost
-from decode_node.target_messages import TransferBroken, TransferDrained, TransferExpected, TransferWhole
-from decode_node.target_requests import TargetRequests
-from node_runtime.rank_report import RankReady, RankReport
 from transfer.breaker import BreakerSettings
 from transfer.config import HostedConfig
+from transfer.connector.incoming import TargetRequests
+from transfer.connector.messages import (
+    ForgetPrefill,
+    LinkProbed,
+    PrefillRankLost,
+    TransferBroken,
+    TransferDrained,
+    TransferExpected,
+    TransferWhole,
+)
+from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
+from transfer.connector.rank_report import RankReady, RankReport
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason

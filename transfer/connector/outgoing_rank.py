@@ -14,10 +14,14 @@ from typing import Any
 
 import structlog
 
-from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
-from prefill_node.source_messages import (
+from transfer.chunk import Chunks, split_into_chunks
+from transfer.connector.messages import (
+    AttachDecode,
     CancelOutgoing,
     CloseSource,
+    DecodeAttached,
+    DecodeLost,
+    DetachDecode,
     FreeSource,
     SourceIdle,
     SourceWanted,
@@ -25,7 +29,6 @@ from prefill_node.source_messages import (
     TransferNotSent,
     TransferSent,
 )
-from transfer.chunk import Chunks, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance

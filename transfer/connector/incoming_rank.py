@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode_node.rank_messages import ForgetPrefill
-from decode_node.target_messages import (
+from transfer.connector.messages import (
     CancelTransfer,
     ExpectTransfer,
+    ForgetPrefill,
     SettlePrompt,
     TransferBroken,
     TransferDrained,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
-from prefill_node.joins import Join, Reservation
+from transfer.connector.decode_instances import Join, Reservation
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_to_proto

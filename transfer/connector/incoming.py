@@ -17,10 +17,11 @@ from typing import Final
 
 import structlog
 
-from decode_node.peers import REASON_GRACE_S, PrefillPeers
-from decode_node.prefill_peer import PrefillPeer
-from decode_node.request_state import is_retried, verdict_of
-from decode_node.target_messages import (
+from transfer.breaker import Permit, Verdict
+from transfer.chunk import ChunkPlan, check_num_pieces
+from transfer.config import HostedLimitsConfig
+from transfer.config.values import checked_host_port
+from transfer.connector.messages import (
     CancelTransfer,
     ExpectTransfer,
     SettlePrompt,
@@ -29,10 +30,9 @@ from decode_node.target_messages import (
     TransferExpected,
     TransferWhole,
 )
-from transfer.breaker import Permit, Verdict
-from transfer.chunk import ChunkPlan, check_num_pieces
-from transfer.config import HostedLimitsConfig
-from transfer.config.values import checked_host_port
+from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillPeers
+from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.retry_rules import is_retried, verdict_of
 from transfer.errors import (
     EngineError,
     IntegrityError,
