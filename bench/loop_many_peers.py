@@ -17,7 +17,7 @@ from decode_node.offload.tiers import DeviceOnly
 from decode_node.request_state import Observer
 from decode_node.requests import DecodeRequests
 from transfer.breaker import BreakerSettings
-from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable
 from transfer.instance import AttachRequest, AttachResponse
@@ -107,7 +107,7 @@ def writers(watch: Watch, *, number: int = NUM_PEERS) -> None:
 def prefill_nodes(watch: Watch, *, number: int = NUM_PEERS) -> None:
     """A decode leader's 256 prefill nodes: all are joined at once, tell of themselves, get a prompt each, and are lost at once.
 
-    Real: `PrefillPeers` and its gRPC calls to another process, which serves all of them.
+    Real: `PrefillNodes` and its gRPC calls to another process, which serves all of them.
     """
 
     async def main() -> None:
@@ -135,7 +135,7 @@ def prefill_nodes(watch: Watch, *, number: int = NUM_PEERS) -> None:
 def placed_together(watch: Watch, *, number: int = NUM_PLACED, num_tokens: int = CONTEXT_TOKENS) -> None:
     """Long prompts that waited for a prefill node are sent to the first that is joined.
 
-    Real: `DecodeRequests`, `PrefillPeers` and their gRPC calls to another process, which refuses the prompts.
+    Real: `DecodeRequests`, `PrefillNodes` and their gRPC calls to another process, which refuses the prompts.
     """
 
     async def main() -> None:
@@ -185,8 +185,8 @@ class _NoText:
         return self
 
 
-def _peers(ports: Sequence[str]) -> PrefillPeers:
-    return PrefillPeers(
+def _peers(ports: Sequence[str]) -> PrefillNodes:
+    return PrefillNodes(
         [f"127.0.0.1:{port}" for port in ports],
         own=instance(DECODE_LIFE, tp_size=1),
         decode_address="127.0.0.1:1",

@@ -37,7 +37,7 @@ from node_runtime.rank_messages import PagesReleased, StepFailed
 from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
 from transfer.connector.messages import ForgetPrefill, LinkProbed, PrefillRankLost
-from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
 from transfer.connector.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from transfer.connector.rank_report import RankReady
@@ -73,7 +73,7 @@ class _Life:
         self.max_context_tokens = first.max_context_tokens
         self.vocab_size = first.vocab_size
         self.eos_token_ids = frozenset(first.eos_token_ids)
-        self.peers = PrefillPeers(
+        self.peers = PrefillNodes(
             _others(node.discovery.addresses, address),
             own=first.instance,
             security=node.security,

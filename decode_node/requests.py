@@ -34,7 +34,7 @@ from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from transfer.breaker import Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
-from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillPeers
+from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.connector.retry_rules import is_retried, verdict_of
 from transfer.engine_types import SamplingParams
@@ -90,7 +90,7 @@ class DecodeRequests:
         self,
         *,
         tiers: Tiers,
-        peers: PrefillPeers,
+        peers: PrefillNodes,
         text: TextCodec,
         own: Instance,
         max_queued: int,

@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kvferry.engines.hosted import SOURCE, TARGET, Free, HostedEngine, PromptState, Settled, Sides
-from kvferry.engines.hosted_leader import HostedLeader
-from kvferry.engines.hosted_rank import HostedRank
-from transfer.config import HostedConfig
+from kvferry.engines.connector import DECODE, PREFILL, ConnectorEngine, Free, PromptState, Settled, Sides
+from kvferry.engines.connector_leader import ConnectorLeader
+from kvferry.engines.connector_rank import ConnectorRank
+from transfer.config import ConnectorConfig
 from transfer.layout import DType, KVLayout, Shard
 from transfer.load_config import load_config
 from transfer.pool.kv_pool import LayerBuffers, PoolView
@@ -40,7 +40,7 @@ class Engine:
         pool = PoolView(  # nothing is copied: kvferry reads and writes these very tensors
             layout=layout, shard=shard, buffers=[LayerBuffers(k=k, v=v) for k, v in zip(self.k, self.v, strict=True)]
         )
-        facts = HostedEngine(
+        facts = ConnectorEngine(
             layout=layout,
             shard=shard,
             pool=pool,
@@ -48,10 +48,10 @@ class Engine:
             max_context_tokens=1024,
             vocab_size=1000,
         )
-        config = load_config(HostedConfig, flags={"tls.insecure": 1, "peers.prefill_nodes": prefill_nodes or None})
+        config = load_config(ConnectorConfig, flags={"tls.insecure": 1, "peers.prefill_nodes": prefill_nodes or None})
         name = f"own-engine-{sides.name}-{multiprocessing.current_process().pid}"
-        self.rank = HostedRank(config, instance=name, rank=0, sides=sides, engine=facts)
-        self.leader = HostedLeader(config, instance=name, num_ranks=1, sides=sides)
+        self.rank = ConnectorRank(config, instance=name, rank=0, sides=sides, engine=facts)
+        self.leader = ConnectorLeader(config, instance=name, num_ranks=1, sides=sides)
         self.leader.start()
 
     def pages_for(self, num_tokens: int) -> list[int]:
@@ -69,7 +69,7 @@ def value(layer: int, is_v: bool, token: int, token_id: int) -> float:
 
 def prefill_side(pipe: Connection) -> None:
     """Compute the prompt, and keep its pages until they are free."""
-    engine = Engine(SOURCE, page_size=16)
+    engine = Engine(PREFILL, page_size=16)
     pipe.send(engine.leader.address)
     pages = engine.pages_for(len(PROMPT))
     engine.leader.offer("my prompt", "transfer-1", PROMPT)
@@ -92,7 +92,7 @@ def prefill_side(pipe: Connection) -> None:
 
 def decode_side(source: str) -> Engine:
     """Fetch the prompt's KV into pages of 24 tokens, and look at it."""
-    engine = Engine(TARGET, page_size=24, prefill_nodes=(source,))
+    engine = Engine(DECODE, page_size=24, prefill_nodes=(source,))
     engine.leader.want("their prompt", "transfer-1", source, PROMPT)
     deadline = time.monotonic() + TIMEOUT_S
     while (view := engine.leader.view("their prompt")) is None or view.state is PromptState.WAITING:
@@ -112,7 +112,7 @@ def decode_side(source: str) -> Engine:
     return engine
 
 
-def wait_for(rank: HostedRank) -> object:
+def wait_for(rank: ConnectorRank) -> object:
     deadline = time.monotonic() + TIMEOUT_S
     while not (news := [one for one in rank.poll_events() if isinstance(one, Free | Settled)]):
         assert time.monotonic() < deadline, "nothing has happened"

@@ -24,7 +24,7 @@ from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillReque
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.chunk import check_num_pieces
 from transfer.config import PrefillNodeConfig
-from transfer.connector.decode_instances import Join, Joins, Reservation
+from transfer.connector.decode_instances import DecodeInstances, Join, Reservation
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
 from transfer.connector.messages import DecodeAttached, DecodeLost
 from transfer.connector.prompt import check_cache_salt, checked_prompt
@@ -85,7 +85,7 @@ class _Life:
             on_short=self.full_pool.only,
             loads=partial(self._loads, node) if config.storage.is_set else None,
         )
-        self.joins = Joins(
+        self.joins = DecodeInstances(
             len(hellos),
             node.broadcast,
             self._on_join_lost,

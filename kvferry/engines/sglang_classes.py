@@ -30,9 +30,9 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry.engines.hosted import SOURCE, TARGET, HostedEngine, Sides
-from kvferry.engines.hosted_leader import HostedLeader
-from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.connector import DECODE, PREFILL, ConnectorEngine, Sides
+from kvferry.engines.connector_leader import ConnectorLeader
+from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.model_identity import model_fields
 from kvferry.engines.sglang_bootstrap import (
     BootstrapServer,
@@ -52,7 +52,7 @@ from kvferry.engines.sglang_transfers import (
     pack_note,
     unpack_note,
 )
-from transfer.config import HostedConfig
+from transfer.config import ConnectorConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import ConfigError, TransferError
 
@@ -86,7 +86,7 @@ class KvferryManager(BaseKVManager):
         pool = _read_pool(queue)
         self.is_on_gpu = pool.buffers[0].k.device.type == "cuda"
         parallel = get_parallel()
-        sides = SOURCE if is_prefill else TARGET
+        sides = PREFILL if is_prefill else DECODE
         config = sglang_settings(
             os.environ,
             device=pool.buffers[0].k.device.type,
@@ -377,8 +377,8 @@ def _read_pool(queue: Any) -> EnginePool:
 
 
 def _start(
-    config: HostedConfig, pool: EnginePool, sides: Sides, server_args: Any, scheduler: Any
-) -> tuple[HostedRank, HostedLeader | None]:
+    config: ConnectorConfig, pool: EnginePool, sides: Sides, server_args: Any, scheduler: Any
+) -> tuple[ConnectorRank, ConnectorLeader | None]:
     """This rank's kvferry, and on the first rank the leader; the ranks of an instance call it together."""
     parallel = get_parallel()
     changes = {
@@ -386,7 +386,7 @@ def _start(
         "json_model_override_args": server_args.json_model_override_args,
     }
     instance = parallel.attn_tp_group.broadcast_object(f"sglang-{os.getpid()}-{secrets.token_hex(8)}", src=0)
-    engine = HostedEngine(
+    engine = ConnectorEngine(
         layout=pool.layout,
         shard=pool.shard,
         pool=pool.view(),
@@ -394,11 +394,11 @@ def _start(
         max_context_tokens=scheduler.model_config.context_len,
         vocab_size=MAX_TOKEN_ID,
     )
-    rank = HostedRank(config, instance=instance, rank=pool.shard.tp_rank, sides=sides, engine=engine)
+    rank = ConnectorRank(config, instance=instance, rank=pool.shard.tp_rank, sides=sides, engine=engine)
     atexit.register(rank.close)
     if pool.shard.tp_rank:
         return rank, None
-    leader = HostedLeader(config, instance=instance, num_ranks=pool.shard.tp_size, sides=sides)
+    leader = ConnectorLeader(config, instance=instance, num_ranks=pool.shard.tp_size, sides=sides)
     atexit.register(leader.close)
     leader.start()
     return rank, leader

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from transfer.config import HostedConfig
+from transfer.config import ConnectorConfig
 from transfer.load_config import load_config
 
 CONFIG_FILE: Final = "SGLANG_KVFERRY_CONFIG"
@@ -20,7 +20,7 @@ HEARTBEAT_S: Final = 2.0
 process is noticed at once anyway, by its sockets; heartbeats only tell a frozen one, or a network that is gone."""
 
 
-def sglang_settings(environment: Mapping[str, str], *, device: str, meet_timeout_s: float) -> HostedConfig:
+def sglang_settings(environment: Mapping[str, str], *, device: str, meet_timeout_s: float) -> ConnectorConfig:
     """The settings; where they say nothing, what fits SGLang.
 
     Args:
@@ -33,7 +33,7 @@ def sglang_settings(environment: Mapping[str, str], *, device: str, meet_timeout
     """
     file = environment.get(CONFIG_FILE)
     flags = {"device": device, "join_on_request": True}  # SGLang's requests name their prefill engine
-    config = load_config(HostedConfig, file=Path(file) if file else None, environment=environment, flags=flags)
+    config = load_config(ConnectorConfig, file=Path(file) if file else None, environment=environment, flags=flags)
     limits, heartbeat = config.limits, config.heartbeat
     fitting = {
         "meet_timeout_s": meet_timeout_s,

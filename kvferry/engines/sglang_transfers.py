@@ -38,7 +38,7 @@ class Poll(IntEnum):
 
 
 class Rank(Protocol):
-    """What is used of a `HostedRank`."""
+    """What is used of a `ConnectorRank`."""
 
     def progress(
         self, name: str, tables: Sequence[Sequence[int]], num_computed: int, event: DeviceEvent | None = None
@@ -48,7 +48,7 @@ class Rank(Protocol):
 
 
 class SourceCalls(Protocol):
-    """What is used of a `HostedLeader` on the prefill side."""
+    """What is used of a `ConnectorLeader` on the prefill side."""
 
     def offer(self, name: str, transfer_id: str, token_ids: Sequence[int]) -> None: ...
     def begin(self, name: str) -> None: ...
@@ -57,7 +57,7 @@ class SourceCalls(Protocol):
 
 
 class TargetCalls(Protocol):
-    """What is used of a `HostedLeader` on the decode side."""
+    """What is used of a `ConnectorLeader` on the decode side."""
 
     def want(
         self,

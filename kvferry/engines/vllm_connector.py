@@ -22,9 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvferry.engines.hosted import HostedEngine
-from kvferry.engines.hosted_leader import HostedLeader
-from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.connector import ConnectorEngine
+from kvferry.engines.connector_leader import ConnectorLeader
+from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.vllm_compute import ComputeByApi
 from kvferry.engines.vllm_facts import model_fields
 from kvferry.engines.vllm_layout import VllmLayout, describe, read_facts
@@ -60,8 +60,8 @@ class KvferryConnector(KVConnectorBase_V1):
         check_version(vllm.__version__, allow_untested=self._config.allow_untested_vllm)
         self._sides = sides_of(transfer.kv_role)
         self._instance = f"vllm-{transfer.engine_id}"
-        self._leader: HostedLeader | None = None
-        self._rank: HostedRank | None = None
+        self._leader: ConnectorLeader | None = None
+        self._rank: ConnectorRank | None = None
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         if role == KVConnectorRole.SCHEDULER:
@@ -70,7 +70,7 @@ class KvferryConnector(KVConnectorBase_V1):
             compute = None
             if self._config.api_url is not None:
                 compute = ComputeByApi(self._config.api_url, self._config.api_key)
-            self._leader = HostedLeader(
+            self._leader = ConnectorLeader(
                 self._config,
                 instance=self._instance,
                 num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
@@ -117,13 +117,15 @@ class KvferryConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout = self._described()
         engine = self._engine(layout, kv_caches)
-        self._rank = HostedRank(self._config, instance=self._instance, rank=layout.shard.rank, sides=self._sides, engine=engine)
+        self._rank = ConnectorRank(
+            self._config, instance=self._instance, rank=layout.shard.rank, sides=self._sides, engine=engine
+        )
         record = _recorded_event if engine.pool.device.type == "cuda" else None
         self._worker = WorkerSide(self._rank, layout.page_tables, record=record)
 
-    def _engine(self, layout: VllmLayout, kv_caches: dict[str, torch.Tensor]) -> HostedEngine:
+    def _engine(self, layout: VllmLayout, kv_caches: dict[str, torch.Tensor]) -> ConnectorEngine:
         model = self._vllm_config.model_config
-        return HostedEngine(
+        return ConnectorEngine(
             layout=layout.layout,
             shard=layout.shard,
             pool=layout.pool(kv_caches),

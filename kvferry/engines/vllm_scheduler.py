@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import structlog
 
-from kvferry.engines.hosted import SOURCE, TARGET, Sides
-from kvferry.engines.hosted_leader import HostedLeader
+from kvferry.engines.connector import DECODE, PREFILL, Sides
+from kvferry.engines.connector_leader import ConnectorLeader
 from transfer.connector.incoming import PromptState
 from transfer.utf8 import is_utf8
 
@@ -119,7 +119,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        leader: HostedLeader,
+        leader: ConnectorLeader,
         page_tables: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]],
         *,
         sides: Sides,
@@ -155,7 +155,7 @@ class SchedulerSide:
         self._leader.offer(name, transfer_id, request.prompt_token_ids)
 
     def _why_not_handed_over(self, request: Any, params: Mapping[str, Any], transfer_id: object) -> str:
-        if SOURCE not in self._sides:
+        if PREFILL not in self._sides:
             return "do_remote_decode is true; this instance's kv_role is kv_consumer, so nobody can fetch from it"
         if params.get("do_remote_prefill"):
             return "do_remote_prefill and do_remote_decode are both true; one request can be only one side of a transfer"
@@ -204,7 +204,7 @@ class SchedulerSide:
 
     def _why_not_fetched(self, request: Any, params: Mapping[str, Any]) -> str:
         """What makes the KV that can be fetched another than vLLM would compute, or use."""
-        if TARGET not in self._sides:
+        if DECODE not in self._sides:
             return "do_remote_prefill is true; this instance's kv_role is kv_producer, so it fetches nothing"
         if getattr(request, "skip_reading_prefix_cache", False):
             return "it is to be computed without any cache (prompt_logprobs, for example)"
@@ -238,7 +238,7 @@ class SchedulerSide:
         params = _params_of(request)
         if wanted is not None:
             self._leader.cancel(wanted.name, reason)
-        elif params.get("do_remote_prefill") and TARGET in self._sides:
+        elif params.get("do_remote_prefill") and DECODE in self._sides:
             self._leader.decline(str(params.get("transfer_id") or ""), str(params.get("remote_address") or ""), reason)
 
     def allocated(self, request: Any, blocks: Blocks, num_external_tokens: int) -> None:

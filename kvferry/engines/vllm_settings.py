@@ -9,19 +9,19 @@ from typing import ClassVar, Final
 
 from pydantic import Field
 
-from kvferry.engines.hosted import SOURCE, TARGET, Sides
+from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_layout import WindowLayers
-from transfer.config import HostedConfig
+from transfer.config import ConnectorConfig
 from transfer.errors import ConfigError
 from transfer.load_config import load_config
 
 OLDEST_VLLM: Final = (0, 32)
 NEWEST_VLLM: Final = (0, 33)
 
-_SIDES: Final = {"kv_producer": SOURCE, "kv_consumer": TARGET, "kv_both": SOURCE | TARGET}
+_SIDES: Final = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": PREFILL | DECODE}
 
 
-class VllmConfig(HostedConfig):
+class VllmConfig(ConnectorConfig):
     """What a vLLM instance is told of kvferry."""
 
     role: ClassVar[str] = "connector"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.vllm_scheduler import StepMessage, request_id_of
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.outgoing_rank import Free
@@ -45,7 +45,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        rank: HostedRank,
+        rank: ConnectorRank,
         page_tables: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]],
         *,
         record: Callable[[], DeviceEvent] | None = None,

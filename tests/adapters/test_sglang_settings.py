@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvferry.engines.sglang_settings import CONFIG_FILE, sglang_settings
-from transfer.config import HostedConfig
+from transfer.config import ConnectorConfig
 from transfer.errors import ConfigError
 
 
-def settings(environment: dict[str, str]) -> HostedConfig:
+def settings(environment: dict[str, str]) -> ConnectorConfig:
     return sglang_settings(environment, device="cpu", meet_timeout_s=300.0)
 
 

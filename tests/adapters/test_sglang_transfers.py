@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvferry.engines.hosted import SOURCE, TARGET, HostedEngine, Sides
-from kvferry.engines.hosted_leader import HostedLeader
-from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.connector import DECODE, PREFILL, ConnectorEngine, Sides
+from kvferry.engines.connector_leader import ConnectorLeader
+from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.sglang_transfers import IncomingPrompt, IncomingPrompts, OutgoingPrompts, Poll, pack_note, unpack_note
-from transfer.config import HostedConfig
+from transfer.config import ConnectorConfig
 from transfer.errors import IntegrityError
 from transfer.layout import DType, KVLayout, Shard
 from transfer.load_config import load_config
@@ -34,7 +34,7 @@ class Host:
         self.v = [torch.zeros(shape) for _ in range(2)]
         shard = Shard(page_size=page_size)
         buffers = [LayerBuffers(k=k, v=v) for k, v in zip(self.k, self.v, strict=True)]
-        engine = HostedEngine(
+        engine = ConnectorEngine(
             layout=LAYOUT,
             shard=shard,
             pool=PoolView(layout=LAYOUT, shard=shard, buffers=buffers),
@@ -42,9 +42,9 @@ class Host:
             max_context_tokens=400,
             vocab_size=2**31,
         )
-        config = load_config(HostedConfig, flags=LIMITS)
-        self.rank = HostedRank(config, instance=name, rank=0, sides=sides, engine=engine)
-        self.leader = HostedLeader(config, instance=name, num_ranks=1, sides=sides)
+        config = load_config(ConnectorConfig, flags=LIMITS)
+        self.rank = ConnectorRank(config, instance=name, rank=0, sides=sides, engine=engine)
+        self.leader = ConnectorLeader(config, instance=name, num_ranks=1, sides=sides)
         self.leader.start()
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Engines:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
     name = f"test-sglang-{time.monotonic_ns()}"
-    prefill, decode = Host(f"{name}-p", SOURCE, 4), Host(f"{name}-d", TARGET, 8)
+    prefill, decode = Host(f"{name}-p", PREFILL, 4), Host(f"{name}-d", DECODE, 8)
     notes: dict[int, bytes] = {}
     failed: list[str] = []
     outgoing = OutgoingPrompts(
@@ -221,7 +221,7 @@ def test_an_abort_on_decode_fails_there_once_nothing_writes_and_prefill_soon(eng
 
 
 def test_a_prefill_engine_of_another_model_fails_at_once(engines: Engines) -> None:
-    other = Host(f"test-sglang-other-{time.monotonic_ns()}", SOURCE, 4, model="letters")
+    other = Host(f"test-sglang-other-{time.monotonic_ns()}", PREFILL, 4, model="letters")
     begin = time.monotonic()
     try:
         into = engines.incoming.add(engines.room(), "bootstrap:2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.engines.hosted import SOURCE, TARGET
+from kvferry.engines.connector import DECODE, PREFILL
 from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
 from transfer.errors import ConfigError
 
@@ -29,7 +29,7 @@ def test_what_is_wrong_is_named(extra: dict[str, object], said: str) -> None:
         vllm_settings(extra, device="cpu")
 
 
-@pytest.mark.parametrize(("role", "sides"), [("kv_producer", SOURCE), ("kv_consumer", TARGET), ("kv_both", SOURCE | TARGET)])
+@pytest.mark.parametrize(("role", "sides"), [("kv_producer", PREFILL), ("kv_consumer", DECODE), ("kv_both", PREFILL | DECODE)])
 def test_roles(role: str, sides: object) -> None:
     assert sides_of(role) == sides
 

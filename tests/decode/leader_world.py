@@ -25,7 +25,7 @@ from node_runtime.rank_messages import StepFailed
 from tests.runtime.instances import instance
 from transfer.breaker import Breaker, BreakerSettings, BreakerState
 from transfer.chunk import ChunkPlan
-from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError
@@ -107,7 +107,7 @@ class Peer:
         return call.run()
 
 
-class Peers(PrefillPeers):
+class Peers(PrefillNodes):
     """Picks, and has breakers, as the real ones do; joins nobody."""
 
     def __init__(self, *peers: Peer) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.runtime.instances import instance, until
 from transfer.breaker import BreakerSettings
-from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.errors import PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
@@ -109,7 +109,7 @@ class Tier:
             "on_change": self._note_change,
             "clock": asyncio.get_running_loop().time,
         }
-        self.peers = PrefillPeers(list(addresses), **(values | settings))
+        self.peers = PrefillNodes(list(addresses), **(values | settings))
 
     def _count_opening(self) -> None:
         self.num_openings += 1

@@ -1,4 +1,4 @@
-"""The joins of a prefill node without its other parts: the real `JoinService` and `Joins`, and one rank that attaches at once."""
+"""`JoinService` and `DecodeInstances` without the other parts of a prefill node, and one rank that attaches at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
-from transfer.connector.decode_instances import Joins
+from transfer.connector.decode_instances import DecodeInstances
 from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService
 from transfer.connector.messages import AttachDecode, DecodeAttached
@@ -28,7 +28,7 @@ class JoinServer(pb_grpc.PrefillControlServicer):
         attach_s: Seconds until the rank is attached.
         others_tokens: What each heartbeat tells of other decode instances.
         is_idle: Whether nothing of a join is in flight.
-        num_joins: Joins that the rank was told of.
+        num_joins: DecodeInstances that the rank was told of.
         lost: Why joins ended.
     """
 
@@ -40,7 +40,7 @@ class JoinServer(pb_grpc.PrefillControlServicer):
         self.num_joins = 0
         self.lost: list[str] = []
         self.draining = Draining()
-        self.joins = Joins(1, self._rank, lambda join, error: self.lost.append(str(error)), lambda join: CUT)
+        self.joins = DecodeInstances(1, self._rank, lambda join, error: self.lost.append(str(error)), lambda join: CUT)
         self._service = JoinService(security=security or PlainText(), draining=self.draining)
 
     def _rank(self, message: object) -> None:

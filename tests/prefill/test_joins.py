@@ -10,7 +10,7 @@ from tests.decode.leader_world import turns
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.connector import decode_instances as joins_module
-from transfer.connector.decode_instances import Join, Joins
+from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from transfer.errors import LayoutError, PeerUnreachable, ResourceExhausted, TransferError
 from transfer.instance import Link
@@ -26,13 +26,13 @@ def link(prefill_rank: int) -> Link:
 
 
 class Leader:
-    """Joins with two ranks that say what a test has them say."""
+    """DecodeInstances with two ranks that say what a test has them say."""
 
     def __init__(self) -> None:
         self.sent: list[object] = []
         self.lost: list[tuple[Join, TransferError]] = []
         self.chosen_with: list[tuple[list[Link], int]] = []
-        self.joins = Joins(2, self.sent.append, lambda join, error: self.lost.append((join, error)), self._choose_cut)
+        self.joins = DecodeInstances(2, self.sent.append, lambda join, error: self.lost.append((join, error)), self._choose_cut)
 
     def _choose_cut(self, join: Join) -> Cut:
         self.chosen_with.append((join.links[:], join.ring_bytes))

@@ -22,7 +22,7 @@ from tests.decode.leader_world import turns
 from tests.decode.local_nodes import LocalContext
 from tests.runtime.instances import hello, instance, prefill_config
 from transfer import chunk as chunk_module
-from transfer.connector.decode_instances import Join, Joins
+from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.messages import DecodeAttached
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
@@ -54,7 +54,7 @@ class Leader:
         return self.node.life.requests
 
     @property
-    def joins(self) -> Joins:
+    def joins(self) -> DecodeInstances:
         assert self.node.life is not None
         return self.node.life.joins
 

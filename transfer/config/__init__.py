@@ -12,8 +12,8 @@ told at once, one line each: path, value, where it came from, what would be righ
 ``python -m transfer.config`` prints docs/configuration.md.
 """
 
+from transfer.config.connector import ConnectorConfig, ConnectorLimitsConfig
 from transfer.config.discovery import DiscoveryConfig
-from transfer.config.hosted import HostedConfig, HostedLimitsConfig
 from transfer.config.memory import (
     CPU_POOL_PAGES,
     ChunkConfig,
@@ -64,6 +64,8 @@ __all__ = [
     "BreakerConfig",
     "ChunkConfig",
     "ClientConfig",
+    "ConnectorConfig",
+    "ConnectorLimitsConfig",
     "Count",
     "CountOrZero",
     "CudaIpcConfig",
@@ -74,8 +76,6 @@ __all__ = [
     "HeartbeatConfig",
     "Host",
     "HostPort",
-    "HostedConfig",
-    "HostedLimitsConfig",
     "LimitsConfig",
     "LogConfig",
     "MemoryConfig",

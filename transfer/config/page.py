@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from transfer.config.hosted import HostedConfig
+from transfer.config.connector import ConnectorConfig
 from transfer.config.nodes import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.config.section import ENVIRONMENT_PREFIX, settings
 from transfer.config.values import parse_size
@@ -34,14 +34,14 @@ def configuration_page() -> str:
         ("Both nodes", NodeConfig),
         ("prefill-node", PrefillNodeConfig),
         ("decode-node", DecodeNodeConfig),
-        ("Inside an engine", HostedConfig),
+        ("Inside an engine", ConnectorConfig),
     ):
         lines += ["", f"## {title}", ""]
-        if config_type is HostedConfig:
+        if config_type is ConnectorConfig:
             lines += ["Where an engine hosts kvferry (docs/engines.md); the environment is read there, too.", ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for path, field in settings(config_type):
-            if config_type in (NodeConfig, HostedConfig) or path not in common:
+            if config_type in (NodeConfig, ConnectorConfig) or path not in common:
                 lines.append(f"| `{path}` | {_type_text(field)} | {_default_text(field)} | {field.description} |")
     return "\n".join(lines) + "\n"
 

@@ -65,7 +65,7 @@ class Reservation:
     start_token: int | None = None
 
 
-class Joins:
+class DecodeInstances:
     """Keeps the joins, and has the ranks attach and detach.
 
     Args:

@@ -1,4 +1,4 @@
-"""The leader of a decode side that an engine hosts: joins prefill nodes, and serves what they ask of it."""
+"""The leader of a connector's decode side: joins prefill nodes, and serves what they ask of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import grpc
 import structlog
 
 from transfer.breaker import BreakerSettings
-from transfer.config import HostedConfig
-from transfer.connector.incoming import TargetRequests
+from transfer.config import ConnectorConfig
+from transfer.connector.incoming import IncomingTransfers
 from transfer.connector.messages import (
     ForgetPrefill,
     LinkProbed,
@@ -24,7 +24,7 @@ from transfer.connector.messages import (
     TransferExpected,
     TransferWhole,
 )
-from transfer.connector.prefill_nodes import PrefillPeers
+from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
 from transfer.connector.rank_report import RankReady, RankReport
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
@@ -41,7 +41,7 @@ from transfer.transfer_ids import is_attempt_of
 log = structlog.get_logger(__name__)
 
 
-class TargetLeader(pb_grpc.DecodeControlServicer):
+class DecodeService(pb_grpc.DecodeControlServicer):
     """See the module's docstring. Owned by its process's loop. Its `Generate` is none: requests come by the engine's own front.
 
     Args:
@@ -55,7 +55,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
     def __init__(
         self,
         *,
-        config: HostedConfig,
+        config: ConnectorConfig,
         hellos: tuple[RankReady, ...],
         security: Security,
         broadcast: Callable[[object], None],
@@ -71,8 +71,8 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
         self._started_s = time.monotonic()
         self.metrics = NodeMetrics(role="decode")
         self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
-        self.peers: PrefillPeers
-        self.requests: TargetRequests
+        self.peers: PrefillNodes
+        self.requests: IncomingTransfers
         self._is_started = False
 
     def start(self, address: str) -> None:
@@ -82,7 +82,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             address: Where their leaders reach this servicer.
         """
         config, hellos = self._config, self._hellos
-        self.peers = PrefillPeers(
+        self.peers = PrefillNodes(
             list(config.peers.prefill_nodes),
             own=self._instance,
             security=self._security,
@@ -102,7 +102,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             on_breaker_opened=self.metrics.breaker_opened,
             on_fault=self.metrics.join_broke,
         )
-        self.requests = TargetRequests(
+        self.requests = IncomingTransfers(
             peers=self.peers,
             limits=config.limits,
             own=self._instance,
@@ -139,7 +139,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             case LinkProbed():
                 pass  # the join brings every link's measure
             case _:
-                raise LocalProtocolError(f"a hosted decode leader cannot serve {type(message).__name__}")
+                raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
 
     @property
     def num_joined(self) -> int:

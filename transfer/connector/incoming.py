@@ -1,4 +1,4 @@
-"""The prompts that a hosted decode side fetches, as its leader sees them.
+"""The prompts that the decode side of a connector fetches, as its leader sees them.
 
 The engine *wants* a prompt's KV. Its leader asks the prefill side for it; when that is about to send, the prompt is *ready*:
 only now does the engine have to take pages, and *bind* them. Then the ranks receive, and when all of them have all of it, or none
@@ -19,10 +19,10 @@ import structlog
 
 from transfer.breaker import Permit, Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
-from transfer.config import HostedLimitsConfig
+from transfer.config import ConnectorLimitsConfig
 from transfer.config.values import checked_host_port
 from transfer.connector.messages import (
-    CancelTransfer,
+    CancelIncoming,
     ExpectTransfer,
     SettlePrompt,
     TransferBroken,
@@ -30,7 +30,7 @@ from transfer.connector.messages import (
     TransferExpected,
     TransferWhole,
 )
-from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillPeers
+from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.connector.retry_rules import is_retried, verdict_of
 from transfer.errors import (
@@ -146,7 +146,7 @@ class _Prompt:
     is_wanted_again: bool = False  # under another name, which is about to be asked for
 
 
-class TargetRequests:
+class IncomingTransfers:
     """Owned by the leader's loop, but for `view`, which any thread may ask.
 
     Args:
@@ -163,8 +163,8 @@ class TargetRequests:
     def __init__(
         self,
         *,
-        peers: PrefillPeers,
-        limits: HostedLimitsConfig,
+        peers: PrefillNodes,
+        limits: ConnectorLimitsConfig,
         own: Instance,
         may_join: bool,
         broadcast: Callable[[object], None],
@@ -608,7 +608,7 @@ class TargetRequests:
             return
         failure = transfer.outcome.exception() if transfer.outcome.done() and not transfer.outcome.cancelled() else None
         reason = clip_reason(str(failure or "the prompt was given up"))
-        self._broadcast(CancelTransfer(transfer_id=transfer.transfer_id, reason=reason))
+        self._broadcast(CancelIncoming(transfer_id=transfer.transfer_id, reason=reason))
         await transfer.drained.wait()
 
     def _give_up(self, prompt: _Prompt, error: TransferError) -> None:

@@ -1,8 +1,8 @@
-"""One rank of a decode side that an engine hosts: it receives the KV of prompts into pages that the engine has chosen.
+"""One rank of a connector's decode side: it receives the KV of prompts into pages that the engine has chosen.
 
 The leader says what comes and into which pages. It decides for all ranks at once what has become of a prompt, and the engine
 hears only that (`Settled`): KV is used when every rank has all of it, and pages are the engine's again when no rank writes to
-them any more. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.hosted_rank`.
+them any more. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.connector_rank`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer.connector.messages import (
-    CancelTransfer,
+    CancelIncoming,
     ExpectTransfer,
     ForgetPrefill,
     SettlePrompt,
@@ -48,7 +48,7 @@ class _Incoming:
     is_cancelled: bool = False
 
 
-class TargetRank:
+class IncomingRank:
     """See the module's docstring; a `transfer.receive.loop.ReceiverOwner`.
 
     Args:
@@ -76,14 +76,14 @@ class TargetRank:
         match message:
             case ExpectTransfer():
                 self._expect(message)
-            case CancelTransfer():
+            case CancelIncoming():
                 self._cancel(message)
             case SettlePrompt():
                 self._on_news(Settled(name=message.name, failure=message.failure, note=message.note))
             case ForgetPrefill():
                 self._writers.forget_prefill(message.incarnation, message.reason)
             case _:
-                raise LocalProtocolError(f"a hosted decode rank cannot serve {type(message).__name__}")
+                raise LocalProtocolError(f"a connector's decode rank cannot serve {type(message).__name__}")
 
     def _expect(self, message: ExpectTransfer) -> None:
         writers = self._writers.writers_of(message.prefill_incarnation)
@@ -106,7 +106,7 @@ class TargetRank:
             )
         )
 
-    def _cancel(self, message: CancelTransfer) -> None:
+    def _cancel(self, message: CancelIncoming) -> None:
         incoming = self._incoming.get(message.transfer_id)
         if incoming is not None and incoming.is_receiving:
             incoming.is_cancelled = True  # before the receiver hears of it: with nothing under way, on_drained comes at once

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
-from transfer.connector.decode_instances import Join, Joins
+from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.draining import Draining
 from transfer.errors import ConfigError, LayoutError, PeerUnreachable, TransferError
 from transfer.instance import Instance, check_compatible
@@ -45,7 +45,7 @@ class JoinService:
         context: grpc.aio.ServicerContext[Any, Any],
         *,
         own: Instance,
-        joins: Joins,
+        joins: DecodeInstances,
         is_idle: Callable[[Join], bool],
         others_tokens: Callable[[Join], int],
     ) -> AsyncGenerator[pb.JoinEvent, None]:
@@ -113,7 +113,7 @@ class JoinService:
             # The decode leader went away, or the join was lost: either way its ranks are written to no more.
             joins.leave(join, PeerUnreachable("the decode leader has left"))
 
-    async def _open(self, request: pb.JoinRequest, own: Instance, joins: Joins) -> Join:
+    async def _open(self, request: pb.JoinRequest, own: Instance, joins: DecodeInstances) -> Join:
         if not MIN_HEARTBEAT_S <= request.heartbeat_s <= MAX_HEARTBEAT_S:
             raise ConfigError(f"heartbeat_s is {request.heartbeat_s}; it must be in [{MIN_HEARTBEAT_S:g}, {MAX_HEARTBEAT_S:g}]")
         decode = instance_from_proto(request.decode)

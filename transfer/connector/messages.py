@@ -59,7 +59,7 @@ class DecodeLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceWanted:
+class PromptWanted:
     """A decode side has asked for the prompt, from `start_token` on."""
 
     name: str
@@ -85,8 +85,8 @@ class CancelOutgoing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSource:
-    """Nothing of the prompt will be sent any more; answer `SourceIdle` once nothing reads it.
+class ClosePrompt:
+    """Nothing of the prompt will be sent any more; answer `PromptIdle` once nothing reads it.
 
     Args:
         reason: Why it was given up; empty where it was sent.
@@ -97,7 +97,7 @@ class CloseSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeSource:
+class FreePrompt:
     """No rank reads the prompt any more: the engine may be told that its pages are free."""
 
     name: str
@@ -130,21 +130,21 @@ class TransferNotSent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceIdle:
+class PromptIdle:
     """Nothing on this rank reads the prompt's pages, and nothing will."""
 
     name: str
 
 
-SOURCE_MESSAGES = (
-    SourceWanted,
+OUTGOING_MESSAGES = (
+    PromptWanted,
     StartTransfer,
     CancelOutgoing,
-    CloseSource,
-    FreeSource,
+    ClosePrompt,
+    FreePrompt,
     TransferSent,
     TransferNotSent,
-    SourceIdle,
+    PromptIdle,
 )
 
 
@@ -199,7 +199,7 @@ class ExpectTransfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CancelTransfer:
+class CancelIncoming:
     """Give it up, wherever it stands; answer `TransferDrained`."""
 
     transfer_id: str
@@ -252,9 +252,9 @@ class TransferDrained:
     transfer_id: str
 
 
-TARGET_MESSAGES = (
+INCOMING_MESSAGES = (
     ExpectTransfer,
-    CancelTransfer,
+    CancelIncoming,
     SettlePrompt,
     TransferExpected,
     TransferWhole,

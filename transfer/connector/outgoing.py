@@ -1,4 +1,4 @@
-"""The prompts of a hosted prefill side, as its leader sees them: what the engine has, who asks for it, and what becomes of that.
+"""The prompts of a connector's prefill side, as its leader sees them: what the engine has, who asks for it, what becomes of it.
 
 A prompt is *offered* when the engine is given it, *begun* when the engine has pages for it, *finished* when it has computed it. A
 decode side asks for it by its transfer id, before or after each of these; what it asks for is a *transfer*, one attempt. A prompt
@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import structlog
 
-from transfer.config import HostedLimitsConfig
+from transfer.config import ConnectorLimitsConfig
 from transfer.connector.decode_instances import Join
 from transfer.connector.messages import (
     CancelOutgoing,
-    CloseSource,
-    FreeSource,
-    SourceIdle,
-    SourceWanted,
+    ClosePrompt,
+    FreePrompt,
+    PromptIdle,
+    PromptWanted,
     StartTransfer,
     TransferNotSent,
     TransferSent,
@@ -123,7 +123,7 @@ class Transfer:
     is_over: bool = False
 
 
-class SourceRequests:
+class OutgoingTransfers:
     """Owned by the leader's loop.
 
     Args:
@@ -141,7 +141,7 @@ class SourceRequests:
         self,
         *,
         num_ranks: int,
-        limits: HostedLimitsConfig,
+        limits: ConnectorLimitsConfig,
         broadcast: Callable[[object], None],
         reserve: Callable[[Join, str], Awaitable[bool]],
         compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
@@ -357,14 +357,14 @@ class SourceRequests:
             kind = PeerUnreachable if message.is_passing else TransferAborted
             self._fail(transfer, _preempted(transfer, reason) if message.is_preempted else kind(reason))
 
-    def on_idle(self, rank: int, message: SourceIdle) -> None:
+    def on_idle(self, rank: int, message: PromptIdle) -> None:
         prompt = self._prompts.get(message.name)
         if prompt is None or rank not in prompt.reading:
             return  # said of one that had the name before
         prompt.reading.discard(rank)
         if not prompt.reading:
             del self._prompts[message.name]
-            self._broadcast(FreeSource(name=message.name))
+            self._broadcast(FreePrompt(name=message.name))
 
     # A transfer
 
@@ -416,7 +416,7 @@ class SourceRequests:
         prompt.transfer, transfer.prompt = transfer, prompt
         if prompt.hold is not None:
             prompt.hold.cancel()
-        self._broadcast(SourceWanted(name=prompt.name, start_token=transfer.start_token))
+        self._broadcast(PromptWanted(name=prompt.name, start_token=transfer.start_token))
         return prompt
 
     async def _next_offer(self, name: str) -> _Prompt:
@@ -549,7 +549,7 @@ class SourceRequests:
         if prompt.transfer is not None:
             self._fail(prompt.transfer, TransferAborted(f"the prefill side gave the prompt up: {failure}"))
         prompt.reading = set(range(self._num_ranks))
-        self._broadcast(CloseSource(name=prompt.name, reason=clip_reason(failure)))
+        self._broadcast(ClosePrompt(name=prompt.name, reason=clip_reason(failure)))
 
     def _remember(self, transfer_id: str, why: str) -> None:
         self._closed.setdefault(transfer_id, why)

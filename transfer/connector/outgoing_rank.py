@@ -1,8 +1,8 @@
-"""One rank of a prefill side that an engine hosts: it sends the KV of prompts that the engine computes as it likes.
+"""One rank of a connector's prefill side: it sends the KV of prompts that the engine computes as it likes.
 
 The engine schedules, and owns its pages. It says which pages a prompt has and how much of it is computed (`progress`), and that
 it will say no more of it (`finish`). In return it is told when nothing reads those pages any more (`Free`): not before they may
-hold anything else. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.hosted_rank`.
+hold anything else. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.connector_rank`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transfer.chunk import Chunks, split_into_chunks
 from transfer.connector.messages import (
     AttachDecode,
     CancelOutgoing,
-    CloseSource,
+    ClosePrompt,
     DecodeAttached,
     DecodeLost,
     DetachDecode,
-    FreeSource,
-    SourceIdle,
-    SourceWanted,
+    FreePrompt,
+    PromptIdle,
+    PromptWanted,
     StartTransfer,
     TransferNotSent,
     TransferSent,
@@ -103,7 +103,7 @@ class _Transfer:
     is_preempted: bool = False
 
 
-class SourceRank:
+class OutgoingRank:
     """See the module's docstring; a `transfer.send.loop.SenderOwner`.
 
     Args:
@@ -186,7 +186,7 @@ class SourceRank:
                 attaching.add_done_callback(self._on_attach_over)
             case DetachDecode():
                 self._sessions.close(message.incarnation, message.reason)
-            case SourceWanted():
+            case PromptWanted():
                 source = self._sources.setdefault(message.name, _Source())
                 if source.wanted_from != message.start_token:  # else it is another attempt, which is no news
                     source.wanted_from = message.start_token
@@ -195,19 +195,19 @@ class SourceRank:
                 self._start(message)
             case CancelOutgoing():
                 self._abort(message)
-            case CloseSource():
+            case ClosePrompt():
                 source = self._sources.setdefault(message.name, _Source())
                 source.is_closed, source.failure = True, message.reason
                 if message.reason and not source.is_finished:
                     self._on_news(GivenUp(name=message.name, failure=message.reason))
                 self._end_transfers(source, message.reason or "the prompt was given up")
                 self._on_reading_over(message.name, source)
-            case FreeSource():
+            case FreePrompt():
                 source = self._sources[message.name]
                 source.is_free = True
                 self._free_if_over(message.name, source)
             case _:
-                raise LocalProtocolError(f"a hosted prefill rank cannot serve {type(message).__name__}")
+                raise LocalProtocolError(f"a connector's prefill rank cannot serve {type(message).__name__}")
 
     async def _attach(self, message: AttachDecode) -> None:
         incarnation = message.instance.incarnation
@@ -326,7 +326,7 @@ class SourceRank:
         source.paused.clear()
         if source.is_closed and not source.is_idle:
             source.is_idle = True
-            self._send(SourceIdle(name=name))
+            self._send(PromptIdle(name=name))
 
     def _free_if_over(self, name: str, source: _Source) -> None:
         if source.is_free and source.is_finished:

@@ -76,7 +76,7 @@ class _AlreadyJoined(Exception):
         self.incarnation = incarnation
 
 
-class PrefillPeers:
+class PrefillNodes:
     """Joins all prefill nodes that there are for one life of the decode ranks, and joins again whenever one was lost.
 
     A node is known by its incarnation: by whatever addresses it can be reached, it is joined once.

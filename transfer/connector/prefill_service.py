@@ -1,4 +1,4 @@
-"""The leader of a prefill side that an engine hosts: serves PrefillControl for what the engine computes by its own schedule."""
+"""The leader of a connector's prefill side: serves PrefillControl for what the engine computes by its own schedule."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import grpc
 import structlog
 
 from transfer.chunk import check_num_pieces
-from transfer.config import HostedConfig
-from transfer.connector.decode_instances import Join, Joins
+from transfer.config import ConnectorConfig
+from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
-from transfer.connector.messages import DecodeAttached, DecodeLost, SourceIdle, TransferNotSent, TransferSent
-from transfer.connector.outgoing import Note, PromptFirstToken, PromptSent, PromptStarted, SourceRequests, Transfer
+from transfer.connector.messages import DecodeAttached, DecodeLost, PromptIdle, TransferNotSent, TransferSent
+from transfer.connector.outgoing import Note, OutgoingTransfers, PromptFirstToken, PromptSent, PromptStarted, Transfer
 from transfer.connector.prompt import check_cache_salt, checked_prompt
 from transfer.connector.rank_report import RankReady, RankReport
 from transfer.connector.reserve_client import ReserveClient
@@ -51,7 +51,7 @@ MAX_ID_CHARS = 128
 log = structlog.get_logger(__name__)
 
 
-class SourceLeader(pb_grpc.PrefillControlServicer):
+class PrefillService(pb_grpc.PrefillControlServicer):
     """See the module's docstring. Owned by its process's loop.
 
     Args:
@@ -60,13 +60,13 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         security: How decode sides are spoken to.
         broadcast: Sends a message to every rank.
         reports: What the ranks said last.
-        compute: See `SourceRequests`.
+        compute: See `OutgoingTransfers`.
     """
 
     def __init__(
         self,
         *,
-        config: HostedConfig,
+        config: ConnectorConfig,
         hellos: tuple[RankReady, ...],
         security: Security,
         broadcast: Callable[[object], None],
@@ -85,7 +85,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         self._reserve_client = ReserveClient(security)
         self.metrics = NodeMetrics(role="prefill")
         self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
-        self.requests = SourceRequests(
+        self.requests = OutgoingTransfers(
             num_ranks=len(hellos),
             limits=config.limits,
             broadcast=broadcast,
@@ -94,7 +94,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
             on_outcome=self.metrics.request_ended,
             on_given_up=self.metrics.request_given_up,
         )
-        self._joins = Joins(
+        self._joins = DecodeInstances(
             len(hellos),
             broadcast,
             self._on_join_lost,
@@ -115,14 +115,14 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
                 self.requests.on_sent(rank, message)
             case TransferNotSent():
                 self.requests.on_not_sent(rank, message)
-            case SourceIdle():
+            case PromptIdle():
                 self.requests.on_idle(rank, message)
             case DecodeAttached():
                 self._joins.on_attached(rank, message)
             case DecodeLost():
                 self._joins.on_rank_lost(rank, message)
             case _:
-                raise LocalProtocolError(f"a hosted prefill leader cannot serve {type(message).__name__}")
+                raise LocalProtocolError(f"a connector's prefill leader cannot serve {type(message).__name__}")
 
     @property
     def num_joined(self) -> int:

@@ -1,4 +1,4 @@
-"""Two hosted instances with their pools on GPUs, in two processes: tensors as vLLM keeps them there, sent behind its events."""
+"""Two connectors with their pools on GPUs, in two processes: tensors as vLLM keeps them there, sent behind its events."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from kvferry.engines.hosted import SOURCE
+from kvferry.engines.connector import PREFILL
+from tests.connector.instances import DIM, HEADS, LAYERS, LAYOUT, PAGES, Instance, prompt_of, target, write
 from tests.gpu.busy import occupy
-from tests.hosted.instances import DIM, HEADS, LAYERS, LAYOUT, PAGES, Instance, prompt_of, target, write
 from transfer.layout import Shard, TokenOrder
 from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView
 
@@ -39,7 +39,7 @@ def settings(transport: str) -> dict[str, object]:
 
 def prefill_side(pipe: Connection, transport: str, order: TokenOrder) -> None:
     source = Instance(
-        SOURCE,
+        PREFILL,
         tp_size=2,
         settings=settings(transport),
         pool_of=lambda shard: vllm_pool(Shard(tp_size=2, tp_rank=shard.tp_rank, page_size=16, order=order), "cuda:0"),

@@ -1,4 +1,4 @@
-"""How the ranks of an engine find the leader that one of its processes hosts: a socket file that both know the name of.
+"""How the ranks of an engine find the leader in one of its processes: a socket file that both know the name of.
 
 The engine starts its processes itself, in any order, so neither end hands the other an address. The name comes from something
 that only this instance of the engine has, such as the id that vLLM gives it. The file lies in a folder that only this user can
@@ -19,7 +19,7 @@ from transfer.errors import ConfigError
 _NAME_CHARS = 16  # of the digest: paths of sockets have 107 characters at most
 
 
-def hosted_address(instance: str, rank: int) -> RankAddress:
+def rank_socket_address(instance: str, rank: int) -> RankAddress:
     """Where a rank of the named instance meets its leader.
 
     Raises:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.request import urlopen
 
-from kvferry.engines.hosted import SOURCE, TARGET
-from tests.hosted.conftest import Start
-from tests.hosted.instances import FROM, PROMPT, TO, Instance, target, wait_for
+from kvferry.engines.connector import DECODE, PREFILL
+from tests.connector.conftest import Start
+from tests.connector.instances import FROM, PROMPT, TO, Instance, target, wait_for
 
 Pair = Callable[..., tuple[Instance, Instance]]
 
@@ -24,8 +24,8 @@ def test_a_prompt_that_is_fetched_once_it_is_computed(pair: Pair) -> None:
 
 
 def test_an_instance_that_is_both_sides(start: Start) -> None:
-    source = start(SOURCE)
-    both = start(SOURCE | TARGET, settings={"peers.prefill_nodes": (source.leader.address,)})
+    source = start(PREFILL)
+    both = start(PREFILL | DECODE, settings={"peers.prefill_nodes": (source.leader.address,)})
     wait_for(both.joined, "joined")
     last = target(both)
     try:

@@ -14,8 +14,8 @@ from transfer.config.section import Section
 from transfer.config.values import CountOrZero, Seconds
 
 
-class HostedLimitsConfig(Section):
-    """Bounds of a hosted kvferry; what the engine computes, and how much at once, is its own affair."""
+class ConnectorLimitsConfig(Section):
+    """Bounds of a connector; what the engine computes, and how much at once, is its own affair."""
 
     meet_timeout_s: Seconds = Field(
         default=60.0,
@@ -35,16 +35,16 @@ class HostedLimitsConfig(Section):
     max_transfers: CountOrZero = Field(default=4096, description="Transfers in flight on one side; more are refused at once.")
 
 
-class HostedConfig(ProcessConfig):
-    """Settings of a hosted kvferry, of either side or both: an engine names them where it names its connector."""
+class ConnectorConfig(ProcessConfig):
+    """Settings of a connector, of either side or both: an engine names them where it names its connector."""
 
-    role: ClassVar[str] = "hosted"
+    role: ClassVar[str] = "connector"
 
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the engine has its KV; set by what hosts it.")
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
     heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
-    limits: HostedLimitsConfig = Field(default_factory=HostedLimitsConfig, description="Bounds.")
+    limits: ConnectorLimitsConfig = Field(default_factory=ConnectorLimitsConfig, description="Bounds.")
     chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="Prefill: how prompts are cut.")
     staging: StagingConfig = Field(default_factory=StagingConfig, description="Prefill: staging memory.")
     ring: RingConfig = Field(default_factory=RingConfig, description="Decode: the ring.")

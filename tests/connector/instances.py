@@ -12,11 +12,11 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor
 
-from kvferry.engines.hosted import TARGET, HostedEngine, Sides
-from kvferry.engines.hosted_leader import HostedLeader
-from kvferry.engines.hosted_rank import HostedRank
-from transfer.config import HostedConfig
-from transfer.config.hosted import HostedLimitsConfig
+from kvferry.engines.connector import DECODE, ConnectorEngine, Sides
+from kvferry.engines.connector_leader import ConnectorLeader
+from kvferry.engines.connector_rank import ConnectorRank
+from transfer.config import ConnectorConfig
+from transfer.config.connector import ConnectorLimitsConfig
 from transfer.connector.incoming import PromptState
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.outgoing import Transfer
@@ -52,7 +52,7 @@ def wait_for(look: Callable[[], _T | None], what: str, timeout_s: float = TIMEOU
     return found
 
 
-class Limits(HostedLimitsConfig, frozen=False):
+class Limits(ConnectorLimitsConfig, frozen=False):
     """Limits that a test lowers for one prompt, so that a busy machine does not exceed them in a hand-over that must succeed."""
 
 
@@ -60,10 +60,10 @@ class Instance:
     """All ranks of one instance, and its leader.
 
     Args:
-        settings: Of `HostedConfig`, by path.
+        settings: Of `ConnectorConfig`, by path.
         model: Told to the other side as a field of the model.
         pool_of: Makes a rank's pool; None: in host memory.
-        compute: See `HostedLeader`.
+        compute: See `ConnectorLeader`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Instance:
         self.page_size = page_size
         defaults: dict[str, Any] = {"tls.insecure": 1, "chunk.chunk_tokens": 32, "ring.capacity_bytes": 1 << 20}
         defaults["heartbeat.interval_s"] = 2.0  # a process that a loaded machine does not run for a second is not dead
-        config = load_config(HostedConfig, flags=defaults | (settings or {}))
+        config = load_config(ConnectorConfig, flags=defaults | (settings or {}))
         self.limits = Limits(**dict(config.limits))
         config = config.model_copy(update={"limits": self.limits})
         name = name or f"test-{secrets.token_hex(8)}"
@@ -89,12 +89,12 @@ class Instance:
         pool_of = pool_of or (lambda one: KVPool(layout=LAYOUT, shard=one, num_pages=PAGES))
         self.pools = [pool_of(shard.at(rank)) for rank in range(tp_size)]
         self.ranks = [
-            HostedRank(
+            ConnectorRank(
                 config,
                 instance=name,
                 rank=rank,
                 sides=sides,
-                engine=HostedEngine(
+                engine=ConnectorEngine(
                     layout=LAYOUT,
                     shard=pool.shard,
                     pool=pool,
@@ -106,7 +106,7 @@ class Instance:
             for rank, pool in enumerate(self.pools)
         ]
         try:
-            self.leader = HostedLeader(config, instance=name, num_ranks=tp_size, sides=sides, compute=compute)
+            self.leader = ConnectorLeader(config, instance=name, num_ranks=tp_size, sides=sides, compute=compute)
         except BaseException:
             for rank in self.ranks:
                 rank.close()
@@ -237,7 +237,7 @@ def target(
     """A decode side that has joined the source, or the prefill side at that address."""
     address = source if isinstance(source, str) else source.leader.address
     settings = {"peers.prefill_nodes": (address,)} | settings
-    instance = Instance(TARGET, tp_size=tp_size, page_size=page_size, pool_of=pool_of, settings=settings)
+    instance = Instance(DECODE, tp_size=tp_size, page_size=page_size, pool_of=pool_of, settings=settings)
     try:
         wait_for(instance.joined, "the decode side has joined")
     except BaseException:

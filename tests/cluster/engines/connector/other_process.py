@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvferry.engines.hosted import Sides
-from tests.hosted.instances import Instance
+from kvferry.engines.connector import Sides
+from tests.connector.instances import Instance
 
 CALL_S = 180.0
 

@@ -1,4 +1,4 @@
-"""A hosted kvferry survives dishonest peers, early ends and repeated reports, and leaves nothing behind."""
+"""A connector survives dishonest peers, early ends and repeated reports, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry.engines.hosted import SOURCE
-from node_runtime.hosted_link import hosted_address
-from tests.hosted.conftest import Start
-from tests.hosted.instances import PROMPT, TIMEOUT_S, Instance, hand_over, wait_for
-from transfer.config.hosted import HostedLimitsConfig
+from kvferry.engines.connector import PREFILL
+from node_runtime.rank_socket import rank_socket_address
+from tests.connector.conftest import Start
+from tests.connector.instances import PROMPT, TIMEOUT_S, Instance, hand_over, wait_for
+from transfer.config.connector import ConnectorLimitsConfig
 from transfer.connector import outgoing as source_requests
 from transfer.connector import prefill_nodes as peers_module
 from transfer.connector.decode_instances import Join, Reservation
-from transfer.connector.messages import CloseSource, FreeSource, SourceIdle
-from transfer.connector.outgoing import SourceRequests
+from transfer.connector.messages import ClosePrompt, FreePrompt, PromptIdle
+from transfer.connector.outgoing import OutgoingTransfers
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.connector.reserve_client import ReserveClient
 from transfer.copy.piece_copier import PieceCopy
@@ -144,21 +144,21 @@ async def test_a_repeated_report_does_not_release_pages_of_the_next_prompt() -> 
     async def never(*_: object) -> bool:
         return False
 
-    requests = SourceRequests(
-        num_ranks=2, limits=HostedLimitsConfig(), broadcast=sent.append, reserve=never, on_outcome=lambda outcome: None
+    requests = OutgoingTransfers(
+        num_ranks=2, limits=ConnectorLimitsConfig(), broadcast=sent.append, reserve=never, on_outcome=lambda outcome: None
     )
     requests.offer("a", "t1", PROMPT)
     requests.withdraw("a", "given up")
     for rank in (0, 1):
-        requests.on_idle(rank, SourceIdle(name="a"))
-    assert sent[-1] == FreeSource(name="a")
+        requests.on_idle(rank, PromptIdle(name="a"))
+    assert sent[-1] == FreePrompt(name="a")
     requests.offer("a", "t2", PROMPT)
-    requests.on_idle(1, SourceIdle(name="a"))
+    requests.on_idle(1, PromptIdle(name="a"))
     assert requests.num_prompts == 1
     requests.withdraw("a", "given up")
-    requests.on_idle(1, SourceIdle(name="a"))
-    requests.on_idle(1, SourceIdle(name="a"))
-    assert requests.num_prompts == 1 and isinstance(sent[-1], CloseSource)
+    requests.on_idle(1, PromptIdle(name="a"))
+    requests.on_idle(1, PromptIdle(name="a"))
+    assert requests.num_prompts == 1 and isinstance(sent[-1], ClosePrompt)
 
 
 def test_a_prompt_that_ends_early_fails_its_transfer(pair: Pair) -> None:
@@ -207,6 +207,6 @@ def read_http(address: str, path: str) -> str:
 def test_closing_a_hosted_side_leaves_no_file(start: Start) -> None:
     """Regression: a lock file stayed for each name, and engines use a new name at each start."""
     for _ in range(3):
-        start(SOURCE, name="comes-and-goes").close()
-        endpoint = Path(hosted_address("comes-and-goes", 0).endpoint.removeprefix("ipc://"))
+        start(PREFILL, name="comes-and-goes").close()
+        endpoint = Path(rank_socket_address("comes-and-goes", 0).endpoint.removeprefix("ipc://"))
         assert list(endpoint.parent.glob(f"{endpoint.name}*")) == []

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.hosted.conftest import pair, start
+from tests.connector.conftest import pair, start
 
 __all__ = ["pair", "start"]

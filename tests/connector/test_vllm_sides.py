@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.hosted import SOURCE, TARGET, Sides
+from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_scheduler import SchedulerSide, StepMessage
 from kvferry.engines.vllm_worker import Results, WorkerSide
-from tests.hosted.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
+from tests.connector.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
 from transfer.connector import incoming as target_requests
 from transfer.connector.outgoing_rank import Free
 
@@ -25,7 +25,7 @@ PROMPT = prompt_of(100)
 class Vllm:
     """The connector's parts in an engine: one scheduler, a worker for each rank, steps between them."""
 
-    def __init__(self, instance: Instance, *, recomputes: bool = True, sides: Sides = SOURCE | TARGET) -> None:
+    def __init__(self, instance: Instance, *, recomputes: bool = True, sides: Sides = PREFILL | DECODE) -> None:
         self.instance = instance
         self.scheduler = SchedulerSide(instance.leader, tables, sides=sides, engine_id="engine-1", recomputes=recomputes)
         self.workers = [WorkerSide(rank, tables) for rank in instance.ranks]
@@ -151,7 +151,7 @@ class Vllm:
 @pytest.fixture(scope="module")
 def side() -> Iterator[Vllm]:
     """A prefill side, for requests that leave nothing."""
-    instance = Instance(SOURCE, page_size=128)
+    instance = Instance(PREFILL, page_size=128)
     yield Vllm(instance)
     instance.close()
 
@@ -303,14 +303,14 @@ def test_a_request_that_is_aborted_while_it_waits_for_its_kv(pair: Pair) -> None
     target.assert_idle()
 
 
-@pytest.mark.parametrize("sides", [SOURCE, TARGET])
+@pytest.mark.parametrize("sides", [PREFILL, DECODE])
 def test_a_request_for_the_other_side_is_one_like_any_other(pair: Pair, sides: Sides, capsys: pytest.CaptureFixture[str]) -> None:
     """A router with its two lists swapped, or a client: the engine computes it, and says why."""
-    instance = pair()[0 if sides is SOURCE else 1]
+    instance = pair()[0 if sides is PREFILL else 1]
     vllm = Vllm(instance, sides=sides)
     params = {
-        SOURCE: {"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"},
-        TARGET: {"do_remote_decode": True, "transfer_id": "x"},
+        PREFILL: {"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"},
+        DECODE: {"do_remote_decode": True, "transfer_id": "x"},
     }[sides]
     aborted = vllm.request("a", PROMPT, dict(params))
     assert vllm.end(aborted, is_done=False) == (False, None)
@@ -320,7 +320,7 @@ def test_a_request_for_the_other_side_is_one_like_any_other(pair: Pair, sides: S
     assert vllm.end(request) == (False, None)
     instance.leader.check()
     assert instance.leader.is_idle
-    assert f"kv_role is {'kv_producer' if sides is SOURCE else 'kv_consumer'}" in "".join(capsys.readouterr())
+    assert f"kv_role is {'kv_producer' if sides is PREFILL else 'kv_consumer'}" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """kvferry inside an engine that schedules by itself: what its processes call, from their own threads.
 
-One process of an instance has the `HostedLeader`, each rank's process a `HostedRank` (a process may have both). They find each
-other by the instance's name. No call waits for the network, but for `HostedLeader.start`, `pause` and `close`.
+One process of an instance has the `ConnectorLeader`, each rank's process a `ConnectorRank` (a process may have both). They find
+each other by the instance's name. No call waits for the network, but for `ConnectorLeader.start`, `pause` and `close`.
 
-    rank = HostedRank(config, instance="i-1", rank=0, sides=SOURCE, engine=HostedEngine(...))       # each rank
-    leader = HostedLeader(config, instance="i-1", num_ranks=1, sides=SOURCE)                        # one of them
+    rank = ConnectorRank(config, instance="i-1", rank=0, sides=PREFILL, engine=ConnectorEngine(...))       # each rank
+    leader = ConnectorLeader(config, instance="i-1", num_ranks=1, sides=PREFILL)                        # one of them
     leader.start()
     leader.offer("a", "transfer-1", token_ids)      # the engine was given the prompt
     leader.begin("a")                               # ... begins to compute it
@@ -34,12 +34,12 @@ from typing import IO, Any, Final
 
 import structlog
 
-from kvferry.engines.hosted import (
+from kvferry.engines.connector import (
     CLOSE_TIMEOUT_S,
     CODEC,
-    FROM_TARGET,
-    SOURCE,
-    TARGET,
+    DECODE,
+    FROM_DECODE,
+    PREFILL,
     LifeBegins,
     RankWaiting,
     SideReport,
@@ -48,16 +48,16 @@ from kvferry.engines.hosted import (
     wait_for_close,
 )
 from node_runtime.health import HealthServer, Readiness
-from node_runtime.hosted_link import hosted_address
 from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_link import LeaderLink, RankAddress
+from node_runtime.rank_socket import rank_socket_address
 from node_runtime.supervisor import check_alike
-from transfer.config import HostedConfig
-from transfer.connector.decode_service import TargetLeader
+from transfer.config import ConnectorConfig
+from transfer.connector.decode_service import DecodeService
 from transfer.connector.incoming import PromptState, PromptView
 from transfer.connector.outgoing import Transfer
-from transfer.connector.prefill_service import SourceLeader
+from transfer.connector.prefill_service import PrefillService
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.metrics import exposition
@@ -72,15 +72,15 @@ log = structlog.get_logger(__name__)
 class _Opened:
     """What a leader has once all ranks are there."""
 
-    source: SourceLeader | None = None
-    target: TargetLeader | None = None
+    source: PrefillService | None = None
+    target: DecodeService | None = None
     server: RegistryServer
     health: HealthServer | None = None
     http_port: int = 0
     hellos: tuple[RankReady, ...] = ()
 
 
-class HostedLeader:
+class ConnectorLeader:
     """The one of an instance that speaks to the other tier's leaders.
 
     Args:
@@ -88,7 +88,7 @@ class HostedLeader:
         instance: Name of this life of the instance, as its ranks have it.
         num_ranks: Of the instance.
         sides: What the instance does.
-        compute: Has the engine compute a prompt for a decode node that no router has told of it; see `SourceRequests`.
+        compute: Has the engine compute a prompt for a decode node that no router has told of it; see `OutgoingTransfers`.
 
     Raises:
         ConfigError: TLS, or plain text, cannot be had as set; or the name is another's, who lives.
@@ -96,7 +96,7 @@ class HostedLeader:
 
     def __init__(
         self,
-        config: HostedConfig,
+        config: ConnectorConfig,
         *,
         instance: str,
         num_ranks: int,
@@ -108,10 +108,10 @@ class HostedLeader:
         self._sides = sides
         self._compute = compute
         self._security = security_for(config, sides)
-        self._addresses = [hosted_address(instance, rank) for rank in range(num_ranks)]
+        self._addresses = [rank_socket_address(instance, rank) for rank in range(num_ranks)]
         self._lock = _locked(f"{_socket_path(self._addresses[0])}.lock", instance)
         self._incarnation = secrets.randbits(63) + 1
-        self._reports: dict[Sides, dict[int, RankReport]] = {SOURCE: {}, TARGET: {}}
+        self._reports: dict[Sides, dict[int, RankReport]] = {PREFILL: {}, DECODE: {}}
         self._hellos: dict[int, RankReady] = {}
         self._wanted: set[str] = set()  # what the loop may not have heard of yet
         self._all_there: asyncio.Future[None]
@@ -157,7 +157,7 @@ class HostedLeader:
         self._call(self.source.requests.pause, name)
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
-        """The engine has computed all of it; see `SourceRequests.finish`."""
+        """The engine has computed all of it; see `OutgoingTransfers.finish`."""
         self._call(lambda: self.source.requests.finish(name, first_token=first_token, note=note))
 
     def withdraw(self, name: str, reason: str) -> None:
@@ -176,7 +176,7 @@ class HostedLeader:
         start_token: int = 0,
         needs_note: bool = False,
     ) -> None:
-        """Fetch the KV of a prompt's tokens from `start_token` on; see `TargetRequests.want`."""
+        """Fetch the KV of a prompt's tokens from `start_token` on; see `IncomingTransfers.want`."""
         if self._is_closed:
             return
         self._wanted.add(name)
@@ -200,11 +200,11 @@ class HostedLeader:
 
     def report_page_shortage(self, name: str) -> None:
         """The engine has no pages for a prompt that is `READY`; it may say so as often as it finds it. If that lasts, another one
-        gives its own, which prefill has preempted; see `TargetRequests.report_page_shortage`."""
+        gives its own, which prefill has preempted; see `IncomingTransfers.report_page_shortage`."""
         self._call(self.target.requests.report_page_shortage, name)
 
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
-        """The engine gives it up: `Settled` follows if it is bound, else nothing; see `TargetRequests.cancel`."""
+        """The engine gives it up: `Settled` follows if it is bound, else nothing; see `IncomingTransfers.cancel`."""
         self._call(lambda: self.target.requests.cancel(name, reason, is_wanted_again=is_wanted_again))
 
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
@@ -264,14 +264,14 @@ class HostedLeader:
         self._wanted.discard(name)
 
     @property
-    def source(self) -> SourceLeader:
+    def source(self) -> PrefillService:
         """The side that sends; owned by the loop. Raises LocalProtocolError when the instance does not have it."""
         if self._opened is None or self._opened.source is None:
             raise LocalProtocolError("this instance computes no prompts for others, or is not started")
         return self._opened.source
 
     @property
-    def target(self) -> TargetLeader:
+    def target(self) -> DecodeService:
         """The side that receives; owned by the loop. Raises LocalProtocolError when the instance does not have it."""
         if self._opened is None or self._opened.target is None:
             raise LocalProtocolError("this instance fetches no prompts from others, or is not started")
@@ -296,22 +296,22 @@ class HostedLeader:
     async def _serve(self, hellos: tuple[RankReady, ...]) -> None:
         config = self._config
         source, target = None, None
-        if SOURCE in self._sides:
-            source = SourceLeader(
+        if PREFILL in self._sides:
+            source = PrefillService(
                 config=config,
                 hellos=hellos,
                 security=self._security,
                 broadcast=self._broadcast,
-                reports=lambda: list(self._reports[SOURCE].values()),
+                reports=lambda: list(self._reports[PREFILL].values()),
                 compute=self._compute,
             )
-        if TARGET in self._sides:
-            target = TargetLeader(
+        if DECODE in self._sides:
+            target = DecodeService(
                 config=config,
                 hellos=hellos,
                 security=self._security,
                 broadcast=self._broadcast,
-                reports=lambda: list(self._reports[TARGET].values()),
+                reports=lambda: list(self._reports[DECODE].values()),
             )
         server = await serve(
             config.server.host,
@@ -364,7 +364,7 @@ class HostedLeader:
                 self._reports[Sides(message.side)][rank] = message.report
             case _ if self._opened is None:
                 log.debug("rank_message_dropped", message=type(message).__name__)  # of strangers: nobody has joined before
-            case _ if isinstance(message, FROM_TARGET):
+            case _ if isinstance(message, FROM_DECODE):
                 self.target.on_rank_message(rank, message)
             case _:
                 self.source.on_rank_message(rank, message)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.hosted import SOURCE, TARGET, Sides
-from tests.cluster.engines.hosted.other_process import OtherProcess
-from tests.hosted.conftest import Start
-from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
+from kvferry.engines.connector import DECODE, PREFILL, Sides
+from tests.cluster.engines.connector.other_process import OtherProcess
+from tests.connector.conftest import Start
+from tests.connector.instances import PAGES, Instance, prompt_of, wait_for
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -76,21 +76,21 @@ def goes_through(source: OtherProcess, decode: Instance, name: str) -> None:
 
 
 def test_the_process_of_a_source_is_killed(elsewhere: Elsewhere, start: Start) -> None:
-    source = elsewhere(SOURCE, tp_size=2, settings=QUICK)
-    decode = start(TARGET, settings=QUICK | {"peers.prefill_nodes": (source.address,)})
+    source = elsewhere(PREFILL, tp_size=2, settings=QUICK)
+    decode = start(DECODE, settings=QUICK | {"peers.prefill_nodes": (source.address,)})
     want_all(source, decode)
     source.kill()
     all_fail(decode)
     port = int(source.address.rpartition(":")[2])
-    again = elsewhere(SOURCE, tp_size=2, settings=QUICK | {"server.port": port})
+    again = elsewhere(PREFILL, tp_size=2, settings=QUICK | {"server.port": port})
     goes_through(again, decode, "next")
     decode.assert_idle()
 
 
 def test_the_process_of_a_source_is_frozen(elsewhere: Elsewhere, start: Start) -> None:
     """What is given up meanwhile it hears when it is joined again, long before `limits.hold_s`."""
-    source = elsewhere(SOURCE, tp_size=2, settings=QUICK)
-    decode = start(TARGET, settings=QUICK | {"peers.prefill_nodes": (source.address,)})
+    source = elsewhere(PREFILL, tp_size=2, settings=QUICK)
+    decode = start(DECODE, settings=QUICK | {"peers.prefill_nodes": (source.address,)})
     want_all(source, decode)
     with source.frozen():
         decode.leader.cancel("b0", "its client went away")
@@ -135,14 +135,14 @@ def end_all(source: Instance) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 def test_the_process_of_a_target_is_lost(elsewhere: Elsewhere, start: Start, fault: str) -> None:
-    source = start(SOURCE, tp_size=2, settings=QUICK | {"limits.hold_s": 1.0})
-    decode = elsewhere(TARGET, settings=QUICK | {"peers.prefill_nodes": (source.leader.address,)})
+    source = start(PREFILL, tp_size=2, settings=QUICK | {"limits.hold_s": 1.0})
+    decode = elsewhere(DECODE, settings=QUICK | {"peers.prefill_nodes": (source.leader.address,)})
     begin_all(source, decode)
     if fault == "killed":
         decode.kill()
         wait_for(lambda: source.leader.num_joined == 0, "the loss is seen", timeout_s=HEARD_WITHIN_S)
         end_all(source)
-        decode = elsewhere(TARGET, settings=QUICK | {"peers.prefill_nodes": (source.leader.address,)})
+        decode = elsewhere(DECODE, settings=QUICK | {"peers.prefill_nodes": (source.leader.address,)})
     else:
         with decode.frozen():
             wait_for(lambda: source.leader.num_joined == 0, "the loss is seen", timeout_s=HEARD_WITHIN_S)

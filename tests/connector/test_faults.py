@@ -1,4 +1,4 @@
-"""What goes wrong between two engines with a hosted kvferry: told to both, used by neither, and nothing is left of it."""
+"""What goes wrong between two engines with connectors: told to both, used by neither, and nothing is left of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.engines.hosted import SOURCE, TARGET
-from kvferry.engines.hosted_leader import HostedLeader
+from kvferry.engines.connector import DECODE, PREFILL
+from kvferry.engines.connector_leader import ConnectorLeader
 from node_runtime.rank_link import LeaderLink
-from tests.hosted.conftest import Start
-from tests.hosted.instances import FROM, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
+from tests.connector.conftest import Start
+from tests.connector.instances import FROM, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
 from tests.runtime.instances import hello
-from transfer.config import HostedConfig
+from transfer.config import ConnectorConfig
 from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, TransferError
 
@@ -108,7 +108,7 @@ def test_the_decode_side_goes_away(pair: Pair, start: Start) -> None:
     assert source.freed("a").failure and source.freed("computed").failure
     source.assert_idle()
     source.limits.hold_s = TIMEOUT_S
-    another = start(TARGET, settings={"peers.prefill_nodes": (source.leader.address,)})
+    another = start(DECODE, settings={"peers.prefill_nodes": (source.leader.address,)})
     wait_for(another.joined, "joined")
     hand_over(source, another, "next")
 
@@ -122,9 +122,9 @@ def test_a_prefill_node_that_nobody_has_set(pair: Pair) -> None:
 
 
 def test_two_instances_of_one_name(start: Start) -> None:
-    start(SOURCE, name="the-same")
+    start(PREFILL, name="the-same")
     with pytest.raises(ConfigError, match="instance 'the-same' has a leader already"):
-        start(SOURCE, name="the-same")
+        start(PREFILL, name="the-same")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_an_instance_without_a_group_of_ranks_does_not_start(
             on_message(one.rank, one)
 
     monkeypatch.setattr(LeaderLink, "watch", watch)
-    leader = HostedLeader(HostedConfig(tls={"insecure": 1}), instance="alone", num_ranks=2, sides=SOURCE)  # type: ignore[arg-type]
+    leader = ConnectorLeader(ConnectorConfig(tls={"insecure": 1}), instance="alone", num_ranks=2, sides=PREFILL)  # type: ignore[arg-type]
     try:
         with pytest.raises(TransferError, match=refusal):
             leader.start(timeout_s=0.2)

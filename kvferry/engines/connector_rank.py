@@ -1,4 +1,4 @@
-"""The kvferry of one rank of a hosted instance, on a thread beside the engine's own; see `kvferry.engines.hosted_leader`."""
+"""The connector of one rank of an engine, on a thread beside the engine's own; see `kvferry.engines.connector_leader`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import structlog
 
-from kvferry.engines.hosted import (
+from kvferry.engines.connector import (
     CODEC,
-    SOURCE,
-    TARGET,
-    TO_TARGET,
-    HostedEngine,
+    DECODE,
+    PREFILL,
+    TO_DECODE,
+    ConnectorEngine,
     LifeBegins,
     RankWaiting,
     SideReport,
@@ -24,20 +24,20 @@ from kvferry.engines.hosted import (
     security_for,
     wait_for_close,
 )
-from node_runtime.hosted_link import hosted_address
 from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes
 from node_runtime.rank_setup import open_transport, own_instance
-from transfer.config import HostedConfig
-from transfer.connector.incoming_rank import Settled, TargetRank
+from node_runtime.rank_socket import rank_socket_address
+from transfer.config import ConnectorConfig
+from transfer.connector.incoming_rank import IncomingRank, Settled
 from transfer.connector.messages import DecodeLost, LinkProbed, PrefillRankLost
-from transfer.connector.outgoing_rank import SourceRank, TransferEvent
+from transfer.connector.outgoing_rank import OutgoingRank, TransferEvent
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
-from transfer.instance import HOSTED_CAPABILITIES, Instance
+from transfer.instance import CONNECTOR_CAPABILITIES, Instance
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -55,7 +55,7 @@ SIGN_OF_LIFE_S: Final = 1.0
 log = structlog.get_logger(__name__)
 
 
-class HostedRank:
+class ConnectorRank:
     """One rank's kvferry, on a thread of its own beside the engine's.
 
     Args:
@@ -69,15 +69,15 @@ class HostedRank:
         ConfigError: TLS, or plain text, cannot be had as set.
     """
 
-    def __init__(self, config: HostedConfig, *, instance: str, rank: int, sides: Sides, engine: HostedEngine) -> None:
+    def __init__(self, config: ConnectorConfig, *, instance: str, rank: int, sides: Sides, engine: ConnectorEngine) -> None:
         self._config = config
         self._rank = rank
         self._sides = sides
         self._engine = engine
         self._security = security_for(config, sides)
         self._news: deque[TransferEvent | Settled] = deque()
-        self._source: SourceRank | None = None
-        self._target: TargetRank | None = None
+        self._source: OutgoingRank | None = None
+        self._target: IncomingRank | None = None
         self._metrics: dict[Sides, RankMetrics] = {}
         self._life: asyncio.Future[int]
         self._link: RankLink | None = None
@@ -154,7 +154,7 @@ class HostedRank:
         raise_open_files()
         loop = self._thread.loop
         self._life = loop.create_future()
-        link = self._link = RankLink(hosted_address(instance, self._rank), CODEC)
+        link = self._link = RankLink(rank_socket_address(instance, self._rank), CODEC)
         link.watch(loop, self._on_message)
         self._serving = loop.create_task(self._serve(link))
         self._serving.add_done_callback(self._on_serving_over)
@@ -196,18 +196,18 @@ class HostedRank:
         engine, config = self._engine, self._config
         pool = engine.pool
         instance, address, ring_bytes = None, "", 0
-        if SOURCE in self._sides:
+        if PREFILL in self._sides:
             transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
             instance = own_instance(
                 engine,
                 transport,
                 incarnation=incarnation,
                 device_type=pool.device.type,
-                capabilities=HOSTED_CAPABILITIES,
+                capabilities=CONNECTOR_CAPABILITIES,
             )
-            metrics = self._metrics[SOURCE] = RankMetrics(role="prefill", rank=self._rank)
+            metrics = self._metrics[PREFILL] = RankMetrics(role="prefill", rank=self._rank)
             metrics.watch_loop(self._thread.loop.turns)
-            source = SourceRank(
+            source = OutgoingRank(
                 loop=self._thread.loop,
                 own=instance,
                 rank=self._rank,
@@ -235,18 +235,18 @@ class HostedRank:
             )
             source.begin(sender, sessions)
             self._source = source
-        if TARGET in self._sides:
+        if DECODE in self._sides:
             transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
             instance = own_instance(
                 engine,
                 transport,
                 incarnation=incarnation,
                 device_type=pool.device.type,
-                capabilities=HOSTED_CAPABILITIES,
+                capabilities=CONNECTOR_CAPABILITIES,
             )
-            metrics = self._metrics[TARGET] = RankMetrics(role="decode", rank=self._rank)
+            metrics = self._metrics[DECODE] = RankMetrics(role="decode", rank=self._rank)
             metrics.watch_loop(self._thread.loop.turns)
-            target = TargetRank(layout=engine.layout, send=self._send, on_news=self._news.append)
+            target = IncomingRank(layout=engine.layout, send=self._send, on_news=self._news.append)
             ring_bytes = ring_capacity_bytes(config.ring, device_bytes(pool.device), device=config.device)
             context = self._context_of(instance, transport, metrics)
             receiving = open_receiving(
@@ -304,7 +304,7 @@ class HostedRank:
         if isinstance(message, LifeBegins):
             if not self._life.done():
                 self._life.set_result(message.incarnation)
-        elif isinstance(message, TO_TARGET):
+        elif isinstance(message, TO_DECODE):
             if self._target is not None:
                 self._target.on_message(message)
         elif self._source is not None:
@@ -329,7 +329,7 @@ class HostedRank:
         num_checks = 0
         while True:
             now_s = self._thread.loop.time()
-            for side, part in ((SOURCE, self._source), (TARGET, self._target)):
+            for side, part in ((PREFILL, self._source), (DECODE, self._target)):
                 if part is None:
                     continue
                 status = part.status()

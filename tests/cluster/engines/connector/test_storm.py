@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hosted.instances import LAYERS, PAGES, Instance, prompt_of
+from tests.connector.instances import LAYERS, PAGES, Instance, prompt_of
 from transfer.connector import incoming as target_requests
 from transfer.connector.incoming import PromptState
 from transfer.connector.incoming_rank import Settled

@@ -1,4 +1,4 @@
-"""Calls of hosted leaders that no honest peer makes, one kind for each method; tests/registry has every field of our nodes'."""
+"""Calls of a connector's leaders that no honest peer makes, one kind for each method; tests/registry has every field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.hosted.instances import PROMPT, TIMEOUT_S, Instance, hand_over
+from tests.connector.instances import PROMPT, TIMEOUT_S, Instance, hand_over
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 

@@ -1,4 +1,4 @@
-"""What the leader and the ranks of a hosted instance have in common: its sides, its engine, and the messages between them."""
+"""What the leader and the ranks of a connector have in common: sides, engine, and the messages between them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final
 import structlog
 
 from node_runtime.rank_link import RankCodec
-from transfer.config import HostedConfig
+from transfer.config import ConnectorConfig
 from transfer.connector.incoming import PromptState, PromptView
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.messages import (
-    SOURCE_MESSAGES,
-    TARGET_MESSAGES,
+    INCOMING_MESSAGES,
+    OUTGOING_MESSAGES,
     AttachDecode,
-    CancelTransfer,
+    CancelIncoming,
     DecodeAttached,
     DecodeLost,
     DetachDecode,
@@ -37,12 +37,12 @@ from transfer.registry.security import Security, security_of_tier
 __all__ = [
     "CLOSE_TIMEOUT_S",
     "CODEC",
-    "FROM_TARGET",
-    "SOURCE",
-    "TARGET",
-    "TO_TARGET",
+    "DECODE",
+    "FROM_DECODE",
+    "PREFILL",
+    "TO_DECODE",
+    "ConnectorEngine",
     "Free",
-    "HostedEngine",
     "LifeBegins",
     "PromptState",
     "PromptView",
@@ -63,15 +63,15 @@ log = structlog.get_logger(__name__)
 class Sides(Flag):
     """What an instance does with KV."""
 
-    SOURCE = auto()  # computes prompts, and sends their KV
-    TARGET = auto()  # receives KV, and generates
+    PREFILL = auto()  # computes prompts, and sends their KV
+    DECODE = auto()  # receives KV, and generates
 
 
-SOURCE, TARGET = Sides.SOURCE, Sides.TARGET
+PREFILL, DECODE = Sides.PREFILL, Sides.DECODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostedEngine:
+class ConnectorEngine:
     """What a rank's engine says of itself.
 
     Args:
@@ -125,25 +125,25 @@ CODEC = RankCodec(
     DetachDecode,
     DecodeAttached,
     DecodeLost,
-    *SOURCE_MESSAGES,
+    *OUTGOING_MESSAGES,
     ForgetPrefill,
     PrefillRankLost,
     LinkProbed,
-    *TARGET_MESSAGES,
+    *INCOMING_MESSAGES,
 )
 
-TO_TARGET = (ExpectTransfer, CancelTransfer, SettlePrompt, ForgetPrefill)
-FROM_TARGET = (PrefillRankLost, LinkProbed, *TARGET_MESSAGES)
+TO_DECODE = (ExpectTransfer, CancelIncoming, SettlePrompt, ForgetPrefill)
+FROM_DECODE = (PrefillRankLost, LinkProbed, *INCOMING_MESSAGES)
 
 
-def security_for(config: HostedConfig, sides: Sides) -> Security:
+def security_for(config: ConnectorConfig, sides: Sides) -> Security:
     """How the other tier is spoken to. Raises ConfigError when TLS, or plain text, cannot be had as set."""
     named: list[tuple[str, str | None]] = [
         ("server.host", config.server.host),
         ("server.advertise_host", config.server.advertise_host),
         *(("peers.prefill_nodes", address) for address in config.peers.prefill_nodes),
     ]
-    return security_of_tier(config.tls, other_tier="decode" if SOURCE in sides else "prefill", named=named)
+    return security_of_tier(config.tls, other_tier="decode" if PREFILL in sides else "prefill", named=named)
 
 
 def wait_for_close(future: Future[None]) -> None:

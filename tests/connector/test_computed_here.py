@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.hosted.instances import PROMPT, TO, Instance, wait_for
+from tests.connector.instances import PROMPT, TO, Instance, wait_for
 from transfer.connector.outgoing import Transfer
 from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2 as pb

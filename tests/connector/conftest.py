@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.hosted import SOURCE, Sides
+from kvferry.engines.connector import PREFILL, Sides
 from node_runtime.loop_thread import LoopThread
-from tests.hosted.instances import Instance, target
+from tests.connector.instances import Instance, target
 
 Start = Callable[..., Instance]
 
@@ -40,7 +40,7 @@ def pair(start: Start) -> Iterator[Callable[..., tuple[Instance, Instance]]]:
     with ExitStack() as stack:
 
         def begin(source: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> tuple[Instance, Instance]:
-            first = start(SOURCE, **(source or {}))
+            first = start(PREFILL, **(source or {}))
             second = target(first, **(decode or {}))
             stack.callback(second.close)
             return first, second

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.hosted import SOURCE, TARGET
+from kvferry.engines.connector import DECODE, PREFILL
 from tests.authority import Authority, Files
-from tests.hosted.conftest import Start
-from tests.hosted.instances import PROMPT, TO, Instance, wait_for
+from tests.connector.conftest import Start
+from tests.connector.instances import PROMPT, TO, Instance, wait_for
 from transfer.errors import ConfigError
 
-PREFILL, DECODE = "spiffe://cluster.example/prefill", "decode-0.example"
-PREFILL_NAMES = ("prefill-0.example", PREFILL)  # callers check a node by a DNS name
+PREFILL_NAME, DECODE_NAME = "spiffe://cluster.example/prefill", "decode-0.example"
+PREFILL_NAMES = ("prefill-0.example", PREFILL_NAME)  # callers check a node by a DNS name
 
 
 def tls(files: Files, *peers: str) -> dict[str, Any]:
@@ -36,14 +36,14 @@ def authority() -> Authority:
 @pytest.fixture
 def source(start: Start, authority: Authority, tmp_path: Path) -> Instance:
     files = authority.files(tmp_path / "source", *PREFILL_NAMES)
-    return start(SOURCE, tp_size=2, settings=tls(files, DECODE))
+    return start(PREFILL, tp_size=2, settings=tls(files, DECODE_NAME))
 
 
 @pytest.fixture
 def decode(start: Start, source: Instance) -> Callable[..., Instance]:
     def begin(files: Files, *peers: str, **settings: Any) -> Instance:
         nodes = {"peers.prefill_nodes": (source.leader.address,)}
-        return start(TARGET, settings=tls(files, *peers) | nodes | settings)
+        return start(DECODE, settings=tls(files, *peers) | nodes | settings)
 
     return begin
 
@@ -61,7 +61,7 @@ def test_both_show_what_the_other_was_told_of(
     source: Instance, decode: Callable[..., Instance], authority: Authority, tmp_path: Path
 ) -> None:
     """With the certificates of our own nodes' kind: tests/cluster/nodes/test_tls.py has the same names."""
-    target = decode(authority.files(tmp_path / "decode", DECODE), PREFILL)
+    target = decode(authority.files(tmp_path / "decode", DECODE_NAME), PREFILL_NAME)
     wait_for(target.joined, "joined")
     target.fetches("b", "t", source)
     source.sends("a", "t")
@@ -73,17 +73,17 @@ def test_both_show_what_the_other_was_told_of(
 def test_a_decode_side_of_the_wrong_name_is_not_let_in(
     source: Instance, decode: Callable[..., Instance], authority: Authority, tmp_path: Path
 ) -> None:
-    target = decode(authority.files(tmp_path / "decode", "decode-9.example"), PREFILL)
+    target = decode(authority.files(tmp_path / "decode", "decode-9.example"), PREFILL_NAME)
     assert_refused(source, target, "may not call PrefillControl/Join: it is not in tls.peer_names")
 
 
 def test_a_prefill_side_of_the_wrong_name_is_not_spoken_to(
     source: Instance, decode: Callable[..., Instance], authority: Authority, tmp_path: Path
 ) -> None:
-    target = decode(authority.files(tmp_path / "decode", DECODE), "spiffe://cluster.example/other")
+    target = decode(authority.files(tmp_path / "decode", DECODE_NAME), "spiffe://cluster.example/other")
     assert_refused(source, target, "prefill-0.example answers there, which is not in tls.peer_names")
 
 
 def test_nobody_is_named(start: Start, authority: Authority, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tls\.peer_names"):
-        start(SOURCE, settings=tls(authority.files(tmp_path / "source", *PREFILL_NAMES)))
+        start(PREFILL, settings=tls(authority.files(tmp_path / "source", *PREFILL_NAMES)))
