@@ -17,15 +17,7 @@ from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import LeaderTiers
 from decode_node.offload.tiers import DeviceOnly
 from decode_node.rank import run_decode_rank
-from decode_node.rank_messages import (
-    CODEC,
-    DecodeStepDone,
-    JobDone,
-    RequestExpected,
-    TransferComplete,
-    TransferFailed,
-    check_step_fits,
-)
+from decode_node.rank_messages import CODEC, DecodeStepDone, JobDone, check_step_fits
 from decode_node.request_state import Done, GenerationRequest, Observer, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
@@ -36,7 +28,14 @@ from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.rank_messages import PagesReleased, StepFailed
 from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
-from transfer.connector.messages import ForgetPrefill, LinkProbed, PrefillRankLost
+from transfer.connector.messages import (
+    ForgetPrefill,
+    LinkProbed,
+    PrefillRankLost,
+    TransferBroken,
+    TransferExpected,
+    TransferWhole,
+)
 from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
 from transfer.connector.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
@@ -257,11 +256,11 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     self.lose(f"rank {rank}: {message.reason}")
                 else:
                     life.requests.on_step_failed(message)
-            case RequestExpected():
+            case TransferExpected():
                 life.requests.on_expected(rank, message)
-            case TransferComplete():
-                life.requests.on_transfer_complete(rank, message.request_id)
-            case TransferFailed():
+            case TransferWhole():
+                life.requests.on_transfer_complete(rank, message.transfer_id)
+            case TransferBroken():
                 life.requests.on_transfer_failed(rank, message)
             case JobDone():
                 if life.tiers is None:

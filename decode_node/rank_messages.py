@@ -1,4 +1,4 @@
-"""What a decode leader and its ranks say to each other."""
+"""What a decode leader and its ranks say to each other besides `transfer.connector.messages`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from node_runtime.rank_link import RankCodec
 from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepFailed
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
-from transfer.connector.messages import ForgetPrefill, LinkProbed, PrefillRankLost
+from transfer.connector.messages import (
+    CancelIncoming,
+    ForgetPrefill,
+    LinkProbed,
+    PrefillRankLost,
+    TransferBroken,
+    TransferExpected,
+    TransferWhole,
+)
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
@@ -22,7 +30,7 @@ PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # the most that a part of a step takes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectRequest:
-    """Reserve pages for the request's whole life and let its writers ask for grants; answer `RequestExpected`.
+    """Reserve pages for the request's whole life and let its writers ask for grants; answer `TransferExpected`.
 
     Args:
         start_token: First token that comes from prefill; whole pages of those before it are in the host pool.
@@ -42,14 +50,6 @@ class ExpectRequest:
     plan: ChunkPlan
     sampling: SamplingParams
     traceparent: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelRequest:
-    """Give the request up, wherever it stands; answer `PagesReleased` when its pages are back."""
-
-    request_id: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,26 +184,6 @@ class JobDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestExpected:
-    """Grants may be asked for. `reason` is empty, or says why the request cannot be received here."""
-
-    request_id: str
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferComplete:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferFailed:
-    request_id: str
-    reason: str
-    is_data_loss: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStepDone:
     """The step ran. `faults`: requests that cannot go on all the same, and why.
 
@@ -218,7 +198,7 @@ class DecodeStepDone:
 
 CODEC = RankCodec(
     ExpectRequest,
-    CancelRequest,
+    CancelIncoming,
     RunDecodeStep,
     FinishRequest,
     ForgetPrefill,
@@ -229,9 +209,9 @@ CODEC = RankCodec(
     BackUpPages,
     FetchPages,
     JobDone,
-    RequestExpected,
-    TransferComplete,
-    TransferFailed,
+    TransferExpected,
+    TransferWhole,
+    TransferBroken,
     PagesReleased,
     DecodeStepDone,
     StepFailed,

@@ -17,16 +17,7 @@ from typing import Final
 import structlog
 
 from decode_node.offload.tiers import Tiers
-from decode_node.rank_messages import (
-    CancelRequest,
-    DecodeStepDone,
-    DecodeStepPart,
-    ExpectRequest,
-    FinishRequest,
-    RequestExpected,
-    RunDecodeStep,
-    TransferFailed,
-)
+from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.request_state import Attempt, Done, GenerationRequest, GenerationStage, Observer, Tokens
 from decode_node.text import TextCodec
 from node_runtime.rank_messages import StepFailed
@@ -34,6 +25,7 @@ from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from transfer.breaker import Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
+from transfer.connector.messages import CancelIncoming, TransferBroken, TransferExpected
 from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.connector.retry_rules import is_retried, verdict_of
@@ -402,7 +394,7 @@ class DecodeRequests:
         else:
             attempt.stage = GenerationStage.LEAVING
             self._answer_reserve(attempt, str(error))
-            self._broadcast(CancelRequest(request_id=attempt.transfer_id, reason=clip_reason(str(error))))
+            self._broadcast(CancelIncoming(transfer_id=attempt.transfer_id, reason=clip_reason(str(error))))
 
     def _record_given_up(self, attempt: Attempt, error: TransferError) -> None:
         """What the request was at when it was given up has a span, too; of its transfer, that of the attempt tells."""
@@ -549,8 +541,8 @@ class DecodeRequests:
 
     # What the ranks say
 
-    def on_expected(self, rank: int, message: RequestExpected) -> None:
-        attempt = self._attempts.get(message.request_id)
+    def on_expected(self, rank: int, message: TransferExpected) -> None:
+        attempt = self._attempts.get(message.transfer_id)
         if attempt is None or attempt.expected is None:
             return
         attempt.answering.discard(rank)
@@ -563,8 +555,8 @@ class DecodeRequests:
             attempt.receiving.discard(rank)
             self._run_if_whole(attempt)
 
-    def on_transfer_failed(self, rank: int, message: TransferFailed) -> None:
-        attempt = self._attempts.get(message.request_id)
+    def on_transfer_failed(self, rank: int, message: TransferBroken) -> None:
+        attempt = self._attempts.get(message.transfer_id)
         if attempt is None or attempt.stage is not GenerationStage.RECEIVING:
             return
         if message.is_data_loss:

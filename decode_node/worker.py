@@ -18,17 +18,7 @@ from decode_node.admission import page_needs
 from decode_node.engine import DecodeEngine
 from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.rank import OffloadRank
-from decode_node.rank_messages import (
-    CancelRequest,
-    DecodeStepDone,
-    DecodeStepPart,
-    ExpectRequest,
-    FinishRequest,
-    RequestExpected,
-    RunDecodeStep,
-    TransferComplete,
-    TransferFailed,
-)
+from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from node_runtime.engine_step import FailedStep, run_step
 from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
@@ -38,7 +28,15 @@ from node_runtime.rank_messages import PagesReleased, StepFailed
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
-from transfer.connector.messages import ForgetPrefill, LinkProbed, PrefillRankLost
+from transfer.connector.messages import (
+    CancelIncoming,
+    ForgetPrefill,
+    LinkProbed,
+    PrefillRankLost,
+    TransferBroken,
+    TransferExpected,
+    TransferWhole,
+)
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import LocalProtocolError
@@ -233,7 +231,7 @@ class DecodeWorker:
         match message:
             case ExpectRequest():
                 self._expect(message)
-            case CancelRequest():
+            case CancelIncoming():
                 self._cancel(message)
             case RunDecodeStep():
                 self._run_step(message)
@@ -257,9 +255,9 @@ class DecodeWorker:
             writers = Unattached(reason="an earlier request of the same id is still draining")
         if isinstance(writers, Unattached):
             request.is_receiving = False
-            self._link.send(RequestExpected(request_id=message.request_id, reason=writers.reason))
+            self._link.send(TransferExpected(transfer_id=message.request_id, reason=writers.reason))
             return
-        self._link.send(RequestExpected(request_id=message.request_id))
+        self._link.send(TransferExpected(transfer_id=message.request_id))
         self._receiver.expect_request(
             RankRequest(
                 request_id=message.request_id,
@@ -275,14 +273,14 @@ class DecodeWorker:
             )
         )
 
-    def _cancel(self, message: CancelRequest) -> None:
-        request = self._requests.get(message.request_id)
+    def _cancel(self, message: CancelIncoming) -> None:
+        request = self._requests.get(message.transfer_id)
         if request is None:
             return
         request.is_leaving = True  # before the receiver hears of it: with nothing under way, on_drained comes at once
-        if request.is_receiving and self._receiver.cancel_request(message.request_id, message.reason):
+        if request.is_receiving and self._receiver.cancel_request(message.transfer_id, message.reason):
             return  # on_drained releases it
-        self._leave(message.request_id)
+        self._leave(message.transfer_id)
 
     def on_copies_over(self, request_id: str) -> None:
         """Release the pages of a request that no copy uses any more, if it is leaving."""
@@ -371,10 +369,10 @@ class DecodeWorker:
 
     def on_complete(self, request_id: str) -> None:
         self._requests[request_id].is_receiving = False
-        self._link.send(TransferComplete(request_id=request_id))
+        self._link.send(TransferWhole(transfer_id=request_id))
 
     def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None:
-        self._link.send(TransferFailed(request_id=request_id, reason=reason, is_data_loss=is_data_loss))
+        self._link.send(TransferBroken(transfer_id=request_id, reason=reason, is_data_loss=is_data_loss))
 
     def on_drained(self, request_id: str) -> None:
         request = self._requests[request_id]

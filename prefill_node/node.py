@@ -19,14 +19,14 @@ from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.rank_messages import PagesReleased, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank import run_prefill_rank
-from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, RequestFailed, RequestSent, check_step_fits
+from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, check_step_fits
 from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, PromptRequest, Sent, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.chunk import check_num_pieces
 from transfer.config import PrefillNodeConfig
 from transfer.connector.decode_instances import DecodeInstances, Join, Reservation
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
-from transfer.connector.messages import DecodeAttached, DecodeLost
+from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
 from transfer.connector.prompt import check_cache_salt, checked_prompt
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
@@ -200,9 +200,9 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                     life.requests.on_step_failed(message)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
-            case RequestSent():
+            case TransferSent():
                 life.requests.on_sent(rank, message)
-            case RequestFailed():
+            case TransferNotSent():
                 life.requests.on_failed(rank, message)
             case DecodeAttached():
                 life.joins.on_attached(rank, message)

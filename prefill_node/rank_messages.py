@@ -1,4 +1,4 @@
-"""What a prefill leader and its ranks say to each other."""
+"""What a prefill leader and its ranks say to each other besides `transfer.connector.messages`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from node_runtime.rank_link import RankCodec
 from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepFailed
 from transfer.chunk import ChunkPlan
 from transfer.config import PrefillNodeConfig
-from transfer.connector.messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from transfer.connector.messages import (
+    AttachDecode,
+    CancelOutgoing,
+    DecodeAttached,
+    DecodeLost,
+    DetachDecode,
+    TransferNotSent,
+    TransferSent,
+)
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
-from transfer.send.events import SentStats
 
 TOKEN_BYTES = 5  # the most that MessagePack takes for a token id below 2**32
 PART_BYTES = 4 * 128 + 128  # a part of a step without its tokens: an id of 128 characters, and the names of the fields
@@ -71,12 +78,6 @@ class RunPrefillStep:
     parts: tuple[PrefillStepPart, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortRequest:
-    request_id: str
-    reason: str
-
-
 # Rank -> leader
 
 
@@ -101,35 +102,21 @@ class PrefillStepDone:
     faults: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSent:
-    request_id: str
-    stats: SentStats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFailed:
-    """The request is over on this rank, and nothing of it is under way."""
-
-    request_id: str
-    reason: str
-
-
 CODEC = RankCodec(
     AttachDecode,
     DetachDecode,
     StartRequest,
     LoadPrefix,
     RunPrefillStep,
-    AbortRequest,
+    CancelOutgoing,
     DecodeAttached,
     DecodeLost,
     PrefixLoaded,
     PrefillStepDone,
     StepFailed,
     PagesReleased,
-    RequestSent,
-    RequestFailed,
+    TransferSent,
+    TransferNotSent,
     RankReady,
     RankStartFailed,
     RankReport,

@@ -13,18 +13,10 @@ from node_runtime.rank_messages import StepFailed
 from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.rank_messages import (
-    AbortRequest,
-    PrefillStepDone,
-    PrefillStepPart,
-    PrefixLoaded,
-    RequestFailed,
-    RequestSent,
-    RunPrefillStep,
-    StartRequest,
-)
+from prefill_node.rank_messages import PrefillStepDone, PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
 from transfer.connector.decode_instances import Join, Reservation
+from transfer.connector.messages import CancelOutgoing, TransferNotSent, TransferSent
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -334,16 +326,16 @@ class PrefillRequests:
         self._send_steps()
         self._wake.set()
 
-    def on_sent(self, rank: int, message: RequestSent) -> None:
-        request = self._requests.get(message.request_id)
+    def on_sent(self, rank: int, message: TransferSent) -> None:
+        request = self._requests.get(message.transfer_id)
         if request is None:
             return
         request.unsent.discard(rank)
         request.stats.append(message.stats)
         self._end_if_sent(request)
 
-    def on_failed(self, rank: int, message: RequestFailed) -> None:
-        request = self._requests.get(message.request_id)
+    def on_failed(self, rank: int, message: TransferNotSent) -> None:
+        request = self._requests.get(message.transfer_id)
         if request is not None:
             request.unsent.discard(rank)
             self._fail(request, PeerUnreachable(message.reason))
@@ -379,7 +371,7 @@ class PrefillRequests:
             self._wake.set()  # if it was accepted, others may have waited behind it
         elif not request.is_aborted:
             request.is_aborted = True
-            self._broadcast(AbortRequest(request_id=request.request_id, reason=clip_reason(str(error))))
+            self._broadcast(CancelOutgoing(transfer_id=request.request_id, reason=clip_reason(str(error))))
         self._forget_if_done(request)  # its pages may be back already, and then nobody speaks of it again
 
     def _end(self, request: PromptRequest, error: TransferError) -> None:

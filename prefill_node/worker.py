@@ -26,21 +26,20 @@ from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
-from prefill_node.rank_messages import (
-    AbortRequest,
-    LoadPrefix,
-    PrefillStepDone,
-    PrefixLoaded,
-    RequestFailed,
-    RequestSent,
-    RunPrefillStep,
-    StartRequest,
-)
+from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import page_needs
 from prefill_node.stored_prefix import StoredPrefix
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.config import PrefillNodeConfig
-from transfer.connector.messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from transfer.connector.messages import (
+    AttachDecode,
+    CancelOutgoing,
+    DecodeAttached,
+    DecodeLost,
+    DetachDecode,
+    TransferNotSent,
+    TransferSent,
+)
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
 from transfer.errors import LocalProtocolError, TransferError
@@ -229,7 +228,7 @@ class PrefillWorker:
                 self._load_prefix(message)
             case RunPrefillStep():
                 self._run_step(message)
-            case AbortRequest():
+            case CancelOutgoing():
                 self._abort(message)
             case _:
                 raise LocalProtocolError(f"a prefill rank cannot serve {type(message).__name__}")
@@ -266,7 +265,9 @@ class PrefillWorker:
         peer = self._sessions.of(message.decode_incarnation)
         if peer is None:
             self.on_source_released(message.request_id)
-            self._link.send(RequestFailed(request_id=message.request_id, reason="the decode instance is gone"))
+            self._link.send(
+                TransferNotSent(transfer_id=message.request_id, reason="the decode instance is gone", is_passing=True)
+            )
             return
         mine = tuple(SessionRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes)
         self._sender.start_request(
@@ -394,13 +395,13 @@ class PrefillWorker:
                 kept_from = None if request.is_source_released else request.num_tokens
                 self._allocator.advance(part.request_id, end, kept_from=kept_from)
 
-    def _abort(self, message: AbortRequest) -> None:
-        request = self._requests.get(message.request_id)
+    def _abort(self, message: CancelOutgoing) -> None:
+        request = self._requests.get(message.transfer_id)
         if request is None:
             return
         request.is_computed = True  # the leader sends no more steps of it
-        self._sender.abort_request(message.request_id, message.reason)
-        self._release_if_over(message.request_id, request)
+        self._sender.abort_request(message.transfer_id, message.reason)
+        self._release_if_over(message.transfer_id, request)
 
     # What the sender says
 
@@ -424,10 +425,10 @@ class PrefillWorker:
             self._link.send(PagesReleased(request_id=request_id))
 
     def on_sent(self, request_id: str, stats: SentStats) -> None:
-        self._link.send(RequestSent(request_id=request_id, stats=stats))
+        self._link.send(TransferSent(transfer_id=request_id, stats=stats))
 
     def on_failed(self, request_id: str, reason: str) -> None:
-        self._link.send(RequestFailed(request_id=request_id, reason=reason))
+        self._link.send(TransferNotSent(transfer_id=request_id, reason=reason, is_passing=True))
 
     # Reports and end
 

@@ -13,6 +13,7 @@ from node_runtime.rank_link import RankCodec
 from node_runtime.rank_messages import StepFailed
 from prefill_node import rank_messages as prefill_messages
 from transfer.chunk import ChunkPlan
+from transfer.connector.messages import TransferBroken, TransferSent
 from transfer.engine_types import SamplingParams
 from transfer.errors import LocalProtocolError
 from transfer.send.events import SentStats
@@ -32,14 +33,14 @@ MESSAGES: tuple[tuple[RankCodec, object], ...] = (
             step=1, parts=(prefill_messages.PrefillStepPart(request_id="r", token_ids=(1, 2), first_token=0, is_last=True),)
         ),
     ),
-    (prefill_messages.CODEC, prefill_messages.RequestSent(request_id="r", stats=SentStats(num_bytes=5))),
+    (prefill_messages.CODEC, TransferSent(transfer_id="r", stats=SentStats(num_bytes=5))),
     (prefill_messages.CODEC, prefill_messages.PrefillStepDone(step=1, first_tokens={"r": 5}, compute_s=0.5)),
     (decode_messages.CODEC, StepFailed(step=1, request_ids=("r",), reason="no", is_fatal=False)),
     (
         decode_messages.CODEC,
         decode_messages.RunDecodeStep(step=3, parts=(decode_messages.DecodeStepPart(request_id="r", token_id=7, position=4),)),
     ),
-    (decode_messages.CODEC, decode_messages.TransferFailed(request_id="r", reason="no", is_data_loss=True)),
+    (decode_messages.CODEC, TransferBroken(transfer_id="r", reason="no", is_data_loss=True)),
 )
 
 

@@ -9,15 +9,7 @@ from weakref import WeakKeyDictionary
 
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.rank_messages import (
-    CancelRequest,
-    DecodeStepDone,
-    ExpectRequest,
-    FinishRequest,
-    RequestExpected,
-    RunDecodeStep,
-    TransferFailed,
-)
+from decode_node.rank_messages import DecodeStepDone, ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.request_state import Done, GenerationRequest, GenerationStage, Observer, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
@@ -25,6 +17,7 @@ from node_runtime.rank_messages import StepFailed
 from tests.runtime.instances import instance
 from transfer.breaker import Breaker, BreakerSettings, BreakerState
 from transfer.chunk import ChunkPlan
+from transfer.connector.messages import CancelIncoming, TransferBroken, TransferExpected
 from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.engine_types import SamplingParams
@@ -236,10 +229,10 @@ class World:
                     assert message.plan is PLAN
                     for names in (rank.unanswered, rank.receiving, rank.holding):
                         names.add(message.request_id)
-                case CancelRequest() | FinishRequest():
-                    assert message.request_id in rank.holding and message.request_id not in rank.leaving
-                    rank.leaving.add(message.request_id)
-                    rank.receiving.discard(message.request_id)
+                case CancelIncoming(transfer_id=name) | FinishRequest(request_id=name):
+                    assert name in rank.holding and name not in rank.leaving
+                    rank.leaving.add(name)
+                    rank.receiving.discard(name)
                 case RunDecodeStep():
                     for part in message.parts:
                         assert part.request_id in rank.holding - rank.leaving - rank.receiving, "KV that is not whole"
@@ -284,7 +277,7 @@ class World:
 
     def expected(self, rank: int, name: str, reason: str = "") -> None:
         self.ranks[rank].unanswered.discard(name)
-        self.leader.on_expected(rank, RequestExpected(request_id=name, reason=reason))
+        self.leader.on_expected(rank, TransferExpected(transfer_id=name, reason=reason))
 
     def complete(self, rank: int, name: str) -> None:
         self.ranks[rank].receiving.discard(name)
@@ -292,7 +285,7 @@ class World:
 
     def broken(self, rank: int, name: str, *, is_data_loss: bool) -> None:
         self.ranks[rank].receiving.discard(name)
-        self.leader.on_transfer_failed(rank, TransferFailed(request_id=name, reason="broke", is_data_loss=is_data_loss))
+        self.leader.on_transfer_failed(rank, TransferBroken(transfer_id=name, reason="broke", is_data_loss=is_data_loss))
 
     def release(self, rank: int, name: str) -> None:
         self.ranks[rank].holding.discard(name)

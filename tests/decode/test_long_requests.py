@@ -15,12 +15,13 @@ from decode_node.admission import Admission
 from decode_node.admission import page_needs as decode_needs
 from decode_node.offload.tiers import DeviceOnly, Prompt
 from prefill_node import requests as requests_module
-from prefill_node.rank_messages import PrefillStepDone, RequestSent, RunPrefillStep
+from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep
 from prefill_node.requests import PrefillRequests, PromptRequest, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.prefill.leader_world import new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.connector.decode_instances import Join, Reservation
+from transfer.connector.messages import TransferSent
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable
 from transfer.layer_groups import PageCounts, layer_groups
@@ -103,7 +104,7 @@ class Cluster:
         node.on_step_done(0, PrefillStepDone(step=step.step, first_tokens=dict.fromkeys(last, 1), compute_s=0.0))
         for name in last:
             node.on_pages_released(0, name)
-            node.on_sent(0, RequestSent(request_id=name, stats=SentStats()))
+            node.on_sent(0, TransferSent(transfer_id=name, stats=SentStats()))
             self._loop.call_later(self._chance.uniform(*GENERATES_S), self._tiers.gone, name)
 
     async def close(self) -> None:

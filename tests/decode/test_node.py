@@ -18,15 +18,7 @@ from tokenizers import Tokenizer, models, processors
 from decode_node import node as node_module
 from decode_node import requests as requests_module
 from decode_node.node import READ_S, DecodeNode
-from decode_node.rank_messages import (
-    CODEC,
-    PART_BYTES,
-    DecodeStepPart,
-    RequestExpected,
-    RunDecodeStep,
-    TransferComplete,
-    check_step_fits,
-)
+from decode_node.rank_messages import CODEC, PART_BYTES, DecodeStepPart, RunDecodeStep, check_step_fits
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon, NodeState
 from node_runtime.rank_messages import PagesReleased
@@ -35,6 +27,7 @@ from tests.decode.local_nodes import LocalContext, serve_locally
 from tests.prefill.join_server import CUT, JoinServer
 from tests.runtime.instances import decode_config, hello, until
 from tests.runtime.virtual_time import in_virtual_time
+from transfer.connector.messages import TransferExpected, TransferWhole
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
@@ -132,9 +125,9 @@ class Serving:
         )
         reserving = asyncio.ensure_future(self.node.Reserve(question, cast(Any, LocalContext())))
         await turns()
-        self.node.ranks.on_message(0, RequestExpected(request_id=name))
+        self.node.ranks.on_message(0, TransferExpected(transfer_id=name))
         assert (await reserving).reserved
-        self.node.ranks.on_message(0, TransferComplete(request_id=name))
+        self.node.ranks.on_message(0, TransferWhole(transfer_id=name))
         self.prefill.is_computed.set()
         await turns()
         self.node.ranks.on_message(0, PagesReleased(request_id=name))

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
-from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest
+from decode_node.rank_messages import ExpectRequest, FinishRequest
 from decode_node.request_state import Done, GenerationRequest, Tokens
 from tests.decode.leader_moves import MOVES, drained, play
 from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
 from tests.runtime.hand_clock import HandClock
 from transfer import chunk as chunk_module
 from transfer.chunk import ChunkPlan
+from transfer.connector.messages import CancelIncoming
 from transfer.errors import (
     EngineError,
     LayoutError,
@@ -173,7 +174,7 @@ async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World
     world.reserve("a")
     await turns()
     assert world.leader.abort("a", TransferAborted("why\n" * (1 << 20)))
-    (cancel,) = [message for message in world.sent if isinstance(message, CancelRequest)]
+    (cancel,) = [message for message in world.sent if isinstance(message, CancelIncoming)]
     assert len(cancel.reason) <= 512 and "\n" not in cancel.reason
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
-from decode_node.rank_messages import CancelRequest, ExpectRequest
+from decode_node.rank_messages import ExpectRequest
 from decode_node.request_state import Done, GenerationRequest, Tokens
 from tests.decode.leader_moves import play
 from tests.decode.leader_world import (
@@ -27,6 +27,7 @@ from tests.decode.leader_world import (
 )
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
+from transfer.connector.messages import CancelIncoming
 from transfer.connector.prefill_nodes import REASON_GRACE_S
 from transfer.errors import (
     ConfigError,
@@ -105,7 +106,7 @@ def outcome(request: GenerationRequest) -> Done | TransferError:
 
 
 def cancelled(world: World) -> list[str]:
-    return [message.request_id for message in world.sent if isinstance(message, CancelRequest)]
+    return [message.transfer_id for message in world.sent if isinstance(message, CancelIncoming)]
 
 
 async def release_all(world: World) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from decode_node.admission import page_needs
-from decode_node.rank_messages import CancelRequest, DecodeStepPart, ExpectRequest, FinishRequest, RequestExpected, RunDecodeStep
+from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from node_runtime.rank_messages import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.connector.messages import CancelIncoming, TransferExpected
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layout import DType, routes
 from transfer.piece import SessionRoute
@@ -163,7 +164,7 @@ def test_a_transfer_that_is_given_up_half_way_gives_everything_back_once_it_is_d
     rank = Rank(1)
     rank.expect("a")
     rank.arrive("a", 3, num_chunks)
-    rank.worker.on_message(CancelRequest(request_id="a", reason="the client left"))
+    rank.worker.on_message(CancelIncoming(transfer_id="a", reason="the client left"))
     assert set(rank.receiver.draining) == {"a"} and not rank.released(), "a write can still land in its pages"
     rank.worker.on_drained("a")
     assert rank.released() == ["a"]
@@ -173,7 +174,7 @@ def test_a_transfer_that_is_given_up_half_way_gives_everything_back_once_it_is_d
 def test_a_request_is_received_from_its_writers_sessions() -> None:
     rank = Rank()
     rank.expect("a")
-    assert rank.said == [RequestExpected(request_id="a")]
+    assert rank.said == [TransferExpected(transfer_id="a")]
     (expected,) = rank.receiver.expected
     assert expected.plan is PLAN and expected.layout is OWN.layout and expected.num_tokens == PROMPT
     assert expected.wire_dtype is WRITERS.wire_dtype and expected.routes is WRITERS.routes
@@ -192,7 +193,7 @@ def test_a_request_that_cannot_be_received_says_why_and_gives_its_pages_back_whe
 ) -> None:
     rank = Rank(writers=writers, knows_all=knows_all)
     rank.expect("a")
-    assert rank.said == [RequestExpected(request_id="a", reason=reason)] and not rank.receiver.expected
-    rank.worker.on_message(CancelRequest(request_id="a", reason="it cannot be received"))
+    assert rank.said == [TransferExpected(transfer_id="a", reason=reason)] and not rank.receiver.expected
+    rank.worker.on_message(CancelIncoming(transfer_id="a", reason="it cannot be received"))
     assert rank.released() == ["a"] and not rank.receiver.draining
     rank.assert_nothing_is_left()

@@ -26,21 +26,12 @@ from decode_node.offload.rank import OffloadRank
 from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import StoreLeader, StoreSettings
 from decode_node.offload.tiers import Prompt
-from decode_node.rank_messages import (
-    CancelRequest,
-    DecodeStepDone,
-    DecodeStepPart,
-    ExpectRequest,
-    FinishRequest,
-    JobDone,
-    RequestExpected,
-    RunDecodeStep,
-    TransferComplete,
-)
+from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep
 from node_runtime.rank_messages import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.connector.messages import CancelIncoming, TransferExpected, TransferWhole
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layer_groups import NO_PAGE, GroupKind, PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
@@ -480,7 +471,7 @@ class World:
         job.is_over, job.is_running = True, False
         self.leader.give_up(job.request_id)
         if job.is_placed:
-            self._broadcast(CancelRequest(request_id=job.request_id, reason="gone"))
+            self._broadcast(CancelIncoming(transfer_id=job.request_id, reason="gone"))
 
     def damage(self, job: Job) -> None:
         """A step says that its KV is no good. Nor is that of all who may share pages with it, in every tier."""
@@ -532,14 +523,14 @@ class World:
                         self._take(self.jobs[name], token)
                 self.leader.step_over()
                 self._send_step()
-            case TransferComplete():
-                self.jobs[message.request_id].receiving.discard(rank)
+            case TransferWhole():
+                self.jobs[message.transfer_id].receiving.discard(rank)
             case PagesReleased():
                 job = self.jobs[message.request_id]
                 job.holding.discard(rank)
                 if not job.holding:
                     self.leader.gone(job.request_id)
-            case RequestExpected():
+            case TransferExpected():
                 assert not message.reason
             case _:
                 raise AssertionError(message)

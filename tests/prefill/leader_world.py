@@ -8,22 +8,14 @@ from functools import partial
 
 from node_runtime.rank_messages import StepFailed
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.rank_messages import (
-    AbortRequest,
-    LoadPrefix,
-    PrefillStepDone,
-    PrefixLoaded,
-    RequestFailed,
-    RequestSent,
-    RunPrefillStep,
-    StartRequest,
-)
+from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, PromptRequest, Sent, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.decode.leader_world import told_of
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import Join, Reservation
+from transfer.connector.messages import CancelOutgoing, TransferNotSent, TransferSent
 from transfer.engine_types import SamplingParams
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
@@ -126,8 +118,8 @@ class World:
                     rank.holding.add(message.request_id)
                     rank.aborted.discard(message.request_id)
                     rank.computed.discard(message.request_id)
-                case AbortRequest():
-                    rank.aborted.add(message.request_id)
+                case CancelOutgoing():
+                    rank.aborted.add(message.transfer_id)
                 case LoadPrefix():
                     assert message.request_id in rank.holding - rank.aborted
                     rank.loading[message.request_id] = message
@@ -181,11 +173,11 @@ class World:
 
     def send_part(self, rank: int, name: str) -> None:
         self.ranks[rank].unsent.discard(name)
-        self.leader.on_sent(rank, RequestSent(request_id=name, stats=SentStats(num_bytes=10, writes=1, transfer_s=0.5 + rank)))
+        self.leader.on_sent(rank, TransferSent(transfer_id=name, stats=SentStats(num_bytes=10, writes=1, transfer_s=0.5 + rank)))
 
     def fail_part(self, rank: int, name: str) -> None:
         self.ranks[rank].unsent.discard(name)
-        self.leader.on_failed(rank, RequestFailed(request_id=name, reason="a session is lost"))
+        self.leader.on_failed(rank, TransferNotSent(transfer_id=name, reason="a session is lost"))
 
     def release(self, rank: int, name: str) -> None:
         self.ranks[rank].holding.discard(name)

@@ -13,15 +13,7 @@ import torch
 
 from node_runtime.rank_messages import PagesReleased
 from prefill_node.prefix_loader import PrefixLoader
-from prefill_node.rank_messages import (
-    AbortRequest,
-    LoadPrefix,
-    PrefillStepDone,
-    PrefillStepPart,
-    PrefixLoaded,
-    RunPrefillStep,
-    StartRequest,
-)
+from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import page_needs
 from tests.prefill.stored_pages import Prompt, cut
 from tests.prefill.test_prefix_loader import MIXED, PLAIN, shard
@@ -30,6 +22,7 @@ from tests.runtime.instances import until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
+from transfer.connector.messages import CancelOutgoing
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
@@ -229,7 +222,7 @@ async def test_pages_of_what_is_given_up_are_kept_until_nothing_is_written_into_
         rank.start()
         rank.order_load()
         await until(lambda: store.num_calls)
-        rank.worker.on_message(AbortRequest(request_id="a", reason="the client left"))
+        rank.worker.on_message(CancelOutgoing(transfer_id="a", reason="the client left"))
         if order == "gathers end first":
             rank.worker.on_source_released("a")
             assert rank.said == []

@@ -13,7 +13,7 @@ import pytest
 
 from prefill_node import requests as requests_module
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.rank_messages import AbortRequest, LoadPrefix, PrefixLoaded, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import LoadPrefix, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.requests import OnLoaded, OnTaskOver, PromptRequest
 from tests.decode.leader_world import turns
 from tests.prefill.leader_world import CHUNK, World, new_join
@@ -23,6 +23,7 @@ from tests.runtime.instances import instance, until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.connector.decode_instances import Join
+from transfer.connector.messages import CancelOutgoing
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable, TransferAborted
 from transfer.layer_groups import layer_groups
@@ -178,7 +179,7 @@ async def test_a_request_that_ends_while_it_is_loaded_is_released_once(when: str
             world.finish_load(0, "a", 20)
         end_request(world, request, end)
         await turns()
-        assert isinstance(world.sent[-1], AbortRequest)
+        assert isinstance(world.sent[-1], CancelOutgoing)
         world.store.gate.set()
         assert world.scheduler.num_running == 1, "a rank may still write its pages"
         for rank in range(2):

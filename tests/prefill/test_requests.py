@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_node import requests as requests_module
-from prefill_node.rank_messages import AbortRequest, PrefillStepDone, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep, StartRequest
 from prefill_node.requests import FirstToken, Sent, Started
 from prefill_node.scheduler import STEPS_AHEAD
 from tests.decode.leader_world import take, turns
 from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join
 from tests.runtime.hand_clock import HandClock
+from transfer.connector.messages import CancelOutgoing
 from transfer.errors import (
     EngineError,
     LocalProtocolError,
@@ -191,7 +192,7 @@ async def test_a_lost_session_fails_the_request_once_and_has_all_ranks_give_it_u
     world.fail_part(0, "a")
     world.fail_part(1, "a")
     assert [type(item) for item in take(request)] == [Started, FirstToken, PeerUnreachable]
-    assert sum(isinstance(message, AbortRequest) for message in world.sent) == 1
+    assert sum(isinstance(message, CancelOutgoing) for message in world.sent) == 1
     world.settle()
     assert world.outcomes == ["failed"] and world.leader.num_in_flight == 0
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from node_runtime.rank_messages import PagesReleased
-from prefill_node.rank_messages import AbortRequest, PrefillStepDone, PrefillStepPart, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import PrefillStepDone, PrefillStepPart, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
 from tests.prefill.workers import Sender, new_worker
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan
+from transfer.connector.messages import CancelOutgoing
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.layer_groups import PageCounts
 from transfer.layout import routes
@@ -176,7 +177,7 @@ def test_an_abort_in_the_middle_gives_everything_back_once(num_steps_over: int, 
         rank.thread.run_next()
         rank.send_step()
     rank.scheduler.withdraw("a")
-    rank.worker.on_message(AbortRequest(request_id="a", reason="the client left"))
+    rank.worker.on_message(CancelOutgoing(transfer_id="a", reason="the client left"))
     assert rank.sender.aborted == ["a"] and not rank.released()
     if order == "gathers end first":
         rank.worker.on_source_released("a")

@@ -200,7 +200,7 @@ class ExpectTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelIncoming:
-    """Give it up, wherever it stands; answer `TransferDrained`."""
+    """Give it up, wherever it stands; answer `TransferDrained`, or in a daemon `PagesReleased` when its pages are back."""
 
     transfer_id: str
     reason: str
