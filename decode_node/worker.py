@@ -45,7 +45,6 @@ from transfer.layer_groups import PageCounts
 from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
-from transfer.piece import RankRequest
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, RingMemory, Unattached, open_receiving
@@ -259,16 +258,11 @@ class DecodeWorker:
             return
         self._link.send(TransferExpected(transfer_id=message.request_id))
         self._receiver.expect_request(
-            RankRequest(
-                request_id=message.request_id,
-                layout=self._instance.layout,
+            writers.request(
+                message.request_id,
                 plan=message.plan,
-                wire_dtype=writers.wire_dtype,
                 num_tokens=message.num_tokens,
                 start_token=message.start_token,
-                routes=writers.routes,
-                digest=writers.digest,
-                scales=writers.scales,
                 traceparent=message.traceparent,
             )
         )

@@ -32,28 +32,22 @@ from prefill_node.stored_prefix import StoredPrefix
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.config import PrefillNodeConfig
 from transfer.connector.messages import (
-    AttachDecode,
     CancelOutgoing,
-    DecodeAttached,
-    DecodeLost,
-    DetachDecode,
     TransferNotSent,
     TransferSent,
 )
+from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
-from transfer.errors import LocalProtocolError, TransferError
+from transfer.errors import LocalProtocolError
 from transfer.instance import Instance
-from transfer.layout import wire_dtype
 from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
-from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.security import security_of
-from transfer.send.attach import DecodeSessions
 from transfer.send.events import SenderSettings, SentStats
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, staging_slot_bytes
@@ -97,7 +91,7 @@ class PrefillRankParts:
     engine: PrefillEngine
     allocator: GroupAllocator
     sender: SenderLoop
-    sessions: DecodeSessions
+    sessions: OutgoingSessions
     loader: PrefixLoader | None
 
 
@@ -115,11 +109,11 @@ class PrefillWorker:
         self._rank_engine = engine
         self._engine_thread = engine.thread
         self._requests: dict[str, _Request] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # attaches and loads
+        self._loads: set[asyncio.Task[None]] = set()
         self._engine: PrefillEngine
         self._allocator: GroupAllocator
         self._sender: SenderLoop
-        self._sessions: DecodeSessions
+        self._sessions: OutgoingSessions
         self._store: StoreClient | None = None
         self._loader: PrefixLoader | None = None
         self._tracer: Tracer | None = None
@@ -168,13 +162,8 @@ class PrefillWorker:
         sender = SenderLoop(context=context, owner=self, pool=pool, staging=staging, settings=SenderSettings(num_slots=num_slots))
         opening.pop_all()  # the sender closes it
         undo.callback(sender.close)
-        sessions = DecodeSessions(
-            context=context,
-            sender=sender,
-            plan=finest_chunk_plan(self._config.chunk),
-            on_lost=lambda join, incarnation, reason: self._link.send(
-                DecodeLost(join=join, incarnation=incarnation, reason=reason)
-            ),
+        sessions = OutgoingSessions(
+            context=context, sender=sender, plan=finest_chunk_plan(self._config.chunk), send=self._link.send
         )
         loader = self._open_store(instance)
         self.use(PrefillRankParts(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=loader))
@@ -218,10 +207,6 @@ class PrefillWorker:
 
     def on_message(self, message: Any) -> None:
         match message:
-            case AttachDecode():
-                self._begin_task(self._attach(message))
-            case DetachDecode():
-                self._sessions.close(message.incarnation, message.reason)
             case StartRequest():
                 self._start_request(message)
             case LoadPrefix():
@@ -231,27 +216,11 @@ class PrefillWorker:
             case CancelOutgoing():
                 self._abort(message)
             case _:
-                raise LocalProtocolError(f"a prefill rank cannot serve {type(message).__name__}")
+                if not self._sessions.on_message(message):
+                    raise LocalProtocolError(f"a prefill rank cannot serve {type(message).__name__}")
 
-    async def _attach(self, message: AttachDecode) -> None:
-        incarnation = message.instance.incarnation
-        try:
-            links = await self._sessions.open(message.instance, message.rank_addresses, join=message.join)
-        except TransferError as error:
-            refused = not isinstance(error, self._sessions.PASSING)
-            self._link.send(DecodeLost(join=message.join, incarnation=incarnation, reason=str(error), is_refused=refused))
-        else:
-            peer = self._sessions.of(incarnation)
-            ring_bytes = 0 if peer is None else peer.ring_bytes
-            self._link.send(DecodeAttached(join=message.join, incarnation=incarnation, links=links, ring_bytes=ring_bytes))
-
-    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_over)
-
-    def _on_task_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _on_load_over(self, task: asyncio.Task[None]) -> None:
+        self._loads.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._crash(error)  # the leader would wait for an answer that never comes
 
@@ -269,18 +238,12 @@ class PrefillWorker:
                 TransferNotSent(transfer_id=message.request_id, reason="the decode instance is gone", is_passing=True)
             )
             return
-        mine = tuple(SessionRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes)
         self._sender.start_request(
-            RankRequest(
-                request_id=message.request_id,
-                layout=layout,
+            peer.request(
+                message.request_id,
                 plan=message.plan,
-                wire_dtype=wire_dtype(layout, self._engine.shard, peer.instance.shard),
                 num_tokens=message.num_tokens,
                 start_token=message.start_token,
-                routes=mine,
-                digest=peer.digest,
-                scales=peer.scales,
                 traceparent=message.traceparent,
             )
         )
@@ -301,7 +264,9 @@ class PrefillWorker:
         request.steps_under_way += 1
         self._allocator.advance(message.request_id, request.num_prepared)
         tables = self._allocator.cover(message.request_id, request.num_prepared)
-        self._begin_task(self._load(message.request_id, request, self._loader.load(prefix, tables)))
+        load = self._loop.create_task(self._load(message.request_id, request, self._loader.load(prefix, tables)))
+        self._loads.add(load)
+        load.add_done_callback(self._on_load_over)
 
     async def _load(self, request_id: str, request: _Request, loading: Coroutine[Any, Any, int]) -> None:
         num_tokens = await loading
@@ -458,8 +423,8 @@ class PrefillWorker:
         return self._metrics.snapshot(status)
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+        for load in list(self._loads):
+            load.cancel()
         if self._store is not None:
             await self._store.close()
         await self._sessions.close_all("the prefill node shuts down")

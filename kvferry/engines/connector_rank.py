@@ -32,8 +32,9 @@ from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_socket import rank_socket_address
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import IncomingRank, Settled
-from transfer.connector.messages import DecodeLost, LinkProbed, PrefillRankLost
+from transfer.connector.messages import LinkProbed, PrefillRankLost
 from transfer.connector.outgoing_rank import OutgoingRank, TransferEvent
+from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
@@ -42,7 +43,6 @@ from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, RingMemory, open_receiving
-from transfer.send.attach import DecodeSessions
 from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
@@ -209,11 +209,8 @@ class ConnectorRank:
             metrics.watch_loop(self._thread.loop.turns)
             source = OutgoingRank(
                 loop=self._thread.loop,
-                own=instance,
-                rank=self._rank,
                 send=self._send,
                 on_news=self._news.append,
-                on_crash=self._thread.crash,
             )
             num_slots = config.staging.num_slots
             context = self._context_of(instance, transport, metrics)
@@ -227,12 +224,7 @@ class ConnectorRank:
                 ),
                 settings=SenderSettings(num_slots=num_slots),
             )
-            sessions = DecodeSessions(
-                context=context,
-                sender=sender,
-                plan=finest_chunk_plan(config.chunk),
-                on_lost=lambda join, decode, reason: self._send(DecodeLost(join=join, incarnation=decode, reason=reason)),
-            )
+            sessions = OutgoingSessions(context=context, sender=sender, plan=finest_chunk_plan(config.chunk), send=self._send)
             source.begin(sender, sessions)
             self._source = source
         if DECODE in self._sides:
@@ -246,7 +238,7 @@ class ConnectorRank:
             )
             metrics = self._metrics[DECODE] = RankMetrics(role="decode", rank=self._rank)
             metrics.watch_loop(self._thread.loop.turns)
-            target = IncomingRank(layout=engine.layout, send=self._send, on_news=self._news.append)
+            target = IncomingRank(send=self._send, on_news=self._news.append)
             ring_bytes = ring_capacity_bytes(config.ring, device_bytes(pool.device), device=config.device)
             context = self._context_of(instance, transport, metrics)
             receiving = open_receiving(

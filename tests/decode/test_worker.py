@@ -29,6 +29,7 @@ NEEDS = page_needs(GROUPS, PAGE_SIZE)
 PROMPT, NEW = 50, 40
 OWN = instance(22, layout=LAYOUT)
 WRITERS = WritersOfInstance(
+    layout=LAYOUT,
     wire_dtype=DType.FLOAT32,
     routes=tuple(
         SessionRoute(route=route, session=50 + route.prefill_rank)

@@ -49,7 +49,6 @@ PLAN = ChunkPlan(chunk_tokens=CHUNK)
 WINDOW_TOKENS = 6
 FULL_SPEC = LayerSpec(num_kv_heads=2, k_head_dim=2, v_head_dim=2)
 WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=2, v_head_dim=2, window_tokens=WINDOW_TOKENS)
-WRITERS = WritersOfInstance(wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None)
 NO_GOOD = struct.pack("<f", -1.0)
 FINGERPRINT = "ab" * 16
 PREFILL = instance(1)
@@ -187,7 +186,7 @@ class RankWorld:
             own=instance(22, layout=world.layout),
             allocator=self.allocator,
             receiver=self.receiver,
-            writers=WRITERS,
+            writers=WritersOfInstance(layout=world.layout, wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None),
             offload=self.offload,
         )
 

@@ -9,7 +9,7 @@ import pytest
 
 from prefill_node.rank_messages import PrefillStepPart, RunPrefillStep, StartRequest
 from prefill_node.scheduler import page_needs
-from tests.prefill.workers import Sender, new_worker
+from tests.prefill.workers import Sender, decode_peer, new_worker
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import HeldThread
 from transfer.chunk import ChunkPlan
@@ -17,10 +17,9 @@ from transfer.engine_types import SamplingParams
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pool.page_allocator import GroupAllocator
-from transfer.send.attach import DecodePeer
 
 LAYOUT = KVLayout.uniform(num_layers=8, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
-PEER = DecodePeer(join=1, instance=instance(2, layout=LAYOUT), digest="xxh3-64", scales=None, routes=())
+PEER = decode_peer(instance(2, layout=LAYOUT))
 STEP = RunPrefillStep(step=1, parts=(PrefillStepPart(request_id="r", token_ids=(1,) * 16, first_token=0, is_last=True),))
 
 

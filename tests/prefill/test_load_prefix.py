@@ -17,7 +17,7 @@ from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefillStepP
 from prefill_node.scheduler import page_needs
 from tests.prefill.stored_pages import Prompt, cut
 from tests.prefill.test_prefix_loader import MIXED, PLAIN, shard
-from tests.prefill.workers import Sender, new_worker
+from tests.prefill.workers import Sender, decode_peer, new_worker
 from tests.runtime.instances import until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
@@ -79,7 +79,7 @@ class Rank:
         self.sent: list[int] = []  # chunks, as they were told
         self.crashes: list[BaseException] = []
         loop.set_exception_handler(lambda _, context: self.crashes.append(context["exception"]))
-        self.peer: DecodePeer | None = DecodePeer(join=1, instance=self.decode, digest="xxh3-64", scales=None, routes=())
+        self.peer: DecodePeer | None = decode_peer(self.decode)
         self.worker = new_worker(
             thread=self.thread,
             send=self.said.append,

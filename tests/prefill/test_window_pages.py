@@ -11,7 +11,7 @@ import pytest
 from node_runtime.rank_messages import PagesReleased
 from prefill_node.rank_messages import PrefillStepDone, PrefillStepPart, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
-from tests.prefill.workers import Sender, new_worker
+from tests.prefill.workers import Sender, decode_peer, new_worker
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan
@@ -20,7 +20,6 @@ from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.layer_groups import PageCounts
 from transfer.layout import routes
 from transfer.pool.page_allocator import GroupAllocator
-from transfer.send.attach import DecodePeer
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
 NEEDS = page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)
@@ -66,7 +65,7 @@ class Rank:
         self.num_steps = 0
         decode = instance(2, layout=LAYOUT)
         every = routes(LAYOUT, SHARD, decode.shard)
-        peer = DecodePeer(join=1, instance=decode, digest="kvferry-words-64", scales=SCALES, routes=every, sessions={0: 1})
+        peer = decode_peer(decode, digest="kvferry-words-64", scales=SCALES, routes=every, sessions={0: 1})
         self.sender = Sender(lambda request_id, chunk: self.computed.setdefault(request_id, set()).add(chunk))
         self.worker = new_worker(
             thread=self.thread,

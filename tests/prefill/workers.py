@@ -11,6 +11,7 @@ from node_runtime.rank_worker import RankSpec
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.worker import PrefillRankParts, PrefillWorker
 from tests.runtime.instances import prefill_config
+from transfer.instance import Instance
 from transfer.piece import RankRequest
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.send.attach import DecodePeer
@@ -37,6 +38,12 @@ class Sender:
 
     def check_idle(self) -> None:
         pass
+
+
+def decode_peer(decode: Instance, **fields: Any) -> DecodePeer:
+    """The instance as a prefill rank is attached to it; without routes, unless `fields` has them."""
+    agreed = {"layout": decode.layout, "wire_dtype": decode.layout.dtype, "digest": "xxh3-64", "scales": None, "routes": ()}
+    return DecodePeer(join=1, instance=decode, **agreed | fields)
 
 
 def new_worker(

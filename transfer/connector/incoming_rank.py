@@ -22,8 +22,6 @@ from transfer.connector.messages import (
     TransferWhole,
 )
 from transfer.errors import LocalProtocolError
-from transfer.layout import KVLayout
-from transfer.piece import RankRequest
 from transfer.receive.attach import PrefillSessions, Receiving, Unattached
 
 
@@ -52,13 +50,11 @@ class IncomingRank:
     """See the module's docstring; a `transfer.receive.loop.ReceiverOwner`.
 
     Args:
-        layout: The KV of the whole model.
         send: To the leader.
         on_news: Hears what the engine has to be told.
     """
 
-    def __init__(self, *, layout: KVLayout, send: Callable[[object], None], on_news: Callable[[Settled], None]) -> None:
-        self._layout = layout
+    def __init__(self, *, send: Callable[[object], None], on_news: Callable[[Settled], None]) -> None:
         self._send = send
         self._on_news = on_news
         self._incoming: dict[str, _Incoming] = {}  # by transfer, until it is whole or drained
@@ -93,16 +89,8 @@ class IncomingRank:
         self._incoming[message.transfer_id] = _Incoming(tables=message.tables)
         self._send(TransferExpected(transfer_id=message.transfer_id))
         self._receiving.loop.expect_request(
-            RankRequest(
-                request_id=message.transfer_id,
-                layout=self._layout,
-                plan=message.plan,
-                wire_dtype=writers.wire_dtype,
-                num_tokens=message.num_tokens,
-                start_token=message.start_token,
-                routes=writers.routes,
-                digest=writers.digest,
-                scales=writers.scales,
+            writers.request(
+                message.transfer_id, plan=message.plan, num_tokens=message.num_tokens, start_token=message.start_token
             )
         )
 

@@ -16,12 +16,8 @@ import structlog
 
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.connector.messages import (
-    AttachDecode,
     CancelOutgoing,
     ClosePrompt,
-    DecodeAttached,
-    DecodeLost,
-    DetachDecode,
     FreePrompt,
     PromptIdle,
     PromptWanted,
@@ -29,13 +25,10 @@ from transfer.connector.messages import (
     TransferNotSent,
     TransferSent,
 )
+from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.engine_types import DeviceEvent
-from transfer.errors import LocalProtocolError, TransferError
-from transfer.instance import Instance
-from transfer.layout import wire_dtype
+from transfer.errors import LocalProtocolError
 from transfer.messages import clip_reason
-from transfer.piece import RankRequest, SessionRoute
-from transfer.send.attach import DecodeSessions
 from transfer.send.events import SentStats
 from transfer.send.loop import SenderLoop
 
@@ -108,8 +101,6 @@ class OutgoingRank:
 
     Args:
         loop: The owner's.
-        own: This instance.
-        rank: This rank of it.
         send: To the leader.
         on_news: Hears what the engine has to be told.
     """
@@ -118,26 +109,19 @@ class OutgoingRank:
         self,
         *,
         loop: asyncio.AbstractEventLoop,
-        own: Instance,
-        rank: int,
         send: Callable[[object], None],
         on_news: Callable[[TransferEvent], None],
-        on_crash: Callable[[BaseException], None],
     ) -> None:
         self._loop = loop
-        self._own = own
-        self._rank = rank
         self._send = send
         self._on_news = on_news
-        self._on_crash = on_crash
         self._sources: dict[str, _Source] = {}
         self._names: dict[str, str] = {}  # transfer -> name, as long as the sender may ask for its tables
         self._sending: set[str] = set()  # transfers that the sender knows; their last bytes travel when nothing reads any more
-        self._attaching: set[asyncio.Task[None]] = set()
         self._sender: SenderLoop
-        self._sessions: DecodeSessions
+        self._sessions: OutgoingSessions
 
-    def begin(self, sender: SenderLoop, sessions: DecodeSessions) -> None:
+    def begin(self, sender: SenderLoop, sessions: OutgoingSessions) -> None:
         """Take over what was opened with this rank as its owner."""
         self._sender = sender
         self._sessions = sessions
@@ -180,12 +164,6 @@ class OutgoingRank:
 
     def on_message(self, message: Any) -> None:
         match message:
-            case AttachDecode():
-                attaching = self._loop.create_task(self._attach(message))
-                self._attaching.add(attaching)
-                attaching.add_done_callback(self._on_attach_over)
-            case DetachDecode():
-                self._sessions.close(message.incarnation, message.reason)
             case PromptWanted():
                 source = self._sources.setdefault(message.name, _Source())
                 if source.wanted_from != message.start_token:  # else it is another attempt, which is no news
@@ -207,24 +185,8 @@ class OutgoingRank:
                 source.is_free = True
                 self._free_if_over(message.name, source)
             case _:
-                raise LocalProtocolError(f"a connector's prefill rank cannot serve {type(message).__name__}")
-
-    async def _attach(self, message: AttachDecode) -> None:
-        incarnation = message.instance.incarnation
-        try:
-            links = await self._sessions.open(message.instance, message.rank_addresses, join=message.join)
-        except TransferError as error:
-            refused = not isinstance(error, self._sessions.PASSING)
-            self._send(DecodeLost(join=message.join, incarnation=incarnation, reason=str(error), is_refused=refused))
-        else:
-            peer = self._sessions.of(incarnation)
-            ring_bytes = 0 if peer is None else peer.ring_bytes
-            self._send(DecodeAttached(join=message.join, incarnation=incarnation, links=links, ring_bytes=ring_bytes))
-
-    def _on_attach_over(self, task: asyncio.Task[None]) -> None:
-        self._attaching.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_crash(error)  # the leader would wait for an answer that never comes
+                if not self._sessions.on_message(message):
+                    raise LocalProtocolError(f"a connector's prefill rank cannot serve {type(message).__name__}")
 
     def _start(self, message: StartTransfer) -> None:
         peer = self._sessions.of(message.decode_incarnation)
@@ -238,25 +200,14 @@ class OutgoingRank:
             reason = "a transfer of that id is still under way; each attempt needs an id of its own"
             self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason))
             return
-        layout = self._own.layout
         chunks = split_into_chunks(
-            message.plan, num_tokens=message.num_tokens, num_layers=layout.num_layers, start_token=message.start_token
+            message.plan, num_tokens=message.num_tokens, num_layers=peer.layout.num_layers, start_token=message.start_token
         )
         source.transfers[message.transfer_id] = _Transfer(chunks=chunks)
         self._names[message.transfer_id] = message.name
         self._sending.add(message.transfer_id)
         self._sender.start_request(
-            RankRequest(
-                request_id=message.transfer_id,
-                layout=layout,
-                plan=message.plan,
-                wire_dtype=wire_dtype(layout, self._own.shard, peer.instance.shard),
-                num_tokens=message.num_tokens,
-                start_token=message.start_token,
-                routes=tuple(SessionRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes),
-                digest=peer.digest,
-                scales=peer.scales,
-            )
+            peer.request(message.transfer_id, plan=message.plan, num_tokens=message.num_tokens, start_token=message.start_token)
         )
         if message.transfer_id in source.transfers:
             self._tell_computed(source, message.transfer_id)
@@ -364,7 +315,5 @@ class OutgoingRank:
         return True
 
     async def close(self) -> None:
-        for attaching in list(self._attaching):
-            attaching.cancel()
         await self._sessions.close_all("the prefill side's engine shuts down")
         self._sender.close()

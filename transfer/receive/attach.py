@@ -14,16 +14,16 @@ from typing import Any
 import structlog
 import torch
 
-from transfer.chunk import largest_wire_bytes
+from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.config import ServerConfig
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.errors import ChunkTooLarge, ResourceExhausted, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
-from transfer.layout import DType, Route, routes, wire_dtype
+from transfer.layout import DType, KVLayout, Route, routes, wire_dtype
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
-from transfer.piece import SessionRoute
+from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -132,10 +132,28 @@ class Writer:
 class WritersOfInstance:
     """What a request from an attached prefill instance is received with; fields as of `RankRequest`."""
 
+    layout: KVLayout
     wire_dtype: DType
     routes: tuple[SessionRoute, ...]
     digest: str
     scales: Mapping[tuple[int, bool], float] | None
+
+    def request(
+        self, request_id: str, *, plan: ChunkPlan, num_tokens: int, start_token: int, traceparent: str = ""
+    ) -> RankRequest:
+        """What this rank receives of a request from the instance; see `RankRequest`."""
+        return RankRequest(
+            request_id=request_id,
+            layout=self.layout,
+            plan=plan,
+            wire_dtype=self.wire_dtype,
+            num_tokens=num_tokens,
+            start_token=start_token,
+            routes=self.routes,
+            digest=self.digest,
+            scales=self.scales,
+            traceparent=traceparent,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +247,7 @@ class PrefillSessions:
         if absent:
             return Unattached(reason=f"prefill rank {absent[0]} is not attached")
         return WritersOfInstance(
+            layout=self._own.layout,
             wire_dtype=self._wire(some.instance),
             routes=tuple(SessionRoute(route=route, session=writers[route.prefill_rank][0]) for route in some.routes),
             digest=some.digest,

@@ -18,8 +18,9 @@ from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.errors import PeerUnreachable, ResourceExhausted, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
-from transfer.layout import Route, routes, wire_dtype
+from transfer.layout import DType, KVLayout, Route, routes, wire_dtype
 from transfer.messages import MAX_MESSAGE_BYTES
+from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.client import SessionWatch, TransferControlClient
@@ -51,6 +52,8 @@ class DecodePeer:
     Args:
         join: Number of the attach.
         instance: The instance.
+        layout: The KV of the whole model.
+        wire_dtype: Element type on the wire.
         digest: Digest algorithm of the payloads.
         scales: What values are divided by before they are narrowed for it; see `transfer.instance.conversion_scales`.
         routes: From this rank to its ranks; the same objects for all requests.
@@ -60,11 +63,30 @@ class DecodePeer:
 
     join: int
     instance: Instance
+    layout: KVLayout
+    wire_dtype: DType
     digest: str
     scales: Mapping[tuple[int, bool], float] | None
     routes: tuple[Route, ...]
     sessions: dict[int, int] = field(default_factory=dict)
     ring_bytes: int = 0
+
+    def request(
+        self, request_id: str, *, plan: ChunkPlan, num_tokens: int, start_token: int, traceparent: str = ""
+    ) -> RankRequest:
+        """What this rank sends of a request to the instance; see `RankRequest`."""
+        return RankRequest(
+            request_id=request_id,
+            layout=self.layout,
+            plan=plan,
+            wire_dtype=self.wire_dtype,
+            num_tokens=num_tokens,
+            start_token=start_token,
+            routes=tuple(SessionRoute(route=route, session=self.sessions[route.decode_rank]) for route in self.routes),
+            digest=self.digest,
+            scales=self.scales,
+            traceparent=traceparent,
+        )
 
 
 class DecodeSessions:
@@ -154,14 +176,17 @@ class DecodeSessions:
         peer = self._peers[instance.incarnation] = DecodePeer(
             join=join,
             instance=instance,
+            layout=self._own.layout,
+            wire_dtype=wire_dtype(self._own.layout, self._own.shard, instance.shard),
             digest=agreement.digest,
             scales=conversion_scales(self._own, instance),
             routes=own_routes,
         )
         try:
             links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]
-            dtype = wire_dtype(self._own.layout, self._own.shard, instance.shard)
-            await self._sender.copier.warm_up(own_routes, self._plan, layout=self._own.layout, dtype=dtype, scales=peer.scales)
+            await self._sender.copier.warm_up(
+                own_routes, self._plan, layout=peer.layout, dtype=peer.wire_dtype, scales=peer.scales
+            )
         except BaseException as error:
             self._close(peer, f"attach failed: {error}")
             raise
