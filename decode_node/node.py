@@ -26,18 +26,16 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.rank_messages import PagesReleased, StepFailed
-from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
 from transfer.connector.messages import (
-    ForgetPrefill,
     LinkProbed,
     PrefillRankLost,
     TransferBroken,
     TransferExpected,
     TransferWhole,
 )
-from transfer.connector.prefill_nodes import PrefillNodes
-from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
+from transfer.connector.prefill_nodes import PrefillNodes, show_peers
+from transfer.connector.prefill_peer import links_of, peer_status
 from transfer.connector.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, ResourceExhausted, TransferAborted, TransferError
@@ -46,7 +44,7 @@ from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.refusals import without_request
-from transfer.registry.convert import chunk_plan_from_proto, sampling_from_proto
+from transfer.registry.convert import sampling_from_proto
 from transfer.registry.discovery import open_discovery
 from transfer.registry.status import end_with
 from transfer.storage.client import StoreClient
@@ -72,25 +70,16 @@ class _Life:
         self.max_context_tokens = first.max_context_tokens
         self.vocab_size = first.vocab_size
         self.eos_token_ids = frozenset(first.eos_token_ids)
-        self.peers = PrefillNodes(
+        self.requests: DecodeRequests
+        self.peers = PrefillNodes.of(
+            config,
+            hellos,
             _others(node.discovery.addresses, address),
-            own=first.instance,
             security=node.security,
             decode_address=address,
-            rank_addresses=tuple(hello.address for hello in hellos),
-            heartbeat_s=config.heartbeat.interval_s,
-            ring_capacity_bytes=min(hello.ring_bytes for hello in hellos),
-            min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
-            vocab_size=first.vocab_size,
-            breaker=BreakerSettings(
-                failures=config.breaker.failures,
-                window_s=config.breaker.window_s,
-                pause_s=config.breaker.pause_s,
-                max_pause_s=config.breaker.max_pause_s,
-            ),
-            on_lost=self._on_peer_lost,
-            on_breaker_opened=node.metrics.breaker_opened,
-            on_fault=node.metrics.join_broke,
+            metrics=node.metrics,
+            broadcast=node.broadcast,
+            on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
             on_change=lambda: self.requests.peers_changed(),
             grace_s=config.discovery.grace_s,
             view=(lambda: node.discovery.view) if config.finds_prefill_nodes else None,
@@ -148,16 +137,11 @@ class _Life:
                 on_wait_over=self.full_pool.waits_no_more,
             ),
         )
-        self._broadcast = node.broadcast
         self._address = address
 
     def use(self, addresses: Iterable[str]) -> None:
         """Prefill nodes are there now."""
         self.peers.use(_others(addresses, self._address))
-
-    def _on_peer_lost(self, peer: PrefillPeer, incarnation: int, reason: str) -> None:
-        self._broadcast(ForgetPrefill(incarnation=incarnation, reason=reason))
-        self.requests.on_peer_lost(peer, reason)
 
 
 def _others(addresses: Iterable[str], own: str) -> list[str]:
@@ -225,8 +209,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         peers = self._life.peers.peers if self._life is not None else []
         if self._life is not None and self._life.tiers is not None:
             self._life.tiers.show()
-        self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
-        self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
+        show_peers(peers, self.metrics)
         looks_again = self.config.finds_prefill_nodes
         self._show_discovery(self.discovery.view, interval_s=self.config.discovery.interval_s if looks_again else 0.0)
         return self._render_metrics(Counter(peer.state for peer in peers))
@@ -400,8 +383,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
         life = await self._life_or_end(context, is_new_work=False)
         try:
-            plan = chunk_plan_from_proto(request.chunk_plan)
-            life.peers.check_plan(request.prefill_incarnation, plan)
+            plan = life.peers.plan_of(request)
             start_token = await life.requests.reserve(
                 request.request_id, request.prefill_incarnation, request.decode_incarnation, plan
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -20,17 +19,16 @@ from node_runtime.rank_messages import PagesReleased, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, check_step_fits
-from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, PromptRequest, Sent, Started
+from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests, PromptRequest
 from prefill_node.scheduler import PrefillScheduler, page_needs
-from transfer.chunk import check_num_pieces
 from transfer.config import PrefillNodeConfig
 from transfer.connector.decode_instances import DecodeInstances, Join, Reservation
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
 from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
-from transfer.connector.prompt import check_cache_salt, checked_prompt
+from transfer.connector.prefill_calls import PromptChecks, prefill_events
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.errors import ConfigError, LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
@@ -39,7 +37,6 @@ from transfer.refusals import without_request
 from transfer.registry.convert import link_to_proto, sampling_from_proto
 from transfer.registry.discovery import open_registration
 from transfer.registry.status import end_with
-from transfer.send.events import SentStats
 from transfer.sizes import choose_cut
 from transfer.storage.open import open_store_client
 from transfer.tracing import Span, traceparent_in
@@ -54,8 +51,7 @@ class _Life:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)
-        self.max_context_tokens = first.max_context_tokens
-        self.vocab_size = first.vocab_size
+        self.checks = PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size)
         self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.step_out_of_memory, on_hopeless=node.lose)
         self.full_pool = FullPool(
             advice="raise memory.static_fraction or pool.num_pages, lower limits.max_running_requests, or add prefill nodes",
@@ -246,45 +242,21 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                 span.end(without_request(error))
             await end_with(context, error)
         self.metrics.prompt_accepted(len(accepted.token_ids))
+        give_up = partial(life.requests.give_up, accepted)
         try:
-            while True:
-                match await accepted.progress.get():
-                    case Started(queue_s=queue_s):
-                        self.metrics.queue_seconds(queue_s)
-                        yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=queue_s))
-                    case FirstToken(token_id=token_id, compute_s=compute_s):
-                        yield pb.PrefillEvent(first_token=pb.FirstToken(token_id=token_id, compute_s=compute_s))
-                    case Sent(stats=stats):
-                        yield pb.PrefillEvent(sent=pb.PrefillSent(stats=_stats_to_proto(stats)))
-                        return
-                    case TransferError() as failure:
-                        await end_with(context, failure)
+            async with contextlib.aclosing(prefill_events(accepted, context, give_up=give_up, metrics=self.metrics)) as events:
+                async for event in events:
+                    yield event
         finally:
-            life.requests.give_up(accepted, TransferAborted("the decode node gave the request up"))
-            if accepted.started_s is None:
-                self.metrics.queue_seconds(time.monotonic() - accepted.queued_s)
             if span is not None:
                 span.end()  # unless what failed it has ended it
 
     def _submit(self, life: _Life, request: pb.PrefillRequest, span: Span | None = None) -> PromptRequest:
-        if not 1 <= len(request.request_id) <= 128:
-            raise ConfigError(f"request_id has {len(request.request_id)} characters; it must have 1 to 128")
         if request.engine_request:
             raise ConfigError(
                 f"engine_request is {request.engine_request[:128]!r}; this node has prompts computed itself, so it must be empty"
             )
-        check_cache_salt(request.cache_salt)
-        token_ids = checked_prompt(request.token_ids, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
-        if request.start_token >= len(token_ids):
-            raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")
-        join = life.joins.find(request.decode_incarnation)
-        if join is None:
-            # Perhaps it had, a moment ago: it joins again by itself, so this is no misfit.
-            raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill node")
-        own, decode = life.instance, join.instance
-        check_num_pieces(
-            join.plan, own.layout, own.shard, decode.shard, num_tokens=len(token_ids), start_token=request.start_token
-        )
+        token_ids, join = life.checks.check(request, life.joins)
         return life.requests.submit(
             request.request_id,
             token_ids,
@@ -300,14 +272,3 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         links = [link_to_proto(link, peer_incarnation=join.incarnation) for join in joins for link in join.links]
         registration = self.registration.view if self.registration is not None else None
         return self._status(peers=map(peer_status, joins), links=links, discovery=registration)
-
-
-def _stats_to_proto(stats: SentStats) -> pb.TransferStats:
-    return pb.TransferStats(
-        bytes=stats.num_bytes,
-        writes=stats.writes,
-        writes_without_staging=stats.writes_without_staging,
-        transfer_s=stats.transfer_s,
-        exposed_s=stats.exposed_s,
-        resends=stats.resends,
-    )

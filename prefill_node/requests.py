@@ -17,6 +17,7 @@ from prefill_node.rank_messages import PrefillStepDone, PrefillStepPart, PrefixL
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, TransferNotSent, TransferSent
+from transfer.connector.prefill_calls import Progress, PromptFirstToken, PromptSent, PromptStarted
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -45,28 +46,9 @@ OnTaskOver = Callable[[asyncio.Task[None]], None]
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
-    token_id: int
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    stats: SentStats
-
-
-Progress = Started | FirstToken | Sent | TransferError
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class PromptRequest:
-    """One prompt. `progress` is what its caller reads; the last item is `Sent` or an error."""
+    """One prompt. `progress` is what its caller reads; the last item is `PromptSent` or an error."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -85,6 +67,11 @@ class PromptRequest:
     holding: set[int] = field(default_factory=set)  # ranks that have not given its pages back
     stats: list[SentStats] = field(default_factory=list)
     span: Span | None = None  # of its call, where it is traced
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the ranks know of it."""
+        return self.started_s is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -298,7 +285,7 @@ class PrefillRequests:
                 continue
             if part.is_last and part.request_id in message.first_tokens:
                 started_s = request.started_s if request.started_s is not None else request.queued_s
-                token = FirstToken(token_id=message.first_tokens[part.request_id], compute_s=time.monotonic() - started_s)
+                token = PromptFirstToken(token_id=message.first_tokens[part.request_id], compute_s=time.monotonic() - started_s)
                 request.progress.put_nowait(token)
                 request.has_first_token = True
                 if request.span is not None:
@@ -355,7 +342,7 @@ class PrefillRequests:
         """Over once every rank has sent its part and the first token is known; either can be the last to come."""
         if not request.unsent and request.has_first_token and not request.is_over:
             request.is_over = True
-            request.progress.put_nowait(Sent(stats=_summed(request.stats)))
+            request.progress.put_nowait(PromptSent(stats=tuple(request.stats)))
             self._on_outcome("sent")
         self._forget_if_done(request)
 
@@ -472,7 +459,7 @@ class PrefillRequests:
         )
         if request.span is not None:
             request.span.record("kvferry.queue", begun_s=request.queued_s, ended_s=request.started_s)
-        request.progress.put_nowait(Started(queue_s=request.started_s - request.queued_s))
+        request.progress.put_nowait(PromptStarted(queue_s=request.started_s - request.queued_s))
         if self._loads is not None and self._loads.begin(
             request.request_id, request.token_ids, request.join.instance, cache_salt=request.cache_salt
         ):
@@ -516,15 +503,3 @@ def _checked_start_token(request: PromptRequest, start_token: int) -> int:
             f"{request.start_token} and below the prompt's {len(request.token_ids)} tokens"
         )
     return start_token
-
-
-def _summed(parts: list[SentStats]) -> SentStats:
-    """Over the ranks: bytes and writes add up, times are those of the slowest."""
-    return SentStats(
-        num_bytes=sum(part.num_bytes for part in parts),
-        writes=sum(part.writes for part in parts),
-        writes_without_staging=sum(part.writes_without_staging for part in parts),
-        transfer_s=max((part.transfer_s for part in parts), default=0.0),
-        exposed_s=max((part.exposed_s for part in parts), default=0.0),
-        resends=sum(part.resends for part in parts),
-    )

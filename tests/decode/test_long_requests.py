@@ -16,12 +16,13 @@ from decode_node.admission import page_needs as decode_needs
 from decode_node.offload.tiers import DeviceOnly, Prompt
 from prefill_node import requests as requests_module
 from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep
-from prefill_node.requests import PrefillRequests, PromptRequest, Started
+from prefill_node.requests import PrefillRequests, PromptRequest
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.prefill.leader_world import new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import TransferSent
+from transfer.connector.prefill_calls import PromptStarted
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable
 from transfer.layer_groups import PageCounts, layer_groups
@@ -135,7 +136,7 @@ async def wait_of_a_long_request(cluster: Cluster, *, has_others_later: bool) ->
     started = await long.progress.get()
     if others is not None:
         others.cancel()
-    assert isinstance(started, Started), started
+    assert isinstance(started, PromptStarted), started
     return started.queue_s
 
 

@@ -20,7 +20,7 @@ from transfer.chunk import ChunkPlan
 from transfer.connector import prefill_nodes as peers_module
 from transfer.connector.prefill_nodes import REASON_GRACE_S
 from transfer.connector.prefill_peer import PrefillPeer
-from transfer.errors import ChunkTooLarge
+from transfer.errors import ChunkTooLarge, ConfigError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto, instance_to_proto
 
@@ -117,6 +117,10 @@ async def test_a_join_that_fails_says_why_and_is_tried_again(node: PrefillNode, 
         assert len(peer.links) == 2 and peer.plan == PLAN and peer.largest_piece_bytes == PIECE_BYTES
 
 
+def reservation(incarnation: int, plan: ChunkPlan) -> pb.ReserveRequest:
+    return pb.ReserveRequest(prefill_incarnation=incarnation, chunk_plan=chunk_plan_to_proto(plan))
+
+
 @in_virtual_time
 async def test_every_requests_plan_must_fit_the_ring(node: PrefillNode) -> None:
     async with joining() as one:
@@ -125,12 +129,14 @@ async def test_every_requests_plan_must_fit_the_ring(node: PrefillNode) -> None:
         assert peer.instance is not None
         life = peer.instance.incarnation
         with pytest.raises(ChunkTooLarge, match=f"ring.capacity_bytes is {RING_BYTES}"):
-            one.peers.check_plan(life, ChunkPlan(chunk_tokens=8))
+            one.peers.plan_of(reservation(life, ChunkPlan(chunk_tokens=8)))
+        with pytest.raises(ConfigError, match="chunk_plan is missing"):
+            one.peers.plan_of(pb.ReserveRequest(prefill_incarnation=life))
         assert peer.plan == PLAN
         finer = ChunkPlan(chunk_tokens=8, layers_per_group=1)
-        one.peers.check_plan(life, finer)
+        assert one.peers.plan_of(reservation(life, finer)) == finer
         assert peer.plan == finer and peer.largest_piece_bytes == PIECE_BYTES
-        one.peers.check_plan(life + 1, ChunkPlan(chunk_tokens=1 << 20))  # not joined: its requests are refused for that
+        one.peers.plan_of(reservation(life + 1, ChunkPlan(chunk_tokens=1 << 20)))  # not joined: its requests are refused for that
 
 
 @in_virtual_time

@@ -9,13 +9,14 @@ from functools import partial
 from node_runtime.rank_messages import StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefixLoaded, RunPrefillStep, StartRequest
-from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, PromptRequest, Sent, Started
+from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests, PromptRequest
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.decode.leader_world import told_of
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, TransferNotSent, TransferSent
+from transfer.connector.prefill_calls import PromptFirstToken, PromptSent, PromptStarted
 from transfer.engine_types import SamplingParams
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
@@ -214,10 +215,10 @@ class World:
     def assert_told_once(self, request: PromptRequest) -> None:
         told = told_of(request)
         *before, last = told
-        assert isinstance(last, Sent | TransferError), told
+        assert isinstance(last, PromptSent | TransferError), told
         kinds = [type(item) for item in before]
-        assert kinds in ([], [Started], [Started, FirstToken]), told
-        assert not isinstance(last, Sent) or kinds == [Started, FirstToken]
+        assert kinds in ([], [PromptStarted], [PromptStarted, PromptFirstToken]), told
+        assert not isinstance(last, PromptSent) or kinds == [PromptStarted, PromptFirstToken]
 
     async def close(self) -> None:
         await self.leader.close(PeerUnreachable("the test is over"))

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from prefill_node import requests as requests_module
 from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep, StartRequest
-from prefill_node.requests import FirstToken, Sent, Started
 from prefill_node.scheduler import STEPS_AHEAD
 from tests.decode.leader_world import take, turns
 from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join
 from tests.runtime.hand_clock import HandClock
 from transfer.connector.messages import CancelOutgoing
+from transfer.connector.prefill_calls import PromptFirstToken, PromptSent, PromptStarted
 from transfer.errors import (
     EngineError,
     LocalProtocolError,
@@ -50,9 +50,9 @@ async def test_a_request_is_started_computed_in_cells_sent_and_forgotten(world: 
     assert len(world.steps) == 2, "the third step is sent in the same turn: no computing rank waits for the loop"
     world.settle()
     started, first, sent = take(request)
-    assert isinstance(started, Started) and isinstance(first, FirstToken) and first.token_id == 7
-    assert isinstance(sent, Sent)
-    assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.transfer_s) == (20, 2, 1.5), "sums, and the slowest rank's time"
+    assert isinstance(started, PromptStarted) and isinstance(first, PromptFirstToken) and first.token_id == 7
+    assert isinstance(sent, PromptSent)
+    assert sorted((part.num_bytes, part.writes, part.transfer_s) for part in sent.stats) == [(10, 1, 0.5), (10, 1, 1.5)]
     assert world.outcomes == ["sent"]
     assert world.leader.num_in_flight == 0
 
@@ -117,7 +117,7 @@ async def test_room_for_a_request_that_was_given_up_meanwhile_starts_nothing(wor
     await turns()
     assert [type(message) for message in world.sent] == [StartRequest, RunPrefillStep], "only the second one of that id"
     world.settle()
-    assert isinstance(take(again)[-1], Sent)
+    assert isinstance(take(again)[-1], PromptSent)
 
 
 @pytest.mark.parametrize("where", ["the loop", "an answer"])
@@ -191,7 +191,7 @@ async def test_a_lost_session_fails_the_request_once_and_has_all_ranks_give_it_u
     world.finish_step()
     world.fail_part(0, "a")
     world.fail_part(1, "a")
-    assert [type(item) for item in take(request)] == [Started, FirstToken, PeerUnreachable]
+    assert [type(item) for item in take(request)] == [PromptStarted, PromptFirstToken, PeerUnreachable]
     assert sum(isinstance(message, CancelOutgoing) for message in world.sent) == 1
     world.settle()
     assert world.outcomes == ["failed"] and world.leader.num_in_flight == 0

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from transfer.breaker import BreakerSettings
 from transfer.config.section import Section
 from transfer.config.values import Count, CountOrZero, Host, Seconds, SecondsOrZero, collector_url, listed, no_bool
 
@@ -112,6 +113,10 @@ class BreakerConfig(Section):
         if self.max_pause_s < self.pause_s:
             raise ValueError(f"max_pause_s is {self.max_pause_s}; it must be at least pause_s, {self.pause_s}")
         return self
+
+    def settings(self) -> BreakerSettings:
+        """The same, for a breaker."""
+        return BreakerSettings(**dict(self))
 
 
 class StatusPageConfig(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import Field, model_validator
 
+from transfer.breaker import BreakerSettings
 from transfer.config.section import Section
 from transfer.config.values import Count, Seconds, SizeBytes
 
@@ -36,6 +37,10 @@ class StorageBreakerConfig(Section):
         if self.max_pause_s < self.pause_s:
             raise ValueError(f"max_pause_s is {self.max_pause_s}; it must be at least pause_s, {self.pause_s}")
         return self
+
+    def settings(self) -> BreakerSettings:
+        """The same, for a breaker."""
+        return BreakerSettings(**dict(self))
 
 
 class StorageConfig(Section):

@@ -12,11 +12,9 @@ from typing import Any
 import grpc
 import structlog
 
-from transfer.breaker import BreakerSettings
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming import IncomingTransfers
 from transfer.connector.messages import (
-    ForgetPrefill,
     LinkProbed,
     PrefillRankLost,
     TransferBroken,
@@ -24,16 +22,16 @@ from transfer.connector.messages import (
     TransferExpected,
     TransferWhole,
 )
-from transfer.connector.prefill_nodes import PrefillNodes
-from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
+from transfer.connector.prefill_nodes import PrefillNodes, show_peers
+from transfer.connector.prefill_peer import links_of, peer_status
 from transfer.connector.rank_report import RankReady, RankReport
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.errors import LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import chunk_plan_from_proto, instance_to_proto
+from transfer.registry.convert import instance_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 from transfer.transfer_ids import is_attempt_of
@@ -82,25 +80,15 @@ class DecodeService(pb_grpc.DecodeControlServicer):
             address: Where their leaders reach this servicer.
         """
         config, hellos = self._config, self._hellos
-        self.peers = PrefillNodes(
+        self.peers = PrefillNodes.of(
+            config,
+            hellos,
             list(config.peers.prefill_nodes),
-            own=self._instance,
             security=self._security,
             decode_address=address,
-            rank_addresses=tuple(hello.address for hello in hellos),
-            heartbeat_s=config.heartbeat.interval_s,
-            ring_capacity_bytes=min(hello.ring_bytes for hello in hellos),
-            min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
-            vocab_size=hellos[0].vocab_size,
-            breaker=BreakerSettings(
-                failures=config.breaker.failures,
-                window_s=config.breaker.window_s,
-                pause_s=config.breaker.pause_s,
-                max_pause_s=config.breaker.max_pause_s,
-            ),
-            on_lost=self._on_peer_lost,
-            on_breaker_opened=self.metrics.breaker_opened,
-            on_fault=self.metrics.join_broke,
+            metrics=self.metrics,
+            broadcast=self._broadcast,
+            on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
         )
         self.requests = IncomingTransfers(
             peers=self.peers,
@@ -153,16 +141,11 @@ class DecodeService(pb_grpc.DecodeControlServicer):
 
     def collect_metrics(self) -> Iterable[MetricFamily]:
         peers = self.peers.peers if self._is_started else []
-        self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
-        self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
+        show_peers(peers, self.metrics)
         self.metrics.node_state(
             state="ready", queued=0, running=self._num_prompts, peers=Counter(peer.state for peer in peers), restarts=0
         )
         return self.metrics.collect([report.metrics for report in self._reports()])
-
-    def _on_peer_lost(self, peer: PrefillPeer, incarnation: int, reason: str) -> None:
-        self._broadcast(ForgetPrefill(incarnation=incarnation, reason=reason))
-        self.requests.on_peer_lost(peer, reason)
 
     # DecodeControl
 
@@ -170,10 +153,7 @@ class DecodeService(pb_grpc.DecodeControlServicer):
         try:
             if not self._is_started:
                 raise PeerUnreachable("the decode side is starting")
-            if not request.HasField("chunk_plan"):
-                raise ConfigError("chunk_plan is missing; the prefill side decides how a request is cut")
-            plan = chunk_plan_from_proto(request.chunk_plan)
-            self.peers.check_plan(request.prefill_incarnation, plan)
+            plan = self.peers.plan_of(request)
             reserved = await self.requests.reserve(
                 request.request_id, request.prefill_incarnation, request.decode_incarnation, plan
             )

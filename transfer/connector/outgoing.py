@@ -30,6 +30,7 @@ from transfer.connector.messages import (
     TransferNotSent,
     TransferSent,
 )
+from transfer.connector.prefill_calls import EngineNote, Progress, PromptFirstToken, PromptSent, PromptStarted
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     ConfigError,
@@ -50,34 +51,6 @@ MAX_REMEMBERED: Final = 4096  # of prompts that are closed, to tell who asks lat
 MAX_NOTE_BYTES: Final = 1 << 20
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptStarted:
-    """Room is reserved on the decode side, and the ranks have been told."""
-
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """What the engine has to tell the decode side's."""
-
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptFirstToken:
-    token_id: int
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSent:
-    stats: tuple[SentStats, ...]
-
-
-Progress = PromptStarted | Note | PromptFirstToken | PromptSent | TransferError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -111,7 +84,7 @@ class Transfer:
     sampling: SamplingParams
     cache_salt: str
     join: Join
-    asked_s: float
+    queued_s: float
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
     prompt: _Prompt | None = None
     task: asyncio.Task[None] | None = None
@@ -288,7 +261,7 @@ class OutgoingTransfers:
             sampling=sampling,
             cache_salt=cache_salt,
             join=join,
-            asked_s=time.monotonic(),
+            queued_s=time.monotonic(),
         )
         self._transfers[transfer_id] = transfer
         loop = asyncio.get_running_loop()
@@ -461,7 +434,7 @@ class OutgoingTransfers:
                 plan=transfer.join.plan,
             )
         )
-        transfer.progress.put_nowait(PromptStarted(queue_s=time.monotonic() - transfer.asked_s))
+        transfer.progress.put_nowait(PromptStarted(queue_s=time.monotonic() - transfer.queued_s))
 
     async def _tell_rest(self, transfer: Transfer, prompt: _Prompt, *, is_token_needed: bool) -> None:
         """All KV is there: what else the decode side gets, and the end."""
@@ -472,7 +445,7 @@ class OutgoingTransfers:
             compute_s = time.monotonic() - prompt.offered_s
             transfer.progress.put_nowait(PromptFirstToken(token_id=prompt.first_token, compute_s=compute_s))
         if prompt.note is not None:
-            transfer.progress.put_nowait(Note(payload=prompt.note))
+            transfer.progress.put_nowait(EngineNote(payload=prompt.note))
         if transfer.is_over:
             return
         transfer.is_over = True

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import structlog
 
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.chunk import ChunkPlan
+from transfer.config import BreakerConfig, HeartbeatConfig, TransportConfig
 from transfer.connector.join_client import first_event, next_event
+from transfer.connector.messages import ForgetPrefill
 from transfer.connector.prefill_peer import ANY_TOKEN, PrefillPeer
 from transfer.connector.prefill_routing import Candidate, PrefixMemory, block_hashes, place, told_tokens
+from transfer.connector.rank_report import RankReady
 from transfer.errors import (
     ChunkTooLarge,
+    ConfigError,
     EngineError,
     LayoutError,
     PeerUnreachable,
@@ -31,6 +36,7 @@ from transfer.errors import (
     TransportTimeout,
 )
 from transfer.instance import Instance, Link, check_compatible
+from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.piece_size import largest_piece_bytes
 from transfer.registry.convert import (
@@ -74,6 +80,19 @@ class _AlreadyJoined(Exception):
     def __init__(self, incarnation: int) -> None:
         super().__init__(f"{incarnation:#018x}")
         self.incarnation = incarnation
+
+
+class JoinSettings(Protocol):
+    """The settings of an instance that its joins depend on."""
+
+    @property
+    def heartbeat(self) -> HeartbeatConfig: ...
+
+    @property
+    def transport(self) -> TransportConfig: ...
+
+    @property
+    def breaker(self) -> BreakerConfig: ...
 
 
 class PrefillNodes:
@@ -151,6 +170,51 @@ class PrefillNodes:
         self._is_started = False
         self._sweeping: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()  # channels of peers that are not used any more
+
+    @classmethod
+    def of(
+        cls,
+        config: JoinSettings,
+        hellos: tuple[RankReady, ...],
+        addresses: list[str],
+        *,
+        security: Security,
+        decode_address: str,
+        metrics: NodeMetrics,
+        broadcast: Callable[[object], None],
+        on_lost: Callable[[PrefillPeer, str], None],
+        **more: Any,
+    ) -> PrefillNodes:
+        """The prefill nodes of an instance whose ranks are ready.
+
+        Args:
+            config: Settings of the instance.
+            hellos: What its ranks said of themselves.
+            broadcast: Sends a message to every rank: they forget an instance that is lost.
+            on_lost: (peer, reason) when a joined peer is lost, after its ranks have been told.
+            more: As of the class.
+        """
+
+        def on_instance_lost(peer: PrefillPeer, incarnation: int, reason: str) -> None:
+            broadcast(ForgetPrefill(incarnation=incarnation, reason=reason))
+            on_lost(peer, reason)
+
+        return cls(
+            addresses,
+            own=hellos[0].instance,
+            security=security,
+            decode_address=decode_address,
+            rank_addresses=tuple(hello.address for hello in hellos),
+            heartbeat_s=config.heartbeat.interval_s,
+            ring_capacity_bytes=min(hello.ring_bytes for hello in hellos),
+            min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
+            vocab_size=hellos[0].vocab_size,
+            breaker=config.breaker.settings(),
+            on_lost=on_instance_lost,
+            on_breaker_opened=metrics.breaker_opened,
+            on_fault=metrics.join_broke,
+            **more,
+        )
 
     def _peer_at(self, address: str) -> PrefillPeer:
         return PrefillPeer(
@@ -373,15 +437,20 @@ class PrefillNodes:
             states.append(str(view))
         return "no prefill node is joined: " + "; ".join(states)
 
-    def check_plan(self, incarnation: int, plan: ChunkPlan) -> None:
-        """A request from that prefill instance is to be cut like this.
+    def plan_of(self, request: pb.ReserveRequest) -> ChunkPlan:
+        """Return how the request is divided, and note that its prefill instance divides requests so.
 
         Raises:
+            ConfigError: The plan is missing.
             ChunkTooLarge: A piece of it can be larger than the ring.
         """
+        if not request.HasField("chunk_plan"):
+            raise ConfigError("chunk_plan is missing; the prefill side decides how a request is cut")
+        plan = chunk_plan_from_proto(request.chunk_plan)
         for peer in self.peers:
-            if peer.instance is not None and peer.instance.incarnation == incarnation and peer.plan != plan:
+            if peer.instance is not None and peer.instance.incarnation == request.prefill_incarnation and peer.plan != plan:
                 self._set_plan(peer, peer.instance, plan)
+        return plan
 
     def _set_plan(self, peer: PrefillPeer, prefill: Instance, plan: ChunkPlan) -> None:
         largest = largest_piece_bytes(prefill, self._own, plan)
@@ -614,3 +683,9 @@ def _log_failed_join(peer: PrefillPeer, error: TransferError) -> None:
 def _break(broken: asyncio.Future[str], reason: str) -> None:
     if not broken.done():
         broken.set_result(reason)
+
+
+def show_peers(peers: Sequence[PrefillPeer], metrics: NodeMetrics) -> None:
+    """Set the metrics of the prefill nodes that are known."""
+    metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
+    metrics.breakers(Counter(peer.breaker.state.value for peer in peers))

@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 import grpc
 import structlog
 
-from transfer.chunk import check_num_pieces
 from transfer.config import ConnectorConfig
 from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
 from transfer.connector.messages import DecodeAttached, DecodeLost, PromptIdle, TransferNotSent, TransferSent
-from transfer.connector.outgoing import Note, OutgoingTransfers, PromptFirstToken, PromptSent, PromptStarted, Transfer
-from transfer.connector.prompt import check_cache_salt, checked_prompt
+from transfer.connector.outgoing import OutgoingTransfers, Transfer
+from transfer.connector.prefill_calls import MAX_ID_CHARS, PromptChecks, prefill_events
 from transfer.connector.rank_report import RankReady, RankReport
 from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import (
@@ -26,7 +26,6 @@ from transfer.errors import (
     LocalProtocolError,
     NodeDraining,
     PeerUnreachable,
-    Preempted,
     RemoteProtocolError,
     TransferAborted,
     TransferError,
@@ -42,11 +41,8 @@ from transfer.refusals import say_request_refused
 from transfer.registry.convert import instance_to_proto, link_to_proto, sampling_from_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
-from transfer.send.events import SentStats
 from transfer.sizes import choose_cut
 from transfer.transfer_ids import is_attempt_of
-
-MAX_ID_CHARS = 128
 
 log = structlog.get_logger(__name__)
 
@@ -75,8 +71,7 @@ class PrefillService(pb_grpc.PrefillControlServicer):
     ) -> None:
         first = hellos[0]
         self._instance: Instance = first.instance
-        self._max_context_tokens = first.max_context_tokens
-        self._vocab_size = first.vocab_size
+        self._checks = PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size)
         self._reports = reports
         self._started_s = time.monotonic()
         self._draining = Draining()
@@ -186,44 +181,16 @@ class PrefillService(pb_grpc.PrefillControlServicer):
             say_request_refused(error, self._refused)
             await end_with(context, error)
         self.metrics.prompt_accepted(len(request.token_ids))
-        try:
-            while True:
-                match await transfer.progress.get():
-                    case PromptStarted(queue_s=queue_s):
-                        self.metrics.queue_seconds(queue_s)
-                        yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=queue_s))
-                    case PromptFirstToken(token_id=token_id, compute_s=compute_s):
-                        yield pb.PrefillEvent(first_token=pb.FirstToken(token_id=token_id, compute_s=compute_s))
-                    case Note(payload=payload):
-                        yield pb.PrefillEvent(note=pb.EngineNote(payload=payload))
-                    case PromptSent(stats=stats):
-                        yield pb.PrefillEvent(sent=pb.PrefillSent(stats=_stats_to_proto(stats)))
-                        return
-                    case Preempted():
-                        yield pb.PrefillEvent(preempted=pb.PrefillPreempted())
-                        return
-                    case TransferError() as failure:
-                        await end_with(context, failure)
-        finally:
-            self.requests.give_up(transfer, TransferAborted("the decode side gave the request up"))
-            if not transfer.is_started:
-                self.metrics.queue_seconds(time.monotonic() - transfer.asked_s)
+        give_up = partial(self.requests.give_up, transfer)
+        serving = prefill_events(transfer, context, give_up=give_up, metrics=self.metrics)
+        async with contextlib.aclosing(serving) as events:
+            async for event in events:
+                yield event
 
     def _submit(self, request: pb.PrefillRequest) -> Transfer:
-        for name, value, least in (("request_id", request.request_id, 1), ("engine_request", request.engine_request, 0)):
-            if not least <= len(value) <= MAX_ID_CHARS:
-                raise ConfigError(f"{name} has {len(value)} characters; it must have {least} to {MAX_ID_CHARS}")
-        check_cache_salt(request.cache_salt)
-        token_ids = checked_prompt(request.token_ids, max_context_tokens=self._max_context_tokens, vocab_size=self._vocab_size)
-        if request.start_token >= len(token_ids):
-            raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")
-        join = self._joins.find(request.decode_incarnation)
-        if join is None:
-            raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill side")
-        own, decode = self._instance, join.instance
-        check_num_pieces(
-            join.plan, own.layout, own.shard, decode.shard, num_tokens=len(token_ids), start_token=request.start_token
-        )
+        if len(request.engine_request) > MAX_ID_CHARS:
+            raise ConfigError(f"engine_request has {len(request.engine_request)} characters; it can have {MAX_ID_CHARS}")
+        token_ids, join = self._checks.check(request, self._joins)
         sampling = sampling_from_proto(request.sampling)
         return self.requests.submit(
             request.request_id,
@@ -272,15 +239,3 @@ class PrefillService(pb_grpc.PrefillControlServicer):
                 while not self.is_idle:
                     await asyncio.sleep(0.02)
         return pb.DrainResponse(remaining=max(self.requests.num_prompts, self.requests.num_transfers))
-
-
-def _stats_to_proto(parts: tuple[SentStats, ...]) -> pb.TransferStats:
-    """Over the ranks: bytes and writes add up, times are those of the slowest."""
-    return pb.TransferStats(
-        bytes=sum(part.num_bytes for part in parts),
-        writes=sum(part.writes for part in parts),
-        writes_without_staging=sum(part.writes_without_staging for part in parts),
-        transfer_s=max((part.transfer_s for part in parts), default=0.0),
-        exposed_s=max((part.exposed_s for part in parts), default=0.0),
-        resends=sum(part.resends for part in parts),
-    )

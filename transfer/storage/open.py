@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from transfer.breaker import BreakerSettings
 from transfer.config import StorageConfig
 from transfer.storage.base import Store, StoreObserver
 from transfer.storage.client import StoreClient, StoreClientSettings
@@ -51,11 +50,6 @@ def open_store_client(config: StorageConfig, *, loop: asyncio.AbstractEventLoop,
         get_timeout_s=config.get_timeout_s,
         queue_bytes=config.queue_bytes,
         threads=config.threads,
-        breaker=BreakerSettings(
-            failures=config.breaker.failures,
-            window_s=config.breaker.window_s,
-            pause_s=config.breaker.pause_s,
-            max_pause_s=config.breaker.max_pause_s,
-        ),
+        breaker=config.breaker.settings(),
     )
     return StoreClient(store, loop=loop, settings=settings, observer=observer)
