@@ -28,11 +28,9 @@ from node_runtime.rank_messages import PagesReleased, StepFailed
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
+from transfer.connector.incoming_sessions import IncomingSessions
 from transfer.connector.messages import (
     CancelIncoming,
-    ForgetPrefill,
-    LinkProbed,
-    PrefillRankLost,
     TransferBroken,
     TransferExpected,
     TransferWhole,
@@ -47,7 +45,7 @@ from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.rank_context import RankContext
-from transfer.receive.attach import PrefillSessions, RingMemory, Unattached, open_receiving
+from transfer.receive.attach import RingMemory, Unattached, open_receiving
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
 from transfer.sizes import ring_capacity_bytes
@@ -87,7 +85,7 @@ class DecodeRankParts:
     instance: Instance
     allocator: GroupAllocator
     receiver: ReceiverLoop
-    sessions: PrefillSessions
+    sessions: IncomingSessions
     offload: OffloadRank | None
 
 
@@ -111,7 +109,7 @@ class DecodeWorker:
         self._allocator: GroupAllocator
         self._offload: OffloadRank | None = None
         self._receiver: ReceiverLoop
-        self._sessions: PrefillSessions
+        self._sessions: IncomingSessions
 
     async def start(self) -> RankReady:
         """Load the engine, make the ring, serve; see `Worker.start`."""
@@ -176,15 +174,12 @@ class DecodeWorker:
         )
         opening.pop_all()  # the receiver closes it
         undo.callback(receiving.loop.close)
-        sessions = PrefillSessions(
+        sessions = IncomingSessions(
             context=context,
             receiving=receiving,
             server=config.server,
             heartbeat_s=config.heartbeat.interval_s,
-            on_writer_lost=lambda incarnation, rank, reason: self._link.send(
-                PrefillRankLost(incarnation=incarnation, prefill_rank=rank, reason=reason)
-            ),
-            on_link_probed=lambda link: self._link.send(LinkProbed(link=link)),
+            send=self._link.send,
         )
         self.use(
             DecodeRankParts(
@@ -236,10 +231,8 @@ class DecodeWorker:
                 self._run_step(message)
             case FinishRequest():
                 self._leave(message.request_id)
-            case ForgetPrefill():
-                self._sessions.forget_prefill(message.incarnation, message.reason)
             case _:
-                if self._offload is None or not self._offload.on_message(message):
+                if not self._sessions.on_message(message) and (self._offload is None or not self._offload.on_message(message)):
                     raise LocalProtocolError(f"a decode rank cannot serve {type(message).__name__}")
 
     def _expect(self, message: ExpectRequest) -> None:

@@ -32,7 +32,7 @@ from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_socket import rank_socket_address
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import IncomingRank, Settled
-from transfer.connector.messages import LinkProbed, PrefillRankLost
+from transfer.connector.incoming_sessions import IncomingSessions
 from transfer.connector.outgoing_rank import OutgoingRank, TransferEvent
 from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
@@ -42,11 +42,10 @@ from transfer.instance import CONNECTOR_CAPABILITIES, Instance
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
-from transfer.receive.attach import PrefillSessions, RingMemory, open_receiving
+from transfer.receive.attach import RingMemory, open_receiving
 from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
-from transfer.transport.base import Transport
 
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25
@@ -193,79 +192,15 @@ class ConnectorRank:
             self._thread.crash(error)  # an invariant that is broken, or a leader that takes nothing more
 
     async def _open(self, incarnation: int) -> RankReady:
-        engine, config = self._engine, self._config
-        pool = engine.pool
+        engine, pool = self._engine, self._engine.pool
         instance, address, ring_bytes = None, "", 0
         if PREFILL in self._sides:
-            transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
-            instance = own_instance(
-                engine,
-                transport,
-                incarnation=incarnation,
-                device_type=pool.device.type,
-                capabilities=CONNECTOR_CAPABILITIES,
-            )
-            metrics = self._metrics[PREFILL] = RankMetrics(role="prefill", rank=self._rank)
-            metrics.watch_loop(self._thread.loop.turns)
-            source = OutgoingRank(
-                loop=self._thread.loop,
-                send=self._send,
-                on_news=self._news.append,
-            )
-            num_slots = config.staging.num_slots
-            context = self._context_of(instance, transport, metrics)
-            sender = SenderLoop(
-                context=context,
-                owner=source,
-                pool=pool,
-                staging=StagingBuffer(
-                    num_bytes=num_slots * staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard),
-                    device=pool.device,
-                ),
-                settings=SenderSettings(num_slots=num_slots),
-            )
-            sessions = OutgoingSessions(context=context, sender=sender, plan=finest_chunk_plan(config.chunk), send=self._send)
-            source.begin(sender, sessions)
-            self._source = source
+            instance = self._open_prefill(self._context_of(PREFILL, "prefill", incarnation))
         if DECODE in self._sides:
-            transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
-            instance = own_instance(
-                engine,
-                transport,
-                incarnation=incarnation,
-                device_type=pool.device.type,
-                capabilities=CONNECTOR_CAPABILITIES,
-            )
-            metrics = self._metrics[DECODE] = RankMetrics(role="decode", rank=self._rank)
-            metrics.watch_loop(self._thread.loop.turns)
-            target = IncomingRank(send=self._send, on_news=self._news.append)
-            ring_bytes = ring_capacity_bytes(config.ring, device_bytes(pool.device), device=config.device)
-            context = self._context_of(instance, transport, metrics)
-            receiving = open_receiving(
-                context=context,
-                owner=target,
-                pool=pool,
-                memory=RingMemory.take(
-                    ring_bytes=ring_bytes,
-                    probe_bytes=config.transport.probe_bytes,
-                    device=pool.device,
-                    is_one_sided=transport.is_one_sided,
-                ),
-                server=config.server,
-            )
-            writers = PrefillSessions(
-                context=context,
-                receiving=receiving,
-                server=config.server,
-                heartbeat_s=config.heartbeat.interval_s,
-                on_writer_lost=lambda prefill, rank, reason: self._send(
-                    PrefillRankLost(incarnation=prefill, prefill_rank=rank, reason=reason)
-                ),
-                on_link_probed=lambda link: self._send(LinkProbed(link=link)),
-            )
-            target.begin(receiving, writers)
-            self._target = target
-            address = await writers.start()
+            context = self._context_of(DECODE, "decode", incarnation)
+            instance = context.instance
+            ring_bytes = ring_capacity_bytes(self._config.ring, device_bytes(pool.device), device=self._config.device)
+            address = await self._open_decode(context, ring_bytes)
         assert instance is not None, "an instance has at least one side"
         return RankReady(
             rank=self._rank,
@@ -278,19 +213,69 @@ class ConnectorRank:
             ring_bytes=ring_bytes,
         )
 
-    def _context_of(self, instance: Instance, transport: Transport, metrics: RankMetrics) -> RankContext:
-        """Return the context of one side."""
+    def _context_of(self, side: Sides, role: str, incarnation: int) -> RankContext:
+        """Return the context of one side, with a transport and metrics of its own."""
+        config, device = self._config, self._engine.pool.device
+        transport = open_transport(config.transport, host=config.server.host, device_index=device.index)
+        instance = own_instance(
+            self._engine,
+            transport,
+            incarnation=incarnation,
+            device_type=device.type,
+            capabilities=CONNECTOR_CAPABILITIES,
+        )
+        metrics = self._metrics[side] = RankMetrics(role=role, rank=self._rank)
+        metrics.watch_loop(self._thread.loop.turns)
         return RankContext(
             loop=self._thread.loop,
             instance=instance,
             rank=self._rank,
-            device=self._engine.pool.device,
+            device=device,
             transport=transport,
-            transport_config=self._config.transport,
+            transport_config=config.transport,
             security=self._security,
             metrics=metrics,
             on_crash=self._thread.crash,
         )
+
+    def _open_prefill(self, context: RankContext) -> Instance:
+        engine, config = self._engine, self._config
+        source = OutgoingRank(loop=self._thread.loop, send=self._send, on_news=self._news.append)
+        num_slots = config.staging.num_slots
+        slot_bytes = staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard)
+        sender = SenderLoop(
+            context=context,
+            owner=source,
+            pool=engine.pool,
+            staging=StagingBuffer(num_bytes=num_slots * slot_bytes, device=engine.pool.device),
+            settings=SenderSettings(num_slots=num_slots),
+        )
+        sessions = OutgoingSessions(context=context, sender=sender, plan=finest_chunk_plan(config.chunk), send=self._send)
+        source.begin(sender, sessions)
+        self._source = source
+        return context.instance
+
+    async def _open_decode(self, context: RankContext, ring_bytes: int) -> str:
+        """Returns the address that prefill ranks are told."""
+        config, pool = self._config, self._engine.pool
+        target = IncomingRank(send=self._send, on_news=self._news.append)
+        memory = RingMemory.take(
+            ring_bytes=ring_bytes,
+            probe_bytes=config.transport.probe_bytes,
+            device=pool.device,
+            is_one_sided=context.transport.is_one_sided,
+        )
+        receiving = open_receiving(context=context, owner=target, pool=pool, memory=memory, server=config.server)
+        writers = IncomingSessions(
+            context=context,
+            receiving=receiving,
+            server=config.server,
+            heartbeat_s=config.heartbeat.interval_s,
+            send=self._send,
+        )
+        target.begin(receiving, writers)
+        self._target = target
+        return await writers.start()
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, LifeBegins):

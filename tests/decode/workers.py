@@ -74,7 +74,7 @@ def use(
             instance=own,
             allocator=allocator,
             receiver=cast(Any, receiver),
-            sessions=cast(Any, SimpleNamespace(writers_of=lambda incarnation: writers)),
+            sessions=cast(Any, SimpleNamespace(writers_of=lambda incarnation: writers, on_message=lambda message: False)),
             offload=cast(Any, offload),
         )
     )

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transfer.connector.incoming_sessions import IncomingSessions
 from transfer.connector.messages import (
     CancelIncoming,
     ExpectTransfer,
-    ForgetPrefill,
     SettlePrompt,
     TransferBroken,
     TransferDrained,
@@ -22,7 +22,7 @@ from transfer.connector.messages import (
     TransferWhole,
 )
 from transfer.errors import LocalProtocolError
-from transfer.receive.attach import PrefillSessions, Receiving, Unattached
+from transfer.receive.attach import Receiving, Unattached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +59,9 @@ class IncomingRank:
         self._on_news = on_news
         self._incoming: dict[str, _Incoming] = {}  # by transfer, until it is whole or drained
         self._receiving: Receiving
-        self._writers: PrefillSessions
+        self._writers: IncomingSessions
 
-    def begin(self, receiving: Receiving, writers: PrefillSessions) -> None:
+    def begin(self, receiving: Receiving, writers: IncomingSessions) -> None:
         """Take over what was opened with this rank as its owner."""
         self._receiving = receiving
         self._writers = writers
@@ -76,10 +76,9 @@ class IncomingRank:
                 self._cancel(message)
             case SettlePrompt():
                 self._on_news(Settled(name=message.name, failure=message.failure, note=message.note))
-            case ForgetPrefill():
-                self._writers.forget_prefill(message.incarnation, message.reason)
             case _:
-                raise LocalProtocolError(f"a connector's decode rank cannot serve {type(message).__name__}")
+                if not self._writers.on_message(message):
+                    raise LocalProtocolError(f"a connector's decode rank cannot serve {type(message).__name__}")
 
     def _expect(self, message: ExpectTransfer) -> None:
         writers = self._writers.writers_of(message.prefill_incarnation)
