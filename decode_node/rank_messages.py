@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepFailed
-from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
 from transfer.connector.messages import (
     CancelIncoming,
+    ExpectTransfer,
     ForgetPrefill,
     LinkProbed,
     PrefillRankLost,
@@ -29,27 +29,18 @@ PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # the most that a part of a step takes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectRequest:
-    """Reserve pages for the request's whole life and let its writers ask for grants; answer `TransferExpected`.
+class ExpectRequest(ExpectTransfer):
+    """Reserve pages for the request's whole life, too. Whole pages of the tokens before `start_token` are in the host pool.
 
     Args:
-        start_token: First token that comes from prefill; whole pages of those before it are in the host pool.
         pages: What it takes of each group of layers of the device pool.
         host_pages: Where in the host pool its leading pages lie, those that are not on the device: what is there already, and
             behind that what arrives there. Of the layers that keep every token.
-        plan: How it is cut, as the prefill node said.
-        traceparent: Of the span that its arrival lies in; empty where it is not traced.
     """
 
-    request_id: str
-    prefill_incarnation: int
-    num_tokens: int
-    start_token: int
     pages: tuple[int, ...]
     host_pages: tuple[int, ...] = ()
-    plan: ChunkPlan
     sampling: SamplingParams
-    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -515,7 +515,7 @@ class DecodeRequests:
         attempt.expected = asyncio.get_running_loop().create_future()
         self._broadcast(
             ExpectRequest(
-                request_id=request_id,
+                transfer_id=request_id,
                 prefill_incarnation=prefill_incarnation,
                 num_tokens=len(request.token_ids),
                 start_token=place.start_token,

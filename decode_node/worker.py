@@ -28,24 +28,21 @@ from node_runtime.rank_messages import PagesReleased, StepFailed
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
+from transfer.connector.incoming_rank import IncomingRank
 from transfer.connector.incoming_sessions import IncomingSessions
 from transfer.connector.messages import (
     CancelIncoming,
-    TransferBroken,
-    TransferExpected,
-    TransferWhole,
 )
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import LocalProtocolError
-from transfer.instance import Instance
 from transfer.layer_groups import PageCounts
 from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.rank_context import RankContext
-from transfer.receive.attach import RingMemory, Unattached, open_receiving
+from transfer.receive.attach import RingMemory, open_receiving
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
 from transfer.sizes import ring_capacity_bytes
@@ -63,7 +60,6 @@ class _Request:
     """A request from `ExpectRequest` until its pages are back."""
 
     sampling: SamplingParams
-    is_receiving: bool = True
     is_leaving: bool = False  # its pages go back as soon as nothing uses them
     steps_under_way: int = 0
 
@@ -74,7 +70,6 @@ class DecodeRankParts:
 
     Args:
         engine: Computes the steps.
-        instance: This rank's instance.
         allocator: Pages of the device pool.
         receiver: Receives KV.
         sessions: Sessions with prefill ranks.
@@ -82,7 +77,6 @@ class DecodeRankParts:
     """
 
     engine: DecodeEngine
-    instance: Instance
     allocator: GroupAllocator
     receiver: ReceiverLoop
     sessions: IncomingSessions
@@ -104,8 +98,9 @@ class DecodeWorker:
         self._rank_engine = engine
         self._engine_thread = engine.thread
         self._requests: dict[str, _Request] = {}
+        self.incoming = IncomingRank(engine=self, send=link.send)
+        """What the rank receives."""
         self._engine: DecodeEngine
-        self._instance: Instance
         self._allocator: GroupAllocator
         self._offload: OffloadRank | None = None
         self._receiver: ReceiverLoop
@@ -170,7 +165,7 @@ class DecodeWorker:
             tracer=self._tracer,
         )
         receiving = open_receiving(
-            context=context, owner=self, pool=pool, memory=ring_memory, server=config.server, host_arrivals=offload
+            context=context, owner=self.incoming, pool=pool, memory=ring_memory, server=config.server, host_arrivals=offload
         )
         opening.pop_all()  # the receiver closes it
         undo.callback(receiving.loop.close)
@@ -184,7 +179,6 @@ class DecodeWorker:
         self.use(
             DecodeRankParts(
                 engine=engine,
-                instance=instance,
                 allocator=allocator,
                 receiver=receiving.loop,
                 sessions=sessions,
@@ -210,10 +204,10 @@ class DecodeWorker:
     def use(self, parts: DecodeRankParts) -> None:
         """Serve requests with these parts, as `start` does with those that it opens."""
         self._engine = parts.engine
-        self._instance = parts.instance
         self._allocator = parts.allocator
         self._receiver = parts.receiver
         self._sessions = parts.sessions
+        self.incoming.begin(parts.receiver, parts.sessions)
         self._offload = parts.offload
 
     def _crash(self, error: BaseException) -> None:
@@ -232,45 +226,33 @@ class DecodeWorker:
             case FinishRequest():
                 self._leave(message.request_id)
             case _:
-                if not self._sessions.on_message(message) and (self._offload is None or not self._offload.on_message(message)):
+                if not self.incoming.on_message(message) and (self._offload is None or not self._offload.on_message(message)):
                     raise LocalProtocolError(f"a decode rank cannot serve {type(message).__name__}")
 
     def _expect(self, message: ExpectRequest) -> None:
-        if not self._allocator.reserve_pages(message.request_id, PageCounts(message.pages)):
-            raise LocalProtocolError(f"no room for request {message.request_id}, which the leader had counted")
-        self._allocator.begin_at(message.request_id, message.num_tokens)
+        if not self._allocator.reserve_pages(message.transfer_id, PageCounts(message.pages)):
+            raise LocalProtocolError(f"no room for request {message.transfer_id}, which the leader had counted")
+        self._allocator.begin_at(message.transfer_id, message.num_tokens)
         if self._offload is not None:
-            self._offload.expect(message.request_id, message.host_pages)
-        request = self._requests[message.request_id] = _Request(sampling=message.sampling)
-        writers = self._sessions.writers_of(message.prefill_incarnation)
-        if self._receiver.is_known(message.request_id):
-            writers = Unattached(reason="an earlier request of the same id is still draining")
-        if isinstance(writers, Unattached):
-            request.is_receiving = False
-            self._link.send(TransferExpected(transfer_id=message.request_id, reason=writers.reason))
-            return
-        self._link.send(TransferExpected(transfer_id=message.request_id))
-        self._receiver.expect_request(
-            writers.request(
-                message.request_id,
-                plan=message.plan,
-                num_tokens=message.num_tokens,
-                start_token=message.start_token,
-                traceparent=message.traceparent,
-            )
-        )
+            self._offload.expect(message.transfer_id, message.host_pages)
+        self._requests[message.transfer_id] = _Request(sampling=message.sampling)
+        self.incoming.expect(message)
 
     def _cancel(self, message: CancelIncoming) -> None:
         request = self._requests.get(message.transfer_id)
-        if request is None:
-            return
-        request.is_leaving = True  # before the receiver hears of it: with nothing under way, on_drained comes at once
-        if request.is_receiving and self._receiver.cancel_request(message.transfer_id, message.reason):
-            return  # on_drained releases it
-        self._leave(message.transfer_id)
+        if request is not None:
+            request.is_leaving = True
+            self.incoming.cancel(message.transfer_id, message.reason)
+
+    def on_over(self, transfer_id: str, *, is_whole: bool) -> None:
+        """See `IncomingEngine.on_over`."""
+        self._leave_if_leaving(transfer_id)
 
     def on_copies_over(self, request_id: str) -> None:
         """Release the pages of a request that no copy uses any more, if it is leaving."""
+        self._leave_if_leaving(request_id)
+
+    def _leave_if_leaving(self, request_id: str) -> None:
         request = self._requests.get(request_id)
         if request is not None and request.is_leaving:
             self._leave(request_id)
@@ -281,7 +263,7 @@ class DecodeWorker:
             return
         request.is_leaving = True
         is_copied = self._offload is not None and self._offload.is_busy(request_id)
-        if not request.is_receiving and not request.steps_under_way and not is_copied:
+        if not self.incoming.is_receiving(request_id) and not request.steps_under_way and not is_copied:
             del self._requests[request_id]
             if self._offload is not None:
                 self._offload.forget(request_id)
@@ -348,24 +330,11 @@ class DecodeWorker:
         if self._spec.rank == 0 or isinstance(outcome, StepFailed):
             self._link.send(outcome)
 
-    # What the receiver says
+    # What the receiver asks
 
     def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
         """The request's tables up to `num_tokens`; pages are bound only now, when their data may be written."""
         return self._allocator.cover(request_id, num_tokens)
-
-    def on_complete(self, request_id: str) -> None:
-        self._requests[request_id].is_receiving = False
-        self._link.send(TransferWhole(transfer_id=request_id))
-
-    def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None:
-        self._link.send(TransferBroken(transfer_id=request_id, reason=reason, is_data_loss=is_data_loss))
-
-    def on_drained(self, request_id: str) -> None:
-        request = self._requests[request_id]
-        request.is_receiving = False
-        if request.is_leaving:
-            self._leave(request_id)
 
     # Reports and end
 

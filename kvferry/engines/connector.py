@@ -22,7 +22,7 @@ from transfer.connector.messages import (
     DecodeAttached,
     DecodeLost,
     DetachDecode,
-    ExpectTransfer,
+    ExpectBound,
     ForgetPrefill,
     LinkProbed,
     PrefillRankLost,
@@ -132,7 +132,7 @@ CODEC = RankCodec(
     *INCOMING_MESSAGES,
 )
 
-TO_DECODE = (ExpectTransfer, CancelIncoming, SettlePrompt, ForgetPrefill)
+TO_DECODE = (ExpectBound, CancelIncoming, SettlePrompt, ForgetPrefill)
 FROM_DECODE = (PrefillRankLost, LinkProbed, *INCOMING_MESSAGES)
 
 

@@ -31,7 +31,7 @@ from node_runtime.rank_memory import device_bytes
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_socket import rank_socket_address
 from transfer.config import ConnectorConfig
-from transfer.connector.incoming_rank import IncomingRank, Settled
+from transfer.connector.incoming_rank import BoundPages, IncomingRank, Settled
 from transfer.connector.incoming_sessions import IncomingSessions
 from transfer.connector.outgoing_rank import OutgoingRank, TransferEvent
 from transfer.connector.outgoing_sessions import OutgoingSessions
@@ -76,6 +76,7 @@ class ConnectorRank:
         self._security = security_for(config, sides)
         self._news: deque[TransferEvent | Settled] = deque()
         self._source: OutgoingRank | None = None
+        self._pages: BoundPages | None = None
         self._target: IncomingRank | None = None
         self._metrics: dict[Sides, RankMetrics] = {}
         self._life: asyncio.Future[int]
@@ -258,7 +259,8 @@ class ConnectorRank:
     async def _open_decode(self, context: RankContext, ring_bytes: int) -> str:
         """Returns the address that prefill ranks are told."""
         config, pool = self._config, self._engine.pool
-        target = IncomingRank(send=self._send, on_news=self._news.append)
+        pages = BoundPages(send=self._send, on_news=self._news.append)
+        target = pages.rank
         memory = RingMemory.take(
             ring_bytes=ring_bytes,
             probe_bytes=config.transport.probe_bytes,
@@ -273,8 +275,8 @@ class ConnectorRank:
             heartbeat_s=config.heartbeat.interval_s,
             send=self._send,
         )
-        target.begin(receiving, writers)
-        self._target = target
+        target.begin(receiving.loop, writers)
+        self._pages, self._target = pages, target
         return await writers.start()
 
     def _on_message(self, message: Any) -> None:
@@ -282,8 +284,8 @@ class ConnectorRank:
             if not self._life.done():
                 self._life.set_result(message.incarnation)
         elif isinstance(message, TO_DECODE):
-            if self._target is not None:
-                self._target.on_message(message)
+            if self._pages is not None:
+                self._pages.on_message(message)
         elif self._source is not None:
             self._source.on_message(message)
 

@@ -225,10 +225,10 @@ class World:
         for rank in self.ranks:
             match message:
                 case ExpectRequest():
-                    assert message.request_id not in rank.holding, "an id that a rank still knows"
+                    assert message.transfer_id not in rank.holding, "an id that a rank still knows"
                     assert message.plan is PLAN
                     for names in (rank.unanswered, rank.receiving, rank.holding):
-                        names.add(message.request_id)
+                        names.add(message.transfer_id)
                 case CancelIncoming(transfer_id=name) | FinishRequest(request_id=name):
                     assert name in rank.holding and name not in rank.leaving
                     rank.leaving.add(name)

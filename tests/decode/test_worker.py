@@ -70,7 +70,6 @@ class Rank:
         use(
             self.worker,
             engine=Engine(self.memory),
-            own=OWN,
             allocator=self.allocator,
             receiver=self.receiver,
             writers=writers,
@@ -78,7 +77,7 @@ class Rank:
 
     def expect(self, request_id: str) -> None:
         message = ExpectRequest(
-            request_id=request_id,
+            transfer_id=request_id,
             prefill_incarnation=PREFILL_LIFE,
             num_tokens=PROMPT,
             start_token=0,
@@ -102,7 +101,7 @@ class Rank:
             tables = self.worker.tables_up_to(request_id, PROMPT)
             self.memory.write(request_id, tables, [PROMPT - 1])  # the state that counts is that after the last token
             self.memory.read(request_id, tables, PROMPT, window_tokens=WINDOW_TOKENS)
-            self.worker.on_complete(request_id)
+            self.worker.incoming.on_complete(request_id)
 
     def step(self, number: int, *positions: tuple[str, int]) -> None:
         parts = tuple(DecodeStepPart(request_id=name, token_id=1, position=position) for name, position in positions)
@@ -167,7 +166,7 @@ def test_a_transfer_that_is_given_up_half_way_gives_everything_back_once_it_is_d
     rank.arrive("a", 3, num_chunks)
     rank.worker.on_message(CancelIncoming(transfer_id="a", reason="the client left"))
     assert set(rank.receiver.draining) == {"a"} and not rank.released(), "a write can still land in its pages"
-    rank.worker.on_drained("a")
+    rank.worker.incoming.on_drained("a")
     assert rank.released() == ["a"]
     rank.assert_nothing_is_left()
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 from decode_node.worker import DecodeRankParts, DecodeWorker
 from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import decode_config
-from transfer.instance import Instance
 from transfer.piece import RankRequest
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.receive.attach import Unattached, WritersOfInstance
@@ -61,7 +60,6 @@ def use(
     worker: DecodeWorker,
     *,
     engine: object,
-    own: Instance,
     allocator: GroupAllocator,
     receiver: Receiver,
     writers: WritersOfInstance | Unattached,
@@ -71,7 +69,6 @@ def use(
     worker.use(
         DecodeRankParts(
             engine=cast(Any, engine),
-            instance=own,
             allocator=allocator,
             receiver=cast(Any, receiver),
             sessions=cast(Any, SimpleNamespace(writers_of=lambda incarnation: writers, on_message=lambda message: False)),

@@ -183,7 +183,6 @@ class RankWorld:
         use(
             self.worker,
             engine=self,
-            own=instance(22, layout=world.layout),
             allocator=self.allocator,
             receiver=self.receiver,
             writers=WritersOfInstance(layout=world.layout, wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None),
@@ -275,7 +274,7 @@ class RankWorld:
             for token in range(max(chunk.tokens.begin, group.first_travelling_token(len(job.prompt))), chunk.tokens.end):
                 self.write_group(part, tables[index], token, values[token])
         if not job.arriving[self.rank]:
-            self.worker.on_complete(job.request_id)
+            self.worker.incoming.on_complete(job.request_id)
 
 
 class World:
@@ -384,7 +383,7 @@ class World:
                 if thread.work and not (is_slow and self.chance.random() < 0.97):
                     found.append(thread.run)
             if rank.receiver.draining:
-                found.append(lambda rank=rank: rank.worker.on_drained(rank.receiver.draining.pop()))  # type: ignore[misc]
+                found.append(lambda rank=rank: rank.worker.incoming.on_drained(rank.receiver.draining.pop()))  # type: ignore[misc]
         if self.from_ranks:
             found += [self._hear, self._hear]
         for job in self.jobs.values():
@@ -421,7 +420,7 @@ class World:
             job.arriving[number] = self.chance.sample(list(chunks), len(chunks))
         self._broadcast(
             ExpectRequest(
-                request_id=job.request_id,
+                transfer_id=job.request_id,
                 prefill_incarnation=PREFILL_LIFE,
                 num_tokens=len(job.prompt),
                 start_token=place.start_token,

@@ -36,7 +36,7 @@ LINK = Link(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-6, bandw
         (
             decode_messages.CODEC,
             decode_messages.ExpectRequest(
-                request_id="ä",
+                transfer_id="ä",
                 prefill_incarnation=1,
                 num_tokens=5,
                 start_token=0,

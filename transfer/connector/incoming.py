@@ -23,7 +23,7 @@ from transfer.config import ConnectorLimitsConfig
 from transfer.config.values import checked_host_port
 from transfer.connector.messages import (
     CancelIncoming,
-    ExpectTransfer,
+    ExpectBound,
     SettlePrompt,
     TransferBroken,
     TransferDrained,
@@ -534,9 +534,8 @@ class IncomingTransfers:
         transfer.answering, transfer.receiving, transfer.draining = set(ranks), set(ranks), set(ranks)
         transfer.expected = asyncio.get_running_loop().create_future()
         self._broadcast(
-            ExpectTransfer(
+            ExpectBound(
                 transfer_id=transfer.transfer_id,
-                name=prompt.name,
                 prefill_incarnation=transfer.prefill.incarnation,
                 num_tokens=len(prompt.token_ids),
                 start_token=prompt.start_token,

@@ -1,19 +1,20 @@
-"""One rank of a connector's decode side: it receives the KV of prompts into pages that the engine has chosen.
+"""The part of a decode rank that receives the KV of prompts, for daemons and engines alike.
 
-The leader says what comes and into which pages. It decides for all ranks at once what has become of a prompt, and the engine
-hears only that (`Settled`): KV is used when every rank has all of it, and pages are the engine's again when no rank writes to
-them any more. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.connector_rank`.
+The leader says what comes. It decides for all ranks at once what has become of a prompt, so a rank only reports its own part.
+`IncomingRank` keeps what the rank receives; whose pages are filled, and what follows, is its engine's matter. `BoundPages` is the
+engine of a connector: vLLM and SGLang choose the pages before anything is expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from transfer.connector.incoming_sessions import IncomingSessions
 from transfer.connector.messages import (
     CancelIncoming,
+    ExpectBound,
     ExpectTransfer,
     SettlePrompt,
     TransferBroken,
@@ -22,7 +23,137 @@ from transfer.connector.messages import (
     TransferWhole,
 )
 from transfer.errors import LocalProtocolError
-from transfer.receive.attach import Receiving, Unattached
+from transfer.receive.attach import Unattached
+from transfer.receive.loop import ReceiverLoop
+
+Tables = Sequence[Sequence[int]]
+
+
+class IncomingEngine(Protocol):
+    """Whose pages an `IncomingRank` fills."""
+
+    def tables_up_to(self, transfer_id: str, num_tokens: int) -> Tables:
+        """See `transfer.receive.loop.ReceiverOwner`."""
+        ...
+
+    def on_over(self, transfer_id: str, *, is_whole: bool) -> None:
+        """Nothing writes into the transfer's pages any more: all of its KV is there, or it was cancelled and has drained."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Incoming:
+    is_receiving: bool = True
+    is_cancelled: bool = False
+
+
+class IncomingRank:
+    """See the module's docstring; a `transfer.receive.loop.ReceiverOwner`.
+
+    Args:
+        engine: Whose pages are filled.
+        send: Called with each message to the leader.
+    """
+
+    def __init__(self, *, engine: IncomingEngine, send: Callable[[object], None]) -> None:
+        self._engine = engine
+        self._send = send
+        self._incoming: dict[str, _Incoming] = {}  # by transfer, until it is whole, or cancelled and drained
+        self._receiver: ReceiverLoop
+        self._sessions: IncomingSessions
+
+    def begin(self, receiver: ReceiverLoop, sessions: IncomingSessions) -> None:
+        """Take over what was opened with this rank as its owner."""
+        self._receiver = receiver
+        self._sessions = sessions
+
+    # What the leader says
+
+    def expect(self, message: ExpectTransfer) -> None:
+        """Let the writers of a prompt ask for grants, or report why it cannot be received."""
+        writers = self._sessions.writers_of(message.prefill_incarnation)
+        if self._receiver.is_known(message.transfer_id):
+            writers = Unattached(reason="an earlier request of the same id is still draining")
+        if isinstance(writers, Unattached):
+            self._send(TransferExpected(transfer_id=message.transfer_id, reason=writers.reason))
+            return
+        self._incoming[message.transfer_id] = _Incoming()
+        self._send(TransferExpected(transfer_id=message.transfer_id))
+        self._receiver.expect_request(
+            writers.request(
+                message.transfer_id,
+                plan=message.plan,
+                num_tokens=message.num_tokens,
+                start_token=message.start_token,
+                traceparent=message.traceparent,
+            )
+        )
+
+    def cancel(self, transfer_id: str, reason: str) -> None:
+        """Give a transfer up, wherever it stands; `IncomingEngine.on_over` follows, at once if nothing of it is under way."""
+        incoming = self._incoming.get(transfer_id)
+        if incoming is not None and incoming.is_receiving:
+            incoming.is_cancelled = True  # before the receiver hears of it: with nothing under way, on_drained comes at once
+            if self._receiver.cancel_request(transfer_id, reason):
+                return
+        self._incoming.pop(transfer_id, None)
+        self._engine.on_over(transfer_id, is_whole=False)
+
+    def on_message(self, message: Any) -> bool:
+        """Take a message about sessions; False if it is about something else."""
+        return self._sessions.on_message(message)
+
+    # What the receiver says
+
+    def tables_up_to(self, request_id: str, num_tokens: int) -> Tables:
+        return self._engine.tables_up_to(request_id, num_tokens)
+
+    def on_complete(self, request_id: str) -> None:
+        del self._incoming[request_id]
+        self._send(TransferWhole(transfer_id=request_id))
+        self._engine.on_over(request_id, is_whole=True)
+
+    def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None:
+        self._send(TransferBroken(transfer_id=request_id, reason=reason, is_data_loss=is_data_loss))
+
+    def on_drained(self, request_id: str) -> None:
+        incoming = self._incoming[request_id]
+        incoming.is_receiving = False
+        if incoming.is_cancelled:  # otherwise the leader is about to cancel it, for it has heard that it failed
+            del self._incoming[request_id]
+            self._engine.on_over(request_id, is_whole=False)
+
+    # Reports and end
+
+    def status(self) -> dict[str, Any]:
+        """Fields of the wire contract's RankStatus."""
+        return self._sessions.status() | {"requests": len(self._incoming) + self._receiver.num_requests}
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._incoming)
+
+    def is_receiving(self, transfer_id: str) -> bool:
+        """Whether something may write into the transfer's pages."""
+        incoming = self._incoming.get(transfer_id)
+        return incoming is not None and incoming.is_receiving
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer is known, and no grant is live."""
+        return not self._incoming and self._receiver.is_idle
+
+    def check_idle(self) -> bool:
+        """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
+        if not self.is_idle:
+            return False
+        self._receiver.check_idle()
+        return True
+
+    async def close(self) -> None:
+        """End the sessions, then the receiver."""
+        await self._sessions.close("the decode side shuts down")
+        self._receiver.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,110 +170,37 @@ class Settled:
     note: bytes
 
 
-@dataclass(slots=True, kw_only=True)
-class _Incoming:
-    tables: tuple[tuple[int, ...], ...]
-    is_receiving: bool = True
-    is_cancelled: bool = False
-
-
-class IncomingRank:
-    """See the module's docstring; a `transfer.receive.loop.ReceiverOwner`.
+class BoundPages:
+    """The `IncomingEngine` of a connector: its leader tells the pages with each transfer.
 
     Args:
-        send: To the leader.
+        send: Called with each message to the leader.
         on_news: Hears what the engine has to be told.
     """
 
     def __init__(self, *, send: Callable[[object], None], on_news: Callable[[Settled], None]) -> None:
+        self.rank = IncomingRank(engine=self, send=send)
         self._send = send
         self._on_news = on_news
-        self._incoming: dict[str, _Incoming] = {}  # by transfer, until it is whole or drained
-        self._receiving: Receiving
-        self._writers: IncomingSessions
-
-    def begin(self, receiving: Receiving, writers: IncomingSessions) -> None:
-        """Take over what was opened with this rank as its owner."""
-        self._receiving = receiving
-        self._writers = writers
-
-    # What the leader says
+        self._tables: dict[str, Tables] = {}
 
     def on_message(self, message: Any) -> None:
         match message:
-            case ExpectTransfer():
-                self._expect(message)
+            case ExpectBound():
+                self._tables[message.transfer_id] = message.tables
+                self.rank.expect(message)
             case CancelIncoming():
-                self._cancel(message)
+                self.rank.cancel(message.transfer_id, message.reason)
             case SettlePrompt():
                 self._on_news(Settled(name=message.name, failure=message.failure, note=message.note))
             case _:
-                if not self._writers.on_message(message):
+                if not self.rank.on_message(message):
                     raise LocalProtocolError(f"a connector's decode rank cannot serve {type(message).__name__}")
 
-    def _expect(self, message: ExpectTransfer) -> None:
-        writers = self._writers.writers_of(message.prefill_incarnation)
-        if isinstance(writers, Unattached):
-            self._send(TransferExpected(transfer_id=message.transfer_id, reason=writers.reason))
-            return
-        self._incoming[message.transfer_id] = _Incoming(tables=message.tables)
-        self._send(TransferExpected(transfer_id=message.transfer_id))
-        self._receiving.loop.expect_request(
-            writers.request(
-                message.transfer_id, plan=message.plan, num_tokens=message.num_tokens, start_token=message.start_token
-            )
-        )
+    def tables_up_to(self, transfer_id: str, num_tokens: int) -> Tables:
+        return self._tables[transfer_id]
 
-    def _cancel(self, message: CancelIncoming) -> None:
-        incoming = self._incoming.get(message.transfer_id)
-        if incoming is not None and incoming.is_receiving:
-            incoming.is_cancelled = True  # before the receiver hears of it: with nothing under way, on_drained comes at once
-            if self._receiving.loop.cancel_request(message.transfer_id, message.reason):
-                return
-        self._incoming.pop(message.transfer_id, None)
-        self._send(TransferDrained(transfer_id=message.transfer_id))
-
-    # What the receiver says
-
-    def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
-        return self._incoming[request_id].tables
-
-    def on_complete(self, request_id: str) -> None:
-        del self._incoming[request_id]
-        self._send(TransferWhole(transfer_id=request_id))
-
-    def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None:
-        self._send(TransferBroken(transfer_id=request_id, reason=reason, is_data_loss=is_data_loss))
-
-    def on_drained(self, request_id: str) -> None:
-        incoming = self._incoming[request_id]
-        incoming.is_receiving = False
-        if incoming.is_cancelled:  # otherwise the leader is about to say so, for it has heard that it failed
-            del self._incoming[request_id]
-            self._send(TransferDrained(transfer_id=request_id))
-
-    # Reports and end
-
-    def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus."""
-        return self._writers.status() | {"requests": len(self._incoming) + self._receiving.loop.num_requests}
-
-    @property
-    def num_transfers(self) -> int:
-        return len(self._incoming)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is known of any prompt, and no grant is live."""
-        return not self._incoming and self._receiving.loop.is_idle
-
-    def check_idle(self) -> bool:
-        """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
-        if not self.is_idle:
-            return False
-        self._receiving.loop.check_idle()
-        return True
-
-    async def close(self) -> None:
-        await self._writers.close("the decode side's engine shuts down")
-        self._receiving.loop.close()
+    def on_over(self, transfer_id: str, *, is_whole: bool) -> None:
+        self._tables.pop(transfer_id, None)
+        if not is_whole:
+            self._send(TransferDrained(transfer_id=transfer_id))

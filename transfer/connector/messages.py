@@ -185,16 +185,30 @@ class PrefillRankLost:
 class ExpectTransfer:
     """Let the writers of a prompt ask for grants; answer `TransferExpected`.
 
+    What the rank's engine needs besides is in the classes that are made from this one.
+
     Args:
-        tables: Its page table in each group of layers, from token 0 on; what lies before `start_token` is not touched.
+        start_token: First token that comes from prefill.
+        plan: How the prompt is divided, as the prefill side said.
+        traceparent: Span in which its arrival lies; empty if it is not traced.
     """
 
     transfer_id: str
-    name: str
     prefill_incarnation: int
     num_tokens: int
     start_token: int
     plan: ChunkPlan
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectBound(ExpectTransfer):
+    """Receive a prompt into pages that the engine has chosen.
+
+    Args:
+        tables: Its page table in each group of layers, from token 0 on; what lies before `start_token` is not touched.
+    """
+
     tables: tuple[tuple[int, ...], ...]
 
 
@@ -253,7 +267,7 @@ class TransferDrained:
 
 
 INCOMING_MESSAGES = (
-    ExpectTransfer,
+    ExpectBound,
     CancelIncoming,
     SettlePrompt,
     TransferExpected,
