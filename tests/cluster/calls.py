@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -173,6 +176,16 @@ class Reference:
         assert answer.done is not None and answer.done.generated_tokens == len(answer.tokens)
         expected = self.tokens(token_ids, len(answer.tokens))
         assert answer.tokens == expected, f"prompt of {len(token_ids)} tokens: {answer.tokens} instead of {expected}"
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """The process is stopped in the block, and goes on however it ends."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 async def until(is_true: Callable[[], bool | Awaitable[bool]], what: str, *, within_s: float = 30.0) -> float:

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from kvferry.local_cluster.spec import Role
-from tests.cluster.calls import Reference
+from tests.cluster.calls import Reference, frozen
 from tests.cluster.faults.conftest import Chaos
 from tests.cluster.faults.scenario import OK, UNAVAILABLE, Scenario
 
 pytestmark = pytest.mark.timeout(180)
 
 FROZEN_S = 5.0
-
-
-@contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    """The process is stopped in the block, and goes on however it ends."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

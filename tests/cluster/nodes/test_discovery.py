@@ -20,7 +20,7 @@ import pytest
 
 from kvferry.local_cluster.cluster import ClusterNode
 from node_runtime import exit_codes
-from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
+from tests.cluster.calls import Caller, Reference, frozen, prompt, status_of, until, until_idle
 from tests.cluster.conftest import POOL_TOKENS
 from tests.cluster.links.etcd_server import EtcdServer, etcd_server
 from tests.cluster.open_nodes import Nodes, open_nodes
@@ -100,17 +100,20 @@ async def test_prefill_nodes_come_and_go(tmp_path: Path, model: Path, reference:
         assert await metric(first, "discovery_addresses") == 1
 
         async with Caller(decode.address) as caller:
-            # One drains while it has work: everything ends well.
+            # One drains while it has work: everything ends well. Its rank stands still before, so that it cannot finish sooner.
             prompts = [prompt(LONG, variant) for variant in range(4)]
-            flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
+            status = await status_of(first)
+            assert status is not None
+            with frozen(status.ranks[0].pid):
+                flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
 
-            async def has_its_two() -> bool:
-                """The node itself says so: a request on its way to a node that drains goes to the other one."""
-                status = await status_of(first)
-                return status is not None and status.queued_requests + status.running_requests == 2
+                async def has_its_two() -> bool:
+                    """The node itself says so: a request on its way to a node that drains goes to the other one."""
+                    status = await status_of(first)
+                    return status is not None and status.queued_requests + status.running_requests == 2
 
-            await until(has_its_two, "two requests on the node that is to drain")
-            first.terminate()
+                await until(has_its_two, "two requests on the node that is to drain")
+                first.terminate()
 
             async def is_no_longer_named() -> bool:
                 status = await status_of(decode)
