@@ -1,4 +1,4 @@
-"""What a decode leader and its ranks say to each other besides `transfer.connector.messages`."""
+"""Messages between a decode leader and its ranks that `transfer.connector.messages` does not define."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # the most that a part of a step takes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectRequest(ExpectTransfer):
-    """Reserve pages for the request's whole life, too. Whole pages of the tokens before `start_token` are in the host pool.
+    """Expect a transfer, and also reserve pages for the request's whole life.
+
+    The host pool already holds the whole pages of the tokens before `start_token`.
 
     Args:
         pages: What it takes of each group of layers of the device pool.

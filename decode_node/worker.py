@@ -348,9 +348,8 @@ class DecodeWorker:
         }
 
     def check_idle(self) -> bool:
-        if self._requests or not self._receiver.is_idle or (self._offload is not None and not self._offload.is_idle):
+        if self._requests or (self._offload is not None and not self._offload.is_idle) or not self.incoming.check_idle():
             return False
-        self._receiver.check_idle()
         self._allocator.check_idle()
         return True
 

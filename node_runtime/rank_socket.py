@@ -1,4 +1,4 @@
-"""How the ranks of an engine find the leader in one of its processes: a socket file that both know the name of.
+"""Locate the socket file where an engine's ranks meet the leader; both derive its name from the instance.
 
 The engine starts its processes itself, in any order, so neither end hands the other an address. The name comes from something
 that only this instance of the engine has, such as the id that vLLM gives it. The file lies in a folder that only this user can

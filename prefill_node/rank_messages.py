@@ -1,4 +1,4 @@
-"""What a prefill leader and its ranks say to each other besides `transfer.connector.messages`."""
+"""Messages between a prefill leader and its ranks that `transfer.connector.messages` does not define."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class PromptRequest:
 
     @property
     def is_started(self) -> bool:
-        """Whether the ranks know of it."""
+        """Whether the decode side has reserved room and the ranks were sent the request."""
         return self.started_s is not None
 
 

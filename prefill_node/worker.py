@@ -425,10 +425,10 @@ class PrefillWorker:
     async def close(self) -> None:
         for load in list(self._loads):
             load.cancel()
-        if self._store is not None:
-            await self._store.close()
         await self._sessions.close_all("the prefill node shuts down")
         self._sender.close()
+        if self._store is not None:
+            await self._store.close()
         await self._rank_engine.rest()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

@@ -19,7 +19,9 @@ class SessionRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRequest:
-    """The part of one request that one rank sends or receives. The two ends differ only in `routes`.
+    """The part of one request that one rank sends or receives.
+
+    The sender and the receiver use the same fields. `routes` and `traceparent` belong to one rank, all others to the request.
 
     Args:
         plan: How the request is divided into chunks.

@@ -1,4 +1,4 @@
-"""What the leader and the ranks of a connector have in common: sides, engine, and the messages between them."""
+"""The sides, the engine's description and the messages that leader and ranks of a connector share."""
 
 from __future__ import annotations
 

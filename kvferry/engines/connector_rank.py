@@ -257,7 +257,7 @@ class ConnectorRank:
         return context.instance
 
     async def _open_decode(self, context: RankContext, ring_bytes: int) -> str:
-        """Returns the address that prefill ranks are told."""
+        """Open the decode side and return the address to announce to prefill ranks."""
         config, pool = self._config, self._engine.pool
         pages = BoundPages(send=self._send, on_news=self._news.append)
         target = pages.rank

@@ -151,7 +151,7 @@ class ClusterWatch:
         return Seen(address=address, status=status.result(), requests=requests.result(), at_s=now_s)
 
     async def _requests(self, client: NodeClient) -> tuple[pb.RequestStatus, ...]:
-        """In flight; none of a node that cannot tell: of version 0.1, or inside an engine."""
+        """Return the requests in flight; none for version 0.1 and for engines, which do not support the call."""
         try:
             return tuple((await client.list_requests(timeout_s=self._answer_s)).requests)
         except RemoteProtocolError:

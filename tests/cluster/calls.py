@@ -180,7 +180,7 @@ class Reference:
 
 @contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """The process is stopped in the block, and goes on however it ends."""
+    """Stop the process inside the block, and resume it at the end, also after an error."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

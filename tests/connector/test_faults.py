@@ -1,4 +1,4 @@
-"""What goes wrong between two engines with connectors: told to both, used by neither, and nothing is left of it."""
+"""A fault between two connectors is reported to both, affects neither and leaves nothing behind."""
 
 from __future__ import annotations
 

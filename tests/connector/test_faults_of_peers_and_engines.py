@@ -204,7 +204,7 @@ def read_http(address: str, path: str) -> str:
     return b"".join(parts).decode()
 
 
-def test_closing_a_hosted_side_leaves_no_file(start: Start) -> None:
+def test_closing_one_side_leaves_no_file(start: Start) -> None:
     """Regression: a lock file stayed for each name, and engines use a new name at each start."""
     for _ in range(3):
         start(PREFILL, name="comes-and-goes").close()

@@ -28,7 +28,7 @@ class JoinServer(pb_grpc.PrefillControlServicer):
         attach_s: Seconds until the rank is attached.
         others_tokens: What each heartbeat tells of other decode instances.
         is_idle: Whether nothing of a join is in flight.
-        num_joins: DecodeInstances that the rank was told of.
+        num_joins: Number of joins that the leader announced to the rank.
         lost: Why joins ended.
     """
 

@@ -26,7 +26,7 @@ def link(prefill_rank: int) -> Link:
 
 
 class Leader:
-    """DecodeInstances with two ranks that say what a test has them say."""
+    """A real `DecodeInstances` with two ranks that a test controls."""
 
     def __init__(self) -> None:
         self.sent: list[object] = []

@@ -1,4 +1,4 @@
-"""What the caller of `Prefill` is told, by daemons and engines alike."""
+"""The events that daemons and engines return to the caller of `Prefill`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transfer.send.events import SentStats
 
 @dataclass
 class Prompt:
-    """A prompt of which everything is known at once."""
+    """A prompt that delivers all of its progress at once."""
 
     items: list[Progress]
     queued_s: float = 0.0
@@ -28,7 +28,7 @@ class Prompt:
 
 
 async def told(prompt: Prompt) -> tuple[list[pb.PrefillEvent], list[float], list[TransferError]]:
-    """The events, what the queue's metric got, and with what the prompt was given up."""
+    """Return the events, the values of the queue metric, and the errors passed to `give_up`."""
     waits: list[float] = []
     ends: list[TransferError] = []
     metrics = cast(Any, SimpleNamespace(queue_seconds=waits.append))

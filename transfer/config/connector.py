@@ -15,7 +15,7 @@ from transfer.config.values import CountOrZero, Seconds
 
 
 class ConnectorLimitsConfig(Section):
-    """Bounds of a connector; what the engine computes, and how much at once, is its own affair."""
+    """Limits of a connector. The engine itself limits its computation."""
 
     meet_timeout_s: Seconds = Field(
         default=60.0,
@@ -36,7 +36,7 @@ class ConnectorLimitsConfig(Section):
 
 
 class ConnectorConfig(ProcessConfig):
-    """Settings of a connector, of either side or both: an engine names them where it names its connector."""
+    """Settings of a connector with one or both sides. They are part of the engine's connector configuration."""
 
     role: ClassVar[str] = "connector"
 

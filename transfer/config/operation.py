@@ -115,7 +115,7 @@ class BreakerConfig(Section):
         return self
 
     def settings(self) -> BreakerSettings:
-        """The same, for a breaker."""
+        """Return these settings as `BreakerSettings`."""
         return BreakerSettings(**dict(self))
 
 

@@ -39,7 +39,7 @@ class StorageBreakerConfig(Section):
         return self
 
     def settings(self) -> BreakerSettings:
-        """The same, for a breaker."""
+        """Return these settings as `BreakerSettings`."""
         return BreakerSettings(**dict(self))
 
 

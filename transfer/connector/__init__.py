@@ -1,6 +1,9 @@
-"""Moves the KV of prompts between two instances.
+"""Move the KV of prompts between two instances, for daemons and for engines that load a connector.
 
-`outgoing` and `incoming` are the prompts that an engine computes or fetches, as the instance's leader sees them; `outgoing_rank`
-and `incoming_rank` are their parts in each rank. `decode_instances` and `prefill_nodes` keep who has joined. `prefill_service`
-and `decode_service` serve what the other tier calls.
+Leader: `outgoing` and `incoming` track the prompts that a connector's engine computes or fetches. `prefill_service` and
+`decode_service` serve the calls of the other tier for a connector; `prefill_calls` serves `Prefill` for daemons, too.
+`decode_instances` and `prefill_nodes` track the joined instances.
+
+Rank: `outgoing_rank` and `incoming_rank` send and receive. `outgoing_sessions` and `incoming_sessions` keep the sessions.
+`messages` defines the messages between a leader and its ranks.
 """

@@ -1,4 +1,4 @@
-"""The leader of a connector's decode side: joins prefill nodes, and serves what they ask of it."""
+"""Join prefill nodes and serve their calls, in the leader of a connector's decode side."""
 
 from __future__ import annotations
 

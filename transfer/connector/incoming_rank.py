@@ -1,8 +1,8 @@
-"""The part of a decode rank that receives the KV of prompts, for daemons and engines alike.
+"""Receive the KV of prompts on one decode rank, for daemons and engines alike.
 
-The leader says what comes. It decides for all ranks at once what has become of a prompt, so a rank only reports its own part.
-`IncomingRank` keeps what the rank receives; whose pages are filled, and what follows, is its engine's matter. `BoundPages` is the
-engine of a connector: vLLM and SGLang choose the pages before anything is expected.
+The leader announces each transfer and decides its outcome for all ranks. A rank reports only its own part.
+`IncomingRank` tracks the transfers. Its engine owns the pages and decides the next step.
+`BoundPages` is the engine of a connector: vLLM and SGLang choose the pages before the transfer is announced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tables = Sequence[Sequence[int]]
 
 
 class IncomingEngine(Protocol):
-    """Whose pages an `IncomingRank` fills."""
+    """The owner of the pages that an `IncomingRank` fills."""
 
     def tables_up_to(self, transfer_id: str, num_tokens: int) -> Tables:
         """See `transfer.receive.loop.ReceiverOwner`."""
@@ -43,15 +43,16 @@ class IncomingEngine(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Incoming:
+    message: ExpectTransfer
     is_receiving: bool = True
     is_cancelled: bool = False
 
 
 class IncomingRank:
-    """See the module's docstring; a `transfer.receive.loop.ReceiverOwner`.
+    """Receive the transfers that the leader announces; implements `transfer.receive.loop.ReceiverOwner`.
 
     Args:
-        engine: Whose pages are filled.
+        engine: Owns the pages that are filled.
         send: Called with each message to the leader.
     """
 
@@ -77,7 +78,7 @@ class IncomingRank:
         if isinstance(writers, Unattached):
             self._send(TransferExpected(transfer_id=message.transfer_id, reason=writers.reason))
             return
-        self._incoming[message.transfer_id] = _Incoming()
+        self._incoming[message.transfer_id] = _Incoming(message=message)
         self._send(TransferExpected(transfer_id=message.transfer_id))
         self._receiver.expect_request(
             writers.request(
@@ -100,7 +101,7 @@ class IncomingRank:
         self._engine.on_over(transfer_id, is_whole=False)
 
     def on_message(self, message: Any) -> bool:
-        """Take a message about sessions; False if it is about something else."""
+        """Handle a message about sessions. Return False if the message is about something else."""
         return self._sessions.on_message(message)
 
     # What the receiver says
@@ -132,6 +133,10 @@ class IncomingRank:
     @property
     def num_transfers(self) -> int:
         return len(self._incoming)
+
+    def expected(self, transfer_id: str) -> ExpectTransfer:
+        """Return the message that announced a transfer of which something may still be written."""
+        return self._incoming[transfer_id].message
 
     def is_receiving(self, transfer_id: str) -> bool:
         """Whether something may write into the transfer's pages."""
@@ -171,7 +176,7 @@ class Settled:
 
 
 class BoundPages:
-    """The `IncomingEngine` of a connector: its leader tells the pages with each transfer.
+    """Serve as `IncomingEngine` of a connector: the leader sends the page tables with each transfer.
 
     Args:
         send: Called with each message to the leader.
@@ -182,12 +187,10 @@ class BoundPages:
         self.rank = IncomingRank(engine=self, send=send)
         self._send = send
         self._on_news = on_news
-        self._tables: dict[str, Tables] = {}
 
     def on_message(self, message: Any) -> None:
         match message:
             case ExpectBound():
-                self._tables[message.transfer_id] = message.tables
                 self.rank.expect(message)
             case CancelIncoming():
                 self.rank.cancel(message.transfer_id, message.reason)
@@ -198,9 +201,10 @@ class BoundPages:
                     raise LocalProtocolError(f"a connector's decode rank cannot serve {type(message).__name__}")
 
     def tables_up_to(self, transfer_id: str, num_tokens: int) -> Tables:
-        return self._tables[transfer_id]
+        message = self.rank.expected(transfer_id)
+        assert isinstance(message, ExpectBound), "a connector's rank expects nothing else"
+        return message.tables
 
     def on_over(self, transfer_id: str, *, is_whole: bool) -> None:
-        self._tables.pop(transfer_id, None)
         if not is_whole:
             self._send(TransferDrained(transfer_id=transfer_id))

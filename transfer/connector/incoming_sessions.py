@@ -1,4 +1,4 @@
-"""A decode rank's part in joins: its leader hears of links and losses, and says which prefill instances are gone."""
+"""Report the links and lost sessions of a decode rank to its leader, and forget prefill instances that are gone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transfer.receive.attach import PrefillSessions, Receiving
 
 
 class IncomingSessions(PrefillSessions):
-    """`PrefillSessions` that report to the leader.
+    """Keep `PrefillSessions`, and report them to the leader.
 
     Args:
         context: The rank.
         receiving: Takes the sessions over; closed by the owner, after these.
-        server: Where the rank listens, and what it is called by.
+        server: Listen address and advertised name of the rank.
         heartbeat_s: Seconds between heartbeats, in both directions.
         send: Called with each message to the leader.
     """
@@ -43,7 +43,7 @@ class IncomingSessions(PrefillSessions):
         self._send = send
 
     def on_message(self, message: Any) -> bool:
-        """Take a message of the leader; False if it is not about sessions."""
+        """Handle a message of the leader. Return False if it is not about sessions."""
         if not isinstance(message, ForgetPrefill):
             return False
         self.forget_prefill(message.incarnation, message.reason)

@@ -1,4 +1,4 @@
-"""What the leader and the ranks of an instance say to each other about sessions and prompts.
+"""Messages about sessions and prompts between a leader and its ranks.
 
 A *name* is the engine's own for a prompt. A *transfer* is one attempt to move its KV.
 """
@@ -185,7 +185,7 @@ class PrefillRankLost:
 class ExpectTransfer:
     """Let the writers of a prompt ask for grants; answer `TransferExpected`.
 
-    What the rank's engine needs besides is in the classes that are made from this one.
+    Subclasses add the fields that one kind of engine needs.
 
     Args:
         start_token: First token that comes from prefill.
@@ -214,7 +214,7 @@ class ExpectBound(ExpectTransfer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelIncoming:
-    """Give it up, wherever it stands; answer `TransferDrained`, or in a daemon `PagesReleased` when its pages are back."""
+    """Cancel a transfer at any stage. Answer `TransferDrained`; a daemon answers `PagesReleased` when the pages are free."""
 
     transfer_id: str
     reason: str

@@ -1,4 +1,4 @@
-"""The prompts of a connector's prefill side, as its leader sees them: what the engine has, who asks for it, what becomes of it.
+"""Track the prompts of a connector's prefill side in its leader: offered, requested, sent and freed.
 
 A prompt is *offered* when the engine is given it, *begun* when the engine has pages for it, *finished* when it has computed it. A
 decode side asks for it by its transfer id, before or after each of these; what it asks for is a *transfer*, one attempt. A prompt

@@ -1,4 +1,4 @@
-"""A prefill rank's part in joins: its leader says to which decode instances it attaches, and hears how that went."""
+"""Attach a prefill rank to decode instances at the leader's request, and report the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transfer.send.loop import SenderLoop
 
 
 class OutgoingSessions(DecodeSessions):
-    """`DecodeSessions` that open and close as the leader says.
+    """Open and close `DecodeSessions` at the leader's request.
 
     Args:
         context: The rank.
@@ -30,7 +30,7 @@ class OutgoingSessions(DecodeSessions):
         self._attaching: set[asyncio.Task[None]] = set()
 
     def on_message(self, message: Any) -> bool:
-        """Take a message of the leader; False if it is not about sessions."""
+        """Handle a message of the leader. Return False if it is not about sessions."""
         match message:
             case AttachDecode():
                 attaching = self._context.loop.create_task(self._attach_to(message))

@@ -1,4 +1,4 @@
-"""The `Prefill` call, as every prefill leader serves it: its checks, and what its caller is told."""
+"""Check a `Prefill` call and return its events to the caller; used by every prefill leader."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class PromptFirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSent:
-    """All KV has arrived; `stats` is what each rank says of its part."""
+    """All KV has arrived. `stats` has the statistics of each rank."""
 
     stats: tuple[SentStats, ...]
 
 
 Progress = PromptStarted | EngineNote | PromptFirstToken | PromptSent | TransferError
-"""What the caller is told, in order. The last item is `PromptSent` or an error."""
+"""Progress events for the caller, in order. The last one is `PromptSent` or an error."""
 
 
 class CalledPrompt(Protocol):
-    """A prompt of a `Prefill` call."""
+    """The prompt of a `Prefill` call."""
 
     @property
     def progress(self) -> asyncio.Queue[Progress]: ...
@@ -67,13 +67,13 @@ class CalledPrompt(Protocol):
 
     @property
     def is_started(self) -> bool:
-        """Whether room was reserved for it."""
+        """Whether the decode side has reserved room and the ranks were sent the request."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChecks:
-    """What a call's prompt is checked against.
+    """Check the prompt of a `Prefill` call.
 
     Args:
         own: This instance.
@@ -89,8 +89,8 @@ class PromptChecks:
         """Return the prompt's tokens and the decode instance that asks for it.
 
         Raises:
-            ConfigError: A field is not as it must be.
-            PeerUnreachable: The decode instance has not joined. It may have, a moment ago: it joins again by itself.
+            ConfigError: A field is missing, too long or out of range.
+            PeerUnreachable: The decode instance is not joined, or its join was just lost. A lost instance joins again by itself.
             LayoutError: The request would be divided into too many pieces.
         """
         if not 1 <= len(request.request_id) <= MAX_ID_CHARS:
@@ -101,7 +101,7 @@ class PromptChecks:
             raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")
         join = joins.find(request.decode_incarnation)
         if join is None:
-            raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill node")
+            raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill instance")
         own, decode = self.own, join.instance
         check_num_pieces(
             join.plan, own.layout, own.shard, decode.shard, num_tokens=len(token_ids), start_token=request.start_token
@@ -116,7 +116,7 @@ async def prefill_events(
     give_up: Callable[[TransferError], None],
     metrics: NodeMetrics,
 ) -> AsyncGenerator[pb.PrefillEvent, None]:
-    """Yield the events of an accepted prompt, to its end; the caller closes the iterator (`contextlib.aclosing`).
+    """Yield the events of an accepted prompt until it ends. The caller must close the iterator (`contextlib.aclosing`).
 
     Args:
         give_up: Called at the end; no-op if the prompt is over.

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import grpc
 import structlog
@@ -183,16 +183,20 @@ class PrefillNodes:
         metrics: NodeMetrics,
         broadcast: Callable[[object], None],
         on_lost: Callable[[PrefillPeer, str], None],
-        **more: Any,
+        on_change: Callable[[], None] = lambda: None,
+        grace_s: float = 30.0,
+        view: Callable[[], DiscoveryView] | None = None,
+        prefix_tokens: int = 0,
     ) -> PrefillNodes:
-        """The prefill nodes of an instance whose ranks are ready.
+        """Return the prefill nodes of an instance whose ranks are ready.
 
         Args:
             config: Settings of the instance.
-            hellos: What its ranks said of themselves.
-            broadcast: Sends a message to every rank: they forget an instance that is lost.
-            on_lost: (peer, reason) when a joined peer is lost, after its ranks have been told.
-            more: As of the class.
+            hellos: Ready reports of its ranks.
+            broadcast: Sends a message to every rank, so that the ranks forget a lost instance.
+            on_lost: Called with (peer, reason) after a joined peer is lost and the ranks were notified.
+
+        The other arguments are those of the constructor.
         """
 
         def on_instance_lost(peer: PrefillPeer, incarnation: int, reason: str) -> None:
@@ -213,7 +217,10 @@ class PrefillNodes:
             on_lost=on_instance_lost,
             on_breaker_opened=metrics.breaker_opened,
             on_fault=metrics.join_broke,
-            **more,
+            on_change=on_change,
+            grace_s=grace_s,
+            view=view,
+            prefix_tokens=prefix_tokens,
         )
 
     def _peer_at(self, address: str) -> PrefillPeer:
@@ -438,7 +445,7 @@ class PrefillNodes:
         return "no prefill node is joined: " + "; ".join(states)
 
     def plan_of(self, request: pb.ReserveRequest) -> ChunkPlan:
-        """Return how the request is divided, and note that its prefill instance divides requests so.
+        """Return the request's chunk plan, and record it as the current plan of its prefill instance.
 
         Raises:
             ConfigError: The plan is missing.
@@ -686,6 +693,6 @@ def _break(broken: asyncio.Future[str], reason: str) -> None:
 
 
 def show_peers(peers: Sequence[PrefillPeer], metrics: NodeMetrics) -> None:
-    """Set the metrics of the prefill nodes that are known."""
+    """Set the metrics of the given prefill nodes."""
     metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
     metrics.breakers(Counter(peer.breaker.state.value for peer in peers))

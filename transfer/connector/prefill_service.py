@@ -1,4 +1,4 @@
-"""The leader of a connector's prefill side: serves PrefillControl for what the engine computes by its own schedule."""
+"""Serve PrefillControl in the leader of a connector's prefill side, for prompts that the engine schedules itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells its leader of itself."""
+"""Reports of a rank to its leader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an error of an attempt means: whether another one follows, and what it says of the prefill node."""
+"""Decide whether a failed attempt is retried, and whether it counts against the prefill node."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def add_digest(digest: Digest, wire: WireMemory, num_bytes: int) -> None:
 
 
 def is_add_digest_compiled(device: torch.device, wire_address: int, num_bytes: int) -> bool:
-    """Whether `add_digest` of a wire at that address to a sum on `device` only queues, see `CopyPlan.is_compiled`."""
+    """Return whether `add_digest` for a wire at that address only queues work; see `CopyPlan.is_compiled`."""
     if device.type == "cpu":
         return True
     from transfer.copy.words import is_pass_compiled

@@ -84,7 +84,7 @@ class CopyPlan(ABC):
         self._scatter(pages, source, first_page, digest)
 
     def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
-        """Whether a call with a wire at that address only queues.
+        """Return whether a call for a wire at that address only queues work.
 
         The first calls of a GPU's pool compile kernels, for seconds; the first of each plan there uploads tables, and waits.
 

@@ -131,7 +131,7 @@ class _TritonPlan(CopyPlan):
         for tokens, rows, _ in self._groups:
             most = tokens.end * rows.rows_per_token * -(-rows.row_bytes // 16)
             if most > MAX_PIECES:
-                raise LayoutError(f"buffers have up to {most} pieces up to token {tokens.end}; one launch takes {MAX_PIECES}")
+                raise LayoutError(f"a copy up to token {tokens.end} has {most} units of 16 bytes; one launch takes {MAX_PIECES}")
         self._tables: dict[tuple[int, str], Tensor] = {}  # by group
         self._launches: dict[tuple[bool, int, bool], list[Launch]] = {}
         self._streams: set[int] = set()

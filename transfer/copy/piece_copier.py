@@ -41,6 +41,7 @@ OnScattered = Callable[[bool, float], None]
 """Called with whether the wire bytes had the digest that was announced, and the seconds that the copy took."""
 
 Scales = Mapping[tuple[int, bool], float]
+FrozenScales = frozenset[tuple[tuple[int, bool], float]]
 
 _CACHED_PIECES = 1024  # a few per route, head slice and layer group; each some 20 KB
 _CACHED_ENDS = 1024  # of routes, one or two for each session
@@ -80,7 +81,7 @@ class PieceCopy:
         return all(plan.is_compiled(wire_address, has_digest=can_digest, is_gather=is_gather) for plan in self.plans)
 
     def compile(self, wire_address: int, *, is_gather: bool) -> None:
-        """Do what is missing for `is_compiled`, without a copy: on any thread, while other pieces are copied; nothing twice."""
+        """Compile and upload what `is_compiled` requires, without a copy. Safe on any thread during other copies; idempotent."""
         can_digest = self._can_digest
         if not can_digest:
             compile_add_digest(self.device, wire_address, self.num_wire_bytes)
@@ -129,7 +130,7 @@ class PieceCopier:
 
     Args:
         pool: Where the pages are.
-        is_source: Whether the pool is that of the sending rank. It decides which heads of a route are meant.
+        is_source: Whether the pool is that of the sending rank. Selects the source or target heads of a route.
     """
 
     def __init__(self, pool: KVPool, *, is_source: bool) -> None:
@@ -147,9 +148,9 @@ class PieceCopier:
         With a pool on a GPU the request's page tables are kept there, and what is new in them is queued, not waited for.
 
         Args:
-            piece: Pieces of one session should share the route and the scales: the same object is found sooner than an equal one.
-            tables: The request's page table of each group, from token 0 on, up to the chunk's end at least. An entry that was
-                given once stays as it is, until `forget`.
+            piece: Pieces of one session should share the route and scales objects, because the lookup by identity is faster.
+            tables: Page table of each group, from token 0 up to at least the chunk's end. Entries must not change until `forget`,
+                except for those that a window has passed.
 
         Raises:
             LayoutError: The piece does not fit the pool, or an entry of a table that it needs is no page of the pool.
@@ -174,9 +175,9 @@ class PieceCopier:
     async def warm_up(
         self, routes: Sequence[Route], plan: ChunkPlan, *, layout: KVLayout, dtype: DType, scales: Scales | None
     ) -> None:
-        """Compile and load the kernels of every piece that the routes can have, so that no first request waits for them.
+        """Compile and load the kernels of all pieces of the routes, so that no first request waits for them.
 
-        Runs beside the caller's loop, and launches nothing. Nothing to do for a pool in host memory.
+        Runs on a thread beside the caller's loop and launches no kernel. A pool in host memory needs no warm-up.
 
         Args:
             plan: How requests are divided.
@@ -189,7 +190,7 @@ class PieceCopier:
             await asyncio.to_thread(self.compile, route, plan, layout=layout, dtype=dtype, scales=scales)
 
     def compile(self, route: Route, plan: ChunkPlan, *, layout: KVLayout, dtype: DType, scales: Scales | None = None) -> None:
-        """As `warm_up`, for one route and on any thread: it shares nothing with `prepare` but the kernels."""
+        """Compile the kernels of one route, on any thread. It shares only the kernels with `prepare`."""
         copier = PieceCopier(self._pool, is_source=self._is_source)
         copier._adopt(layout)
         for tail in _TAILS:
@@ -222,7 +223,7 @@ class PieceCopier:
             kept.forget(request_id)
 
     def _plans_of(self, piece: Piece) -> Mapping[int, CopyPlan]:
-        """By group; tokens are counted from the start of the chunk's first page, and in a group of states from the state."""
+        """Return the plan of each group. Tokens count from the chunk's first page, or from the state in a group of states."""
         tokens, layers, request = piece.chunk.tokens, piece.chunk.layers, piece.request
         first_token = tokens.begin - tokens.begin % self._pool.page_size
         begin, end = tokens.begin - first_token, tokens.end - first_token
@@ -236,7 +237,9 @@ class PieceCopier:
         known = self._known_ends.get(key)
         if known is not None:
             return known[0]
-        if len(self._known_ends) >= _CACHED_ENDS or len(self._ends) >= _CACHED_ENDS:
+        if len(self._known_ends) >= _CACHED_ENDS:  # of sessions that were opened again, mostly
+            self._known_ends.clear()
+        if len(self._ends) >= _CACHED_ENDS:
             self._adopt(self._layout)
         number = self._ends.setdefault((route, dtype, frozenset((scales or {}).items())), len(self._ends))
         self._known_ends[key] = (number, route, scales)
@@ -255,13 +258,13 @@ class PieceCopier:
         return found
 
     def _adopt(self, layout: KVLayout) -> None:
-        """Begin anew with a layout: nothing that was found is kept."""
+        """Switch to a layout and clear all caches."""
         self._layout = layout
         self._is_state = [group.kind is GroupKind.STATE for group in self._pool.groups]
         self._has_states = any(spec.kind is LayerKind.RECURRENT_STATE for spec in layout.layers)
         self._windows = {spec.window_tokens for spec in layout.layers if spec.kind is LayerKind.SLIDING_WINDOW}
-        self._copiers: dict[tuple[int, int], HeadSliceCopier] = {}
-        self._ends: dict[tuple[Route, DType, frozenset[tuple[tuple[int, bool], float]]], int] = {}
+        self._copiers: dict[tuple[int, Range, DType, FrozenScales], HeadSliceCopier] = {}
+        self._ends: dict[tuple[Route, DType, FrozenScales], int] = {}
         # By identity of route and scales, which are kept with what was found, so that no other object gets theirs.
         self._known_ends: dict[tuple[int, int, int], tuple[int, Route, Scales | None]] = {}
         self._planned.cache_clear()
@@ -277,14 +280,16 @@ class PieceCopier:
             if self._is_state[group]:
                 buffer = replace(buffer, tokens=Range(begin=0, end=len(buffer.tokens)))
             by_group.setdefault(group, []).append(buffer)
-        plans: dict[int, CopyPlan] = {}
-        for group, buffers in by_group.items():
-            layer = buffers[0].layer
-            copier = self._copiers.get((number, group))
-            if copier is None:
-                wire = self._layout.layers[layer].dtype or dtype
-                heads = route.heads.source if self._is_source else route.heads.target
-                copier = head_slice_copier(self._pool.part_of(layer), heads=heads, wire_dtype=wire, scales=dict(scales))
-                self._copiers[number, group] = copier
-            plans[group] = copier.plan(buffers)
-        return plans
+        heads = route.heads.source if self._is_source else route.heads.target
+        return {
+            group: self._copier(group, buffers[0].layer, heads, dtype, scales).plan(buffers)
+            for group, buffers in by_group.items()
+        }
+
+    def _copier(self, group: int, layer: int, heads: Range, dtype: DType, scales: FrozenScales) -> HeadSliceCopier:
+        """Return the copier of a group's pages; `layer` is one of its layers."""
+        key = (group, heads, dtype, scales)
+        if key not in self._copiers:
+            wire = self._layout.layers[layer].dtype or dtype
+            self._copiers[key] = head_slice_copier(self._pool.part_of(layer), heads=heads, wire_dtype=wire, scales=dict(scales))
+        return self._copiers[key]

@@ -101,7 +101,7 @@ def is_pass_compiled(device: torch.device, wire_address: int, num_bytes: int) ->
 
 
 def compile_pass(device: torch.device, wire_address: int, num_bytes: int) -> None:
-    """Compile and load what `add_words` of a wire at that address launches; launches nothing."""
+    """Compile and load the kernel of `add_words` for a wire at that address, without a launch."""
     _launcher(device, math.gcd(WORD_BYTES, wire_address, num_bytes)).compile((wire_address, num_bytes, 0))
 
 

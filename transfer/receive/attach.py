@@ -130,7 +130,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritersOfInstance:
-    """What a request from an attached prefill instance is received with; fields as of `RankRequest`."""
+    """An attached prefill instance as the writers of a request; fields as in `RankRequest`."""
 
     layout: KVLayout
     wire_dtype: DType
@@ -141,7 +141,7 @@ class WritersOfInstance:
     def request(
         self, request_id: str, *, plan: ChunkPlan, num_tokens: int, start_token: int, traceparent: str = ""
     ) -> RankRequest:
-        """What this rank receives of a request from the instance; see `RankRequest`."""
+        """Return the part of a request that this rank receives from the instance."""
         return RankRequest(
             request_id=request_id,
             layout=self.layout,

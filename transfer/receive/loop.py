@@ -16,7 +16,7 @@ import structlog
 from transfer.control.base import ControlServer, Received
 from transfer.copy.copy_queue import OpenCopyQueue, open_copy_queue
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
-from transfer.errors import RemoteProtocolError, TransferError
+from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.event_pump import EventPump
 from transfer.layout import Range
 from transfer.logs import is_debug
@@ -136,7 +136,7 @@ class ReceiverLoop:
             tick=protocol.Tick(),
         )
         self._on_session_closed: Callable[[int, str], None] = lambda session, reason: None
-        self._publish: Publish = lambda watermark, sessions: None
+        self._publish: Publish | None = None
         self.num_dropped = 0
         control.watch(loop, self._on_received)
 
@@ -186,12 +186,12 @@ class ReceiverLoop:
     # What the owner calls
 
     def watch_sessions(self, on_closed: Callable[[int, str], None], publish: Publish) -> None:
-        """Set who keeps the sessions.
+        """Set the callbacks for closed sessions and new watermarks.
 
         Args:
-            on_closed: Called when the session's transport is closed, and its writer is no longer listened to.
-            publish: Called with the new watermark and the sessions that need it now, None for all. The others need to hear of
-                it now and then.
+            on_closed: Called after a session's transport was closed and the loop stopped reading its writer's messages.
+            publish: Called with the new watermark and the sessions that need it now. None means all sessions. Send it to the
+                other sessions from time to time.
         """
         self._on_session_closed, self._publish = on_closed, publish
 
@@ -208,7 +208,12 @@ class ReceiverLoop:
             session: Its transport.
             incarnation: The prefill instance's.
             control_key: The writer's public key on the control plane, where that has keys.
+
+        Raises:
+            LocalProtocolError: `watch_sessions` was not called, so that writers would never hear of free bytes.
         """
+        if self._publish is None:
+            raise LocalProtocolError("a session is opened before watch_sessions() has set who publishes the watermark")
         self._sessions[number] = session
         self._control.allow(number, control_key)
         self._pump.feed(protocol.ReceiverSessionOpened(session=number, incarnation=incarnation))
@@ -284,7 +289,8 @@ class ReceiverLoop:
             case protocol.StartScatter():
                 self._scatter(action)
             case protocol.PublishWatermark():
-                self._publish(self.ring.watermark(), action.sessions)
+                if self._publish is not None:  # else no session was opened yet
+                    self._publish(self.ring.watermark(), action.sessions)
             case protocol.IncomingComplete():
                 self._forget(action.request_id)
                 self._owner.on_complete(action.request_id)

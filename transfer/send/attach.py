@@ -74,7 +74,7 @@ class DecodePeer:
     def request(
         self, request_id: str, *, plan: ChunkPlan, num_tokens: int, start_token: int, traceparent: str = ""
     ) -> RankRequest:
-        """What this rank sends of a request to the instance; see `RankRequest`."""
+        """Return the part of a request that this rank sends to the instance."""
         return RankRequest(
             request_id=request_id,
             layout=self.layout,

@@ -159,7 +159,7 @@ class SenderLoop:
     # What the owner calls
 
     def watch_sessions(self, on_closed: Callable[[int, str], None]) -> None:
-        """From now on `on_closed` hears of every session whose transport and control channel were closed."""
+        """Set the callback that is called after a session's transport and control channel are closed."""
         self._on_session_closed = on_closed
 
     def open_session(

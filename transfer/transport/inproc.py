@@ -274,7 +274,7 @@ class InprocTransport:
     """Moves bytes between two ends of one process.
 
     Args:
-        hub: DecodeInstances the transports that shall see each other.
+        hub: Connects the transports that can reach each other.
         one_sided: True behaves like RDMA writes (the writer's progress lands them); False like tag matching, where the target
             must expect each key. Both ends of a session must agree.
     """

@@ -100,7 +100,7 @@ async def test_prefill_nodes_come_and_go(tmp_path: Path, model: Path, reference:
         assert await metric(first, "discovery_addresses") == 1
 
         async with Caller(decode.address) as caller:
-            # One drains while it has work: everything ends well. Its rank stands still before, so that it cannot finish sooner.
+            # Drain a node that has work: every request succeeds. Its rank is frozen until then, so that it cannot finish early.
             prompts = [prompt(LONG, variant) for variant in range(4)]
             status = await status_of(first)
             assert status is not None
