@@ -110,7 +110,7 @@ spelling: setup
 CORE_TESTS := tests/unit/test_{layout,layer_groups,chunk,piece_size,ring,ring_index,messages,page_allocator,instance,breaker,model_shape,model_directory,plan}.py \
 	tests/protocol/test_{sender,sender_direct,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_admission.py tests/prefill/test_{scheduler,stored_prefix}.py tests/storage/test_keys.py \
 	tests/offload/test_{host_tier,jobs,page_placement,rules,sizes,tiered_request}.py
-CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/piece_size.py,transfer/ring.py,transfer/ring_index.py,transfer/messages.py,$\
+CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/piece.py,transfer/piece_size.py,transfer/ring.py,transfer/ring_index.py,transfer/messages.py,$\
 	transfer/pool/page_allocator.py,transfer/instance.py,transfer/breaker.py,transfer/storage/halving.py,transfer/storage/keys.py,transfer/storage/pages.py,$\
 	planner/config_fields.py,planner/model_*.py,planner/plan*.py,planner/workspace.py,$\
 	decode_node/offload/device_index.py,decode_node/offload/host_tier.py,decode_node/offload/jobs.py,decode_node/offload/rules.py,$\

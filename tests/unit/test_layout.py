@@ -84,11 +84,11 @@ def assert_exact_cover(layout: KVLayout, prefill: Shard, decode: Shard) -> None:
         for layer in travelling:
             assert layer in source.layers(layout) and layer in target.layers(layout)
             held, wanted = global_heads(layout, source, layer), global_heads(layout, target, layer)
-            for offset in range(route.heads.count):
-                source_head = held.begin + route.heads.source_start + offset
-                target_head = wanted.begin + route.heads.target_start + offset
+            local, remote = route.heads.source, route.heads.target
+            for sent, head in zip(range(local.begin, local.end), range(remote.begin, remote.end), strict=True):
+                source_head, target_head = held.begin + sent, wanted.begin + head
                 assert source_head == target_head and source_head in held and target_head in wanted
-                written[route.decode_rank, layer, route.heads.target_start + offset] += 1
+                written[route.decode_rank, layer, head] += 1
     expected = {
         (rank, layer, head): 1
         for rank in range(decode.num_ranks)
