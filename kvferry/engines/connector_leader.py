@@ -3,14 +3,14 @@
 One process of an instance has the `ConnectorLeader`, each rank's process a `ConnectorRank` (a process may have both). They find
 each other by the instance's name. No call waits for the network, but for `ConnectorLeader.start`, `pause` and `close`.
 
-    rank = ConnectorRank(config, instance="i-1", rank=0, sides=PREFILL, engine=ConnectorEngine(...))       # each rank
-    leader = ConnectorLeader(config, instance="i-1", num_ranks=1, sides=PREFILL)                        # one of them
+    rank = ConnectorRank(config, instance="i-1", rank=0, sides=PREFILL, engine=ConnectorEngine(...))  # each rank
+    leader = ConnectorLeader(config, instance="i-1", num_ranks=1, sides=PREFILL)                   # one of them
     leader.start()
     leader.offer("a", "transfer-1", token_ids)      # the engine was given the prompt
     leader.begin("a")                               # ... begins to compute it
     rank.progress("a", [pages], 128, event)         # ... has computed 128 tokens of it
     rank.finish("a"); leader.finish("a")            # ... is done with it
-    rank.poll_events() -> [Free(name="a", ...)]       # its pages may be used for something else
+    rank.poll_events() -> [Free(name="a", ...)]     # its pages may be used for something else
 
 and on the other side
 
