@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import cast
 
 import pytest
 
+from examples.one_process import ReceivingRank
 from tests.runtime.instances import until
 from tests.runtime.scattered_tiers import HybridTiers, ScatteredTiers
 from transfer.chunk import ChunkPlan
+from transfer.errors import LocalProtocolError
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
 from transfer.receive import events as protocol
 from transfer.receive.loop import ReceiverLoop
+from transfer.transport.base import Session
 
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)
 PREFILL = Shard(tp_size=4, page_size=16)
@@ -157,6 +161,18 @@ async def test_broken_bytes_heal_once_and_are_data_loss_twice(num_flips: int, is
         await until(lambda: "a" in sender.failed)
     await settled(tiers)
     tiers.close()
+
+
+class Unwatched(ReceiverLoop):
+    def watch_sessions(self, on_closed: object, publish: object) -> None:
+        """As if the owner had forgotten the call."""
+
+
+async def test_a_receiver_that_nobody_watches_opens_no_session(tiers: ScatteredTiers) -> None:
+    rank = ReceivingRank(tiers.receivers[0].pages, tiers.receivers[0].transport, 1 << 14, loop_type=Unwatched)
+    with pytest.raises(LocalProtocolError, match="watch_sessions"):
+        rank.loop.open_session(1, cast(Session, None), incarnation=1)
+    rank.loop.close()
 
 
 # Models whose layers differ in what they keep: full attention, two windows, a latent, recurrent states
