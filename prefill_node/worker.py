@@ -239,7 +239,7 @@ class PrefillWorker:
             )
             return
         self._sender.start_request(
-            peer.request(
+            peer.terms.request(
                 message.request_id,
                 plan=message.plan,
                 num_tokens=message.num_tokens,

@@ -47,6 +47,34 @@ class RankRequest:
     traceparent: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTerms:
+    """What holds for every request between one rank and one attached instance; fields as in `RankRequest`."""
+
+    layout: KVLayout
+    wire_dtype: DType
+    routes: tuple[SessionRoute, ...]
+    digest: str
+    scales: Mapping[tuple[int, bool], float] | None = None
+
+    def request(
+        self, request_id: str, *, plan: ChunkPlan, num_tokens: int, start_token: int, traceparent: str = ""
+    ) -> RankRequest:
+        """Return the part of a request that the rank sends or receives on these terms."""
+        return RankRequest(
+            request_id=request_id,
+            layout=self.layout,
+            plan=plan,
+            wire_dtype=self.wire_dtype,
+            num_tokens=num_tokens,
+            start_token=start_token,
+            routes=self.routes,
+            digest=self.digest,
+            scales=self.scales,
+            traceparent=traceparent,
+        )
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Piece:
     """The part of a chunk that travels on one route: one grant, one gather, one write, one scatter.

@@ -18,9 +18,10 @@ from transfer.config import ServerConfig, TransportConfig
 from transfer.errors import ChunkTooLarge, LayoutError, ResourceExhausted
 from transfer.instance import AttachRequest, Instance, Link
 from transfer.metrics import RankMetrics
+from transfer.piece import TransferTerms
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
-from transfer.receive.attach import PrefillSessions, Receiving, Unattached, WritersOfInstance
+from transfer.receive.attach import PrefillSessions, Receiving, Unattached
 from transfer.registry.options import MAX_SESSIONS
 from transfer.ring import StagingAllocator
 from transfer.transport.inproc import InprocHub, InprocTransport
@@ -125,7 +126,7 @@ async def test_a_request_can_come_whole_from_all_its_writers_only() -> None:
     await rank.attach(instance(PREFILL_LIFE + 1, tp_size=2), 1)
     assert rank.sessions.writers_of(PREFILL_LIFE) == Unattached(reason="prefill rank 1 is not attached")
     second = await rank.attach(prefill, 1)
-    assert isinstance(rank.sessions.writers_of(PREFILL_LIFE), WritersOfInstance)
+    assert isinstance(rank.sessions.writers_of(PREFILL_LIFE), TransferTerms)
     rank.sessions.forget_prefill(PREFILL_LIFE, "it has left")
     assert rank.closed == [(first, "it has left"), (second, "it has left")]
     assert rank.lost == [(PREFILL_LIFE, 0, "it has left"), (PREFILL_LIFE, 1, "it has left")]

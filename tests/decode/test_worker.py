@@ -19,16 +19,16 @@ from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.connector.messages import CancelIncoming, TransferExpected
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layout import DType, routes
-from transfer.piece import SessionRoute
+from transfer.piece import SessionRoute, TransferTerms
 from transfer.pool.page_allocator import GroupAllocator
-from transfer.receive.attach import Unattached, WritersOfInstance
+from transfer.receive.attach import Unattached
 
 PREFILL_LIFE = 11
 PLAN = ChunkPlan(chunk_tokens=8)
 NEEDS = page_needs(GROUPS, PAGE_SIZE)
 PROMPT, NEW = 50, 40
 OWN = instance(22, layout=LAYOUT)
-WRITERS = WritersOfInstance(
+WRITERS = TransferTerms(
     layout=LAYOUT,
     wire_dtype=DType.FLOAT32,
     routes=tuple(
@@ -59,9 +59,7 @@ class Engine:
 class Rank:
     """A worker between a leader and a receiver, both the test's."""
 
-    def __init__(
-        self, num_requests: int = 1, *, writers: WritersOfInstance | Unattached = WRITERS, knows_all: bool = False
-    ) -> None:
+    def __init__(self, num_requests: int = 1, *, writers: TransferTerms | Unattached = WRITERS, knows_all: bool = False) -> None:
         self.memory, self.thread, self.said = PagedMemory(), HeldThread(), list[Any]()
         self.room = tuple(num_requests * count for count in NEEDS.peak(PROMPT + NEW).by_group)
         self.allocator = GroupAllocator(NEEDS, self.room)
@@ -189,7 +187,7 @@ def test_a_request_is_received_from_its_writers_sessions() -> None:
     ],
 )
 def test_a_request_that_cannot_be_received_says_why_and_gives_its_pages_back_when_it_is_cancelled(
-    writers: WritersOfInstance | Unattached, knows_all: bool, reason: str
+    writers: TransferTerms | Unattached, knows_all: bool, reason: str
 ) -> None:
     rank = Rank(writers=writers, knows_all=knows_all)
     rank.expect("a")

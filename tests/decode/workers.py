@@ -10,9 +10,9 @@ from typing import Any, cast
 from decode_node.worker import DecodeRankParts, DecodeWorker
 from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import decode_config
-from transfer.piece import RankRequest
+from transfer.piece import RankRequest, TransferTerms
 from transfer.pool.page_allocator import GroupAllocator
-from transfer.receive.attach import Unattached, WritersOfInstance
+from transfer.receive.attach import Unattached
 
 
 class Receiver:
@@ -62,7 +62,7 @@ def use(
     engine: object,
     allocator: GroupAllocator,
     receiver: Receiver,
-    writers: WritersOfInstance | Unattached,
+    writers: TransferTerms | Unattached,
     offload: object = None,
 ) -> None:
     """Give the worker its parts; `writers` send every request."""

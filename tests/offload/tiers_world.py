@@ -36,10 +36,10 @@ from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layer_groups import NO_PAGE, GroupKind, PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 from transfer.metrics import NodeMetrics, RankMetrics
+from transfer.piece import TransferTerms
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator
-from transfer.receive.attach import WritersOfInstance
 from transfer.storage.keys import chain_seed, store_key
 
 PAGE, CHUNK = 2, 4
@@ -185,7 +185,7 @@ class RankWorld:
             engine=self,
             allocator=self.allocator,
             receiver=self.receiver,
-            writers=WritersOfInstance(layout=world.layout, wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None),
+            writers=TransferTerms(layout=world.layout, wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None),
             offload=self.offload,
         )
 

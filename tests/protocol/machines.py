@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -20,7 +21,7 @@ from transfer.messages import (
     IssuedGrant,
     WriterDrained,
 )
-from transfer.piece import RankRequest, SessionRoute
+from transfer.piece import RankRequest, SessionRoute, TransferTerms
 from transfer.receive import events as rx
 from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator, Watermark
@@ -84,30 +85,13 @@ def incoming(
     layout: KVLayout = LAYOUT,
     plan: ChunkPlan = PLAN,
 ) -> RankRequest:
-    return RankRequest(
-        request_id=request_id,
-        layout=layout,
-        plan=plan,
-        wire_dtype=layout.dtype,
-        digest="xxh3-64",
-        num_tokens=num_tokens,
-        start_token=start_token,
-        routes=tuple(routes),
-    )
+    terms = TransferTerms(layout=layout, wire_dtype=layout.dtype, routes=tuple(routes), digest="xxh3-64")
+    return terms.request(request_id, plan=plan, num_tokens=num_tokens, start_token=start_token)
 
 
 def outgoing(request: RankRequest, routes: Sequence[SessionRoute]) -> RankRequest:
     """The same request as its writer has it."""
-    return RankRequest(
-        request_id=request.request_id,
-        layout=request.layout,
-        plan=request.plan,
-        wire_dtype=request.wire_dtype,
-        digest=request.digest,
-        num_tokens=request.num_tokens,
-        start_token=request.start_token,
-        routes=tuple(routes),
-    )
+    return dataclasses.replace(request, routes=tuple(routes))
 
 
 class SenderHand:

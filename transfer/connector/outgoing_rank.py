@@ -207,7 +207,9 @@ class OutgoingRank:
         self._names[message.transfer_id] = message.name
         self._sending.add(message.transfer_id)
         self._sender.start_request(
-            peer.request(message.transfer_id, plan=message.plan, num_tokens=message.num_tokens, start_token=message.start_token)
+            peer.terms.request(
+                message.transfer_id, plan=message.plan, num_tokens=message.num_tokens, start_token=message.start_token
+            )
         )
         if message.transfer_id in source.transfers:
             self._tell_computed(source, message.transfer_id)

@@ -14,16 +14,16 @@ from typing import Any
 import structlog
 import torch
 
-from transfer.chunk import ChunkPlan, largest_wire_bytes
+from transfer.chunk import largest_wire_bytes
 from transfer.config import ServerConfig
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.errors import ChunkTooLarge, ResourceExhausted, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
-from transfer.layout import DType, KVLayout, Route, routes, wire_dtype
+from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
-from transfer.piece import RankRequest, SessionRoute
+from transfer.piece import SessionRoute, TransferTerms
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -129,34 +129,6 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritersOfInstance:
-    """An attached prefill instance as the writers of a request; fields as in `RankRequest`."""
-
-    layout: KVLayout
-    wire_dtype: DType
-    routes: tuple[SessionRoute, ...]
-    digest: str
-    scales: Mapping[tuple[int, bool], float] | None
-
-    def request(
-        self, request_id: str, *, plan: ChunkPlan, num_tokens: int, start_token: int, traceparent: str = ""
-    ) -> RankRequest:
-        """Return the part of a request that this rank receives from the instance."""
-        return RankRequest(
-            request_id=request_id,
-            layout=self.layout,
-            plan=plan,
-            wire_dtype=self.wire_dtype,
-            num_tokens=num_tokens,
-            start_token=start_token,
-            routes=self.routes,
-            digest=self.digest,
-            scales=self.scales,
-            traceparent=traceparent,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Unattached:
     """Why no request of a prefill instance can be received here."""
 
@@ -233,8 +205,8 @@ class PrefillSessions:
 
     # For the owner
 
-    def writers_of(self, prefill_incarnation: int) -> WritersOfInstance | Unattached:
-        """The sessions by which a request of that prefill instance comes, or why it cannot come whole."""
+    def writers_of(self, prefill_incarnation: int) -> TransferTerms | Unattached:
+        """What holds for the requests of that prefill instance, or why none can come whole."""
         writers = {
             writer.rank: (number, writer)
             for number, writer in self._writers.items()
@@ -246,7 +218,7 @@ class PrefillSessions:
         absent = sorted({route.prefill_rank for route in some.routes} - writers.keys())
         if absent:
             return Unattached(reason=f"prefill rank {absent[0]} is not attached")
-        return WritersOfInstance(
+        return TransferTerms(
             layout=self._own.layout,
             wire_dtype=self._wire(some.instance),
             routes=tuple(SessionRoute(route=route, session=writers[route.prefill_rank][0]) for route in some.routes),

@@ -20,7 +20,7 @@ from transfer.errors import PeerUnreachable, ResourceExhausted, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, KVLayout, Route, routes, wire_dtype
 from transfer.messages import MAX_MESSAGE_BYTES
-from transfer.piece import RankRequest, SessionRoute
+from transfer.piece import SessionRoute, TransferTerms
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.client import SessionWatch, TransferControlClient
@@ -71,21 +71,15 @@ class DecodePeer:
     sessions: dict[int, int] = field(default_factory=dict)
     ring_bytes: int = 0
 
-    def request(
-        self, request_id: str, *, plan: ChunkPlan, num_tokens: int, start_token: int, traceparent: str = ""
-    ) -> RankRequest:
-        """Return the part of a request that this rank sends to the instance."""
-        return RankRequest(
-            request_id=request_id,
+    @property
+    def terms(self) -> TransferTerms:
+        """What holds for every request to the instance; once all sessions are open."""
+        return TransferTerms(
             layout=self.layout,
-            plan=plan,
             wire_dtype=self.wire_dtype,
-            num_tokens=num_tokens,
-            start_token=start_token,
             routes=tuple(SessionRoute(route=route, session=self.sessions[route.decode_rank]) for route in self.routes),
             digest=self.digest,
             scales=self.scales,
-            traceparent=traceparent,
         )
 
 
