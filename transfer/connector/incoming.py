@@ -32,6 +32,7 @@ from transfer.connector.messages import (
 )
 from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.request_view import RequestView
 from transfer.connector.retry_rules import is_retried, verdict_of
 from transfer.errors import (
     EngineError,
@@ -139,6 +140,8 @@ class _Prompt:
     lacking_s: tuple[float, float] | None = None  # when the engine had no pages for it, though it is ready: first and last
     bound: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: _Transfer | None = None
+    wanted_s: float = field(default_factory=time.monotonic)
+    num_retries: int = 0
     note: bytes | None = None
     life: int | None = None  # incarnation of the prefill instance that was asked first
     task: asyncio.Task[None] | None = None
@@ -190,8 +193,39 @@ class IncomingTransfers:
         return len(self._prompts)
 
     @property
+    def num_queued(self) -> int:
+        """Prompts that wait for a prefill node, there or for pages here."""
+        return self.num_prompts - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        """Prompts that the ranks receive."""
+        return sum(transfer.expected is not None for transfer in self._transfers.values())
+
+    @property
     def request_ids(self) -> tuple[str, ...]:
         return tuple(self._transfers)
+
+    def views(self) -> list[RequestView]:
+        """Return all prompts that are not settled."""
+        now_s = time.monotonic()
+        return [self._view(prompt, now_s) for prompt in self._prompts.values()]
+
+    def _view(self, prompt: _Prompt, now_s: float) -> RequestView:
+        transfer = prompt.transfer
+        is_receiving = transfer is not None and transfer.expected is not None
+        is_over = prompt.view.state is PromptState.FAILED or (transfer is not None and transfer.outcome.done())
+        return RequestView(
+            request_id=prompt.transfer_id or prompt.name,
+            transfer_id="" if transfer is None else transfer.transfer_id,
+            stage="ending" if is_over else "receiving" if is_receiving else "queued",
+            age_s=now_s - prompt.wanted_s,
+            prompt_tokens=len(prompt.token_ids),
+            ready_tokens=prompt.start_token,
+            peer="" if transfer is None else transfer.peer.address,
+            retries=prompt.num_retries,
+            ranks_done=self._own.shard.num_ranks - len(transfer.receiving) if transfer is not None and is_receiving else 0,
+        )
 
     def view(self, name: str) -> PromptView | None:
         """How far a prompt is; None: not wanted, or settled."""
@@ -341,7 +375,6 @@ class IncomingTransfers:
 
     async def _fetch(self, prompt: _Prompt) -> None:
         error: TransferError
-        num_retries = 0
         try:
             while True:
                 try:
@@ -351,16 +384,16 @@ class IncomingTransfers:
                     return
                 except TransferError as failure:
                     error = failure
-                    log.info("transfer_failed", name=prompt.name, attempt=num_retries, reason=str(error))
+                    log.info("transfer_failed", name=prompt.name, attempt=prompt.num_retries, reason=str(error))
                 if prompt.given_up is not None:
                     break
                 if isinstance(error, Preempted):  # which is nobody's fault, and ends when the engine has computed it
                     if prompt.view.state is PromptState.READY:
                         prompt.view, prompt.lacking_s = PromptView(state=PromptState.WAITING), None
                 else:
-                    if not is_retried(error) or num_retries == self._limits.prefill_retries:
+                    if not is_retried(error) or prompt.num_retries == self._limits.prefill_retries:
                         break
-                    num_retries += 1
+                    prompt.num_retries += 1
                     self._on_retry()
                 await asyncio.sleep(RETRY_PAUSE_S)
         except asyncio.CancelledError:

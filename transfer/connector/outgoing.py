@@ -31,6 +31,7 @@ from transfer.connector.messages import (
     TransferSent,
 )
 from transfer.connector.prefill_calls import EngineNote, Progress, PromptFirstToken, PromptSent, PromptStarted
+from transfer.connector.request_view import RequestView
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     ConfigError,
@@ -44,6 +45,7 @@ from transfer.errors import (
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
 from transfer.send.events import SentStats
+from transfer.transfer_ids import client_id_of
 
 RETRY_RESERVE_S: Final = 0.05
 LOOK_S: Final = 0.01
@@ -142,6 +144,50 @@ class OutgoingTransfers:
     @property
     def num_transfers(self) -> int:
         return len(self._transfers)
+
+    @property
+    def num_queued(self) -> int:
+        """Prompts that no transfer sends now, and transfers that wait for their prompt or for room."""
+        waiting = sum(not transfer.is_started for transfer in self._transfers.values())
+        return waiting + sum(prompt.transfer is None for prompt in self._prompts.values())
+
+    @property
+    def num_running(self) -> int:
+        """Transfers that are being sent."""
+        return sum(transfer.is_started for transfer in self._transfers.values())
+
+    def views(self) -> list[RequestView]:
+        """Return all transfers, and the prompts that no transfer sends now."""
+        now_s = time.monotonic()
+        idle = (prompt for prompt in self._prompts.values() if prompt.transfer is None)
+        return [
+            *(self._view(transfer, now_s) for transfer in self._transfers.values()),
+            *(
+                RequestView(
+                    request_id=prompt.transfer_id,
+                    transfer_id="",
+                    stage="ending" if prompt.is_closed else "queued",
+                    age_s=now_s - prompt.offered_s,
+                    prompt_tokens=len(prompt.token_ids),
+                    ready_tokens=len(prompt.token_ids) if prompt.finished.is_set() else 0,
+                )
+                for prompt in idle
+            ),
+        ]
+
+    def _view(self, transfer: Transfer, now_s: float) -> RequestView:
+        is_computed = transfer.prompt is not None and transfer.prompt.finished.is_set()
+        stage = "sending" if is_computed else "computing"
+        return RequestView(
+            request_id=client_id_of(transfer.transfer_id),
+            transfer_id=transfer.transfer_id,
+            stage=stage if transfer.is_started else "queued",
+            age_s=now_s - transfer.queued_s,
+            prompt_tokens=len(transfer.token_ids),
+            ready_tokens=len(transfer.token_ids) if is_computed else 0,
+            peer=transfer.join.address,
+            ranks_done=self._num_ranks - len(transfer.unsent) if transfer.is_started else 0,
+        )
 
     @property
     def request_ids(self) -> tuple[str, ...]:
