@@ -82,7 +82,7 @@ class _Life:
             on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
             on_change=lambda: self.requests.peers_changed(),
             grace_s=config.discovery.grace_s,
-            view=(lambda: node.discovery.view) if config.finds_prefill_nodes else None,
+            view=(lambda: node.discovery.view) if config.discovery.finds_nodes else None,
             prefix_tokens=config.prefix_tokens,
         )
         page_size = first.instance.shard.page_size
@@ -156,7 +156,9 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
         super().__init__(daemon, config, entry=run_decode_rank, codec=CODEC, on_rank_message=self._on_rank_message)
-        self.discovery = open_discovery(config, self.security)  # of the node: every life of its ranks uses what it has found
+        self.discovery = open_discovery(
+            config.discovery, config.peers.prefill_nodes, self.security
+        )  # of the node: every life of its ranks uses what it has found
         self.text = TextCodec(config.model)
         self._in_flight: dict[str, GenerationRequest] = {}  # by the ids of clients, whose calls have not ended
         self._num_coming = 0  # calls that have been let in, and are not in the queue yet
@@ -210,7 +212,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         if self._life is not None and self._life.tiers is not None:
             self._life.tiers.show()
         show_peers(peers, self.metrics)
-        looks_again = self.config.finds_prefill_nodes
+        looks_again = self.config.discovery.finds_nodes
         self._show_discovery(self.discovery.view, interval_s=self.config.discovery.interval_s if looks_again else 0.0)
         return self._render_metrics(Counter(peer.state for peer in peers))
 

@@ -110,7 +110,7 @@ class DecodeWorker:
         """Load the engine, make the ring, serve; see `Worker.start`."""
         self._engine = await self._rank_engine.open(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         async with contextlib.AsyncExitStack() as undo:
-            self._tracer = open_tracer(self._config, rank=self._spec.rank)
+            self._tracer = open_tracer(self._config.tracing, role=self._config.role, rank=self._spec.rank)
             if self._tracer is not None:
                 undo.callback(self._tracer.close)
             hello = await self._open(undo)

@@ -133,7 +133,7 @@ def run_daemon(
             start_fork_server(preloaded_modules(config))
         other_config, warning = _checked(config, check_step_fits)
         if is_check_only:
-            if isinstance(config, DecodeNodeConfig) and not (config.peers.prefill_nodes or config.finds_prefill_nodes):
+            if isinstance(config, DecodeNodeConfig) and not (config.peers.prefill_nodes or config.discovery.finds_nodes):
                 print(
                     "decode-node: warning: peers.prefill_nodes is empty, and discovery.kind is static without a discovery.file; "
                     "the node will never be ready",

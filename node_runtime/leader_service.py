@@ -118,7 +118,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         self.metrics = NodeMetrics(role=config.role)
         self.metrics.limits(max_queued=config.limits.max_queued_requests, max_running=config.limits.max_running_requests)
         self.security = security_of(config)
-        self.tracer = open_tracer(config)
+        self.tracer = open_tracer(config.tracing, role=config.role)
         self._is_switching = False
         self._is_handed_over = False  # the change of role is the daemon's now, and cannot be called off
         self._switching: asyncio.Future[None] | None = None

@@ -124,7 +124,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
         super().__init__(daemon, config, entry=run_prefill_rank, codec=CODEC, on_rank_message=self._on_rank_message)
-        self.registration = open_registration(config)
+        self.registration = open_registration(config.discovery)
         self.reserving = ReserveClient(self.security)
         self._join_service = JoinService(security=self.security, draining=self._draining)
 

@@ -123,7 +123,7 @@ class PrefillWorker:
         engine = await self._rank_engine.open(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         self._engine = engine
         with contextlib.ExitStack() as undo:
-            self._tracer = open_tracer(self._config, rank=self._spec.rank)
+            self._tracer = open_tracer(self._config.tracing, role=self._config.role, rank=self._spec.rank)
             if self._tracer is not None:
                 undo.callback(self._tracer.close)
             hello = self._open(undo)

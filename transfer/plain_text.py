@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterable
 from typing import Final
 
-from transfer.config import DecodeNodeConfig, NodeConfig, ProcessConfig, TlsConfig
+from transfer.config import DecodeNodeConfig, DiscoveryConfig, NodeConfig, ProcessConfig, TlsConfig
 from transfer.errors import ConfigError
 
 ON_LOOPBACK: Final = 1
@@ -51,21 +51,20 @@ def check_plain_text(config: ProcessConfig) -> str | None:
     if isinstance(config, DecodeNodeConfig):
         named += [("peers.prefill_nodes", address) for address in config.peers.prefill_nodes]
     is_plain = is_plain_text_right(config.tls, named)
-    _check_etcd(config)
+    if isinstance(config, NodeConfig):
+        check_etcd(config.discovery, config.tls)
     return (NODE_WARNING if is_node else CLIENT_WARNING) if is_plain else None
 
 
-def _check_etcd(config: ProcessConfig) -> None:
+def check_etcd(discovery: DiscoveryConfig, tls: TlsConfig) -> None:
     """Whoever stands between a node and etcd says which nodes there are, and reads the password.
 
     Raises:
         ConfigError: It is spoken to in plain text, and may not be.
     """
-    if not isinstance(config, NodeConfig):
-        return
-    for endpoint in config.discovery.etcd_endpoints:
+    for endpoint in discovery.etcd_endpoints:
         scheme, _, address = endpoint.partition("://")
-        if scheme == "http" and not is_loopback(address) and config.tls.insecure < ANYWHERE:
+        if scheme == "http" and not is_loopback(address) and tls.insecure < ANYWHERE:
             raise ConfigError(
                 f"discovery.etcd_endpoints is {endpoint}, which is no loopback address; it must be https://{address}, or take "
                 f"--insecure twice (tls.insecure: {ANYWHERE})"

@@ -31,6 +31,7 @@ from transfer.connector.messages import (
 from transfer.connector.outgoing_rank import Free, Wanted
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.layout import KVLayout, Shard
+from transfer.plain_text import check_etcd
 from transfer.pool.kv_pool import KVPool
 from transfer.registry.security import Security, security_of_tier
 
@@ -143,6 +144,7 @@ def security_for(config: ConnectorConfig, sides: Sides) -> Security:
         ("server.advertise_host", config.server.advertise_host),
         *(("peers.prefill_nodes", address) for address in config.peers.prefill_nodes),
     ]
+    check_etcd(config.discovery, config.tls)
     return security_of_tier(config.tls, other_tier="decode" if PREFILL in sides else "prefill", named=named)
 
 

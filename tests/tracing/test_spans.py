@@ -18,7 +18,7 @@ import trustme
 from node_runtime.open_tracer import open_tracer
 from node_runtime.tracing_client import OtelTracer
 from tests.tracing.collector import Collector, listening
-from transfer.config import PrefillNodeConfig, TracingConfig
+from transfer.config import TracingConfig
 from transfer.errors import ConfigError
 from transfer.tracing import TraceContext, parse_traceparent, traceparent_in
 
@@ -107,8 +107,8 @@ def test_tracing_that_is_off_is_not_loaded() -> None:
     script = (
         "import sys\n"
         "from node_runtime.open_tracer import open_tracer\n"
-        "from transfer.config import PrefillNodeConfig\n"
-        "assert open_tracer(PrefillNodeConfig.model_validate({'model': '/m'})) is None\n"
+        "from transfer.config import TracingConfig\n"
+        "assert open_tracer(TracingConfig(), role='prefill') is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=ROOT)
@@ -121,9 +121,9 @@ def test_tracing_that_is_off_is_not_loaded() -> None:
 def test_without_the_extra_the_setting_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "node_runtime.tracing_client", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    config = PrefillNodeConfig.model_validate({"model": "/m", "tracing": {"endpoint": "http://collector:4317"}})
+    config = TracingConfig(endpoint="http://collector:4317")
     with pytest.raises(ConfigError, match=r"tracing.endpoint is http://collector:4317; .* install kvferry\[otel\]"):
-        open_tracer(config)
+        open_tracer(config, role="prefill")
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def test_members_come_from_the_environment_too(tmp_path: Path) -> None:
         "KVFERRY_DISCOVERY__ETCD_ENDPOINTS": "https://a:2379, https://[::1]:2379",
     }
     config = load_config(DecodeNodeConfig, environment=environment)
-    assert config.discovery.etcd_endpoints == ("https://a:2379", "https://[::1]:2379") and config.finds_prefill_nodes
+    assert config.discovery.etcd_endpoints == ("https://a:2379", "https://[::1]:2379") and config.discovery.finds_nodes
 
 
 def test_etcd_in_plain_text_needs_what_plain_text_needs(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from transfer.config.discovery import DiscoveryConfig
 from transfer.config.memory import ChunkConfig, RingConfig, StagingConfig
 from transfer.config.network import PeersConfig, ServerConfig, TransportConfig
 from transfer.config.nodes import ProcessConfig
-from transfer.config.operation import BreakerConfig, HeartbeatConfig
+from transfer.config.operation import BreakerConfig, HeartbeatConfig, LogConfig, StatusPageConfig, TracingConfig
 from transfer.config.section import Section
 from transfer.config.values import CountOrZero, Seconds
 
@@ -57,6 +58,16 @@ class ConnectorConfig(ProcessConfig):
             "then has this process connect to any address."
         ),
     )
+
+    discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Which prefill nodes there are.")
+    status_page: StatusPageConfig = Field(default_factory=StatusPageConfig, description="The page for people.")
+    log: LogConfig = Field(default_factory=LogConfig, description="The log.")
+    tracing: TracingConfig = Field(default_factory=TracingConfig, description="Spans of requests.")
+
+    @model_validator(mode="after")
+    def _check_one_list_of_prefill_nodes(self) -> Self:
+        self.discovery.check_one_list(self.peers.prefill_nodes)
+        return self
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:

@@ -95,6 +95,17 @@ class DiscoveryConfig(Section):
         default=None, description="etcd: file with that user's password, read at each connection."
     )
 
+    @property
+    def finds_nodes(self) -> bool:
+        """Whether prefill nodes come and go at run time, and are not just those that the settings name."""
+        return self.kind != "static" or self.file is not None
+
+    def check_one_list(self, prefill_nodes: tuple[str, ...]) -> None:
+        """Raise ValueError if `peers.prefill_nodes` names nodes besides those that are found."""
+        if prefill_nodes and self.finds_nodes:
+            other = f"discovery.kind is {self.kind}" if self.kind != "static" else f"discovery.file is {self.file}"
+            raise ValueError(f"peers.prefill_nodes is {', '.join(prefill_nodes)} and {other}; set one of them")
+
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         for kind, names in _OWN_SETTINGS.items():

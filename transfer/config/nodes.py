@@ -155,17 +155,9 @@ class DecodeNodeConfig(NodeConfig):
         chosen = self.placement.prefix_tokens
         return (PREFIX_TOKENS if self.storage.is_set else 0) if chosen is None else chosen
 
-    @property
-    def finds_prefill_nodes(self) -> bool:
-        """Whether prefill nodes come and go at run time, and are not just those that the settings name."""
-        return self.discovery.kind != "static" or self.discovery.file is not None
-
     @model_validator(mode="after")
     def _check_one_list_of_prefill_nodes(self) -> Self:
-        found = self.discovery
-        if self.peers.prefill_nodes and self.finds_prefill_nodes:
-            other = f"discovery.kind is {found.kind}" if found.kind != "static" else f"discovery.file is {found.file}"
-            raise ValueError(f"peers.prefill_nodes is {', '.join(self.peers.prefill_nodes)} and {other}; set one of them")
+        self.discovery.check_one_list(self.peers.prefill_nodes)
         return self
 
     @model_validator(mode="after")

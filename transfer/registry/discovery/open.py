@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from transfer.config import DecodeNodeConfig, PrefillNodeConfig
+from transfer.config import DiscoveryConfig
 from transfer.registry.discovery.dns import DnsNodes
 from transfer.registry.discovery.health_gate import HealthGate
 from transfer.registry.discovery.node_file import NodeFile
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
     from transfer.registry.discovery.registration import Registration
 
 
-def open_discovery(config: DecodeNodeConfig, security: Security) -> Discovery:
-    """What finds the prefill nodes of a decode node, not yet begun."""
-    found = config.discovery
+def open_discovery(found: DiscoveryConfig, prefill_nodes: Sequence[str], security: Security) -> Discovery:
+    """What finds the prefill nodes of a decode side, not yet begun.
+
+    Args:
+        prefill_nodes: Those that the settings name.
+    """
     match found.kind:
         case "dns":
             assert found.dns_name is not None
@@ -32,14 +36,14 @@ def open_discovery(config: DecodeNodeConfig, security: Security) -> Discovery:
         case "static" if found.file is not None:
             return Discovery(NodeFile(found.file, interval_s=found.interval_s), security=security)
         case _:
-            return Discovery(GivenNodes(config.peers.prefill_nodes), security=security)
+            return Discovery(GivenNodes(prefill_nodes), security=security)
 
 
-def open_registration(config: PrefillNodeConfig) -> Registration | None:
-    """A prefill node's own entry, not yet begun; None where nodes do not register."""
-    if config.discovery.kind != "etcd":
+def open_registration(config: DiscoveryConfig) -> Registration | None:
+    """A prefill side's own entry, not yet begun; None where they do not register."""
+    if config.kind != "etcd":
         return None
     from transfer.registry.discovery.etcd import EtcdMembers
     from transfer.registry.discovery.registration import Registration
 
-    return Registration(config.discovery, EtcdMembers(config.discovery))
+    return Registration(config, EtcdMembers(config))
