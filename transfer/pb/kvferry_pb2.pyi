@@ -491,7 +491,7 @@ class ListRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestStatus, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
 
 class RequestStatus(_message.Message):
-    __slots__ = ("request_id", "transfer_id", "stage", "age_s", "prompt_tokens", "ready_tokens", "generated_tokens", "max_new_tokens", "peer", "retries", "ranks_done")
+    __slots__ = ("request_id", "transfer_id", "stage", "age_s", "prompt_tokens", "ready_tokens", "generated_tokens", "max_new_tokens", "peer", "retries", "ranks_done", "role")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -503,6 +503,7 @@ class RequestStatus(_message.Message):
     PEER_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
     RANKS_DONE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     transfer_id: str
     stage: str
@@ -514,10 +515,11 @@ class RequestStatus(_message.Message):
     peer: str
     retries: int
     ranks_done: int
-    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., stage: _Optional[str] = ..., age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., ready_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., peer: _Optional[str] = ..., retries: _Optional[int] = ..., ranks_done: _Optional[int] = ...) -> None: ...
+    role: str
+    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., stage: _Optional[str] = ..., age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., ready_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., peer: _Optional[str] = ..., retries: _Optional[int] = ..., ranks_done: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts", "ready", "not_ready_reason", "memory_plan", "version", "draining", "log_level", "http_port", "time_s", "discovery")
+    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts", "ready", "not_ready_reason", "memory_plan", "version", "draining", "log_level", "http_port", "time_s", "discovery", "other_side")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -537,6 +539,7 @@ class NodeStatus(_message.Message):
     HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     DISCOVERY_FIELD_NUMBER: _ClassVar[int]
+    OTHER_SIDE_FIELD_NUMBER: _ClassVar[int]
     role: str
     state: str
     instance: InstanceInfo
@@ -556,7 +559,8 @@ class NodeStatus(_message.Message):
     http_port: int
     time_s: float
     discovery: DiscoveryStatus
-    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., version: _Optional[str] = ..., draining: bool = ..., log_level: _Optional[str] = ..., http_port: _Optional[int] = ..., time_s: _Optional[float] = ..., discovery: _Optional[_Union[DiscoveryStatus, _Mapping]] = ...) -> None: ...
+    other_side: NodeStatus
+    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., version: _Optional[str] = ..., draining: bool = ..., log_level: _Optional[str] = ..., http_port: _Optional[int] = ..., time_s: _Optional[float] = ..., discovery: _Optional[_Union[DiscoveryStatus, _Mapping]] = ..., other_side: _Optional[_Union[NodeStatus, _Mapping]] = ...) -> None: ...
 
 class DiscoveryStatus(_message.Message):
     __slots__ = ("where", "addresses", "waiting", "problem", "age_s", "failures", "refused_entries")

@@ -27,8 +27,9 @@ if _version_not_supported:
 
 class NodeControlStub(object):
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
-    DecodeControl do the same, and are there for tools of version 0.1.
+    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
+    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
+    of version 0.1.
     """
 
     def __init__(self, channel):
@@ -76,8 +77,9 @@ class NodeControlStub(object):
 
 class NodeControlServicer(object):
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
-    DecodeControl do the same, and are there for tools of version 0.1.
+    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
+    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
+    of version 0.1.
     """
 
     def Status(self, request, context):
@@ -139,8 +141,8 @@ class NodeControlServicer(object):
         the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
         that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
-        INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
-        stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
+        INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine has
+        loaded kvferry and decides its role itself, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
         requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
         take it on for another reason.
         """
@@ -196,8 +198,9 @@ def add_NodeControlServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class NodeControl(object):
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
-    DecodeControl do the same, and are there for tools of version 0.1.
+    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
+    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
+    of version 0.1.
     """
 
     @staticmethod

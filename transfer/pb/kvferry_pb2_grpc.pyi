@@ -32,8 +32,9 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class NodeControlStub:
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
-    DecodeControl do the same, and are there for tools of version 0.1.
+    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
+    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
+    of version 0.1.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -97,16 +98,17 @@ class NodeControlStub:
     the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
     that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
-    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
-    stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
+    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine has
+    loaded kvferry and decides its role itself, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
     requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
     take it on for another reason.
     """
 
 class NodeControlAsyncStub:
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
-    DecodeControl do the same, and are there for tools of version 0.1.
+    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
+    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
+    of version 0.1.
     """
 
     Status: grpc.aio.UnaryUnaryMultiCallable[
@@ -169,16 +171,17 @@ class NodeControlAsyncStub:
     the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
     that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
-    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
-    stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
+    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine has
+    loaded kvferry and decides its role itself, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
     requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
     take it on for another reason.
     """
 
 class NodeControlServicer(metaclass=abc.ABCMeta):
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
-    DecodeControl do the same, and are there for tools of version 0.1.
+    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
+    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
+    of version 0.1.
     """
 
     @abc.abstractmethod
@@ -255,8 +258,8 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
         that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
-        INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
-        stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
+        INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine has
+        loaded kvferry and decides its role itself, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
         requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
         take it on for another reason.
         """
