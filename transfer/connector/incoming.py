@@ -49,6 +49,7 @@ from transfer.errors import (
 from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
+from transfer.tracing import Span, Tracer
 from transfer.transfer_ids import new_transfer_id
 from transfer.utf8 import is_utf8
 
@@ -107,6 +108,7 @@ class _Transfer:
     prefill: Instance
     permit: Permit | None
     begun_s: float
+    span: Span | None = None
     has_asked: bool = False  # the prefill side has pages for it, and has asked for room
     following: asyncio.Task[None] | None = None  # the prefill side's call
     answering: set[int] = field(default_factory=set)  # ranks that have not answered that
@@ -142,11 +144,18 @@ class _Prompt:
     transfer: _Transfer | None = None
     wanted_s: float = field(default_factory=time.monotonic)
     num_retries: int = 0
+    span: Span | None = None  # of the fetch, where it is traced
     note: bytes | None = None
     life: int | None = None  # incarnation of the prefill instance that was asked first
     task: asyncio.Task[None] | None = None
     given_up: TransferError | None = None
+    aborted: TransferError | None = None  # by an operator, while it had no transfer
     is_wanted_again: bool = False  # under another name, which is about to be asked for
+
+    @property
+    def request_id(self) -> str:
+        """What operators call it by."""
+        return self.transfer_id or self.name
 
 
 class IncomingTransfers:
@@ -161,6 +170,7 @@ class IncomingTransfers:
         on_outcome: Called with "done", "failed", "aborted" or "refused" for each prompt, once.
         on_retry: A prompt is tried again.
         on_given_up: Called with the error of each that was not "done".
+        tracer: Records spans of fetches; None disables tracing.
     """
 
     def __init__(
@@ -174,6 +184,7 @@ class IncomingTransfers:
         on_outcome: Callable[[str], None],
         on_retry: Callable[[], None],
         on_given_up: Callable[[TransferError], None] = lambda error: None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._peers = peers
         self._limits = limits
@@ -183,6 +194,7 @@ class IncomingTransfers:
         self._on_outcome = on_outcome
         self._on_retry = on_retry
         self._on_given_up = on_given_up
+        self._tracer = tracer
         self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are settled
         self._transfers: dict[str, _Transfer] = {}
         self._following: set[asyncio.Task[None]] = set()  # calls of prefill nodes that are not at their end
@@ -204,7 +216,8 @@ class IncomingTransfers:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        return tuple(self._transfers)
+        """The ids of all transfers, and of prompts that have none now."""
+        return (*self._transfers, *(prompt.request_id for prompt in self._prompts.values() if prompt.transfer is None))
 
     def views(self) -> list[RequestView]:
         """Return all prompts that are not settled."""
@@ -216,7 +229,7 @@ class IncomingTransfers:
         is_receiving = transfer is not None and transfer.expected is not None
         is_over = prompt.view.state is PromptState.FAILED or (transfer is not None and transfer.outcome.done())
         return RequestView(
-            request_id=prompt.transfer_id or prompt.name,
+            request_id=prompt.request_id,
             transfer_id="" if transfer is None else transfer.transfer_id,
             stage="ending" if is_over else "receiving" if is_receiving else "queued",
             age_s=now_s - prompt.wanted_s,
@@ -242,6 +255,7 @@ class IncomingTransfers:
         token_ids: tuple[int, ...],
         start_token: int,
         needs_note: bool = False,
+        traceparent: str = "",
     ) -> None:
         """Fetch the KV of tokens [start_token, end) of a prompt.
 
@@ -249,6 +263,7 @@ class IncomingTransfers:
             transfer_id: What the prefill side's engine knows it by; empty: it is to compute it.
             source: host:port of the prefill node; empty: any that is joined.
             needs_note: Nothing is whole without what the prefill side's engine has to tell.
+            traceparent: Span of the engine in which the fetch lies; empty where it tells none.
         """
         if name in self._prompts:
             raise ValueError(f"prompt {name} is wanted twice")
@@ -260,6 +275,9 @@ class IncomingTransfers:
             start_token=start_token,
             needs_note=needs_note,
         )
+        if self._tracer is not None:
+            told = {"request_id": transfer_id or name, "prompt_tokens": len(token_ids)}
+            prompt.span = self._tracer.begin("kvferry.fetch", parent=traceparent, attributes=told)
         self._prompts[name] = prompt
         prompt.task = asyncio.get_running_loop().create_task(self._fetch(prompt))
         prompt.task.add_done_callback(lambda task: self._on_task_over(prompt, task))
@@ -356,8 +374,14 @@ class IncomingTransfers:
                 self._fail(transfer, PeerUnreachable(f"prefill node {peer.address} is lost: {reason}"))
 
     def abort(self, request_id: str, error: TransferError) -> bool:
-        """Give up the prompt that has the transfer of that id; False where there is none."""
+        """Give up the prompt that has the transfer of that id, or waits for one; False where there is none."""
         transfer = self._transfers.get(request_id)
+        if transfer is None:
+            for prompt in self._prompts.values():
+                is_waiting = prompt.transfer is None and prompt.view.state is not PromptState.FAILED
+                if is_waiting and prompt.request_id == request_id and prompt.task is not None:
+                    prompt.aborted = error
+                    return prompt.task.cancel()
         if transfer is None or transfer.outcome.done():
             return False
         self._fail(transfer, error)
@@ -370,6 +394,8 @@ class IncomingTransfers:
         for transfer in self._transfers.values():
             transfer.drained.set()  # the ranks end, too
         await asyncio.gather(*tasks, return_exceptions=True)
+        for prompt in self._prompts.values():
+            self._end_span(prompt, "the decode side shuts down")
 
     # A prompt's way
 
@@ -381,6 +407,7 @@ class IncomingTransfers:
                     await self._try(prompt)
                     self._settle(prompt, "")
                     self._on_outcome("done")
+                    self._end_span(prompt)
                     return
                 except TransferError as failure:
                     error = failure
@@ -397,9 +424,10 @@ class IncomingTransfers:
                     self._on_retry()
                 await asyncio.sleep(RETRY_PAUSE_S)
         except asyncio.CancelledError:
-            if prompt.given_up is None:
+            stopped = prompt.given_up or prompt.aborted
+            if stopped is None:
                 raise  # this side shuts down
-            error = prompt.given_up
+            error = stopped
         self._give_up(prompt, prompt.given_up or error)
 
     async def _try(self, prompt: _Prompt) -> None:
@@ -426,6 +454,8 @@ class IncomingTransfers:
             begun_s=time.monotonic(),
             outcome=asyncio.get_running_loop().create_future(),
         )
+        if prompt.span is not None:
+            transfer.span = prompt.span.begin("kvferry.try", transfer_id=transfer.transfer_id, prefill_node=peer.address)
         self._transfers[transfer.transfer_id] = transfer
         prompt.transfer = transfer
         peer.outstanding_tokens += len(prompt.token_ids)
@@ -441,6 +471,10 @@ class IncomingTransfers:
                     raise EngineError(f"{peer.address} has sent the KV without the note that goes with it")
         except TransferError as error:
             self._judge(transfer, verdict_of(error), str(error))
+            if transfer.span is not None:
+                if transfer.expected is None:
+                    self._record_wait(transfer, str(error))
+                transfer.span.end(str(error))
             # Where all has come, the prefill side's call goes on to its end: that is how it learns that it may forget the prompt.
             following.cancel()
             raise
@@ -448,6 +482,8 @@ class IncomingTransfers:
             self._judge(transfer, Verdict.NOTHING)
             peer.outstanding_tokens -= len(prompt.token_ids)
             await self._drain(transfer)
+            if transfer.span is not None:
+                transfer.span.end()  # unless it has failed
             prompt.transfer = None
             del self._transfers[transfer.transfer_id]
 
@@ -506,6 +542,7 @@ class IncomingTransfers:
             decode_incarnation=self._own.incarnation,
             start_token=prompt.start_token,
             engine_request=prompt.transfer_id,
+            traceparent="" if transfer.span is None else transfer.span.traceparent,
         )
         is_sent = False
         async for event in call:
@@ -566,6 +603,7 @@ class IncomingTransfers:
         ranks = set(range(self._own.shard.num_ranks))
         transfer.answering, transfer.receiving, transfer.draining = set(ranks), set(ranks), set(ranks)
         transfer.expected = asyncio.get_running_loop().create_future()
+        self._record_wait(transfer)
         self._broadcast(
             ExpectBound(
                 transfer_id=transfer.transfer_id,
@@ -574,8 +612,15 @@ class IncomingTransfers:
                 start_token=prompt.start_token,
                 plan=plan,
                 tables=prompt.tables,
+                traceparent="" if transfer.span is None else transfer.span.traceparent,
             )
         )
+
+    def _record_wait(self, transfer: _Transfer, error: str = "") -> None:
+        """A transfer has room on both sides, or was given up without."""
+        span = transfer.prompt.span
+        if span is not None:
+            span.record("kvferry.queue", begun_s=transfer.begun_s, ended_s=time.monotonic(), error=error)
 
     # What the ranks say
 
@@ -645,6 +690,7 @@ class IncomingTransfers:
 
     def _give_up(self, prompt: _Prompt, error: TransferError) -> None:
         self._on_given_up(prompt.given_up or error)
+        self._end_span(prompt, str(prompt.given_up or error))
         if prompt.given_up is not None:
             self._on_outcome("aborted")
         else:
@@ -664,13 +710,19 @@ class IncomingTransfers:
         del self._prompts[prompt.name]
         self._broadcast(SettlePrompt(name=prompt.name, failure=clip_reason(failure), note=prompt.note or b""))
 
+    def _end_span(self, prompt: _Prompt, error: str = "") -> None:
+        if prompt.span is not None:
+            prompt.span.set(retries=prompt.num_retries)
+            prompt.span.end(error)
+
     def _forget(self, prompt: _Prompt) -> None:
         self._prompts.pop(prompt.name, None)
 
     def _on_task_over(self, prompt: _Prompt, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            if prompt.given_up is not None and self._prompts.get(prompt.name) is prompt:
-                self._give_up(prompt, prompt.given_up)  # before it had begun, so that it could not do that itself
+            reason = prompt.given_up or prompt.aborted
+            if reason is not None and self._prompts.get(prompt.name) is prompt:
+                self._give_up(prompt, reason)  # before it had begun, so that it could not do that itself
         elif (error := task.exception()) is not None:
             log.critical("prompt_broke", name=prompt.name, error=str(error), exc_info=error)
             self._give_up(prompt, EngineError(f"unexpected {type(error).__name__}; see the log of the decode side"))

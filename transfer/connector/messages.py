@@ -68,7 +68,11 @@ class PromptWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTransfer:
-    """Begin to send the KV of a prompt; answer `TransferSent` or `TransferNotSent`."""
+    """Begin to send the KV of a prompt; answer `TransferSent` or `TransferNotSent`.
+
+    Args:
+        traceparent: Span in which sending it lies; empty if it is not traced.
+    """
 
     transfer_id: str
     name: str
@@ -76,6 +80,7 @@ class StartTransfer:
     num_tokens: int
     start_token: int
     plan: ChunkPlan
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

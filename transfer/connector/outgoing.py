@@ -45,6 +45,7 @@ from transfer.errors import (
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
 from transfer.send.events import SentStats
+from transfer.tracing import Span
 from transfer.transfer_ids import client_id_of
 
 RETRY_RESERVE_S: Final = 0.05
@@ -93,6 +94,7 @@ class Transfer:
     computing: asyncio.Task[None] | None = None
     unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
     stats: list[SentStats] = field(default_factory=list)
+    span: Span | None = None  # of its call, where it is traced
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     is_started: bool = False
     is_over: bool = False
@@ -165,7 +167,7 @@ class OutgoingTransfers:
             *(
                 RequestView(
                     request_id=prompt.transfer_id,
-                    transfer_id="",
+                    transfer_id=prompt.transfer_id,
                     stage="ending" if prompt.is_closed else "queued",
                     age_s=now_s - prompt.offered_s,
                     prompt_tokens=len(prompt.token_ids),
@@ -279,12 +281,14 @@ class OutgoingTransfers:
         join: Join,
         *,
         cache_salt: str = "",
+        span: Span | None = None,
     ) -> Transfer:
         """Begin to send a prompt; see `Transfer.progress`.
 
         Args:
             sampling: How its first token is chosen, where it is computed for this transfer.
             cache_salt: The engine shares KV with prompts of the same one only, likewise; a router has told it its own.
+            span: Of the call, where it is traced; ended by whoever began it.
 
         Raises:
             TransferAborted: A transfer of that id is in flight.
@@ -308,7 +312,10 @@ class OutgoingTransfers:
             cache_salt=cache_salt,
             join=join,
             queued_s=time.monotonic(),
+            span=span,
         )
+        if span is not None:
+            span.set(prompt_tokens=len(token_ids))
         self._transfers[transfer_id] = transfer
         loop = asyncio.get_running_loop()
         if not engine_request and self._compute is not None:
@@ -478,8 +485,11 @@ class OutgoingTransfers:
                 num_tokens=len(prompt.token_ids),
                 start_token=transfer.start_token,
                 plan=transfer.join.plan,
+                traceparent="" if transfer.span is None else transfer.span.traceparent,
             )
         )
+        if transfer.span is not None:
+            transfer.span.record("kvferry.queue", begun_s=transfer.queued_s, ended_s=time.monotonic())
         transfer.progress.put_nowait(PromptStarted(queue_s=time.monotonic() - transfer.queued_s))
 
     async def _tell_rest(self, transfer: Transfer, prompt: _Prompt, *, is_token_needed: bool) -> None:
@@ -517,6 +527,11 @@ class OutgoingTransfers:
             transfer.progress.put_nowait(error)
             self._on_outcome(outcome_of(error))
             self._on_given_up(error)
+            if transfer.span is not None:
+                if not transfer.is_started:
+                    now_s = time.monotonic()
+                    transfer.span.record("kvferry.queue", begun_s=transfer.queued_s, ended_s=now_s, error=str(error))
+                transfer.span.end(str(error))
 
     def _forget(self, transfer: Transfer) -> None:
         """The prompt waits for another attempt, but not for ever."""

@@ -208,7 +208,11 @@ class OutgoingRank:
         self._sending.add(message.transfer_id)
         self._sender.start_request(
             peer.terms.request(
-                message.transfer_id, plan=message.plan, num_tokens=message.num_tokens, start_token=message.start_token
+                message.transfer_id,
+                plan=message.plan,
+                num_tokens=message.num_tokens,
+                start_token=message.start_token,
+                traceparent=message.traceparent,
             )
         )
         if message.transfer_id in source.transfers:

@@ -19,6 +19,7 @@ from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.status import end_with
 from transfer.send.events import SentStats
+from transfer.tracing import Span, Tracer, traceparent_in
 
 MAX_ID_CHARS = 128
 
@@ -107,6 +108,15 @@ class PromptChecks:
             join.plan, own.layout, own.shard, decode.shard, num_tokens=len(token_ids), start_token=request.start_token
         )
         return token_ids, join
+
+
+def begin_prefill_span(
+    tracer: Tracer | None, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+) -> Span | None:
+    """Begin the span of a call that the decode side traces; None for others: a trace of its own would tell half of a request."""
+    if tracer is None or not (told := traceparent_in(context.invocation_metadata())):
+        return None
+    return tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
 
 
 async def prefill_events(
