@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -35,7 +34,7 @@ from transfer.connector.messages import (
     TransferWhole,
 )
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
-from transfer.connector.prefill_peer import links_of, peer_status
+from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
 from transfer.connector.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, ResourceExhausted, TransferAborted, TransferError
@@ -45,7 +44,7 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.refusals import without_request
 from transfer.registry.convert import sampling_from_proto
-from transfer.registry.discovery import open_discovery
+from transfer.registry.discovery import DiscoveryView, open_discovery
 from transfer.registry.status import end_with
 from transfer.storage.client import StoreClient
 from transfer.storage.open import open_store_client
@@ -207,14 +206,10 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             return Readiness(is_ready=False, reason="no ranks" if life is None else life.peers.unavailable_reason())
         return Readiness(is_ready=True)
 
-    def render_metrics(self) -> bytes:
-        peers = self._life.peers.peers if self._life is not None else []
+    def show(self) -> Mapping[str, int]:
         if self._life is not None and self._life.tiers is not None:
             self._life.tiers.show()
-        show_peers(peers, self.metrics)
-        looks_again = self.config.discovery.finds_nodes
-        self._show_discovery(self.discovery.view, interval_s=self.config.discovery.interval_s if looks_again else 0.0)
-        return self._render_metrics(Counter(peer.state for peer in peers))
+        return show_peers(self._prefill_peers, self.metrics)
 
     @property
     def num_in_flight(self) -> int:
@@ -393,10 +388,18 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             await end_with(context, error)
         return pb.ReserveResponse(reserved=start_token is not None, start_token=start_token or None)
 
-    def status(self) -> pb.NodeStatus:
-        peers = self._life.peers.peers if self._life is not None else []
-        return self._status(
-            peers=map(peer_status, peers),
-            links=links_of(peers),
-            discovery=self.discovery.view,
-        )
+    # As operators see it
+
+    @property
+    def _prefill_peers(self) -> Sequence[PrefillPeer]:
+        return () if self._life is None else self._life.peers.peers
+
+    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
+        return map(peer_status, self._prefill_peers)
+
+    def link_statuses(self) -> Iterable[pb.LinkStatus]:
+        return links_of(self._prefill_peers)
+
+    @property
+    def discovery_view(self) -> DiscoveryView:
+        return self.discovery.view

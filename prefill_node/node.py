@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests, PromptR
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.config import PrefillNodeConfig
 from transfer.connector.decode_instances import DecodeInstances, Join, Reservation
-from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
+from transfer.connector.join_service import JoinService, links_of, peer_status, show_joins
 from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
-from transfer.connector.prefill_calls import PromptChecks, prefill_events
+from transfer.connector.prefill_calls import PromptChecks, begin_prefill_span, prefill_events
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import ConfigError, LocalProtocolError, TransferError
@@ -34,12 +34,12 @@ from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.refusals import without_request
-from transfer.registry.convert import link_to_proto, sampling_from_proto
-from transfer.registry.discovery import open_registration
+from transfer.registry.convert import sampling_from_proto
+from transfer.registry.discovery import DiscoveryView, open_registration
 from transfer.registry.status import end_with
 from transfer.sizes import choose_cut
 from transfer.storage.open import open_store_client
-from transfer.tracing import Span, traceparent_in
+from transfer.tracing import Span
 
 log = structlog.get_logger(__name__)
 
@@ -142,11 +142,10 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         self._life.requests.start()
         await self._set_serving(True)
 
-    async def _set_serving(self, is_serving: bool) -> None:
-        """Also the node's entry in discovery is there exactly while it takes requests."""
-        await super()._set_serving(is_serving)
+    def announce(self, is_serving: bool) -> None:
+        """Keep the node's entry in discovery exactly while it takes requests."""
         if self.registration is not None:
-            self.registration.want(is_serving and not self._draining.is_on)
+            self.registration.want(is_serving)
 
     async def end_life(self, error: TransferError) -> None:
         life, self._life = self._life, None
@@ -160,13 +159,8 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     def readiness(self) -> Readiness:
         return Readiness(is_ready=not self._draining.is_on, reason="the node is draining")
 
-    def render_metrics(self) -> bytes:
-        life = self._life
-        joins = [join for join in life.joins if join.is_joined] if life is not None else []
-        self.metrics.largest_piece(max(map(largest_piece_bytes, joins), default=0))
-        if self.registration is not None:
-            self._show_discovery(self.registration.view, interval_s=self.registration.interval_s)
-        return self._render_metrics({"joined": len(joins)})
+    def show(self) -> Mapping[str, int]:
+        return show_joins(self._joins, self.metrics)
 
     async def close(self) -> None:
         if self.registration is not None:
@@ -214,6 +208,22 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             return Reservation(is_reserved=False)
         return await self.reserving.reserve(join, request_id, prefill_incarnation=life.instance.incarnation)
 
+    # As operators see it
+
+    @property
+    def _joins(self) -> list[Join]:
+        return [] if self._life is None else list(self._life.joins)
+
+    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
+        return map(peer_status, self._joins)
+
+    def link_statuses(self) -> Iterable[pb.LinkStatus]:
+        return links_of(self._joins)
+
+    @property
+    def discovery_view(self) -> DiscoveryView | None:
+        return None if self.registration is None else self.registration.view
+
     # PrefillControl
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
@@ -230,10 +240,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
         life = await self._life_for_request(context)
-        span = None
-        if self.tracer is not None and (told := traceparent_in(context.invocation_metadata())):
-            # Only what a decode node traces; a trace of its own would tell half of a request.
-            span = self.tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
+        span = begin_prefill_span(self.tracer, request, context)
         try:
             accepted = self._submit(life, request, span)
         except TransferError as error:
@@ -266,9 +273,3 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             cache_salt=request.cache_salt,
             span=span,
         )
-
-    def status(self) -> pb.NodeStatus:
-        joins = list(self._life.joins) if self._life is not None else []
-        links = [link_to_proto(link, peer_incarnation=join.incarnation) for join in joins for link in join.links]
-        registration = self.registration.view if self.registration is not None else None
-        return self._status(peers=map(peer_status, joins), links=links, discovery=registration)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from node_runtime import leader_service
+from node_runtime import node_service
 from node_runtime.daemon import Daemon, NodeState
 from node_runtime.exit_codes import NO_MEMORY
 from node_runtime.health import Readiness
@@ -137,11 +137,17 @@ class PlainLeader(Leader[ConfigT, Life]):
     def use_ranks(self, supervisor: Any) -> None:
         self._supervisor = supervisor
 
-    def status(self) -> pb.NodeStatus:
-        return self._status(peers=[pb.PeerStatus(address="decode:1")], links=[])
+    def peer_statuses(self) -> list[pb.PeerStatus]:
+        return [pb.PeerStatus(address="decode:1")]
+
+    def link_statuses(self) -> list[pb.LinkStatus]:
+        return []
+
+    def show(self) -> dict[str, int]:
+        return {}
 
     def page(self) -> str:
-        return self._render_metrics({}).decode()
+        return self.render_metrics().decode()
 
     async def take_work(self) -> bool:
         """Whether there is a life for a call of a peer that brings new work."""
@@ -234,7 +240,7 @@ async def test_requests_are_listed_the_oldest_first(leader: Node) -> None:
     all_of_them = await leader.ListRequests(pb.ListRequestsRequest(), a_call())
     assert [one.transfer_id for one in all_of_them.requests] == ["a.4567", "ab.0123", "a.0123"] and all_of_them.total == 3
     assert all_of_them.requests[1] == pb.RequestStatus(
-        request_id="ab", transfer_id="ab.0123", stage="queued", age_s=2.0, prompt_tokens=9
+        request_id="ab", transfer_id="ab.0123", stage="queued", age_s=2.0, prompt_tokens=9, role="prefill"
     )
     oldest = await leader.ListRequests(pb.ListRequestsRequest(limit=1), a_call())
     assert [one.transfer_id for one in oldest.requests] == ["a.4567"] and oldest.total == 3
@@ -271,7 +277,7 @@ async def test_the_log_level_of_leader_and_ranks_is_set(leader: Node) -> None:
 
 
 async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_service, "CERTIFICATE_LOOK_S", 0.05)
+    monkeypatch.setattr(node_service, "CERTIFICATE_LOOK_S", 0.05)
     authority = Authority()
     files = authority.files(tmp_path / "tls", "node.example")
     tls = files.tls(peer_names=("peer.example",))

@@ -11,7 +11,6 @@ from structlog.testing import capture_logs
 
 from decode_node import rank_messages as decode_messages
 from kvferry.cli.status_view import status_to_json
-from node_runtime.leader_service import memory_to_proto
 from node_runtime.rank_memory import rank_memory
 from planner.model_directory import ModelDirectory
 from planner.model_shape import read_model_shape
@@ -20,6 +19,7 @@ from planner.plan import MemoryPlan, make_plan
 from tests.runtime.instances import hello
 from transfer.config import PrefillNodeConfig
 from transfer.connector.rank_report import RankMemory
+from transfer.connector.side_service import memory_to_proto
 from transfer.layout import Shard
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pool.kv_pool import KVPool

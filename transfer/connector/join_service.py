@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from transfer.errors import ConfigError, LayoutError, PeerUnreachable, TransferE
 from transfer.instance import Instance, check_compatible
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import clip_reason
+from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto, instance_from_proto, instance_to_proto, link_to_proto
 from transfer.registry.security import Security
@@ -132,6 +133,18 @@ def peer_status(join: Join) -> pb.PeerStatus:
         chunk_plan=chunk_plan_to_proto(join.plan) if join.is_joined else None,
         largest_piece_bytes=largest_piece_bytes(join),
     )
+
+
+def links_of(joins: Iterable[Join]) -> list[pb.LinkStatus]:
+    """What a node's status says of the links to them."""
+    return [link_to_proto(link, peer_incarnation=join.incarnation) for join in joins for link in join.links]
+
+
+def show_joins(joins: Iterable[Join], metrics: NodeMetrics) -> dict[str, int]:
+    """Set the metrics of the given joins; return their number by state."""
+    joined = [join for join in joins if join.is_joined]
+    metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))
+    return {"joined": len(joined)}
 
 
 def largest_piece_bytes(join: Join) -> int:

@@ -692,7 +692,8 @@ def _break(broken: asyncio.Future[str], reason: str) -> None:
         broken.set_result(reason)
 
 
-def show_peers(peers: Sequence[PrefillPeer], metrics: NodeMetrics) -> None:
-    """Set the metrics of the given prefill nodes."""
+def show_peers(peers: Sequence[PrefillPeer], metrics: NodeMetrics) -> dict[str, int]:
+    """Set the metrics of the given prefill nodes; return their number by state."""
     metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
     metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
+    return Counter(peer.state for peer in peers)

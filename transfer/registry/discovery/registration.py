@@ -87,6 +87,7 @@ class Registration:
             age_s=0.0 if self._is_at_rest else age_s,
             failures=self._failures,
             refused={},
+            interval_s=self.interval_s,
         )
 
     def start(self, address: str) -> None:

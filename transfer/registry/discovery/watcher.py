@@ -48,6 +48,7 @@ class DiscoveryView:
         age_s: Seconds since what it has found was last known to hold; None while it has found nothing yet.
         failures: Looks that failed, and bugs in whom it told.
         refused: Entries that could not be used, by why, each counted once for as long as it is there.
+        interval_s: Seconds between two looks; 0 where there is no other one.
     """
 
     where: str
@@ -57,6 +58,7 @@ class DiscoveryView:
     age_s: float | None
     failures: int
     refused: dict[str, int]
+    interval_s: float = 0.0
 
     def __str__(self) -> str:
         """One line on what is missing."""
@@ -79,13 +81,21 @@ class Discovery:
         source: Where to look.
         security: How the nodes will be spoken to; an address that may not be is refused.
         ask: Asked about each address before it is used for the first time since it has come, again and again until it may be.
+        interval_s: See `DiscoveryView`.
         clock: Seconds.
     """
 
     def __init__(
-        self, source: Source, *, security: Security, ask: Ask | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        source: Source,
+        *,
+        security: Security,
+        ask: Ask | None = None,
+        interval_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
+        self._interval_s = interval_s
         self._security = security
         self._ask = ask
         self._clock = clock
@@ -121,6 +131,7 @@ class Discovery:
             age_s=None if self._seen_s is None else now_s - self._seen_s,
             failures=self._failures,
             refused={kind.value: self._refused[kind] for kind in RefusedFor},
+            interval_s=self._interval_s,
         )
 
     def start(self) -> None:

@@ -1,0 +1,188 @@
+"""One side of a node as its operators see it: prefill or decode, of a daemon or of an engine that loads kvferry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from transfer.connector.rank_report import RankMemory, RankReport
+from transfer.connector.request_view import RequestView
+from transfer.errors import TransferAborted, TransferError
+from transfer.instance import Instance
+from transfer.metrics import NodeMetrics
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import instance_to_proto
+from transfer.registry.discovery import DiscoveryView
+from transfer.transfer_ids import is_attempt_of
+
+
+class Requests(Protocol):
+    """The requests of a side, as far as its operators are concerned."""
+
+    @property
+    def request_ids(self) -> tuple[str, ...]: ...
+
+    @property
+    def num_queued(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    def views(self) -> Sequence[RequestView]:
+        """Return all requests in flight."""
+        ...
+
+    def abort(self, request_id: str, error: TransferError) -> bool: ...
+
+
+class Side:
+    """See the module's docstring. Owned by the leader's loop.
+
+    Args:
+        role: "prefill" or "decode".
+        metrics: Counts and gauges of this side's leader.
+    """
+
+    def __init__(self, *, role: str, metrics: NodeMetrics) -> None:
+        self.role = role
+        self.metrics = metrics
+
+    # Subclasses define these
+
+    @property
+    def in_flight(self) -> Requests | None:
+        """The requests; None while there are no ranks."""
+        raise NotImplementedError
+
+    @property
+    def instance(self) -> Instance | None:
+        """This life of the ranks; None while there are none."""
+        raise NotImplementedError
+
+    @property
+    def reports(self) -> Sequence[RankReport]:
+        """The newest report of each rank, in rank order."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> Sequence[RankMemory]:
+        """The memory of each rank; empty if its engine makes no plan."""
+        return ()
+
+    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
+        """Return the nodes of the other tier."""
+        raise NotImplementedError
+
+    def link_statuses(self) -> Iterable[pb.LinkStatus]:
+        """Return the measured links to them."""
+        raise NotImplementedError
+
+    @property
+    def discovery_view(self) -> DiscoveryView | None:
+        """What discovery has found, or the side's own entry there; None if it has none."""
+        return None
+
+    def show(self) -> Mapping[str, int]:
+        """Set the gauges of this side alone; return the number of peers by state."""
+        raise NotImplementedError
+
+    def announce(self, is_serving: bool) -> None:
+        """Hear whether new requests are welcome."""
+
+    # Views
+
+    def describe(self) -> pb.NodeStatus:
+        """Return the fields of the status that belong to this side."""
+        requests, instance, discovery = self.in_flight, self.instance, self.discovery_view
+        return pb.NodeStatus(
+            role=self.role,
+            instance=instance_to_proto(instance) if instance is not None else None,
+            queued_requests=requests.num_queued if requests is not None else 0,
+            running_requests=requests.num_running if requests is not None else 0,
+            ranks=[pb.RankStatus(**report.status) for report in self.reports],
+            peers=self.peer_statuses(),
+            links=self.link_statuses(),
+            memory_plan=memory_to_proto(self.memory),
+            discovery=_discovery_to_proto(discovery) if discovery is not None else None,
+        )
+
+    def abort(self, request_id: str, reason: str) -> bool:
+        """Give up every attempt of a request, by its client's id or an attempt's own; False if there is none."""
+        requests = self.in_flight
+        if requests is None:
+            return False
+        attempts = [name for name in requests.request_ids if is_attempt_of(name, request_id)]
+        found = [requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in attempts]
+        return any(found)
+
+
+class SideNode(Protocol):
+    """The node that a side belongs to."""
+
+    def status_of(self, side: Side) -> pb.NodeStatus:
+        """Return the status of the node with that side only."""
+        ...
+
+    def abort_in(self, sides: Iterable[Side], request: pb.AbortRequest) -> pb.AbortResponse:
+        """Give a request up in those sides only."""
+        ...
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse: ...
+
+
+class SideService(Side):
+    """A side of an engine's instance, with the methods of its own service that `NodeControl` has for the whole instance.
+
+    Args:
+        node: The instance.
+    """
+
+    def __init__(self, *, node: SideNode, role: str, metrics: NodeMetrics) -> None:
+        super().__init__(role=role, metrics=metrics)
+        self._node = node
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
+        return self._node.status_of(self)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
+        return self._node.abort_in([self], request)
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
+        return await self._node.Drain(request, context)
+
+
+def _discovery_to_proto(view: DiscoveryView) -> pb.DiscoveryStatus:
+    return pb.DiscoveryStatus(
+        where=view.where,
+        addresses=view.addresses,
+        waiting=[f"{address}: {reason}" for address, reason in view.waiting.items()],
+        problem=view.problem,
+        age_s=view.age_s,
+        failures=view.failures,
+        refused_entries=sum(view.refused.values()),
+    )
+
+
+def memory_to_proto(ranks: Sequence[RankMemory]) -> pb.MemoryPlan | None:
+    """What the node says of its memory: rank 0's plan, and every rank's warnings; None where the engine makes no plan."""
+    if not ranks or not ranks[0].plan:
+        return None
+    first = ranks[0]
+    plan = first.plan
+    names = (
+        "policy", "static_fraction", "device_bytes", "reserved_bytes", "cell_bytes", "max_total_tokens", "free_bytes", "advice",
+    )  # fmt: skip
+    lines = [
+        pb.MemoryLine(
+            name=line["name"],
+            planned_bytes=line["bytes"],
+            formula=line["formula"],
+            inside=line["inside"],
+            real_bytes=first.real.get(line["name"]),
+        )
+        for line in plan["lines"]
+    ]
+    warnings = [f"rank {rank}: {warning}" for rank, memory in enumerate(ranks) for warning in memory.warnings]
+    return pb.MemoryPlan(**{name: plan[name] for name in names}, lines=lines, warnings=warnings)
