@@ -21,6 +21,9 @@ from transfer.errors import ConfigError
 LEVELS: Final = get_args(LogConfig.model_fields["level"].annotation)
 """Levels by name, the most talkative first."""
 
+_levels = logging.getLogger()
+"""The logger whose level is that of this process's lines: in an engine's process the root logger is the engine's."""
+
 _PROCESS: Final[dict[str, object]] = {}
 """What every line of this process says of it; there is one log in a process."""
 
@@ -40,7 +43,9 @@ def configure_logging(
         incarnation: This life of the rank group, shown as 0x and 16 hex digits.
         stream: Standard error by default.
     """
+    global _levels
     target = stream if stream is not None else sys.stderr
+    _levels = logging.getLogger()
     _PROCESS.clear()
     if rank is not None:
         _PROCESS["rank"] = rank
@@ -86,6 +91,31 @@ def configure_logging(
     )
 
 
+def configure_engine_logging(config: LogConfig) -> None:
+    """Set level and format of kvferry's lines inside an engine, whose process has a log of its own.
+
+    Nothing of the engine's log changes. The lines go where structlog writes by default, to standard output. If the process has
+    configured structlog itself, its choice stays, and `config` decides only whether lines of every chunk are written.
+    """
+    global _levels
+    _levels = logging.getLogger("kvferry")
+    set_log_level(config.level)
+    if not structlog.is_configured():
+        *shared, for_people = structlog.get_config()["processors"]
+        finish = (
+            [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+            if config.format == "json"
+            else [for_people]
+        )
+        structlog.configure(processors=[_drop_below_level, *shared, *finish])
+
+
+def _drop_below_level(_: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    if not _levels.isEnabledFor(structlog.stdlib.NAME_TO_LEVEL[method]):
+        raise structlog.DropEvent
+    return event
+
+
 def rename_process(*, role: str, incarnation: int | None = None) -> None:
     """What every further line is of; arguments as of `configure_logging`."""
     _PROCESS["role"] = role
@@ -95,12 +125,12 @@ def rename_process(*, role: str, incarnation: int | None = None) -> None:
 
 def log_level() -> str:
     """Least severe that this process writes: one of `LEVELS`."""
-    return logging.getLevelName(logging.getLogger().level).lower()
+    return logging.getLevelName(_levels.level).lower()
 
 
 def is_debug() -> bool:
     """Whether lines of every chunk are written: asked first, because to make one takes longer."""
-    return logging.getLogger().isEnabledFor(logging.DEBUG)
+    return _levels.isEnabledFor(logging.DEBUG)
 
 
 def set_log_level(level: str) -> None:
@@ -111,4 +141,4 @@ def set_log_level(level: str) -> None:
     """
     if level not in LEVELS:
         raise ConfigError(f"level is {level!r:.40}; it must be one of {', '.join(LEVELS)}")
-    logging.getLogger().setLevel(level.upper())
+    _levels.setLevel(level.upper())

@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 
 from node_runtime.rank_link import RankCodec
+from node_runtime.rank_messages import RankLogLevel
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming import PromptState, PromptView
 from transfer.connector.incoming_rank import Settled
@@ -122,6 +123,7 @@ CODEC = RankCodec(
     SideReport,
     RankReady,
     RankStartFailed,
+    RankLogLevel,
     AttachDecode,
     DetachDecode,
     DecodeAttached,

@@ -28,7 +28,6 @@ import fcntl
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -47,7 +46,7 @@ from kvferry.engines.connector import (
     security_for,
     wait_for_close,
 )
-from node_runtime.health import HealthServer, Readiness
+from kvferry.engines.connector_service import ConnectorNode
 from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_link import LeaderLink, RankAddress
@@ -60,24 +59,12 @@ from transfer.connector.outgoing import Transfer
 from transfer.connector.prefill_service import PrefillService
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.metrics import exposition
-from transfer.registry.server import RegistryServer, host_port, serve
+from transfer.logs import configure_engine_logging
+from transfer.registry.server import host_port
 
 START_TIMEOUT_S: Final = 60.0
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Opened:
-    """What a leader has once all ranks are there."""
-
-    source: PrefillService | None = None
-    target: DecodeService | None = None
-    server: RegistryServer
-    health: HealthServer | None = None
-    http_port: int = 0
-    hellos: tuple[RankReady, ...] = ()
 
 
 class ConnectorLeader:
@@ -103,6 +90,7 @@ class ConnectorLeader:
         sides: Sides,
         compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        configure_engine_logging(config.log)
         self._config = config
         self._num_ranks = num_ranks
         self._sides = sides
@@ -116,13 +104,13 @@ class ConnectorLeader:
         self._wanted: set[str] = set()  # what the loop may not have heard of yet
         self._all_there: asyncio.Future[None]
         self._link: LeaderLink | None = None
-        self._opened: _Opened | None = None
+        self._node: ConnectorNode | None = None
         self._is_closed = False
         self._broken = ""
         self.address = ""
         """host:port of this instance's gRPC API, once it is started."""
         self.http_address = ""
-        """host:port of /healthz, /readyz and /metrics."""
+        """host:port of /healthz, /readyz, /metrics and the status page."""
         self._thread = LoopThread.shared()
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -175,12 +163,13 @@ class ConnectorLeader:
         *,
         start_token: int = 0,
         needs_note: bool = False,
+        traceparent: str = "",
     ) -> None:
         """Fetch the KV of a prompt's tokens from `start_token` on; see `IncomingTransfers.want`."""
         if self._is_closed:
             return
         self._wanted.add(name)
-        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, needs_note)
+        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, needs_note, traceparent)
 
     def view(self, name: str) -> PromptView | None:
         """How far a wanted prompt is; None: it is not wanted, or settled."""
@@ -219,16 +208,12 @@ class ConnectorLeader:
     @property
     def num_joined(self) -> int:
         """Instances of the other tier that are joined."""
-        opened = self._opened
-        if opened is None:
-            return 0
-        return sum(side.num_joined for side in (opened.source, opened.target) if side is not None)
+        return 0 if self._node is None else self._node.num_joined
 
     @property
     def is_idle(self) -> bool:
         """Whether no prompt and no transfer is known."""
-        opened = self._opened
-        return opened is None or all(side.is_idle for side in (opened.source, opened.target) if side is not None)
+        return self._node is None or self._node.is_idle
 
     def check(self) -> None:
         """Raises LocalProtocolError when something broke that nobody expected, or a rank is gone; the engine must not go on."""
@@ -258,24 +243,31 @@ class ConnectorLeader:
     # On the loop
 
     def _want(
-        self, name: str, transfer_id: str, source: str, token_ids: tuple[int, ...], start_token: int, needs_note: bool
+        self,
+        name: str,
+        transfer_id: str,
+        source: str,
+        token_ids: tuple[int, ...],
+        start_token: int,
+        needs_note: bool,
+        traceparent: str,
     ) -> None:
-        self.target.requests.want(name, transfer_id, source, token_ids, start_token, needs_note)
+        self.target.requests.want(name, transfer_id, source, token_ids, start_token, needs_note, traceparent)
         self._wanted.discard(name)
 
     @property
     def source(self) -> PrefillService:
         """The side that sends; owned by the loop. Raises LocalProtocolError when the instance does not have it."""
-        if self._opened is None or self._opened.source is None:
+        if self._node is None or self._node.prefill is None:
             raise LocalProtocolError("this instance computes no prompts for others, or is not started")
-        return self._opened.source
+        return self._node.prefill
 
     @property
     def target(self) -> DecodeService:
         """The side that receives; owned by the loop. Raises LocalProtocolError when the instance does not have it."""
-        if self._opened is None or self._opened.target is None:
+        if self._node is None or self._node.decode is None:
             raise LocalProtocolError("this instance fetches no prompts from others, or is not started")
-        return self._opened.target
+        return self._node.decode
 
     async def _open(self, timeout_s: float) -> None:
         raise_open_files()
@@ -294,43 +286,25 @@ class ConnectorLeader:
         await self._serve(hellos)
 
     async def _serve(self, hellos: tuple[RankReady, ...]) -> None:
-        config = self._config
-        source, target = None, None
-        if PREFILL in self._sides:
-            source = PrefillService(
-                config=config,
-                hellos=hellos,
-                security=self._security,
-                broadcast=self._broadcast,
-                reports=lambda: list(self._reports[PREFILL].values()),
-                compute=self._compute,
-            )
-        if DECODE in self._sides:
-            target = DecodeService(
-                config=config,
-                hellos=hellos,
-                security=self._security,
-                broadcast=self._broadcast,
-                reports=lambda: list(self._reports[DECODE].values()),
-            )
-        server = await serve(
-            config.server.host,
-            config.server.port,
-            prefill_control=source,
-            decode_control=target,
-            security=self._security,
-        )
-        self.address = host_port(config.server.advertised_host, server.port)
         # Whatever fails from here on is closed.
-        opened = self._opened = _Opened(source=source, target=target, server=server, hellos=hellos)
-        opened.health = HealthServer(self._readiness, self._render_metrics)
-        opened.http_port = await opened.health.start(config.server.host, config.server.http_port)
-        self.http_address = host_port(config.server.advertised_host, opened.http_port)
-        if target is not None:
-            target.start(self.address)
-        await server.set_serving(True)
+        node = self._node = ConnectorNode(
+            self._config,
+            sides=self._sides,
+            hellos=hellos,
+            security=self._security,
+            broadcast=self._broadcast,
+            reports=self._reports_of,
+            why_broken=lambda: self._broken or ("it broke; see its log" if self._thread.is_broken else ""),
+            compute=self._compute,
+        )
+        self.address = await node.open()
+        self.http_address = host_port(self._config.server.advertised_host, node.http_port)
         self._thread.loop.turns.start_counting()
         log.info("kvferry_ready", address=self.address, http=self.http_address, ranks=len(hellos))
+
+    def _reports_of(self, side: Sides) -> Sequence[RankReport]:
+        reports = self._reports[side]
+        return [reports[rank] for rank in sorted(reports)]
 
     def _broadcast(self, message: object) -> None:
         if self._link is not None and not self._link.broadcast(message) and not self._is_closed:
@@ -341,10 +315,6 @@ class ConnectorLeader:
         if not self._broken:
             log.critical("kvferry_broke", error=reason)
             self._broken = reason
-
-    def _readiness(self) -> Readiness:
-        reason = self._broken or ("it broke; see its log" if self._thread.is_broken else "")
-        return Readiness(is_ready=not reason, reason=reason)
 
     def _on_message(self, rank: int, message: Any) -> None:
         match message:
@@ -362,18 +332,12 @@ class ConnectorLeader:
                     self._all_there.set_exception(ConfigError(f"rank {rank} cannot start: {message.reason}"))
             case SideReport():
                 self._reports[Sides(message.side)][rank] = message.report
-            case _ if self._opened is None:
+            case _ if self._node is None:
                 log.debug("rank_message_dropped", message=type(message).__name__)  # of strangers: nobody has joined before
             case _ if isinstance(message, FROM_DECODE):
                 self.target.on_rank_message(rank, message)
             case _:
                 self.source.on_rank_message(rank, message)
-
-    def _render_metrics(self) -> bytes:
-        if self._opened is None:
-            return b""
-        sides = (self._opened.source, self._opened.target)
-        return exposition(metric for side in sides if side is not None for metric in side.collect_metrics())
 
     def _close_link(self) -> None:
         link, self._link = self._link, None
@@ -381,16 +345,10 @@ class ConnectorLeader:
             link.close()
 
     async def _close(self) -> None:
-        opened = self._opened
         async with contextlib.AsyncExitStack() as stack:  # in reverse, and each whatever becomes of the others
             stack.callback(self._close_link)
-            if opened is not None:
-                for side in (opened.target, opened.source):
-                    if side is not None:
-                        stack.push_async_callback(side.close)
-                if opened.health is not None:
-                    stack.push_async_callback(opened.health.stop)
-                stack.push_async_callback(opened.server.close)
+            if self._node is not None:
+                stack.push_async_callback(self._node.close)
 
 
 def _socket_path(address: RankAddress) -> Path:

@@ -26,8 +26,10 @@ from kvferry.engines.connector import (
 )
 from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
+from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes
+from node_runtime.rank_messages import RankLogLevel
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_socket import rank_socket_address
 from transfer.config import ConnectorConfig
@@ -39,6 +41,7 @@ from transfer.connector.rank_report import RankReady, RankReport, RankStartFaile
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import CONNECTOR_CAPABILITIES, Instance
+from transfer.logs import configure_engine_logging, set_log_level
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -46,6 +49,7 @@ from transfer.receive.attach import RingMemory, open_receiving
 from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
+from transfer.tracing import Tracer
 
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25
@@ -69,6 +73,7 @@ class ConnectorRank:
     """
 
     def __init__(self, config: ConnectorConfig, *, instance: str, rank: int, sides: Sides, engine: ConnectorEngine) -> None:
+        configure_engine_logging(config.log)
         self._config = config
         self._rank = rank
         self._sides = sides
@@ -79,6 +84,7 @@ class ConnectorRank:
         self._pages: BoundPages | None = None
         self._target: IncomingRank | None = None
         self._metrics: dict[Sides, RankMetrics] = {}
+        self._tracers: list[Tracer] = []
         self._life: asyncio.Future[int]
         self._link: RankLink | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -226,6 +232,9 @@ class ConnectorRank:
             capabilities=CONNECTOR_CAPABILITIES,
         )
         metrics = self._metrics[side] = RankMetrics(role=role, rank=self._rank)
+        tracer = open_tracer(config.tracing, role=role, rank=self._rank)
+        if tracer is not None:
+            self._tracers.append(tracer)
         metrics.watch_loop(self._thread.loop.turns)
         return RankContext(
             loop=self._thread.loop,
@@ -237,6 +246,7 @@ class ConnectorRank:
             security=self._security,
             metrics=metrics,
             on_crash=self._thread.crash,
+            tracer=tracer,
         )
 
     def _open_prefill(self, context: RankContext) -> Instance:
@@ -283,6 +293,8 @@ class ConnectorRank:
         if isinstance(message, LifeBegins):
             if not self._life.done():
                 self._life.set_result(message.incarnation)
+        elif isinstance(message, RankLogLevel):
+            set_log_level(message.level)
         elif isinstance(message, TO_DECODE):
             if self._pages is not None:
                 self._pages.on_message(message)
@@ -324,6 +336,8 @@ class ConnectorRank:
     async def _close(self) -> None:
         async with contextlib.AsyncExitStack() as stack:  # in reverse, and each whatever becomes of the others
             stack.callback(self._close_link)
+            for tracer in self._tracers:
+                stack.push_async_callback(asyncio.to_thread, tracer.close)
             for part in (self._target, self._source):
                 if part is not None:
                     stack.push_async_callback(part.close)

@@ -21,6 +21,7 @@ import structlog
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from transfer.connector.incoming import PromptState
+from transfer.tracing import TRACEPARENT
 from transfer.utf8 import is_utf8
 
 MAX_TRANSFER_ID_CHARS: Final = 96
@@ -79,6 +80,12 @@ def _params_of(request: Any) -> Mapping[str, Any]:
         log.warning("kv_transfer_params_ignored", request_id=request.request_id, kind=type(params).__name__)
         params = request.kv_transfer_params = None
     return params or {}
+
+
+def _traceparent_of(request: Any) -> str:
+    """Return the client's traceparent, which vLLM keeps for a request while its own tracing is on; empty if there is none."""
+    headers = getattr(request, "trace_headers", None) or {}
+    return str(headers.get(TRACEPARENT, ""))
 
 
 def _set(request: Any, **params: bool) -> None:
@@ -225,6 +232,7 @@ class SchedulerSide:
             str(params.get("remote_address") or ""),
             request.prompt_token_ids,
             start_token=start_token,
+            traceparent=_traceparent_of(request),
         )
 
     def _settle_locally(self, request: Any) -> None:

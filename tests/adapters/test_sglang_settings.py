@@ -23,6 +23,11 @@ def test_what_is_set_stays(tmp_path: Path) -> None:
     assert found.heartbeat.interval_s == 0.25
 
 
+def test_operators_and_discovery_are_set_as_on_a_node() -> None:
+    found = settings({"KVFERRY_DISCOVERY__FILE": "/nodes", "KVFERRY_TRACING__ENDPOINT": "http://c:4317"})
+    assert (str(found.discovery.file), found.tracing.endpoint, found.status_page.enabled) == ("/nodes", "http://c:4317", True)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

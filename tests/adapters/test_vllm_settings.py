@@ -15,6 +15,14 @@ def test_settings_are_nested_or_by_path(monkeypatch: pytest.MonkeyPatch) -> None
     assert (config.tls.insecure, config.server.port, config.ring.capacity_bytes, config.device) == (1, 7001, 1 << 20, "cuda")
 
 
+def test_operators_and_discovery_are_set_as_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_LOG__LEVEL", "debug")
+    extra = {"discovery": {"kind": "dns", "dns_name": "p:7001"}, "status_page.enabled": False, "tracing.sample_ratio": 0.5}
+    config = vllm_settings(extra, device="cpu")
+    assert (config.discovery.dns_name, config.status_page.enabled) == ("p:7001", False)
+    assert (config.tracing.sample_ratio, config.log.level) == (0.5, "debug")
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -22,6 +30,7 @@ def test_settings_are_nested_or_by_path(monkeypatch: pytest.MonkeyPatch) -> None
         ({"transport": {"name": "inproc"}}, "transport.name is inproc"),
         ({"limits": {"max_step_tokens": 7}}, "limits.max_step_tokens is no setting .*of a connector; it is one of prefill-node"),
         ({"chunk": 5}, "chunk is 5 .from kv_connector_extra_config"),
+        ({"peers.prefill_nodes": ["p:1"], "discovery.file": "f"}, "peers.prefill_nodes is p:1 and discovery.file is f; set one"),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, object], said: str) -> None:

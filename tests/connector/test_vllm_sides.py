@@ -443,3 +443,33 @@ def test_a_transfer_id_that_cannot_be_is_not_taken(side: Vllm, transfer_id: Any,
     side.step(request, 100)
     assert side.end(request) == (False, None)
     assert "transfer_id is" in "".join(capsys.readouterr())
+
+
+class AskedLeader:
+    """Keeps how a prompt is asked for."""
+
+    def __init__(self) -> None:
+        self.traceparents: list[str] = []
+
+    def check(self) -> None:
+        pass
+
+    def want(self, name: str, *what: object, start_token: int, traceparent: str) -> None:
+        self.traceparents.append(traceparent)
+
+
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [(None, ""), ({"tracestate": "a=b"}, ""), ({"traceparent": "00-1-2-01", "tracestate": "a=b"}, "00-1-2-01")],
+)
+def test_the_clients_trace_is_that_of_the_fetch(headers: dict[str, str] | None, told: str) -> None:
+    leader: Any = AskedLeader()
+    scheduler = SchedulerSide(leader, tables, sides=DECODE, engine_id="e", recomputes=True)
+    request = SimpleNamespace(
+        request_id="b",
+        prompt_token_ids=list(PROMPT),
+        kv_transfer_params={"do_remote_prefill": True, "transfer_id": "x", "remote_address": "p:1"},
+        trace_headers=headers,
+    )
+    assert scheduler.matched(request, 0) == (None, False)
+    assert leader.traceparents == [told]

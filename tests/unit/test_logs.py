@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from transfer.config import LogConfig
-from transfer.logs import configure_logging
+from transfer.logs import configure_engine_logging, configure_logging, is_debug, log_level
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,22 @@ def test_the_level_holds_for_both_kinds_of_logger(level: Any, count: int) -> Non
         logger.warning("x")
         logger.error("x")
         assert len(lines(stream)) == count
+
+
+@pytest.mark.parametrize(("level", "count"), [("debug", 4), ("warning", 2)])
+def test_in_an_engine_the_level_is_that_of_kvferrys_lines_alone(
+    capsys: pytest.CaptureFixture[str], level: Any, count: int
+) -> None:
+    structlog.reset_defaults()
+    before = logging.getLogger().level, list(logging.getLogger().handlers)
+    configure_engine_logging(LogConfig(level=level, format="json"))
+    logger = structlog.get_logger("a")
+    for write in (logger.debug, logger.info, logger.warning, logger.error):
+        write("x", session=7)
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(found) == count and all(line["event"] == "x" and line["session"] == 7 for line in found)
+    assert (log_level(), is_debug()) == (level, level == "debug")
+    assert (logging.getLogger().level, logging.getLogger().handlers) == before
 
 
 def test_the_library_installs_no_handler() -> None:

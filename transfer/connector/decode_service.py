@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -23,72 +20,80 @@ from transfer.connector.messages import (
     TransferWhole,
 )
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
-from transfer.connector.prefill_peer import links_of, peer_status
+from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
 from transfer.connector.rank_report import RankReady, RankReport
-from transfer.errors import LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.connector.side_service import SideNode, SideService
+from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
+from transfer.instance import Instance
 from transfer.loop_turns import turns_of
-from transfer.messages import clip_reason
-from transfer.metrics import MetricFamily, NodeMetrics
+from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import instance_to_proto
+from transfer.registry.discovery import DiscoveryView, open_discovery
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
-from transfer.transfer_ids import is_attempt_of
+from transfer.tracing import Tracer
 
 log = structlog.get_logger(__name__)
 
 
-class DecodeService(pb_grpc.DecodeControlServicer):
+class DecodeService(SideService, pb_grpc.DecodeControlServicer):
     """See the module's docstring. Owned by its process's loop. Its `Generate` is none: requests come by the engine's own front.
 
     Args:
+        node: The instance.
         config: Settings.
         hellos: What the ranks said of themselves.
         security: How prefill nodes are spoken to.
         broadcast: Sends a message to every rank.
         reports: What the ranks said last.
+        tracer: Records spans of fetches; None disables tracing.
     """
 
     def __init__(
         self,
         *,
+        node: SideNode,
         config: ConnectorConfig,
         hellos: tuple[RankReady, ...],
         security: Security,
         broadcast: Callable[[object], None],
-        reports: Callable[[], Iterable[RankReport]],
+        reports: Callable[[], Sequence[RankReport]],
+        tracer: Tracer | None = None,
     ) -> None:
-        first = hellos[0]
-        self._instance = first.instance
+        super().__init__(node=node, role="decode", metrics=NodeMetrics(role="decode"))
+        self._instance = hellos[0].instance
         self._config = config
         self._hellos = hellos
         self._security = security
         self._broadcast = broadcast
         self._reports = reports
-        self._started_s = time.monotonic()
-        self.metrics = NodeMetrics(role="decode")
+        self._tracer = tracer
+        self._discovery = open_discovery(config.discovery, config.peers.prefill_nodes, security)
         self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
         self.peers: PrefillNodes
         self.requests: IncomingTransfers
         self._is_started = False
 
     def start(self, address: str) -> None:
-        """Join the prefill nodes that are set.
+        """Join the prefill nodes that are set, or found.
 
         Args:
-            address: Where their leaders reach this servicer.
+            address: Where their leaders reach this servicer; an instance of both sides is never its own prefill node.
         """
         config, hellos = self._config, self._hellos
+        self._discovery.start()
         self.peers = PrefillNodes.of(
             config,
             hellos,
-            list(config.peers.prefill_nodes),
+            [],
             security=self._security,
             decode_address=address,
             metrics=self.metrics,
             broadcast=self._broadcast,
             on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
+            grace_s=config.discovery.grace_s,
+            view=(lambda: self._discovery.view) if config.discovery.finds_nodes else None,
         )
         self.requests = IncomingTransfers(
             peers=self.peers,
@@ -99,12 +104,15 @@ class DecodeService(pb_grpc.DecodeControlServicer):
             on_outcome=self.metrics.request_ended,
             on_retry=self.metrics.request_retried,
             on_given_up=self.metrics.request_given_up,
+            tracer=self._tracer,
         )
         self._is_started = True
         self.peers.start()
+        self._discovery.listen(lambda found: self.peers.use([one for one in found if one != address]))
 
     async def close(self) -> None:
         if self._is_started:
+            await self._discovery.close()
             await self.requests.close()
             await self.peers.close()
 
@@ -129,23 +137,46 @@ class DecodeService(pb_grpc.DecodeControlServicer):
             case _:
                 raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
 
+    # As operators see it
+
+    @property
+    def _peers(self) -> Sequence[PrefillPeer]:
+        return self.peers.peers if self._is_started else ()
+
     @property
     def num_joined(self) -> int:
         """Prefill nodes that are joined."""
-        return sum(peer.state == "joined" for peer in self.peers.peers) if self._is_started else 0
+        return sum(peer.state == "joined" for peer in self._peers)
 
     @property
     def is_idle(self) -> bool:
         """Whether no prompt is wanted."""
-        return not self._num_prompts
+        return not self._is_started or not self.requests.num_prompts
 
-    def collect_metrics(self) -> Iterable[MetricFamily]:
-        peers = self.peers.peers if self._is_started else []
-        show_peers(peers, self.metrics)
-        self.metrics.node_state(
-            state="ready", queued=0, running=self._num_prompts, peers=Counter(peer.state for peer in peers), restarts=0
-        )
-        return self.metrics.collect([report.metrics for report in self._reports()])
+    @property
+    def in_flight(self) -> IncomingTransfers | None:
+        return self.requests if self._is_started else None
+
+    @property
+    def instance(self) -> Instance:
+        return self._instance
+
+    @property
+    def reports(self) -> Sequence[RankReport]:
+        return self._reports()
+
+    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
+        return map(peer_status, self._peers)
+
+    def link_statuses(self) -> Iterable[pb.LinkStatus]:
+        return links_of(self._peers)
+
+    @property
+    def discovery_view(self) -> DiscoveryView:
+        return self._discovery.view
+
+    def show(self) -> Mapping[str, int]:
+        return show_peers(self._peers, self.metrics)
 
     # DecodeControl
 
@@ -168,38 +199,3 @@ class DecodeService(pb_grpc.DecodeControlServicer):
             grpc.StatusCode.UNIMPLEMENTED, "this decode side is inside an engine: ask the engine's own API to generate"
         )
         yield pb.GenerateEvent()  # never: it makes this a stream
-
-    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
-        """Waits; whoever runs the engine's front sends it no more requests."""
-        budget_s = context.time_remaining()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
-                while self._num_prompts:
-                    await asyncio.sleep(0.02)
-        return pb.DrainResponse(remaining=self._num_prompts)
-
-    @property
-    def _num_prompts(self) -> int:
-        return self.requests.num_prompts if self._is_started else 0
-
-    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
-        reason = clip_reason(request.reason) or "aborted by an operator"
-        known = self.requests.request_ids if self._is_started else ()
-        attempts = [name for name in known if is_attempt_of(name, request.request_id)]
-        found = [self.requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in attempts]
-        return pb.AbortResponse(found=any(found))
-
-    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
-        peers = self.peers.peers if self._is_started else []
-        return pb.NodeStatus(
-            role="decode",
-            state="ready",
-            instance=instance_to_proto(self._instance),
-            uptime_s=time.monotonic() - self._started_s,
-            running_requests=self._num_prompts,
-            ranks=[pb.RankStatus(**report.status) for report in self._reports()],
-            peers=[peer_status(peer) for peer in peers],
-            links=links_of(peers),
-            ready=self._is_started,
-            not_ready_reason="" if self._is_started else "it is starting",
-        )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,70 +14,77 @@ import structlog
 from transfer.config import ConnectorConfig
 from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.draining import Draining
-from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
+from transfer.connector.join_service import JoinService, links_of, peer_status, show_joins
 from transfer.connector.messages import DecodeAttached, DecodeLost, PromptIdle, TransferNotSent, TransferSent
 from transfer.connector.outgoing import OutgoingTransfers, Transfer
-from transfer.connector.prefill_calls import MAX_ID_CHARS, PromptChecks, prefill_events
+from transfer.connector.prefill_calls import MAX_ID_CHARS, PromptChecks, begin_prefill_span, prefill_events
 from transfer.connector.rank_report import RankReady, RankReport
 from transfer.connector.reserve_client import ReserveClient
+from transfer.connector.side_service import SideNode, SideService
 from transfer.errors import (
     ConfigError,
     LocalProtocolError,
     NodeDraining,
     PeerUnreachable,
     RemoteProtocolError,
-    TransferAborted,
     TransferError,
 )
 from transfer.instance import Instance
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.loop_turns import turns_of
-from transfer.messages import clip_reason
-from transfer.metrics import MetricFamily, NodeMetrics
+from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.refusals import say_request_refused
-from transfer.registry.convert import instance_to_proto, link_to_proto, sampling_from_proto
+from transfer.refusals import say_request_refused, without_request
+from transfer.registry.convert import sampling_from_proto
+from transfer.registry.discovery import DiscoveryView, open_registration
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 from transfer.sizes import choose_cut
-from transfer.transfer_ids import is_attempt_of
+from transfer.tracing import Span, Tracer
 
 log = structlog.get_logger(__name__)
 
 
-class PrefillService(pb_grpc.PrefillControlServicer):
+class PrefillService(SideService, pb_grpc.PrefillControlServicer):
     """See the module's docstring. Owned by its process's loop.
 
     Args:
+        node: The instance.
         config: Settings.
         hellos: What the ranks said of themselves.
         security: How decode sides are spoken to.
+        draining: Whether the instance takes new work.
         broadcast: Sends a message to every rank.
         reports: What the ranks said last.
         compute: See `OutgoingTransfers`.
+        tracer: Records spans of calls; None disables tracing.
     """
 
     def __init__(
         self,
         *,
+        node: SideNode,
         config: ConnectorConfig,
         hellos: tuple[RankReady, ...],
         security: Security,
+        draining: Draining,
         broadcast: Callable[[object], None],
-        reports: Callable[[], Iterable[RankReport]],
+        reports: Callable[[], Sequence[RankReport]],
         compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        super().__init__(node=node, role="prefill", metrics=NodeMetrics(role="prefill"))
         first = hellos[0]
         self._instance: Instance = first.instance
         self._checks = PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size)
         self._reports = reports
-        self._started_s = time.monotonic()
-        self._draining = Draining()
+        self._draining = draining
+        self._tracer = tracer
         self._refused = LogRateLimiter()
-        self._join_service = JoinService(security=security, draining=self._draining)
+        self._join_service = JoinService(security=security, draining=draining)
         self._reserve_client = ReserveClient(security)
-        self.metrics = NodeMetrics(role="prefill")
+        self._registration = open_registration(config.discovery)
         self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
         self.requests = OutgoingTransfers(
             num_ranks=len(hellos),
@@ -98,7 +104,19 @@ class PrefillService(pb_grpc.PrefillControlServicer):
             ),
         )
 
+    def start(self, address: str) -> None:
+        """Register that address, if the settings say so; nothing is registered before `announce`."""
+        if self._registration is not None:
+            self._registration.start(address)
+
+    def announce(self, is_serving: bool) -> None:
+        """Keep the entry in discovery exactly while new work is taken."""
+        if self._registration is not None:
+            self._registration.want(is_serving)
+
     async def close(self) -> None:
+        if self._registration is not None:
+            await self._registration.close()
         error = PeerUnreachable("the prefill side's engine shuts down")
         self._joins.forget_all(error)
         await self.requests.close(error)
@@ -129,17 +147,37 @@ class PrefillService(pb_grpc.PrefillControlServicer):
         """Whether the engine's pages are all its own."""
         return not self.requests.num_prompts and not self.requests.num_transfers
 
-    def collect_metrics(self) -> Iterable[MetricFamily]:
-        joined = [join for join in self._joins if join.is_joined]
-        self.metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))
-        self.metrics.node_state(
-            state="draining" if self._draining.is_on else "ready",
-            queued=self.requests.num_prompts,
-            running=self.requests.num_transfers,
-            peers={"joined": len(joined)},
-            restarts=0,
-        )
-        return self.metrics.collect([report.metrics for report in self._reports()])
+    # As operators see it
+
+    @property
+    def in_flight(self) -> OutgoingTransfers:
+        return self.requests
+
+    @property
+    def instance(self) -> Instance:
+        return self._instance
+
+    @property
+    def reports(self) -> Sequence[RankReport]:
+        return self._reports()
+
+    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
+        return map(peer_status, self._joins)
+
+    def link_statuses(self) -> Iterable[pb.LinkStatus]:
+        return links_of(self._joins)
+
+    @property
+    def discovery_view(self) -> DiscoveryView | None:
+        return None if self._registration is None else self._registration.view
+
+    def show(self) -> Mapping[str, int]:
+        return show_joins(self._joins, self.metrics)
+
+    def abort(self, request_id: str, reason: str) -> bool:
+        """Also the prompt itself, as its engine and a decode side know it: nobody need keep it any more."""
+        found = super().abort(request_id, reason)
+        return (1 <= len(request_id) <= MAX_ID_CHARS and self.requests.decline(request_id, reason)) or found
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:
         log.warning("decode_instance_lost", address=join.address, reason=str(error))
@@ -174,20 +212,29 @@ class PrefillService(pb_grpc.PrefillControlServicer):
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
+        span = begin_prefill_span(self._tracer, request, context)
         try:
-            transfer = self._submit(request)
+            transfer = self._submit(request, span)
         except TransferError as error:
             self.metrics.request_ended("refused")
             say_request_refused(error, self._refused)
+            if span is not None:
+                span.end(without_request(error))
             await end_with(context, error)
         self.metrics.prompt_accepted(len(request.token_ids))
         give_up = partial(self.requests.give_up, transfer)
-        serving = prefill_events(transfer, context, give_up=give_up, metrics=self.metrics)
-        async with contextlib.aclosing(serving) as events:
-            async for event in events:
-                yield event
+        try:
+            serving = prefill_events(transfer, context, give_up=give_up, metrics=self.metrics)
+            async with contextlib.aclosing(serving) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if span is not None:
+                span.end()  # unless what failed it has ended it
 
-    def _submit(self, request: pb.PrefillRequest) -> Transfer:
+    def _submit(self, request: pb.PrefillRequest, span: Span | None) -> Transfer:
+        if self._draining.is_on and not request.engine_request:
+            raise NodeDraining("the prefill side is draining")  # others finish a prompt that the engine has
         if len(request.engine_request) > MAX_ID_CHARS:
             raise ConfigError(f"engine_request has {len(request.engine_request)} characters; it can have {MAX_ID_CHARS}")
         token_ids, join = self._checks.check(request, self._joins)
@@ -200,42 +247,5 @@ class PrefillService(pb_grpc.PrefillControlServicer):
             sampling,
             join,
             cache_salt=request.cache_salt,
+            span=span,
         )
-
-    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
-        reason = clip_reason(request.reason) or "aborted by an operator"
-        attempts = [name for name in self.requests.request_ids if is_attempt_of(name, request.request_id)]
-        found = [self.requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in attempts]
-        if 1 <= len(request.request_id) <= MAX_ID_CHARS:
-            # Also the prompt itself, as its engine and a decode side know it: nobody need keep it any more.
-            found.append(self.requests.decline(request.request_id, reason))
-        return pb.AbortResponse(found=any(found))
-
-    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
-        joins = list(self._joins)
-        return pb.NodeStatus(
-            role="prefill",
-            state="draining" if self._draining.is_on else "ready",
-            instance=instance_to_proto(self._instance),
-            uptime_s=time.monotonic() - self._started_s,
-            queued_requests=self.requests.num_prompts,
-            running_requests=self.requests.num_transfers,
-            ranks=[pb.RankStatus(**report.status) for report in self._reports()],
-            peers=map(peer_status, joins),
-            links=[link_to_proto(link, peer_incarnation=join.incarnation) for join in joins for link in join.links],
-            ready=not self._draining.is_on,
-            not_ready_reason="the prefill side is draining" if self._draining.is_on else "",
-        )
-
-    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
-        """Until no page of the engine is lent: prompts that are computed are fetched by those that asked for them, or expire.
-
-        No decode side joins meanwhile; the engine's own front has to be drained by whoever runs it.
-        """
-        self._draining.begin()
-        budget_s = context.time_remaining()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
-                while not self.is_idle:
-                    await asyncio.sleep(0.02)
-        return pb.DrainResponse(remaining=max(self.requests.num_prompts, self.requests.num_transfers))

@@ -1,0 +1,163 @@
+"""What the leader of an engine's instance serves once all its ranks are there: its sides, and what operators ask of a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import grpc
+
+from kvferry.engines.connector import DECODE, PREFILL, Sides
+from node_runtime.health import HealthServer, Readiness
+from node_runtime.node_service import NodeService
+from node_runtime.open_tracer import open_tracer
+from node_runtime.rank_messages import RankLogLevel
+from transfer.config import ConnectorConfig
+from transfer.connector.decode_service import DecodeService
+from transfer.connector.outgoing import Transfer
+from transfer.connector.prefill_service import PrefillService
+from transfer.connector.rank_report import RankReady, RankReport
+from transfer.connector.side_service import Side
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.security import Security
+from transfer.registry.status import end_call
+from transfer.tracing import Tracer
+
+
+class ConnectorNode(NodeService):
+    """See the module's docstring. Owned by the leader's loop.
+
+    Args:
+        config: Settings.
+        sides: What the instance does.
+        hellos: What the ranks said of themselves.
+        security: How the other tier is spoken to.
+        broadcast: Sends a message to every rank.
+        reports: What the ranks said last of one side.
+        why_broken: Why the engine must not go on; empty while it may.
+        compute: See `transfer.connector.outgoing.OutgoingTransfers`.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        *,
+        sides: Sides,
+        hellos: tuple[RankReady, ...],
+        security: Security,
+        broadcast: Callable[[object], None],
+        reports: Callable[[Sides], Sequence[RankReport]],
+        why_broken: Callable[[], str],
+        compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None,
+    ) -> None:
+        super().__init__(security=security, server=config.server, page=config.status_page)
+        self._config = config
+        self._broadcast = broadcast
+        self._why_broken = why_broken
+        self._http_port = 0
+        self._tracers: list[Tracer] = []
+        self.prefill: PrefillService | None = None
+        self.decode: DecodeService | None = None
+        if PREFILL in sides:
+            self.prefill = PrefillService(
+                node=self,
+                config=config,
+                hellos=hellos,
+                security=security,
+                draining=self._draining,
+                broadcast=broadcast,
+                reports=lambda: reports(PREFILL),
+                compute=compute,
+                tracer=self._open_tracer("prefill"),
+            )
+        if DECODE in sides:
+            self.decode = DecodeService(
+                node=self,
+                config=config,
+                hellos=hellos,
+                security=security,
+                broadcast=broadcast,
+                reports=lambda: reports(DECODE),
+                tracer=self._open_tracer("decode"),
+            )
+        self._health = HealthServer(
+            self.whole_readiness,
+            self.render_metrics,
+            page=self.status_page,
+            host_names=(config.server.advertised_host, *config.status_page.host_names),
+        )
+
+    def _open_tracer(self, role: str) -> Tracer | None:
+        tracer = open_tracer(self._config.tracing, role=role)
+        if tracer is not None:
+            self._tracers.append(tracer)
+        return tracer
+
+    async def open(self) -> str:
+        """Serve; return host:port of the gRPC API.
+
+        Raises:
+            ConfigError: A port cannot be had.
+        """
+        server = self._config.server
+        self._address = await self._serve(
+            prefill_control=self.prefill, decode_control=self.decode, node_control=self, on_refused=self._on_refused
+        )
+        self._http_port = await self._health.start(server.host, server.http_port)
+        for side in (self.prefill, self.decode):
+            if side is not None:
+                side.start(self._address)
+        await self._set_serving(True)
+        return self._address
+
+    async def close(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:  # in reverse, and each whatever becomes of the others
+            for tracer in self._tracers:
+                stack.push_async_callback(asyncio.to_thread, tracer.close)
+            for side in (self.decode, self.prefill):
+                if side is not None:
+                    stack.push_async_callback(side.close)
+            stack.push_async_callback(self._health.stop)
+            stack.push_async_callback(super().close)
+
+    @property
+    def num_joined(self) -> int:
+        """Instances of the other tier that are joined."""
+        return sum(side.num_joined for side in (self.prefill, self.decode) if side is not None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prompt and no transfer is known."""
+        return all(side.is_idle for side in (self.prefill, self.decode) if side is not None)
+
+    # As operators see it
+
+    @property
+    def sides(self) -> Sequence[Side]:
+        return [side for side in (self.decode, self.prefill) if side is not None]
+
+    @property
+    def http_port(self) -> int:
+        return self._http_port
+
+    @property
+    def life_state(self) -> str:
+        return "ready"
+
+    def whole_readiness(self) -> Readiness:
+        reason = self._why_broken() or ("the node is draining" if self._draining.is_on else "")
+        return Readiness(is_ready=not reason, reason=reason)
+
+    def set_rank_log_level(self, level: str) -> None:
+        self._broadcast(RankLogLevel(level=level))
+
+    async def SwitchRole(
+        self, request: pb.SwitchRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.SwitchRoleResponse:
+        await end_call(
+            context,
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "this kvferry is inside an engine, which has its role from its own settings: start the engine with another one",
+        )
