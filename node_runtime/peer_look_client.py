@@ -112,7 +112,7 @@ class PeerLook:
             try:
                 answer = readable(await stub.Status(pb.StatusRequest(), timeout=ANSWER_S), method="Status", peer=address)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older one, or one that an engine hosts
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older one
                     raise RemoteProtocolError(f"{address}: it has no NodeControl to tell how it is") from error
                 raise error_of(error, peer=address) from error
             num_bytes, num_parts = answer.ByteSize(), _num_parts(answer)
@@ -139,4 +139,5 @@ class PeerLook:
 
 def _num_parts(status: pb.NodeStatus) -> int:
     of_ranks = sum(len(rank.pools) + len(rank.link_uses) for rank in status.ranks)
-    return len(status.ranks) + of_ranks + len(status.links) + len(status.peers) + len(status.memory_plan.lines)
+    own = len(status.ranks) + of_ranks + len(status.links) + len(status.peers) + len(status.memory_plan.lines)
+    return own + (_num_parts(status.other_side) if status.HasField("other_side") else 0)

@@ -122,9 +122,11 @@ class StatusPage:
 
     def _spared(self, status: dict[str, Any]) -> dict[str, Any]:
         """Without what can name a request: why a breaker has opened is the end of one, in words that may have its id."""
+        sides = [status, *([other] if (other := status.get("other_side")) else [])]
         if not self._shows_request_ids:
-            for peer in status["peers"]:
-                peer["breaker_reason"] = ""
+            for side in sides:
+                for peer in side["peers"]:
+                    peer["breaker_reason"] = ""
         return status
 
     def _masked(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class NodeClient:
         return answer
 
     async def _ask(self, method: str, question: Any, timeout_s: float) -> Any:
-        """Call a method of `NodeControl`, or where there is none (version 0.1, or an engine hosts kvferry) that of its role."""
+        """Call a method of `NodeControl`, or where there is none (version 0.1) that of its role."""
         deadline_s = time.monotonic() + timeout_s
         try:
             channel = await self._channel.ready(timeout_s=timeout_s)
@@ -139,7 +139,7 @@ class NodeClient:
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                         raise
-            raise RemoteProtocolError(f"{self.address} has no {method}: it is a node of version 0.1, an engine's, or no node")
+            raise RemoteProtocolError(f"{self.address} has no {method}: it is a node of version 0.1, or no node")
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error, timeout_s) from error
 

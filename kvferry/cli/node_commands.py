@@ -50,11 +50,7 @@ def drain(
             print(f"{target} is drained, and has ended")
             return exit_codes.OK
         if not status.draining and status.state != "draining":
-            print(
-                f"{target} has nothing in flight, and takes requests: its drain was undone meanwhile, or it is inside an engine, "
-                "whose own front has to be drained",
-                file=sys.stderr,
-            )
+            print(f"{target} has nothing in flight, and takes requests: its drain was undone meanwhile", file=sys.stderr)
             return exit_codes.FAILED
         print(f"{target} is drained")
         return exit_codes.OK

@@ -91,6 +91,8 @@ def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
         parts.append(_link_table(status))
     if cut := [peer for peer in status.peers if peer.HasField("chunk_plan")]:
         parts.append(_chunk_table(cut))
+    if status.HasField("other_side"):
+        parts.append(status_tables(status.other_side, address))
     return Group(*parts)
 
 

@@ -136,7 +136,7 @@ class TopApp(App[None]):
         self._view = view
         self.num_looks += 1
         self._say_summary()
-        self._fill("nodes", [(node.address, node_cells(node)) for node in view.nodes])
+        self._fill("nodes", [(node.key, node_cells(node)) for node in view.nodes])
         self._fill(
             "rings", list({f"{node.address} {rank.rank}": ring_cells(node, rank) for node, rank in rings_of(view)}.items())
         )
@@ -181,8 +181,8 @@ class TopApp(App[None]):
         self._show_requests()
 
     def action_drain(self) -> None:
-        address = self._selected("nodes")
-        node = next((one for one in self._view.nodes if one.address == address), None)
+        key = self._selected("nodes")
+        node = next((one for one in self._view.nodes if one.key == key), None)
         if node is None or node.status is None:
             self._say("no node that answers is selected", style="yellow")
             return

@@ -6,7 +6,7 @@ Pure: it asks nobody, and knows no terminal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from transfer.pb import kvferry_pb2 as pb
@@ -42,6 +42,21 @@ class Seen:
     at_s: float = 0.0
     late_s: float = 0.0
     late_looks: int = 0
+
+    @property
+    def sides(self) -> tuple[Seen, ...]:
+        """Return one node for each side of an engine's instance that has both."""
+        if self.status is None or not self.status.HasField("other_side"):
+            return (self,)
+        return tuple(
+            replace(self, status=status, requests=tuple(one for one in self.requests if one.role == status.role))
+            for status in (self.status, self.status.other_side)
+        )
+
+    @property
+    def key(self) -> str:
+        """Name the node, or one side of it, among all that are seen."""
+        return f"{self.address} {self.role}"
 
     @property
     def role(self) -> str:
@@ -168,7 +183,9 @@ def view_of(nodes: Sequence[Seen], before: Mapping[str, Seen] | None = None) -> 
         nodes: As they are shown.
         before: The answer before that which is shown, by address: what has moved since tells how fast links are.
     """
-    return ClusterView(nodes=tuple(nodes), links=tuple(_links(nodes, before or {})), requests=tuple(_requests(nodes)))
+    sides = [side for node in nodes for side in node.sides]
+    earlier = {side.key: side for node in (before or {}).values() for side in node.sides}
+    return ClusterView(nodes=tuple(sides), links=tuple(_links(sides, earlier)), requests=tuple(_requests(sides)))
 
 
 def _links(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> Iterable[LinkView]:
@@ -201,7 +218,7 @@ def _uses(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> dict[_Key, tuple
     """Bytes a second while busy and share of the probe's speed, of links of which two looks are known; 0 and None: idle."""
     found: dict[_Key, tuple[float, float | None]] = {}
     for node in nodes:
-        earlier = before.get(node.address)
+        earlier = before.get(node.key)
         if node.status is None or earlier is None or earlier.incarnation != node.incarnation:
             continue
         was = dict(_use_counts(earlier))
@@ -307,8 +324,9 @@ class Alerts:
                     what=f"breaker {node.address} {peer.address}",
                     text=f"{node.address} leaves {peer.address} out: {peer.breaker_reason}",
                 )
-        for rank in node.status.ranks:
-            yield from self._of_ring(node, rank)
+        if node.role == "decode":  # the other side of an instance has the same address, and no ring
+            for rank in node.status.ranks:
+                yield from self._of_ring(node, rank)
 
     def _of_ring(self, node: Seen, rank: pb.RankStatus) -> Iterable[Alert]:
         which = f"{node.address} #{rank.rank}"

@@ -151,7 +151,7 @@ class ClusterWatch:
         return Seen(address=address, status=status.result(), requests=requests.result(), at_s=now_s)
 
     async def _requests(self, client: NodeClient) -> tuple[pb.RequestStatus, ...]:
-        """Return the requests in flight; none for version 0.1 and for engines, which do not support the call."""
+        """Return the requests in flight; none for version 0.1, which does not support the call."""
         try:
             return tuple((await client.list_requests(timeout_s=self._answer_s)).requests)
         except RemoteProtocolError:
