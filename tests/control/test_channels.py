@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from transfer.control.base import MAX_PAYLOAD_BYTES, WATCH_BATCH, WATCH_S, ControlClient, ControlServer, KeyPair, Received
-from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransportClosed
@@ -51,25 +50,19 @@ class Channels:
 def channels_of(kind: str, folder: Path) -> Iterator[Channels]:
     opened: list[ControlServer | ControlClient] = []
     serial = itertools.count()
-    has_keys = kind in ("zmq-tcp", "inproc-keys")
+    has_keys = kind == "zmq-tcp"
 
     def open_server() -> ControlServer:
-        server: ControlServer
         keys = SERVER_KEYS if has_keys else None
-        if kind.startswith("inproc"):
-            server = InprocControlServer(keys=keys)
-        else:
-            server = ZmqControlServer("tcp://127.0.0.1:0" if kind == "zmq-tcp" else f"ipc://{folder}/{next(serial)}", keys=keys)
+        server = ZmqControlServer("tcp://127.0.0.1:0" if has_keys else f"ipc://{folder}/{next(serial)}", keys=keys)
         opened.append(server)
         return server
 
     def open_client(address: str, session_id: int, keys: KeyPair = KEYS, server_key: bytes = SERVER_KEYS.public) -> ControlClient:
-        kind_of_client = InprocControlClient if kind.startswith("inproc") else ZmqControlClient
-        client: ControlClient
         if has_keys:
-            client = kind_of_client(address, session_id=session_id, keys=keys, server_key=server_key)
+            client = ZmqControlClient(address, session_id=session_id, keys=keys, server_key=server_key)
         else:
-            client = kind_of_client(address, session_id=session_id)
+            client = ZmqControlClient(address, session_id=session_id)
         opened.append(client)
         return client
 
@@ -78,12 +71,12 @@ def channels_of(kind: str, folder: Path) -> Iterator[Channels]:
         end.close()
 
 
-@pytest.fixture(params=["zmq-tcp", "zmq-ipc", "inproc-keys", "inproc"])
+@pytest.fixture(params=["zmq-tcp", "zmq-ipc"])
 def channels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Channels]:
     yield from channels_of(request.param, tmp_path)
 
 
-@pytest.fixture(params=["zmq-tcp", "inproc-keys"])
+@pytest.fixture(params=["zmq-tcp"])
 def with_keys(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Channels]:
     yield from channels_of(request.param, tmp_path)
 
