@@ -6,10 +6,7 @@ counts everything else. Nothing here blocks, and nothing promises delivery: a pa
 (the peer reconnects, a queue is full), never damaged, and payloads of one peer arrive in the order in which they were sent. The
 protocol above repeats what matters until it is answered.
 
-Waking up. `fileno()` becomes readable when something *may* have arrived, and it need not become readable again for what is
-already there (ZeroMQ's descriptor is edge-triggered, and sending can consume the edge). So an owner that polls by itself calls
-`drain()` whenever `fileno()` is readable, and again after a send if `has_pending()` says so; `watch()` does both on an asyncio
-loop.
+Payloads arrive on the asyncio loop that `watch()` was given; until then they wait.
 """
 
 from __future__ import annotations
@@ -89,11 +86,6 @@ class ControlServer(Protocol):
         """Connections that did not come in: they showed no key, or none that is allowed. It may lag by seconds."""
         ...
 
-    @property
-    def num_unsent(self) -> int:
-        """Payloads that `send()` refused."""
-        ...
-
     def allow(self, peer: int, key: bytes = b"") -> None:
         """Serve this session id from now on, and hear it from the holder of that public key alone.
 
@@ -113,20 +105,6 @@ class ControlServer(Protocol):
         """Queue a payload. False: the peer is not allowed, not connected, or its queue is full; the payload is gone."""
         ...
 
-    def receive(self) -> Received | None:
-        """The next payload; None when nothing is there now, or after `WATCH_BATCH` dropped ones (`has_pending()` tells)."""
-        ...
-
-    def drain(self, on_received: Callable[[Received], None]) -> int:
-        """Hand over what is there now, until `receive()` gives None; returns how many payloads that was."""
-        ...
-
-    def has_pending(self) -> bool:
-        """Whether anything is there for `receive()` to take or to drop."""
-        ...
-
-    def fileno(self) -> int: ...
-
     def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
         """Hand over every payload as it comes, on `loop`, until `close()`.
 
@@ -142,28 +120,9 @@ class ControlServer(Protocol):
 class ControlClient(Protocol):
     """The end with one peer, opened for one session. Owned by one thread."""
 
-    @property
-    def num_unsent(self) -> int:
-        """Payloads that `send()` refused."""
-        ...
-
     def send(self, payload: bytes) -> bool:
         """Queue a payload. False: the queue is full; the payload is gone."""
         ...
-
-    def receive(self) -> bytes | None:
-        """The next payload; None when nothing is there now."""
-        ...
-
-    def drain(self, on_payload: Callable[[bytes], None]) -> int:
-        """Hand over everything that is there now; returns how many payloads that was."""
-        ...
-
-    def has_pending(self) -> bool:
-        """Whether `receive()` would find something now."""
-        ...
-
-    def fileno(self) -> int: ...
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_payload: Callable[[bytes], None]) -> None:
         """Hand over every payload as it comes, on `loop`, until `close()`."""
@@ -177,8 +136,8 @@ class ControlClient(Protocol):
 class Waker:
     """Hands payloads over on an asyncio loop without losing an edge of the descriptor.
 
-    After every batch, and after every send that the owner reports through `after_send()`, the descriptor's state is looked at
-    again; whatever is there is taken in a later turn of the loop.
+    ZeroMQ's descriptor is edge-triggered, and a send can consume the edge. So after every batch, and after every send that the
+    owner reports through `after_send()`, the descriptor's state is looked at again; whatever is there is taken in a later turn.
 
     Args:
         fileno: Descriptor to watch.
