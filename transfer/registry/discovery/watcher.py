@@ -1,4 +1,4 @@
-"""What the last good look has found, and who wants to know."""
+"""Follow a source of addresses, keep what the last good look has found, and tell whoever listens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
 from transfer.registry.discovery.entries import RefusedFor, sort_entries
-from transfer.registry.discovery.source import Looks, Source
 from transfer.registry.security import Security
 
 AGAIN_S: Final = 5.0
@@ -34,6 +33,37 @@ Ask = Callable[[str], Awaitable[str]]
 Listener = Callable[[tuple[str, ...]], None]
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looks:
+    """Where a source says what it has seen.
+
+    Args:
+        saw: All that is named now, in any order, checked by nobody yet. Whatever was named before and is not now is gone.
+        failed: Nothing could be seen, and why, in one line; what was seen last goes on to count.
+        same: What was seen last still holds.
+    """
+
+    saw: Callable[[Sequence[str]], None]
+    failed: Callable[[str], None]
+    same: Callable[[], None]
+
+
+class Source(Protocol):
+    """One way to learn the addresses of prefill nodes."""
+
+    @property
+    def where(self) -> str:
+        """Where it looks, with the name of the setting; for people."""
+        ...
+
+    async def follow(self, looks: Looks) -> None:
+        """Look, and go on looking until cancelled; returns where nothing there can ever change.
+
+        Raises nothing that anybody could foresee.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
