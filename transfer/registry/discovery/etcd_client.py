@@ -69,19 +69,19 @@ class EtcdClient:
         if password is None:
             return
         question = rpc.AuthenticateRequest(name=self._config.etcd_user, password=password.decode(errors="replace").rstrip("\r\n"))
-        answer = await self._call(rpc.AuthStub(self._channel).Authenticate(question, timeout=CALL_TIMEOUT_S))
+        answer = await self._ask(rpc.AuthStub(self._channel).Authenticate, question)
         self._metadata = (("token", answer.token),)
 
     async def named(self, prefix: str) -> tuple[dict[str, bytes], int]:
         """Keys that begin so, with their values, and the revision that this is the state of."""
         question = rpc.RangeRequest(key=prefix.encode(), range_end=_behind(prefix), limit=MAX_KEYS)
-        answer = await self._call(rpc.KVStub(self._channel).Range(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
+        answer = await self._ask(rpc.KVStub(self._channel).Range, question)
         return {_text(pair.key): pair.value for pair in answer.kvs}, answer.header.revision
 
     async def has(self, key: str) -> bool:
         """Whether there is that key."""
         question = rpc.RangeRequest(key=key.encode(), count_only=True)
-        answer = await self._call(rpc.KVStub(self._channel).Range(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
+        answer = await self._ask(rpc.KVStub(self._channel).Range, question)
         return bool(answer.count)
 
     async def changes(self, prefix: str, *, after: int) -> AsyncGenerator[list[Change], None]:
@@ -106,10 +106,7 @@ class EtcdClient:
 
     async def grant(self, lease_s: int) -> tuple[int, float]:
         """A new lease: its id, and the seconds that it lives without a renewal, which may be more."""
-        question = rpc.LeaseGrantRequest(TTL=lease_s)
-        answer = await self._call(
-            rpc.LeaseStub(self._channel).LeaseGrant(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
-        )
+        answer = await self._ask(rpc.LeaseStub(self._channel).LeaseGrant, rpc.LeaseGrantRequest(TTL=lease_s))
         return answer.ID, float(answer.TTL)
 
     async def renew(self, lease: int) -> bool:
@@ -124,20 +121,21 @@ class EtcdClient:
 
     async def put(self, key: str, value: bytes, *, lease: int) -> None:
         """Set a key, which goes when the lease does."""
-        question = rpc.PutRequest(key=key.encode(), value=value, lease=lease)
-        await self._call(rpc.KVStub(self._channel).Put(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
+        await self._ask(rpc.KVStub(self._channel).Put, rpc.PutRequest(key=key.encode(), value=value, lease=lease))
 
     async def revoke(self, lease: int, *, timeout_s: float) -> None:
         """End the lease, and its keys with it; one that is over already is no error."""
-        question = rpc.LeaseRevokeRequest(ID=lease)
         try:
-            await self._call(rpc.LeaseStub(self._channel).LeaseRevoke(question, timeout=timeout_s, metadata=self._metadata))
+            await self._ask(rpc.LeaseStub(self._channel).LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease), timeout_s=timeout_s)
         except TransportError as error:
             if not isinstance(error.__cause__, grpc.aio.AioRpcError) or error.__cause__.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
 
     async def close(self) -> None:
         await self._channel.close()
+
+    async def _ask(self, method: Any, question: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        return await self._call(method(question, timeout=timeout_s, metadata=self._metadata))
 
     async def _call(self, call: Awaitable[Answer]) -> Any:
         try:
