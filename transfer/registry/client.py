@@ -24,7 +24,6 @@ from transfer.registry.convert import (
 )
 from transfer.registry.heartbeats import HeartbeatWatch
 from transfer.registry.malformed import readable
-from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of
@@ -32,14 +31,6 @@ from transfer.ring import Watermark
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import TransferControlAsyncStub
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port, in plain text; it connects when it is first used, and again with a back-off of 0.1 to 2 s.
-
-    For what knows that it may: everything else uses `PeerChannel`.
-    """
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 class TransferControlClient:
