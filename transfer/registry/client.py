@@ -23,10 +23,9 @@ from transfer.registry.convert import (
     watermark_from_proto,
 )
 from transfer.registry.heartbeats import HeartbeatWatch
-from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
-from transfer.registry.status import error_of
+from transfer.registry.status import error_of, readable
 from transfer.ring import Watermark
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,6 @@ from transfer.config import ProcessConfig, TlsConfig
 from transfer.errors import ConfigError
 from transfer.plain_text import ON_LOOPBACK, check_plain_text, is_plain_text_right, why_not_plain_text
 from transfer.registry.certificates import CertificateFiles, Certificates, certificate_files, tier_certificate_files
-from transfer.registry.guard import Guard, Refusal
 from transfer.registry.renewal import Renewal
 from transfer.registry.roles import CallerRole
 
@@ -69,9 +68,10 @@ class MutualTls:
         # None stands for no change, which the stubs do not know.
         return grpc.dynamic_ssl_server_credentials(first, newest, require_client_authentication=True)  # type: ignore[arg-type]
 
-    def guard(self, on_refused: Callable[[Refusal], None]) -> Guard:
-        """Who may call what, for a server with these credentials."""
-        return Guard({CallerRole.PEER: self.peer_names, CallerRole.CLIENT: self.client_names}, on_refused)
+    @property
+    def names(self) -> dict[CallerRole, tuple[str, ...]]:
+        """Allow-list of each role, for a server with these credentials."""
+        return {CallerRole.PEER: self.peer_names, CallerRole.CLIENT: self.client_names}
 
 
 Security = PlainText | MutualTls

@@ -23,15 +23,11 @@ from transfer.instance import AttachRequest, AttachResponse, Link
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
-from transfer.registry.guard import Refusal
+from transfer.registry.guard import Guard, Refusal
 from transfer.registry.heartbeats import MISSED_HEARTBEATS, HeartbeatWatch
-from transfer.registry.malformed import RefuseMalformed
 from transfer.registry.options import MAX_CLIENT_CALLS, MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_connections, most_sessions
 from transfer.registry.security import MutualTls, PlainText, Security
-from transfer.registry.shares import ClientShare
 from transfer.registry.status import end_call, end_with
-from transfer.registry.streams import QuietStreams
-from transfer.registry.timed_calls import TimedCalls
 from transfer.ring import Watermark
 
 ACK_INTERVAL_S: Final = 0.001
@@ -99,34 +95,25 @@ async def serve(
     """
     security = PlainText() if security is None else security
     security.check("server address", host_port(host, port))
-    interceptors: list[grpc.aio.ServerInterceptor] = [
-        ClientShare(MAX_CLIENT_CALLS),
-        TimedCalls(),
-        QuietStreams(),
-        RefuseMalformed(),
-    ]
-    if isinstance(security, MutualTls):
-        interceptors.insert(0, security.guard(on_refused or (lambda refusal: None)))
+    names = security.names if isinstance(security, MutualTls) else None
+    guard = Guard(names, on_refused or (lambda refusal: None), max_client_calls=MAX_CLIENT_CALLS)
     most = most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", most))
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=interceptors)
-    services = pb.DESCRIPTOR.services_by_name
-    names: list[str] = []
-    if transfer_control is not None:
-        pb_grpc.add_TransferControlServicer_to_server(transfer_control, server)
-        names.append(services["TransferControl"].full_name)
-    if prefill_control is not None:
-        pb_grpc.add_PrefillControlServicer_to_server(prefill_control, server)
-        names.append(services["PrefillControl"].full_name)
-    if decode_control is not None:
-        pb_grpc.add_DecodeControlServicer_to_server(decode_control, server)
-        names.append(services["DecodeControl"].full_name)
-    if node_control is not None:
-        pb_grpc.add_NodeControlServicer_to_server(node_control, server)
-        names.append(services["NodeControl"].full_name)
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=[guard])
+    services = {
+        "TransferControl": transfer_control,
+        "PrefillControl": prefill_control,
+        "DecodeControl": decode_control,
+        "NodeControl": node_control,
+    }
+    service_names: list[str] = []
+    for name, servicer in services.items():
+        if servicer is not None:
+            getattr(pb_grpc, f"add_{name}Servicer_to_server")(servicer, server)
+            service_names.append(pb.DESCRIPTOR.services_by_name[name].full_name)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = host_port(host, port)
     _check_free(host, port)
     try:
@@ -134,11 +121,11 @@ async def serve(
             bound = server.add_secure_port(address, security.server_credentials())
         else:
             bound = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"server address is {address}; it cannot be bound (in use, or not of this machine)") from error
+    except RuntimeError:
+        bound = 0
     if bound == 0:
         raise ConfigError(f"server address is {address}; it cannot be bound (in use, or not of this machine)")
-    opened = RegistryServer(server, health_servicer=health_servicer, service_names=tuple(names), host=host, port=bound)
+    opened = RegistryServer(server, health_servicer=health_servicer, service_names=tuple(service_names), host=host, port=bound)
     await opened.set_serving(False)
     await server.start()
     return opened

@@ -14,8 +14,10 @@ RESOURCE_EXHAUSTED with `SPARES_KV` is `OutOfMemory`: an engine found no memory 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -39,6 +41,8 @@ from transfer.errors import (
     TransportError,
     TransportTimeout,
 )
+
+_Answer = TypeVar("_Answer")
 
 MAX_DETAILS_CHARS: Final = 2000
 """Longest status text: it travels as one HTTP/2 header, of which peers accept 8 KB in all."""
@@ -175,13 +179,22 @@ async def end_call(
     packed = status_details(code, details, reason or Reason(word=code.name))
     if packed is not None:
         metadata = (*metadata, (DETAILS_KEY, packed))
-    try:
+    with cancelled_if_gone():
+        # A status waits behind messages that the caller does not read, so the caller can leave long after the abort.
         await context.abort(code, details, metadata)
-    except grpc.aio.InternalError as error:
-        # The caller went away first, perhaps long after the abort: a status waits behind messages that the caller does not read.
-        # gRPC may not have noticed yet, and would log a failure; this it takes for the caller's own cancellation, which it is.
-        raise asyncio.CancelledError from error
     raise AssertionError("abort() returned")
+
+
+@contextlib.contextmanager
+def cancelled_if_gone() -> Iterator[None]:
+    """Turn gRPC's error about a caller that left into the caller's cancellation, which it is.
+
+    gRPC may not have noticed yet that the caller is gone, and would log a failure.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
@@ -204,3 +217,19 @@ def tier_error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
     if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
         return PeerUnreachable(f"{peer}: {clip_details(error.details() or error.code().name)}")
     return error_of(error, peer=peer)
+
+
+def readable(answer: _Answer | None, *, method: str, peer: str = "") -> _Answer:
+    """Return an answer to a call of `method`, if it is one: a client's gRPC gives None for bytes that are no message.
+
+    Args:
+        peer: Who answered, where the message is to name it.
+
+    Raises:
+        RemoteProtocolError: Its bytes did not parse.
+    """
+    if answer is None:
+        raise RemoteProtocolError(
+            f"{peer}: an answer of {method} cannot be read" if peer else f"an answer of {method} cannot be read"
+        )
+    return answer
