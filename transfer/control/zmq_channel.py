@@ -56,7 +56,7 @@ HEARTBEAT_TIMEOUT_MS: Final = 600
 RECONNECT_MS: Final = 1000
 HANDSHAKE_MS: Final = 5000
 REFUSED_AFTER_S: Final = HANDSHAKE_MS / 1000 + 1.0
-"""Age of a connection that has not shown an allowed key, from which on it counts as refused: one second more than it has."""
+"""Age at which a connection without an allowed key counts as refused: one second more than a handshake may take."""
 
 _ID_PREFIX: Final = b"\x01"
 _ACCEPT_BACKLOG: Final = 1024
@@ -65,10 +65,10 @@ _POLLOUT: Final = int(zmq.POLLOUT)
 
 
 class _Messages:
-    """Takes messages of exactly `num_parts` parts off a socket; others are dropped, a part a step, whatever their length.
+    """Take messages of exactly `num_parts` parts off a socket; drop others, one part a step, whatever their length.
 
     Args:
-        are_signed: Whether to tell, in `user_id`, which key the connection of the last message came in with.
+        are_signed: Whether to keep the key of the last message's connection in `user_id`.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], *, num_parts: int, are_signed: bool = False) -> None:
@@ -112,7 +112,7 @@ class _Messages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Peer:
-    """A session that is served, and whose key it is heard from."""
+    """A session that is served, and the key of its writer."""
 
     number: int
     key: bytes
@@ -124,9 +124,9 @@ class ZmqControlServer:
 
     Args:
         bind: ``tcp://HOST:PORT`` (port 0 takes a free one) or ``ipc://PATH``.
-        keys: This end's; needed for TCP.
-        advertise_host: Host that `address` names; needed when HOST is a wildcard.
-        max_payload_bytes: Of one payload, either way; looked at before a payload is read.
+        keys: Keys of this end; needed for TCP.
+        advertise_host: Host that `address` names; needed if HOST is a wildcard.
+        max_payload_bytes: Largest payload, either way; checked before a payload is read.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -245,16 +245,16 @@ class ZmqControlClient:
     """A `ControlClient` on a DEALER socket.
 
     Args:
-        address: `ControlServer.address` of the peer, as it came with the attach.
+        address: `ControlServer.address` of the peer, from the answer to the attach.
         session_id: Names this client; the server must have allowed it.
-        keys: This end's; needed for TCP.
-        server_key: The server's public one, with `keys`: nobody else is spoken to.
+        keys: Keys of this end; needed for TCP.
+        server_key: Public key of the server, with `keys`: no other server is accepted.
         max_payload_bytes: As at the server.
-        silence_ms: Either end closes the connection when it has heard nothing of the other for that long.
+        silence_ms: Each end closes the connection if it received nothing from the other for so long.
 
     Raises:
-        PeerUnreachable: The address is none that can be connected to.
-        LocalProtocolError: There are no keys, and the address is TCP; or the server's cannot be one.
+        PeerUnreachable: The address cannot be connected to.
+        LocalProtocolError: There are no keys, and the address is TCP; or the server's key has a wrong length.
         TransportError: This process has no descriptors left.
     """
 

@@ -34,7 +34,7 @@ ACK_INTERVAL_S: Final = 0.001
 """Watermarks that go on changing faster than this share an ack."""
 
 ACK_BURST: Final = 16
-"""Acks of one session that go out at once before they are made to share: whoever sends a chunk now and then waits for none."""
+"""Acks of one session that are sent at once before later changes share an ack. A writer with few chunks waits for none."""
 
 
 class RegistryServer:
@@ -55,10 +55,10 @@ class RegistryServer:
         return host_port(self.host, self.port)
 
     async def set_serving(self, is_serving: bool, *, absent: str | None = None) -> None:
-        """What the health service answers, for the process and for each of its services.
+        """Set the answer of the health service, for the process and for each of its services.
 
         Args:
-            absent: Full name of a service that does not serve, whatever the others do.
+            absent: Full name of a service that does not serve even if the others do.
         """
         for name in ("", *self._service_names):
             serves = is_serving and name != absent
@@ -66,7 +66,7 @@ class RegistryServer:
             await self._health.set(name, status)
 
     async def close(self, *, grace_s: float = 0.0) -> None:
-        """Take no new calls, give those in progress `grace_s` seconds, then cancel them. May be called twice."""
+        """Accept no new calls, wait `grace_s` seconds for those in progress, then cancel them. May be called twice."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -87,11 +87,11 @@ async def serve(
     Args:
         host: Address or name to bind.
         port: 0 takes a free one.
-        security: How it is spoken to; None: in plain text on a loopback address.
-        on_refused: Hears of calls that the caller's certificate does not allow.
+        security: TLS or plain text; None means plain text on a loopback address.
+        on_refused: Called for each call that the caller's certificate does not allow.
 
     Raises:
-        ConfigError: The address cannot be bound, or not in plain text; it is named.
+        ConfigError: The address cannot be bound, or plain text may not be used with it; it is named.
     """
     security = PlainText() if security is None else security
     security.check("server address", host_port(host, port))
@@ -132,10 +132,10 @@ async def serve(
 
 
 def _check_free(host: str, port: int) -> None:
-    """Refuse a port in use before gRPC does, which would also write about it to standard error by itself.
+    """Refuse a port in use before gRPC does, which would also write to standard error.
 
     Raises:
-        ConfigError: Somebody listens there.
+        ConfigError: Another socket listens there.
     """
     if port == 0:
         return
@@ -148,7 +148,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def host_port(host: str, port: int) -> str:
-    """``host:port``, an IPv6 host in brackets."""
+    """Return ``host:port``, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
@@ -323,7 +323,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         await end_call(context, grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
 
     async def _open_session(self, attach: AttachRequest, writer: tuple[int, int]) -> AttachResponse:
-        """Opens the session in this attach's turn, and ends the turn."""
+        """Open the session in the turn of this attach, and end the turn."""
         try:
             if self._is_closed:
                 raise PeerUnreachable("this rank is closing")
@@ -409,7 +409,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         return self._ack
 
     def _fail(self, session: _Session, error: Exception) -> None:
-        """A stream that broke: by the peer or the network as a rule, which gRPC tells in several ways; else by a bug here."""
+        """End a session whose stream broke: by the peer or the network, which gRPC reports in several ways, or by a bug here."""
         if not isinstance(error, grpc.RpcError | asyncio.InvalidStateError | grpc.aio.UsageError | grpc.aio.InternalError):
             asyncio.get_running_loop().call_exception_handler({"message": "a session's stream failed", "exception": error})
         self._lose(session, f"the writer's stream broke: {type(error).__name__} {error}".rstrip())

@@ -1,7 +1,7 @@
-"""Which prefill nodes there are now: given, in a file, behind a DNS name, or registered in etcd.
+"""Find the present prefill nodes: given, in a file, behind a DNS name, or registered in etcd.
 
-A `Source` is one way to learn their addresses; `Discovery` keeps what the last good look has found, and tells whoever uses it.
-Addresses are only where nodes may be: that a node is there, and which one, is known once it is joined.
+A `Source` is one way to learn their addresses. `Discovery` keeps the result of the last good look, and tells its listeners.
+A node can be at each address; whether it is there, and its identity, is known after a join.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Discovery", "DiscoveryView", "Looks", "Source", "open_discovery", "o
 
 
 def open_discovery(config: DecodeNodeConfig, security: Security) -> Discovery:
-    """What finds the prefill nodes of a decode node, not yet begun."""
+    """Return the discovery of a decode node's prefill nodes, not yet started."""
     found = config.discovery
     match found.kind:
         case "dns":
@@ -39,7 +39,7 @@ def open_discovery(config: DecodeNodeConfig, security: Security) -> Discovery:
 
 
 def open_registration(config: PrefillNodeConfig) -> Registration | None:
-    """A prefill node's own entry, not yet begun; None where nodes do not register."""
+    """Return the registration of a prefill node, not yet started; None if nodes do not register."""
     if config.discovery.kind != "etcd":
         return None
     from transfer.registry.discovery.etcd import EtcdMembers, Registration

@@ -24,13 +24,13 @@ MAX_VALUE_BYTES: Final = 1024
 
 RENEWALS_OF_A_LEASE: Final = 3
 REVOKE_TIMEOUT_S: Final = 2.0
-"""At the end; whom etcd does not hear by then, it forgets by itself when the lease is over."""
+"""Time to revoke a lease at the end. If etcd does not answer, the entry ends with its lease."""
 
 log = structlog.get_logger(__name__)
 
 
 class EtcdMembers:
-    """The members of a cluster, of which one is spoken to at a time: the next one when it fails.
+    """The members of a cluster, used one at a time: after a failure the next one.
 
     Args:
         config: Section `discovery`.
@@ -50,10 +50,10 @@ class EtcdMembers:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[EtcdClient]:
-        """A connection, logged in.
+        """Return a connection, logged in.
 
         Raises:
-            TransportError: There is none.
+            TransportError: The member does not answer, or refuses the login.
         """
         endpoints = self._config.etcd_endpoints
         client = self._connect(endpoints[self._turn % len(endpoints)], self._config)
@@ -64,17 +64,17 @@ class EtcdMembers:
             await client.close()
 
     def worked(self) -> None:
-        """The member has done what it was asked for."""
+        """Record that the member answered."""
         self._failures_in_row, self._backoff_s = 0, FIRST_BACKOFF_S
 
     def failed(self) -> bool:
-        """Have the next member tried; whether all of them have failed in a row by now."""
+        """Use the next member from now on; return whether all of them failed in a row."""
         self._turn += 1
         self._failures_in_row += 1
         return self._failures_in_row % len(self._config.etcd_endpoints) == 0
 
     async def pause(self, *, at_most_s: float = MAX_BACKOFF_S) -> None:
-        """Before all of them are tried again; longer each time."""
+        """Wait before all members are tried again; longer each time."""
         await asyncio.sleep(min(self._backoff_s, at_most_s))
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
@@ -84,7 +84,7 @@ class EtcdNodes:
 
     Args:
         config: Section `discovery`.
-        members: Who is asked.
+        members: Members that it asks.
     """
 
     def __init__(self, config: DiscoveryConfig, members: EtcdMembers) -> None:
@@ -107,7 +107,7 @@ class EtcdNodes:
                     await self._members.pause()
 
     async def _watch(self, client: EtcdClient, looks: Looks) -> None:
-        """Until the connection ends: whatever was missed by then, the next one reads anew."""
+        """Watch until the connection ends. The next connection reads all keys again, so that no change is lost."""
         named, revision = await client.named(self._prefix)
         looks.saw(_entries(named))
         changes = client.changes(self._prefix, after=revision)
@@ -141,12 +141,12 @@ def _apply(changed: Iterable[Change], named: dict[str, bytes]) -> None:
 
 
 def _entries(named: dict[str, bytes]) -> list[str]:
-    """What each key says; where that is no address, the key and what it holds, which is none either."""
+    """Return the address in each key; if there is none, the key and its value, which is refused later."""
     return [_address(value) or f"{key} = {value[:MAX_VALUE_BYTES].decode(errors='replace')}" for key, value in named.items()]
 
 
 def node_value(address: str, version: str) -> bytes:
-    """What a prefill node's key holds."""
+    """Return the value of a prefill node's key."""
     return json.dumps({"address": address, "version": version}, sort_keys=True).encode()
 
 
@@ -162,14 +162,14 @@ def _address(value: bytes) -> str | None:
 
 
 class Registration:
-    """Keeps a node's address under the prefix while that is wanted, whatever becomes of etcd. Owned by one loop.
+    """Keep a node's address under the prefix while that is wanted, also through failures of etcd. Owned by one loop.
 
-    The key is of this life of the process: the entry of an earlier one at the same address goes with its own lease, and cannot
-    take this one along.
+    The key belongs to this life of the process. The entry of an earlier life at the same address ends with its own lease, and
+    does not take this one along.
 
     Args:
         config: Section `discovery`.
-        members: Who is asked.
+        members: Members that it asks.
         clock: Seconds.
     """
 
@@ -201,7 +201,7 @@ class Registration:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two renewals of the lease; 0 where there is nothing to renew: not wanted, and nothing registered."""
+        """Seconds between two renewals of the lease; 0 while nothing is wanted or registered."""
         return 0.0 if self._is_at_rest else self._heartbeat_s
 
     @property
@@ -210,9 +210,9 @@ class Registration:
 
     @property
     def view(self) -> DiscoveryView:
-        """`addresses` has the node's own while it is registered, as far as it knows.
+        """State of the registration: `addresses` has the node's own while it is registered, as far as it knows.
 
-        Its age is 0 while nothing is wanted: what is not registered cannot be out of date.
+        The age is 0 while nothing is wanted: there is no entry that could be out of date.
         """
         age_s = None if self._heard_s is None else self._clock() - self._heard_s
         return DiscoveryView(
@@ -226,16 +226,16 @@ class Registration:
         )
 
     def start(self, address: str) -> None:
-        """Begin; nothing is registered before it is wanted.
+        """Start; nothing is registered before it is wanted.
 
         Args:
-            address: host:port that decode nodes are to reach.
+            address: host:port under which decode nodes reach the node.
         """
         self._address = address
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     def want(self, is_wanted: bool) -> None:
-        """Whether the node is to be found."""
+        """Set whether decode nodes should find the node."""
         now, other = (self._wanted, self._unwanted) if is_wanted else (self._unwanted, self._wanted)
         other.clear()
         now.set()
@@ -279,7 +279,7 @@ class Registration:
                     await self._members.pause(at_most_s=self._heartbeat_s)
 
     async def _step(self, client: EtcdClient) -> None:
-        """Register, renew, or take the entry back: what is to be done now; then wait until there is something."""
+        """Register, renew or revoke, as is due now; then wait until the next step is due."""
         if self._unwanted.is_set():
             if self._lease is not None:
                 await client.revoke(self._lease, timeout_s=REVOKE_TIMEOUT_S)

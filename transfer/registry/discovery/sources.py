@@ -1,4 +1,4 @@
-"""The sources of addresses without etcd, and the question whether a node serves."""
+"""The sources of addresses without etcd, and the check whether a node serves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASK_TIMEOUT_S: Final = 3.0
 SERVICE: Final = "kvferry.v1.PrefillControl"
 
 Resolve = Callable[[str], Awaitable[Collection[str]]]
-"""Every address of a name, IPv4 and IPv6. Raises OSError with why there is none."""
+"""Returns every address of a name, IPv4 and IPv6. Raises OSError with the reason if there is none."""
 
 
 class GivenNodes:
@@ -51,7 +51,7 @@ class NodeFile:
     """A source that looks at a file again when it changes: a YAML list of host:port, which may be empty.
 
     Args:
-        path: The file. It is replaced as a whole, or its folder is, as Kubernetes does with what it mounts.
+        path: The file. It, or its folder, is replaced as a whole, as Kubernetes does with mounted files.
         interval_s: Seconds between looks.
     """
 
@@ -80,7 +80,7 @@ class NodeFile:
             await asyncio.sleep(self._interval_s)
 
     def _changed(self, read: tuple[int, ...] | None) -> tuple[tuple[int, ...], list[str]] | None:
-        """What tells the file from the one before, and its entries; None where it is the one that was read last.
+        """Return the identity of the file and its entries; None if it is the file that was read last.
 
         Raises:
             ValueError: It cannot be read, or holds no list.
@@ -109,15 +109,15 @@ class NodeFile:
 
 
 class DnsNodes:
-    """A source that resolves a name now and again.
+    """A source that resolves a name at intervals: every address is a node, as with a headless Service of Kubernetes.
 
-    A name that has no address, or no longer exists, counts as a failure: resolvers do not tell an empty Service from a mistyped
-    one, and a cluster's DNS that has lost its data says the same. So a look never takes the last node away.
+    A name without an address, or that no longer exists, counts as a failure. Resolvers do not distinguish an empty Service from a
+    mistyped one, and a cluster's DNS that lost its data answers the same. So a look never removes the last node.
 
     Args:
         name: host:port.
         interval_s: Seconds from one look to the next.
-        resolve: Asks; None: as the system does (its files and resolvers, and their time limits).
+        resolve: Resolver; None means that of the system (its files and resolvers, and their time limits).
     """
 
     def __init__(self, name: str, *, interval_s: float, resolve: Resolve | None = None) -> None:
@@ -143,17 +143,17 @@ class DnsNodes:
 
 
 class HealthGate:
-    """Asks nodes by gRPC's health protocol whether they serve as prefill nodes.
+    """Ask nodes by gRPC's health protocol whether they serve as prefill nodes, before an address from DNS is used.
 
     Args:
-        security: How they are spoken to.
+        security: TLS or plain text of the calls.
     """
 
     def __init__(self, security: Security) -> None:
         self._security = security
 
     async def why_not(self, address: str) -> str:
-        """One line on why the node is not to be used; empty: it serves."""
+        """Return one line that says why the node may not be used; empty if it serves."""
         try:
             return await self._ask(address)
         except TransferError as error:
