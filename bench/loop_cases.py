@@ -27,7 +27,7 @@ from prefill_node.prefix_loads import PrefixLoads
 from transfer.chunk import ChunkPlan
 from transfer.connector.prompt import checked_prompt
 from transfer.control.base import WATCH_BATCH, Received
-from transfer.control.inproc import InprocControlClient, InprocControlServer
+from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, Shard
@@ -250,10 +250,10 @@ def _nearly_whole(watch: Watch, num_requests: int, num_tokens: int) -> Machines:
 def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE, num_messages: int = WATCH_BATCH) -> None:
     """A writer asks for the same 1,024 grants again and again, faster than the decode rank answers.
 
-    Real: the control channel in process, the messages' encoding, the receiving machine, and its ring.
+    Real: the control channel over a socket file, the messages' encoding, the receiving machine, and its ring.
     """
 
-    async def main() -> None:
+    async def main(folder: str) -> None:
         plan = ChunkPlan(chunk_tokens=1)
         machines = Machines(Watch(), TINY, Shard(), Shard(), grants_ahead=num_chunks)
         machines.start("request", num_chunks, plan=plan)
@@ -261,9 +261,9 @@ def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE
         payload = encode(question.message)
         receiver, answers = machines.receivers[0].machine, 0
         assert isinstance(receiver, Receiver)
-        server = InprocControlServer()
+        server = ZmqControlServer(f"ipc://{folder}/control")
         server.allow(question.session)
-        client = InprocControlClient(server.address, session_id=question.session)
+        client = ZmqControlClient(server.address, session_id=question.session)
 
         def on_received(received: Received) -> None:
             nonlocal answers
@@ -275,6 +275,7 @@ def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE
 
         for _ in range(num_messages):
             assert client.send(payload)
+        await asyncio.sleep(0.1)  # all have arrived, so that the first batch is full
         watch.start()
         server.watch(asyncio.get_running_loop(), on_received)
         async with asyncio.timeout(DEADLINE_S):
@@ -283,7 +284,8 @@ def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE
         client.close()
         server.close()
 
-    watch.run(main)
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        watch.run(lambda: main(folder))
 
 
 def dear_looks(watch: Watch, *, num_laps: int = MAX_KEPT_RANGES - 1, num_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.control.inproc import InprocControlClient, InprocControlServer
+from transfer.control.base import Received
 from transfer.copy.digest import DIGEST_XXH3
 from transfer.instance import Instance
 from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
@@ -118,6 +118,71 @@ class SendingRank:
         self.failed[request_id] = reason
 
 
+class InprocControlServer:
+    """A `transfer.control.base.ControlServer` whose clients are on the same loop: each payload waits for a later turn of it."""
+
+    address, public_key, num_refused = "inproc", b"", 0
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        self.allowed: set[int] = set()
+        self.clients: dict[int, InprocControlClient] = {}
+
+    def allow(self, peer: int, key: bytes = b"") -> None:
+        self.allowed.add(peer)
+
+    def forget(self, peer: int) -> None:
+        self.allowed.discard(peer)
+
+    def send(self, peer: int, payload: bytes) -> bool:
+        client = self.clients.get(peer) if peer in self.allowed else None
+        if client is not None:
+            client.deliver(payload)
+        return client is not None
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
+        self._loop, self._on_received = loop, on_received
+
+    def deliver(self, received: Received) -> None:
+        self._loop.call_soon(self._hand_over, received)
+
+    def close(self) -> None:
+        self.allowed.clear()
+
+    def _hand_over(self, received: Received) -> None:
+        if received.peer in self.allowed:
+            self._on_received(received)
+        else:
+            self.num_dropped += 1
+
+
+class InprocControlClient:
+    """A `transfer.control.base.ControlClient` of an `InprocControlServer`."""
+
+    def __init__(self, server: InprocControlServer, *, session_id: int) -> None:
+        self._server = server
+        self._session_id = session_id
+        self._is_closed = False
+        server.clients[session_id] = self
+
+    def send(self, payload: bytes) -> bool:
+        self._server.deliver(Received(peer=self._session_id, payload=payload))
+        return True
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_payload: Callable[[bytes], None]) -> None:
+        self._loop, self._on_payload = loop, on_payload
+
+    def deliver(self, payload: bytes) -> None:
+        self._loop.call_soon(self._hand_over, payload)
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _hand_over(self, payload: bytes) -> None:
+        if not self._is_closed:
+            self._on_payload(payload)
+
+
 class ReceivingRank:
     """A decode rank; a `transfer.receive.loop.ReceiverOwner`."""
 
@@ -208,7 +273,7 @@ class TwoTiers:
         sender.loop.open_session(
             number,
             writer,
-            InprocControlClient(receiver.control.address, session_id=number),
+            InprocControlClient(receiver.control, session_id=number),
             name=f"decode rank {decode_rank}",
             incarnation=2,
             ring_capacity_bytes=receiver.loop.ring.capacity_bytes,

@@ -14,10 +14,9 @@ from transfer.errors import RemoteProtocolError, TransferError
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import Security
-from transfer.registry.status import error_of
+from transfer.registry.status import error_of, readable
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import NodeControlAsyncStub

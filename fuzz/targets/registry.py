@@ -174,7 +174,7 @@ def check(data: bytes) -> None:
     try:
         number, message = _parsed(data)
     except DecodeError:
-        return  # gRPC's business: transfer/registry/malformed.py
+        return  # refused before: transfer/registry/guard.py
     _KINDS[number][1](message)
 
 

@@ -14,10 +14,9 @@ from kvferry.cli.node_address import check_address
 from transfer.errors import PeerUnreachable, RemoteProtocolError, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
-from transfer.registry.status import error_of, status_of
+from transfer.registry.status import error_of, readable, status_of
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub

@@ -1,10 +1,10 @@
-"""Servers and clients of the ZeroMQ channel with keys, and peers that say what no client says."""
+"""Servers and clients of the ZeroMQ channel with keys, a loop that watches them, and peers that say what no client says."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
@@ -17,6 +17,40 @@ from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 DEADLINE_S = 30.0  # ends a wait that would never end
 SERVER_KEYS = new_key_pair()
 KEYS = new_key_pair()
+
+
+class Ears:
+    """A loop that hands payloads over while a test waits, and at no other time."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def hear(self, end: Any) -> list[Any]:
+        """Watch an end from now on; the list grows with each payload."""
+        heard: list[Any] = []
+        end.watch(self.loop, heard.append)
+        return heard
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        async def wait() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while not holds():
+                    await asyncio.sleep(0.0005)
+
+        try:
+            self.loop.run_until_complete(wait())
+        except TimeoutError:
+            raise AssertionError(f"{what} did not happen within {DEADLINE_S} s") from None
+
+    def run(self, seconds: float) -> None:
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+
+@contextlib.contextmanager
+def open_ears() -> Iterator[Ears]:
+    ears = Ears()
+    yield ears
+    ears.loop.close()
 
 
 def open_server(bind: str = "tcp://127.0.0.1:0", **options: Any) -> ZmqControlServer:
@@ -47,16 +81,17 @@ def odd_peer(address: str, keys: KeyPair | None = KEYS, *, heartbeats: bool = Fa
         yield odd
 
 
-def wait_for(server: ZmqControlServer, client: ZmqControlClient, payload: bytes) -> None:
+def wait_for(ears: Ears, server: ZmqControlServer, client: ZmqControlClient, payload: bytes) -> None:
     """Send a payload again and again, as the protocol does, until it has come through and back."""
-    begin = time.monotonic()
-    while time.monotonic() - begin < DEADLINE_S:
-        client.send(payload)
-        time.sleep(0.02)
-        while (received := server.receive()) is not None:
-            if received == Received(peer=7, payload=payload) and server.send(7, b"back:" + payload):
-                time.sleep(0.02)
-        while (answer := client.receive()) is not None:
-            if answer == b"back:" + payload:
-                return
-    raise AssertionError(f"{payload!r} did not get through within {DEADLINE_S} s")
+    answered, heard = ears.hear(client), ears.hear(server)
+
+    async def repeat() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while b"back:" + payload not in answered:
+                client.send(payload)
+                await asyncio.sleep(0.02)
+                if Received(peer=7, payload=payload) in heard:
+                    server.send(7, b"back:" + payload)
+                    await asyncio.sleep(0.02)
+
+    ears.loop.run_until_complete(repeat())

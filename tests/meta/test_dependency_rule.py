@@ -129,7 +129,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
         "xxhash",
         ("transfer/storage/envelope.py", "transfer/transport/*", "transfer/copy/*", *NODES),
     ),
-    "yaml": ("pyyaml", ("*config.py", "transfer/registry/discovery/node_file.py", "kvferry/*", "deploy/monitoring/rule_file.py")),
+    "yaml": ("pyyaml", ("*config.py", "transfer/registry/discovery/sources.py", "kvferry/*", "deploy/monitoring/rule_file.py")),
     "zmq": ("pyzmq", ("transfer/control/zmq_*.py", "node_runtime/*link*.py")),
 }
 

@@ -20,11 +20,8 @@ from tests.runtime.instances import until
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.discovery import Discovery, Looks, Source
 from transfer.registry.discovery import watcher as found_module
-from transfer.registry.discovery.dns import DnsNodes
 from transfer.registry.discovery.entries import MAX_FOUND, RefusedFor, sort_entries
-from transfer.registry.discovery.health_gate import HealthGate
-from transfer.registry.discovery.node_file import MAX_FILE_BYTES, NodeFile
-from transfer.registry.discovery.static import GivenNodes
+from transfer.registry.discovery.sources import MAX_FILE_BYTES, DnsNodes, GivenNodes, HealthGate, NodeFile
 from transfer.registry.discovery.watcher import NOT_ANSWERED
 from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, serve

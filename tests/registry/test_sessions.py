@@ -29,8 +29,9 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.client import SessionWatch, TransferControlClient, open_channel
+from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.convert import attach_request_to_proto
+from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Grant, RingView, Watermark
 
@@ -481,7 +482,7 @@ async def test_a_second_stream_takes_nothing_over(rank: DecodeRank, writer: Writ
 
 async def test_hostile_beats_end_their_session_only(rank: DecodeRank, writer: Writer, server: RegistryServer) -> None:
     await joined(rank, writer)
-    async with open_channel(server.address) as channel:
+    async with grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS) as channel:
         stub: Any = pb_grpc.TransferControlStub(channel)
         client = TransferControlClient(server.address)
         for number in range(2):
@@ -553,7 +554,7 @@ async def test_a_port_in_use_is_named(server: RegistryServer) -> None:
 
 
 async def test_health_and_reflection_are_served(rank: DecodeRank, server: RegistryServer) -> None:
-    async with open_channel(server.address) as channel:
+    async with grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         names = ("", "kvferry.v1.TransferControl")
         for is_serving in (False, True, False):

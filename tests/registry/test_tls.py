@@ -32,8 +32,8 @@ from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.certificates import CertificateFiles
-from transfer.registry.client import open_channel
 from transfer.registry.guard import Refusal
+from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.renewal import SETTLE_S
 from transfer.registry.roles import METHOD_ROLES, CallerRole
@@ -112,7 +112,7 @@ async def test_without_a_certificate_nothing_is_let_in(node: Node, authority: Au
         options = (("grpc.ssl_target_name_override", NODE),)
         async with grpc.aio.secure_channel(node.address, credentials, options=options) as channel:
             assert (await call(channel, HEALTH))[0] is UNAVAILABLE
-    async with open_channel(node.address) as channel:
+    async with grpc.aio.insecure_channel(node.address, options=CHANNEL_OPTIONS) as channel:
         assert (await call(channel, HEALTH))[0] is UNAVAILABLE
     assert not node.services.reached
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from structlog.testing import capture_logs
@@ -15,7 +16,7 @@ from structlog.testing import capture_logs
 from transfer import loop_turns
 from transfer.loop_turns import LoopTurns, MeasuredLoop, run_measured, turns_of
 from transfer.metrics.loop_specs import TURN_BUCKETS_S
-from transfer.registry.client import open_channel
+from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.server import serve
 
 _T = TypeVar("_T")
@@ -125,7 +126,7 @@ def test_a_call_is_named_by_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def main() -> int:
         server = await serve("127.0.0.1", 0)
-        channel = open_channel(server.address)
+        channel = grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS)
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             return int(answer.status)

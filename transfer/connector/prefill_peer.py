@@ -19,9 +19,8 @@ from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_to_proto, link_to_proto, sampling_to_proto
-from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
-from transfer.registry.status import tier_error_of
+from transfer.registry.status import readable, tier_error_of
 from transfer.tracing import TRACEPARENT
 
 if TYPE_CHECKING:

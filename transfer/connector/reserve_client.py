@@ -11,10 +11,9 @@ from transfer.connector.decode_instances import Join, Reservation
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_to_proto
-from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import Security
-from transfer.registry.status import tier_error_of
+from transfer.registry.status import readable, tier_error_of
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub

@@ -1,4 +1,4 @@
-"""The control plane's interface: small payloads between one server and its peers, nothing of what they mean.
+"""The control plane's interface: small payloads, whose meaning it does not know, between one server and its peers.
 
 A peer is named by its session id, which the registry plane has given out, and known by its public key, which came with the
 attach; the server hears a session's payloads only from the holder of the key that its owner has allowed for it, and drops and
@@ -6,10 +6,7 @@ counts everything else. Nothing here blocks, and nothing promises delivery: a pa
 (the peer reconnects, a queue is full), never damaged, and payloads of one peer arrive in the order in which they were sent. The
 protocol above repeats what matters until it is answered.
 
-Waking up. `fileno()` becomes readable when something *may* have arrived, and it need not become readable again for what is
-already there (ZeroMQ's descriptor is edge-triggered, and sending can consume the edge). So an owner that polls by itself calls
-`drain()` whenever `fileno()` is readable, and again after a send if `has_pending()` says so; `watch()` does both on an asyncio
-loop.
+Payloads arrive on the asyncio loop that `watch()` was given; until then they wait.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ from transfer.errors import LocalProtocolError
 from transfer.instance import CONTROL_KEY_BYTES
 
 MAX_PAYLOAD_BYTES: Final = 1 << 20
-"""Largest payload that a channel carries unless it is told to carry less; a peer that sends more is cut off."""
+"""Largest payload that a channel carries by default; a peer that sends more is disconnected."""
 
 KEY_BYTES: Final = CONTROL_KEY_BYTES
-"""Of a public key, and of a secret one."""
+"""Size of a public key, and of a secret one."""
 
 QUEUE_PAYLOADS: Final = 4096
 """Payloads to one peer that may wait to be sent before `send()` says "not yet"."""
@@ -41,11 +38,11 @@ WATCH_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """The keys of one end, for one life of its process. They live in memory alone: they are made when a rank starts, and only the
-    public one leaves it, over the registry plane.
+    """The keys of one end, for one life of its process. They are made when a rank starts and stay in memory; only the public key
+    leaves it, over the registry plane.
 
     Args:
-        public: What the other end knows it by, `KEY_BYTES`.
+        public: Key by which the other end identifies this one, `KEY_BYTES`.
         secret: Never shown: not in a representation, and so in no log line and no error text.
     """
 
@@ -76,7 +73,7 @@ class ControlServer(Protocol):
 
     @property
     def public_key(self) -> bytes:
-        """What clients know this end by; empty where both ends trust what lies between them."""
+        """Key by which clients identify this end; empty if both ends trust the path between them."""
         ...
 
     @property
@@ -86,16 +83,11 @@ class ControlServer(Protocol):
 
     @property
     def num_refused(self) -> int:
-        """Connections that did not come in: they showed no key, or none that is allowed. It may lag by seconds."""
-        ...
-
-    @property
-    def num_unsent(self) -> int:
-        """Payloads that `send()` refused."""
+        """Connections that showed no key, or none that is allowed. The count can lag by seconds."""
         ...
 
     def allow(self, peer: int, key: bytes = b"") -> None:
-        """Serve this session id from now on, and hear it from the holder of that public key alone.
+        """Serve this session id from now on, and accept its payloads only from the holder of that public key.
 
         Raises:
             LocalProtocolError: The id cannot be; or the key is missing, or given where this server knows none.
@@ -103,29 +95,15 @@ class ControlServer(Protocol):
         ...
 
     def forget(self, peer: int) -> None:
-        """Serve this session id no more; what it still sends is dropped and counted. Unknown ones are ignored.
+        """Stop serving this session id; its payloads are dropped and counted from now on. Unknown ids are ignored.
 
-        A key of which no session is left does not come in again; what it has open is not heard.
+        A key without sessions cannot connect again, and payloads on its open connection are dropped.
         """
         ...
 
     def send(self, peer: int, payload: bytes) -> bool:
-        """Queue a payload. False: the peer is not allowed, not connected, or its queue is full; the payload is gone."""
+        """Queue a payload. Return False if the peer is not allowed, not connected, or its queue is full; the payload is lost."""
         ...
-
-    def receive(self) -> Received | None:
-        """The next payload; None when nothing is there now, or after `WATCH_BATCH` dropped ones (`has_pending()` tells)."""
-        ...
-
-    def drain(self, on_received: Callable[[Received], None]) -> int:
-        """Hand over what is there now, until `receive()` gives None; returns how many payloads that was."""
-        ...
-
-    def has_pending(self) -> bool:
-        """Whether anything is there for `receive()` to take or to drop."""
-        ...
-
-    def fileno(self) -> int: ...
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
         """Hand over every payload as it comes, on `loop`, until `close()`.
@@ -142,28 +120,9 @@ class ControlServer(Protocol):
 class ControlClient(Protocol):
     """The end with one peer, opened for one session. Owned by one thread."""
 
-    @property
-    def num_unsent(self) -> int:
-        """Payloads that `send()` refused."""
-        ...
-
     def send(self, payload: bytes) -> bool:
-        """Queue a payload. False: the queue is full; the payload is gone."""
+        """Queue a payload. Return False if the queue is full; the payload is lost."""
         ...
-
-    def receive(self) -> bytes | None:
-        """The next payload; None when nothing is there now."""
-        ...
-
-    def drain(self, on_payload: Callable[[bytes], None]) -> int:
-        """Hand over everything that is there now; returns how many payloads that was."""
-        ...
-
-    def has_pending(self) -> bool:
-        """Whether `receive()` would find something now."""
-        ...
-
-    def fileno(self) -> int: ...
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_payload: Callable[[bytes], None]) -> None:
         """Hand over every payload as it comes, on `loop`, until `close()`."""
@@ -175,15 +134,15 @@ class ControlClient(Protocol):
 
 
 class Waker:
-    """Hands payloads over on an asyncio loop without losing an edge of the descriptor.
+    """Hand payloads over on an asyncio loop without losing an edge of the descriptor.
 
-    After every batch, and after every send that the owner reports through `after_send()`, the descriptor's state is looked at
-    again; whatever is there is taken in a later turn of the loop.
+    ZeroMQ's descriptor is edge-triggered, and a send can consume the edge. So after every batch, and after every send that the
+    owner reports through `after_send()`, the descriptor's state is looked at again; whatever is there is taken in a later turn.
 
     Args:
         fileno: Descriptor to watch.
-        take: Hands over, or drops, the next payload; False when nothing is there.
-        has_pending: Whether `take` would find something.
+        take: Hands over, or drops, the next payload; returns False if nothing is there.
+        has_pending: Returns whether `take` would find something.
     """
 
     def __init__(
@@ -242,7 +201,7 @@ class Waker:
 
 
 def checked_peer(peer: int) -> int:
-    """`peer` if it can name a session.
+    """Return `peer` if it can name a session.
 
     Raises:
         LocalProtocolError: It is not in [1, 2**64).
@@ -253,7 +212,7 @@ def checked_peer(peer: int) -> int:
 
 
 def checked_key(key: bytes) -> bytes:
-    """`key` if it can be a public key.
+    """Return `key` if it can be a public key.
 
     Raises:
         LocalProtocolError: It has another length than `KEY_BYTES`.
@@ -264,7 +223,7 @@ def checked_key(key: bytes) -> bytes:
 
 
 def checked_payload(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> bytes:
-    """`payload` if a channel that carries up to `max_bytes` carries it.
+    """Return `payload` if it has at most `max_bytes`.
 
     Raises:
         LocalProtocolError: It is larger.

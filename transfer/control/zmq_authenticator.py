@@ -1,4 +1,4 @@
-"""Who comes in on a control channel's port: CURVE keys, and the thread that answers for them.
+"""Admission to the port of a control channel: CURVE keys, and the thread that checks them.
 
 CURVE (RFC 26) makes both ends prove that they hold the secret half of a key, and encrypts what they say from then on. A client
 must know the server's public key to get as far as showing its own; libzmq then asks this thread by ZAP (RFC 27), over a socket
@@ -47,21 +47,21 @@ FRAME_OVERHEAD_BYTES: Final = 33
 
 
 def new_key_pair() -> KeyPair:
-    """Keys for one life of a rank, from the operating system's randomness."""
+    """Return keys for one life of a rank, from the operating system's randomness."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public=z85.decode(public), secret=z85.decode(secret))
 
 
 def user_id_of(key: bytes) -> str:
-    """How messages name the key that their connection came in with."""
+    """Return the name that messages have for the key of their connection."""
     return key.hex()
 
 
 class Arrivals:
-    """Counts connections that were accepted and have not come in. Used by two threads.
+    """Count connections that were accepted and not admitted. Used by two threads.
 
     Args:
-        grace_s: A connection that is older has come in or never will.
+        grace_s: Age after which a connection is admitted or never will be.
         clock: Seconds.
     """
 
@@ -89,13 +89,13 @@ class Arrivals:
             self._num_admitted += 1
 
     def denied(self) -> None:
-        """One whose key is not allowed: no need to wait for its time to pass."""
+        """Count a connection whose key is not allowed, at once."""
         with self._lock:
             self._num_denied += 1
 
     @property
     def num_refused(self) -> int:
-        """Never falls; never more than there were."""
+        """Connections that were refused. It never falls, and is never too high."""
         with self._lock:
             self._settle()
             self._num_refused = max(self._num_refused, self._num_denied, self._num_old - self._num_admitted)
@@ -108,16 +108,16 @@ class Arrivals:
 
 
 class ZapAuthenticator:
-    """Lets connections in whose key is allowed, and nobody else.
+    """Admit only connections whose key is allowed.
 
     Args:
-        keys: The server's.
-        grace_s: After which a connection has come in or never will.
+        keys: Keys of the server.
+        grace_s: Age after which a connection is admitted or never will be.
     """
 
     def __init__(self, *, keys: KeyPair, grace_s: float) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
-        """Of the guarded socket and of nothing else; ended by `close()`."""
+        """Context of the guarded socket alone; `close()` ends it."""
         self._keys = keys
         self._allowed: frozenset[bytes] = frozenset()  # replaced as a whole: the thread reads it
         self._arrivals = Arrivals(grace_s=grace_s)
@@ -129,11 +129,11 @@ class ZapAuthenticator:
         return self._arrivals.num_refused
 
     def allow_only(self, keys: frozenset[bytes]) -> None:
-        """Let these keys in from now on; what is open under others stays open."""
+        """Admit these keys from now on; open connections with other keys stay open."""
         self._allowed = keys
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Stand before a ROUTER of `context`, which is not bound yet."""
+        """Guard a ROUTER of `context`, which is not bound yet."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(self._keys.public))
         socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self._keys.secret))
@@ -153,7 +153,7 @@ class ZapAuthenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and the context. The guarded socket must be closed: nobody answers for it any more."""
+        """End the thread and the context. The guarded socket must be closed before."""
         if self._thread is not None:
             os.eventfd_write(self._wake, 1)
             self._thread.join(_CLOSE_TIMEOUT_S)

@@ -20,7 +20,7 @@
 - libzmq reconnects by itself after a connection broke, but never after it received an invalid message of the protocol, for
   example one byte that changed on the way. The socket then accepts nothing more. So a client disconnects when a send is
   refused, or when its socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, even without a
-  send. A timer of the watching loop starts that connection. Without a watching loop, the next call starts it.
+  send. A timer of the watching loop starts that connection. Without a watching loop, the next send starts it.
 - Whatever is dropped is one step of a batch, so whoever floods the port slows the owner's loop but never keeps it.
 
 Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s.
@@ -33,7 +33,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final
 
 import zmq
@@ -42,7 +41,6 @@ from zmq.utils import z85
 from transfer.control.base import (
     MAX_PAYLOAD_BYTES,
     QUEUE_PAYLOADS,
-    WATCH_BATCH,
     KeyPair,
     Received,
     Waker,
@@ -58,7 +56,7 @@ HEARTBEAT_TIMEOUT_MS: Final = 600
 RECONNECT_MS: Final = 1000
 HANDSHAKE_MS: Final = 5000
 REFUSED_AFTER_S: Final = HANDSHAKE_MS / 1000 + 1.0
-"""Age of a connection that has not shown an allowed key, from which on it counts as refused: one second more than it has."""
+"""Age at which a connection without an allowed key counts as refused: one second more than a handshake may take."""
 
 _ID_PREFIX: Final = b"\x01"
 _ACCEPT_BACKLOG: Final = 1024
@@ -66,18 +64,11 @@ _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 
 
-class _Step(Enum):
-    """What taking one step found, where it was no payload."""
-
-    NOTHING = 0
-    DROPPED = 1
-
-
 class _Messages:
-    """Takes messages of exactly `num_parts` parts off a socket; others are dropped, a part a step, whatever their length.
+    """Take messages of exactly `num_parts` parts off a socket; drop others, one part a step, whatever their length.
 
     Args:
-        are_signed: Whether to tell, in `user_id`, which key the connection of the last message came in with.
+        are_signed: Whether to keep the key of the last message's connection in `user_id`.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], *, num_parts: int, are_signed: bool = False) -> None:
@@ -88,31 +79,32 @@ class _Messages:
         self.num_dropped = 0
         self.user_id = ""
 
-    def step(self) -> list[bytes] | _Step:
-        first = self._signed_part() if self._are_signed else _receive_part(self._socket)
-        if first is None:
-            return _Step.NOTHING
+    def step(self) -> list[bytes] | None:
+        """Return the parts of the next message, `[]` if a part or a message was dropped, or None if nothing is there."""
+        frame = self._receive(copy=not self._are_signed)
+        if frame is None:
+            return None
+        if self._are_signed:
+            self.user_id = str(frame.get("User-Id"))  # set by the authenticator for every connection that came in
+            frame = frame.bytes
         if self._is_skipping:
             self._is_skipping = self._has_more()
-            return _Step.DROPPED
-        parts = [first]
+            return []
+        parts = [frame]
         while len(parts) < self._num_parts and self._has_more():
-            part = _receive_part(self._socket)
-            assert part is not None  # a message's parts arrive together
-            parts.append(part)
+            parts.append(self._receive(copy=True))  # a message's parts arrive together
         self._is_skipping = self._has_more()
         if self._is_skipping or len(parts) < self._num_parts:
             self.num_dropped += 1
-            return _Step.DROPPED
+            return []
         return parts
 
-    def _signed_part(self) -> bytes | None:
-        frame = _received(self._socket, copy=False)
-        if frame is None:
+    def _receive(self, *, copy: bool) -> Any:
+        """Return a part as bytes, or without `copy` as a frame, which has properties; None if nothing is there."""
+        try:
+            return self._socket.recv(zmq.DONTWAIT, copy=copy)
+        except zmq.Again:
             return None
-        self.user_id = str(frame.get("User-Id"))  # set by the authenticator for every connection that came in
-        first: bytes = frame.bytes
-        return first
 
     def _has_more(self) -> bool:
         return bool(self._socket.getsockopt(zmq.RCVMORE))
@@ -120,7 +112,7 @@ class _Messages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Peer:
-    """A session that is served, and whose key it is heard from."""
+    """A session that is served, and the key of its writer."""
 
     number: int
     key: bytes
@@ -132,9 +124,9 @@ class ZmqControlServer:
 
     Args:
         bind: ``tcp://HOST:PORT`` (port 0 takes a free one) or ``ipc://PATH``.
-        keys: This end's; needed for TCP.
-        advertise_host: Host that `address` names; needed when HOST is a wildcard.
-        max_payload_bytes: Of one payload, either way; looked at before a payload is read.
+        keys: Keys of this end; needed for TCP.
+        advertise_host: Host that `address` names; needed if HOST is a wildcard.
+        max_payload_bytes: Largest payload, either way; checked before a payload is read.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -183,7 +175,6 @@ class ZmqControlServer:
         self._messages = _Messages(self._socket, num_parts=2, are_signed=keys is not None)  # routing id, payload
         self._peers: dict[bytes, _Peer] = {}
         self._num_strange = 0
-        self._num_unsent = 0
         self._waker: Waker | None = None
 
     @property
@@ -201,10 +192,6 @@ class ZmqControlServer:
     @property
     def num_refused(self) -> int:
         return self._authenticator.num_refused if self._authenticator else 0
-
-    @property
-    def num_unsent(self) -> int:
-        return self._num_unsent
 
     def allow(self, peer: int, key: bytes = b"") -> None:
         routing_id = _routing_id(peer)
@@ -227,53 +214,24 @@ class ZmqControlServer:
         routing_id = _routing_id(peer)
         checked_payload(payload, self._max_payload_bytes)
         is_sent = routing_id in self._peers and _send(self._socket, [routing_id, payload])
-        self._num_unsent += not is_sent
         if self._waker is not None:
             self._waker.after_send()
         return is_sent
 
-    def receive(self) -> Received | None:
-        for _ in range(WATCH_BATCH):
-            found = self._step()
-            if isinstance(found, Received):
-                return found
-            if found is _Step.NOTHING:
-                break
-        return None
-
-    def _step(self) -> Received | _Step:
-        parts = self._messages.step()
-        if isinstance(parts, _Step):
-            return parts
-        peer = self._peers.get(parts[0])
-        if peer is None or (self._keys is not None and peer.user_id != self._messages.user_id):
-            self._num_strange += 1
-            return _Step.DROPPED
-        return Received(peer=peer.number, payload=parts[1])
-
-    def drain(self, on_received: Callable[[Received], None]) -> int:
-        count = 0
-        while (received := self.receive()) is not None:
-            on_received(received)
-            count += 1
-        return count
-
-    def has_pending(self) -> bool:
-        return bool(_events(self._socket) & _POLLIN)
-
-    def fileno(self) -> int:
-        return self._fileno
-
     def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
         def take() -> bool:
-            found = self._step()
-            if isinstance(found, Received):
-                on_received(found)
-            return found is not _Step.NOTHING
+            parts = self._messages.step()
+            if parts:
+                peer = self._peers.get(parts[0])
+                if peer is None or (self._keys is not None and peer.user_id != self._messages.user_id):
+                    self._num_strange += 1
+                else:
+                    on_received(Received(peer=peer.number, payload=parts[1]))
+            return parts is not None
 
         if self._waker is not None:
             self._waker.stop()
-        self._waker = Waker(loop, self._fileno, take=take, has_pending=self.has_pending)
+        self._waker = Waker(loop, self._fileno, take=take, has_pending=lambda: bool(_events(self._socket) & _POLLIN))
 
     def close(self) -> None:
         if self._waker is not None:
@@ -287,16 +245,16 @@ class ZmqControlClient:
     """A `ControlClient` on a DEALER socket.
 
     Args:
-        address: `ControlServer.address` of the peer, as it came with the attach.
+        address: `ControlServer.address` of the peer, from the answer to the attach.
         session_id: Names this client; the server must have allowed it.
-        keys: This end's; needed for TCP.
-        server_key: The server's public one, with `keys`: nobody else is spoken to.
+        keys: Keys of this end; needed for TCP.
+        server_key: Public key of the server, with `keys`: no other server is accepted.
         max_payload_bytes: As at the server.
-        silence_ms: Either end closes the connection when it has heard nothing of the other for that long.
+        silence_ms: Each end closes the connection if it received nothing from the other for so long.
 
     Raises:
-        PeerUnreachable: The address is none that can be connected to.
-        LocalProtocolError: There are no keys, and the address is TCP; or the server's cannot be one.
+        PeerUnreachable: The address cannot be connected to.
+        LocalProtocolError: There are no keys, and the address is TCP; or the server's key has a wrong length.
         TransportError: This process has no descriptors left.
     """
 
@@ -337,18 +295,12 @@ class ZmqControlClient:
         self._timer: asyncio.TimerHandle | None = None
         self._fileno = int(self._socket.getsockopt(zmq.FD))
         self._messages = _Messages(self._socket, num_parts=1)
-        self._num_unsent = 0
         self._waker: Waker | None = None
-
-    @property
-    def num_unsent(self) -> int:
-        return self._num_unsent
 
     def send(self, payload: bytes) -> bool:
         self._go_on_if_due()
         is_sent = _send(self._socket, [checked_payload(payload, self._max_payload_bytes)])
         if not is_sent:
-            self._num_unsent += 1
             self._part()
         if self._waker is not None:
             self._waker.after_send()
@@ -407,37 +359,15 @@ class ZmqControlClient:
         if self._waker is not None:
             self._waker.after_send()  # each of these calls can consume the edge of a new message
 
-    def receive(self) -> bytes | None:
-        self._go_on_if_due()
-        for _ in range(WATCH_BATCH):
-            parts = self._messages.step()
-            if not isinstance(parts, _Step):
-                return parts[0]
-            if parts is _Step.NOTHING and not self.has_pending():  # reading the events can consume the edge of a new message
-                break
-        return None
-
-    def drain(self, on_payload: Callable[[bytes], None]) -> int:
-        count = 0
-        while (payload := self.receive()) is not None:
-            on_payload(payload)
-            count += 1
-        return count
-
-    def has_pending(self) -> bool:
-        return bool(self._look() & _POLLIN)
-
-    def fileno(self) -> int:
-        return self._fileno
-
     def watch(self, loop: asyncio.AbstractEventLoop, on_payload: Callable[[bytes], None]) -> None:
+        def has_pending() -> bool:
+            return bool(self._look() & _POLLIN)
+
         def take() -> bool:
             parts = self._messages.step()
-            if not isinstance(parts, _Step):
+            if parts:
                 on_payload(parts[0])
-            if parts is not _Step.NOTHING:
-                return True
-            return self.has_pending()  # a look can take the edge of what came just now
+            return parts is not None or has_pending()  # a look can take the edge of a payload that arrived just now
 
         if self._waker is not None:
             self._waker.stop()
@@ -445,7 +375,7 @@ class ZmqControlClient:
         if self._stuck_s is not None:
             self._end_wait()
             self._wait()
-        self._waker = Waker(loop, self._fileno, take=take, has_pending=self.has_pending)
+        self._waker = Waker(loop, self._fileno, take=take, has_pending=has_pending)
 
     def close(self) -> None:
         if self._waker is not None:
@@ -490,23 +420,6 @@ def _send(socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
             raise TransportClosed("the control channel is closed; nothing can be sent") from error
         raise
     return True
-
-
-def _receive_part(socket: zmq.Socket[bytes]) -> bytes | None:
-    part: bytes | None = _received(socket, copy=True)
-    return part
-
-
-def _received(socket: zmq.Socket[bytes], *, copy: bool) -> Any:
-    """A part as bytes, or without `copy` as a frame, which also tells where it came from; None when nothing is there."""
-    try:
-        return socket.recv(zmq.DONTWAIT, copy=copy)
-    except zmq.Again:
-        return None
-    except zmq.ZMQError as error:
-        if socket.closed:
-            raise TransportClosed("the control channel is closed; nothing can be received") from error
-        raise
 
 
 def _events(socket: zmq.Socket[bytes]) -> int:

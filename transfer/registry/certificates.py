@@ -1,6 +1,6 @@
-"""This process's certificate, its key and the authorities it trusts: files that are read again when they change.
+"""The certificate of this process, its key and the authorities that it trusts: files that are read again when they change.
 
-What is wrong with them is found by a TLS handshake of the process with itself, in memory, before anybody else meets it.
+A TLS handshake of the process with itself, in memory, finds errors in them before another process meets them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transfer.errors import ConfigError
 from transfer.peer_names import SubjectNames
 
 RACY_S: Final = 2.0
-"""Files changed less than this before they were read can change again without a sign of it, for file times are coarse."""
+"""A file that was read within this time after a change can change again unnoticed, because file times are coarse."""
 
 _BAD_PURPOSE: Final = 26  # OpenSSL's X509_V_ERR_INVALID_PURPOSE
 
@@ -32,14 +32,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """What the files held, checked together.
+    """The content of the files, checked together.
 
     Args:
         chain: PEM certificate of this process and the intermediate ones.
         key: PEM private key.
         authorities: PEM certificates.
         names: Names of the first certificate.
-        not_after_s: When that one expires, in seconds since 1970.
+        not_after_s: Time at which that certificate expires, in seconds since 1970.
     """
 
     chain: bytes
@@ -50,14 +50,14 @@ class Certificates:
 
 
 class CertificateFiles:
-    """The three files of `TlsConfig`. Any thread may call it.
+    """Read the three files of `TlsConfig`. Any thread may call it.
 
     Args:
         tls: Names the files.
-        is_server: Whether somebody connects to this process, and not only the other way round.
+        is_server: Whether others connect to this process.
 
     Raises:
-        ConfigError: The files cannot be used; one line says which and why.
+        ConfigError: The files cannot be used; one line names the file and the reason.
     """
 
     def __init__(self, tls: TlsConfig, *, is_server: bool) -> None:
@@ -72,11 +72,11 @@ class CertificateFiles:
 
     @property
     def problem(self) -> str:
-        """Why the files as they are now are not used, and older ones are; empty when they are used."""
+        """Why the older content is used instead of the present one; empty if the present one is used."""
         return self._problem
 
     def current(self) -> Certificates:
-        """What the files hold; while that cannot be used, what they held before."""
+        """Return the content of the files; while it cannot be used, the content before."""
         with self._lock:
             assert self._current is not None
             try:
@@ -97,7 +97,7 @@ class CertificateFiles:
             return self._current
 
     def _signs(self) -> tuple[tuple[int, ...], ...]:
-        """What changes when a file does."""
+        """Return values that change when a file does."""
         return tuple(
             (found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev, found.st_mode)
             for found in map(_stat, self._settings())
@@ -124,7 +124,7 @@ class CertificateFiles:
         return Certificates(chain=chain, key=key, authorities=authorities, names=names, not_after_s=not_after_s)
 
     def _try(self, chain: bytes, key: bytes, authorities: bytes) -> tuple[bool, SubjectNames, float]:
-        """A handshake of the files with themselves; returns whether there is a DNS name, the names, and when it expires."""
+        """Make a handshake of the files with themselves. Return whether there is a DNS name, the names, and the expiry."""
         server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         server.verify_mode = ssl.CERT_REQUIRED
         client.check_hostname = False
@@ -162,10 +162,10 @@ class CertificateFiles:
 
 
 def certificate_files(config: ProcessConfig) -> CertificateFiles | None:
-    """The files that a process's settings name; None where they name none.
+    """Return the files that the settings of a process name; None if they name none.
 
     Raises:
-        ConfigError: They cannot be used, or the settings let nobody in.
+        ConfigError: They cannot be used, or the settings allow no caller.
     """
     tls = config.tls
     if not tls.is_set_up:
@@ -181,10 +181,10 @@ def certificate_files(config: ProcessConfig) -> CertificateFiles | None:
 
 
 def tier_certificate_files(tls: TlsConfig, *, other_tier: Literal["prefill", "decode"]) -> CertificateFiles:
-    """The files of a process that serves the other tier, and calls it.
+    """Return the files of a process that serves the other tier, and calls it.
 
     Raises:
-        ConfigError: They cannot be used, or nobody would be let in.
+        ConfigError: They cannot be used, or no caller would be allowed.
     """
     if not tls.peer_names:
         raise ConfigError(
@@ -194,10 +194,10 @@ def tier_certificate_files(tls: TlsConfig, *, other_tier: Literal["prefill", "de
 
 
 def trust(context: ssl.SSLContext, authorities: bytes, what: str) -> None:
-    """Let a context accept what these authorities have signed.
+    """Let a context accept certificates that these authorities signed.
 
     Raises:
-        ConfigError: They are no PEM certificates; `what` begins the line.
+        ConfigError: They are no PEM certificates; the line begins with `what`.
     """
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "backslashreplace"))
@@ -207,17 +207,17 @@ def trust(context: ssl.SSLContext, authorities: bytes, what: str) -> None:
 
 
 def load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
-    """Give a context these very bytes, not what the files hold by now; ssl takes them from files only.
+    """Load these bytes into a context, not the present content of the files; ssl reads from files only.
 
     Raises:
-        ssl.SSLError: They do not belong together, or are none.
+        ssl.SSLError: Certificate and key do not belong together, or are none.
     """
     with _memory_file(chain) as chain_path, _memory_file(key) as key_path:
         context.load_cert_chain(chain_path, key_path, password=lambda: b"")  # else it would ask a terminal for a passphrase
 
 
 def names_of(certificate: dict[str, Any]) -> SubjectNames:
-    """The names in what `ssl.SSLObject.getpeercert()` gives."""
+    """Return the names in the result of `ssl.SSLObject.getpeercert()`."""
     found = certificate.get("subjectAltName", ())
     return SubjectNames(
         dns=tuple(name for kind, name in found if kind == "DNS"), uris=tuple(name for kind, name in found if kind == "URI")
@@ -225,12 +225,12 @@ def names_of(certificate: dict[str, Any]) -> SubjectNames:
 
 
 def reason_of(error: ssl.SSLError) -> str:
-    """OpenSSL's own words, in one line."""
+    """Return OpenSSL's own words, in one line."""
     return (error.reason or str(error)).replace("_", " ").lower()
 
 
 def _peer_certificate(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
-    """The client's certificate as the server sees it, after a handshake of the two."""
+    """Return the client's certificate as the server sees it, after a handshake of the two."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server, server_hostname="self"),

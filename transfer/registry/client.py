@@ -23,23 +23,13 @@ from transfer.registry.convert import (
     watermark_from_proto,
 )
 from transfer.registry.heartbeats import HeartbeatWatch
-from transfer.registry.malformed import readable
-from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
-from transfer.registry.status import error_of
+from transfer.registry.status import error_of, readable
 from transfer.ring import Watermark
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import TransferControlAsyncStub
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port, in plain text; it connects when it is first used, and again with a back-off of 0.1 to 2 s.
-
-    For what knows that it may: everything else uses `PeerChannel`.
-    """
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 class TransferControlClient:
@@ -47,10 +37,10 @@ class TransferControlClient:
 
     Args:
         address: host:port of the rank's `TransferControl`.
-        security: How it is spoken to; None: in plain text on a loopback address.
+        security: TLS or plain text; None means plain text on a loopback address.
 
     Raises:
-        ConfigError: Not in plain text.
+        ConfigError: Plain text may not be used with the address.
     """
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
@@ -61,10 +51,10 @@ class TransferControlClient:
         return cast("TransferControlAsyncStub", pb_grpc.TransferControlStub(channel))
 
     async def attach(self, request: AttachRequest, *, timeout_s: float) -> AttachResponse:
-        """Open a session; `watch()` must follow within three heartbeats, or the decode rank takes it for lost.
+        """Open a session; `watch()` must follow within three heartbeats, or the decode rank ends it.
 
         Raises:
-            LayoutError: The two instances do not fit; one line names what differs.
+            LayoutError: The two instances do not fit; one line names the differences.
             PeerUnreachable: No connection, the rank is closing, or an older session of this writer is not yet dead there.
             TransportTimeout: `timeout_s` passed.
             RemoteProtocolError: The answer breaks a rule.
@@ -95,12 +85,13 @@ class TransferControlClient:
         on_watermark: Callable[[Watermark], None],
         on_lost: Callable[[str], None],
     ) -> SessionWatch:
-        """Keep a session alive and hear its watermarks, until it is lost or closed.
+        """Keep a session alive and receive its watermarks, until it is lost or closed.
 
         Args:
-            session_id, ring_capacity_bytes, heartbeat_s: As the attach gave them.
-            on_watermark: Each ack, repeated ones (heartbeats) too. A `RemoteProtocolError` that it raises ends the session.
-            on_lost: Called exactly once, with why, unless `SessionWatch.close()` came first.
+            session_id, ring_capacity_bytes, heartbeat_s: Values of the answer to the attach.
+            on_watermark: Called with each ack, including repeated ones (heartbeats). If it raises `RemoteProtocolError`, the
+                session ends.
+            on_lost: Called exactly once, with the reason, unless `SessionWatch.close()` came first.
         """
         return SessionWatch(
             self._stub(self._channel.current),
@@ -118,7 +109,7 @@ class TransferControlClient:
 
 
 class SessionWatch:
-    """The life line of one session, as `TransferControlClient.watch()` opens it."""
+    """The stream that keeps one session alive; `TransferControlClient.watch()` opens it."""
 
     def __init__(
         self,
@@ -149,7 +140,7 @@ class SessionWatch:
         self._ticker = self._loop.call_later(heartbeats.tick_s, self._tick)
 
     def report_link(self, link: Link) -> None:
-        """Tell the decode rank what this writer measured; it goes out with a heartbeat at once."""
+        """Report what this writer measured of the link to the decode rank, with a heartbeat that is sent at once."""
         self._link = link
         self._wake.set()
 
@@ -158,7 +149,7 @@ class SessionWatch:
         self._end(None)
 
     async def wait_closed(self) -> None:
-        """Wait until nothing of the session runs any more; `close()` first."""
+        """Wait until all tasks of the session ended; call `close()` first."""
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
 
     async def _read(self) -> None:
@@ -204,7 +195,7 @@ class SessionWatch:
             self._end(self._unexpected(error))
 
     def _unexpected(self, error: Exception) -> str:
-        """A bug here or in a callback: the session cannot go on, and the loop's handler hears of it."""
+        """Report a bug here or in a callback to the loop's handler; the session cannot go on."""
         self._loop.call_exception_handler({"message": "watching a session failed", "exception": error})
         return f"watching the session failed: {error!r}"
 

@@ -1,4 +1,4 @@
-"""From a host to a connection: the lookup of its name, which can hang, and whichever of its addresses answers."""
+"""Connect to a host: look its name up, which can hang, and connect to the first of its addresses that answers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from typing import Any, Final
 from transfer.plain_text import host_of
 
 MAX_LOOKUPS: Final = 64
-"""Threads that look names up. One that hangs holds up nobody until all do; 256 names whose server is away take no more either."""
+"""Threads that look names up. A thread that hangs delays no other name until all threads hang."""
 
 MAX_ADDRESSES: Final = 16
-"""Addresses of a name that are tried for one connection: whoever owns the name can give it thousands."""
+"""Addresses of a name that are tried for one connection: the owner of a name can give it thousands."""
 
 STAGGER_S: Final = 0.25
-"""Until the next address is tried beside one that says nothing. Source: RFC 8305, section 5."""
+"""Time until the next address is tried beside one that does not answer. Source: RFC 8305, section 5."""
 
 
 class Lookups:
-    """Asks the system for the addresses of names: for each name once at a time, whoever waits for it, and for all of them in so
-    many threads at most. Further names wait in line. May be used by several loops.
+    """Ask the system for the addresses of names: one lookup of a name at a time, shared by all callers. Any loop may call it.
 
-    A resolver can hang for as long as its own limits let it. Nobody waits for that at the end of the process, as it would for an
-    executor's threads.
+    A resolver can hang for as long as its own limits allow. The threads are daemons, because the end of the process would wait
+    for those of an executor.
 
     Args:
-        max_threads: At once; there are none while nothing is looked up.
+        max_threads: Lookups at once; further names wait in line. No thread is kept while nothing is looked up.
     """
 
     def __init__(self, max_threads: int = MAX_LOOKUPS) -> None:
@@ -44,10 +43,10 @@ class Lookups:
         self._waiting: dict[str, list[asyncio.Future[tuple[str, ...]]]] = {}  # names in line and under way; also without any
 
     async def ask(self, host: str) -> tuple[str, ...]:
-        """Every address of a name.
+        """Return every address of a name.
 
         Raises:
-            OSError: There is none, or there can be no thread to look it up; and why.
+            OSError: The name has no address, or no thread can be started to look it up; with the reason.
         """
         answer: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         with self._lock:
@@ -73,7 +72,7 @@ class Lookups:
         self._line.append(host)
 
     def _forget(self, host: str, answer: asyncio.Future[tuple[str, ...]]) -> None:
-        """Nobody waits here any more. A lookup that is under way stays, for whoever asks next; one in line is not made."""
+        """Drop a caller that waits no more. A lookup under way goes on, for the next caller; one in line without callers goes."""
         with self._lock:
             waiting = self._waiting.get(host, [])
             if answer in waiting:
@@ -120,25 +119,26 @@ _lookups = Lookups()
 
 
 async def addresses_of(host: str) -> tuple[str, ...]:
-    """Every address of a name, IPv4 and IPv6, in the order in which the system would try them; an address is its own.
+    """Return every address of a name, IPv4 and IPv6, in the order in which the system would try them; of an address, itself.
 
     Raises:
-        OSError: There is none, or it cannot be looked up; and why.
+        OSError: The name has no address, or cannot be looked up; with the reason.
     """
     return (host,) if is_literal(host) else await _lookups.ask(host)
 
 
 async def connected(address: str, *, last: Sequence[str] = ()) -> socket.socket:
-    """A TCP connection to host:port, for the caller to close: to the first address of the host that takes one.
+    """Return a TCP connection to the first address of a host that accepts one; the caller closes it.
 
-    An address that says nothing does not hide the others: the next one is tried beside it after `STAGGER_S`, or at once when one
-    fails. Families take turns, as one of them can have no way out at all. Source: RFC 8305.
+    The next address is tried `STAGGER_S` after one that does not answer, or at once after one that fails. Families take turns,
+    because a machine can lack a route for one of them. Source: RFC 8305.
 
     Args:
+        address: host:port.
         last: Addresses that are tried after all others, in this order.
 
     Raises:
-        OSError: It is no host:port, the host has no address, or none of them (of the first `MAX_ADDRESSES`) takes it.
+        OSError: It is no host:port, the host has no address, or none of the first `MAX_ADDRESSES` accepts a connection.
     """
     port = address.rpartition(":")[2]
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65_535):
@@ -195,13 +195,13 @@ async def _attempt(address: str, port: int) -> socket.socket:
 
 
 def _close_unused(attempt: asyncio.Task[socket.socket]) -> None:
-    """Another address was faster."""
+    """Close the connection of an attempt that was slower than another."""
     if not attempt.cancelled() and attempt.exception() is None:
         attempt.result().close()
 
 
 def is_literal(host: str) -> bool:
-    """Whether a host, without brackets, is an address and no name."""
+    """Return whether a host, without brackets, is an address and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -210,12 +210,12 @@ def is_literal(host: str) -> bool:
 
 
 def address_of(peer: tuple[Any, ...]) -> str:
-    """host:port of a socket's address, as `getpeername()` gives it."""
+    """Return host:port of a socket's address, as `getpeername()` returns it."""
     return f"[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"{peer[0]}:{peer[1]}"
 
 
 def text_of(error: OSError) -> str:
-    """Why a lookup or a connection failed, in the system's words, without what was called."""
+    """Return why a lookup or a connection failed, in the system's words, without the name of the call."""
     if error.errno is not None and error.errno > 0:  # a resolver's are negative, and have texts of their own
         return os.strerror(error.errno)
     return error.strerror or str(error)

@@ -1,4 +1,8 @@
-"""Proto messages to core types and back. What comes from a peer is checked here, and refused as `RemoteProtocolError`."""
+"""Proto messages to core types and back. What comes from a peer is checked here.
+
+Raises:
+    RemoteProtocolError: A field cannot be; it is named, with its value. Only `sampling_from_proto` raises another error.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +58,7 @@ def instance_to_proto(instance: Instance) -> pb.InstanceInfo:
 
 
 def instance_from_proto(info: pb.InstanceInfo) -> Instance:
-    """The peer's instance; its shard is that of rank 0.
-
-    Raises:
-        RemoteProtocolError: A field cannot be; it is named, with its value.
-    """
+    """Return the peer's instance; its shard is that of rank 0."""
     with _refusing("instance"):
         _check_sizes(info)
         layout = layout_from_proto(info.layout)
@@ -106,10 +106,7 @@ def layout_to_proto(layout: KVLayout) -> pb.LayoutInfo:
 
 
 def layout_from_proto(info: pb.LayoutInfo) -> KVLayout:
-    """
-    Raises:
-        RemoteProtocolError: A field cannot be; it is named, with its value.
-    """
+    """Return the layout that a peer says it has."""
     with _refusing("layout"):
         _check_count("runs", len(info.runs), MAX_LAYERS)
         num_layers = sum(run.num_layers for run in info.runs)
@@ -134,10 +131,7 @@ def chunk_plan_to_proto(plan: ChunkPlan) -> pb.ChunkPlanInfo:
 
 
 def chunk_plan_from_proto(info: pb.ChunkPlanInfo) -> ChunkPlan:
-    """
-    Raises:
-        RemoteProtocolError: A field cannot be; it is named, with its value.
-    """
+    """Return the chunk plan of a peer."""
     with _refusing("chunk_plan"):
         return ChunkPlan(chunk_tokens=info.chunk_tokens, layers_per_group=info.layers_per_group)
 
@@ -155,10 +149,7 @@ def link_to_proto(link: Link, *, peer_incarnation: int = 0) -> pb.LinkStatus:
 
 
 def link_from_proto(info: pb.LinkStatus) -> Link:
-    """
-    Raises:
-        RemoteProtocolError: A field cannot be; it is named, with its value.
-    """
+    """Return what a peer measured of a link."""
     with _refusing("link"):
         return Link(
             prefill_rank=info.prefill_rank,
@@ -181,10 +172,7 @@ def attach_request_to_proto(request: AttachRequest) -> pb.AttachRequest:
 
 
 def attach_request_from_proto(info: pb.AttachRequest) -> AttachRequest:
-    """
-    Raises:
-        RemoteProtocolError: A field cannot be; it is named, with its value.
-    """
+    """Return the attach of a writer."""
     with _refusing("attach"):
         return AttachRequest(
             prefill=instance_from_proto(info.prefill),
@@ -212,10 +200,7 @@ def attach_response_to_proto(response: AttachResponse) -> pb.AttachResponse:
 
 
 def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
-    """
-    Raises:
-        RemoteProtocolError: A field cannot be; it is named, with its value.
-    """
+    """Return the answer to an attach."""
     with _refusing("attach answer"):
         _check_texts("control_address", (info.control_address,), MAX_NAME_CHARS)
         if not MIN_HEARTBEAT_S <= info.heartbeat_s <= MAX_HEARTBEAT_S:
@@ -247,10 +232,7 @@ def watermark_to_proto(watermark: Watermark, *, ring_capacity_bytes: int) -> pb.
 
 
 def watermark_from_proto(ack: pb.WatermarkAck, *, ring_capacity_bytes: int) -> Watermark:
-    """
-    Raises:
-        RemoteProtocolError: A field cannot be; it is named, with its value.
-    """
+    """Return the watermark of an ack."""
     if ack.tail >= ring_capacity_bytes:
         raise RemoteProtocolError(f"watermark: tail is {ack.tail}; it must be below the ring's {ring_capacity_bytes} bytes")
     position = ack.round * ring_capacity_bytes + ack.tail
@@ -326,5 +308,9 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_proto(info: pb.SamplingParams) -> SamplingParams:
-    """Raises ConfigError where a value is out of its range."""
+    """Return the sampling parameters of a request.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
     return SamplingParams(temperature=info.temperature, top_p=info.top_p or 1.0, top_k=info.top_k, seed=info.seed)

@@ -1,4 +1,4 @@
-"""Three missed heartbeats: the one rule by which either end of a session, or of a join, takes the other for dead. Pure."""
+"""Three missed heartbeats: the rule by which each end of a session, or of a join, declares the other dead. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ TICKS_PER_HEARTBEAT: Final = 4
 
 
 class HeartbeatWatch:
-    """Counts its owner's ticks since the last heartbeat.
+    """Count the owner's ticks since the last heartbeat.
 
-    Ticks, not seconds: an owner that was stopped or busy for a while has ticked only once when it goes on, and so has time to
-    read the heartbeats that came meanwhile, instead of taking a living peer for dead. With `TICKS_PER_HEARTBEAT` ticks to a
-    heartbeat a dead peer is noticed after 3 to 3.5 heartbeats.
+    Ticks, not seconds: an owner that was stopped or busy has ticked only once when it goes on. So it reads the heartbeats that
+    arrived meanwhile before it declares the peer dead. With `TICKS_PER_HEARTBEAT` ticks in a heartbeat, a dead peer is detected
+    after 3 to 3.5 heartbeats.
 
     Args:
         heartbeat_s: Seconds between heartbeats, above 0.
@@ -41,5 +41,5 @@ class HeartbeatWatch:
         return self._silent_ticks > MISSED_HEARTBEATS * TICKS_PER_HEARTBEAT
 
     def describe(self) -> str:
-        """Why the peer is taken for dead, for people."""
+        """Return why the peer is declared dead, for people."""
         return f"{MISSED_HEARTBEATS} heartbeats of {self.heartbeat_s:g} s missed"

@@ -1,4 +1,4 @@
-"""A way to one address that stays, whatever becomes of connections and certificates."""
+"""A channel to one address that survives changes of connections, of the addresses of its name, and of certificates."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.tls_identity import Greeted, greet
 
 CONNECT_TIMEOUT_S: Final = 10.0
-"""For finding out who answers, and again for gRPC to connect there."""
+"""Time to find the node that answers, and again for gRPC to connect there."""
 
 SILENT_S: Final = 2.0
-"""An address that took a connection from here, and in so long none of gRPC's, is tried after the others of its name."""
+"""An address that accepted a connection from here, and none of gRPC's for so long, is tried after the others of its name."""
 
 RETIRE_S: Final = 60.0
-"""Calls that are still under way on a connection which takes no new ones may go on for so long."""
+"""Time that calls may go on over a connection that accepts no new ones."""
 
 
 class PeerChannel:
-    """Gives the channel for each call. Owned by one loop.
+    """Return the channel for each call. Owned by one loop.
 
-    A name is looked up before each new connection, and gRPC is given the address: once a lookup of its own has failed it makes
-    the next ones after pauses that grow to two minutes, and no option bounds them. As gRPC then knows none of the others, an
-    address that took a connection and was then silent comes last the next time.
+    A name is looked up before each new connection, and gRPC gets the address. After a lookup of its own failed, gRPC makes the
+    next ones after pauses that grow to two minutes, and no option bounds them. gRPC knows no other address of the name. So an
+    address that accepted a connection and was then silent comes last the next time.
 
-    With TLS a channel lives as long as its connection: whoever answers is looked at again before each new one, with the
-    certificates as they are then. A connection that stands goes on, whatever happens to the files.
+    With TLS, a channel lives as long as its connection. Before each new connection the certificate of the node that answers is
+    checked with the files as they are then. A change of files does not end a connection.
 
     Args:
         address: host:port.
-        security: How it is spoken to.
+        security: TLS or plain text.
 
     Raises:
-        ConfigError: Not in plain text.
+        ConfigError: Plain text may not be used with the address.
     """
 
     def __init__(self, address: str, security: Security) -> None:
@@ -61,20 +61,20 @@ class PeerChannel:
 
     @property
     def current(self) -> grpc.aio.Channel:
-        """The channel that `ready()` gave last."""
+        """The channel that `ready()` returned last."""
         if self._channel is None:
             raise LocalProtocolError(f"channel to {self.address} is used before it is ready")
         return self._channel
 
     async def ready(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> grpc.aio.Channel:
-        """The channel to make a call on, at once.
+        """Return the channel for a call that is made at once.
 
         Args:
-            timeout_s: For finding out who answers, other callers' tries included that this one waits for; with TLS gRPC has the
-                same time again to connect there.
+            timeout_s: To find the node that answers, including attempts of other callers that this one waits for. With TLS gRPC
+                has the same time again to connect there.
 
         Raises:
-            PeerUnreachable: With TLS, or of a name: there is no connection, and none can be made; says what is wrong.
+            PeerUnreachable: With TLS, or with a name: there is no connection, and none can be made; with the reason.
         """
         if self._is_lasting:
             return self.current
@@ -102,8 +102,10 @@ class PeerChannel:
         return self._channel
 
     def connect_anew(self) -> None:
-        """Have the next call connect at once. After connections that failed gRPC fails calls by itself, for as long as its own
-        back-off lasts; with TLS `ready()` makes a connection for each call. A connection that stands is left alone."""
+        """Let the next call connect at once: after failed connections gRPC fails calls until its own back-off ends.
+
+        With TLS `ready()` connects for each call anyway. An open connection stays.
+        """
         failed = self._channel
         if failed is None or self._is_closed or failed.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             return

@@ -1,4 +1,4 @@
-"""Messages of the wire contract as plain values, for JSON: every field under its name in the contract, also where it is 0."""
+"""Messages of the wire contract as plain values for JSON: every field under its name in the contract, also if it is 0."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 _EMPTY_WHERE_ABSENT: Final = ("InstanceInfo", "ShardInfo")
-"""Of a node without ranks; its readers need not ask first."""
+"""Messages that a node without ranks lacks; readers see empty fields and need no check."""
 
 NOT_SHOWN: Final = ("layout", "kv_scales")
-"""Of an InstanceInfo: a run or two numbers for every layer, for which its fingerprint stands."""
+"""Fields of an InstanceInfo with an entry for every layer; its fingerprint stands for them."""
 
 
 def plain(message: Message, *, without: Collection[str] = NOT_SHOWN) -> dict[str, Any]:
-    """A message as a dictionary.
+    """Return a message as a dictionary.
 
-    Ids of lives and sessions are text, 0x and 16 hex digits, because readers of JSON would round them. What is absent is None,
-    and so is a number that is none (NaN, infinite), which JSON has no word for; an absent InstanceInfo or ShardInfo is one of
-    empty fields.
+    Ids of lives and sessions are text, 0x and 16 hex digits, because readers of JSON would round them. Absent fields are None,
+    and so are NaN and infinities, which JSON lacks. An absent InstanceInfo or ShardInfo has empty fields.
 
     Args:
-        without: Fields to leave out, of whatever message.
+        without: Fields to leave out, of any message.
     """
     return {field.name: _value(message, field, without) for field in message.DESCRIPTOR.fields if field.name not in without}
 

@@ -1,17 +1,17 @@
-"""When a server makes the TLS context of its handshakes anew. Pure but for the wait.
+"""When a server renews the TLS context of its handshakes. Pure, except for the wait.
 
-gRPC asks before each handshake for what the certificate files hold now. An answer replaces the context of the handshakes to come,
-and frees the one before once nothing uses it. Both ends of that are dangerous:
+gRPC asks before each handshake for the content of the certificate files. An answer replaces the context of later handshakes, and
+frees the previous context when nothing uses it. Both extremes are dangerous:
 
-- Never replaced, a context is shared, and its session tickets are good: whoever comes back with one is not asked for a
-  certificate again, and the one that it had may have expired since.
+- A context that is never replaced is shared, and its session tickets are valid. A caller with a ticket is not asked for a
+  certificate again, and its certificate can have expired since.
 - gRPC 1.85 asks under a lock, and takes a reference to the context after it has let the lock go
   (`grpc_ssl_server_security_connector::add_handshakers`). Replaced in between by the next handshake, on another thread, the
   context is freed and then used: hundreds of connections at once, which need no certificate to be opened, ended the process
   (SIGSEGV or SIGABRT in four runs of six on two cores).
 
-So a context is replaced only when no handshake has asked for `SETTLE_S`: whoever asked before has taken its reference, and nobody
-can ask meanwhile, for the lock is held.
+So a context is replaced only when no handshake has asked for `SETTLE_S`. Every handshake that asked before has its reference by
+then, and none can ask meanwhile, because the lock is held.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Callable
 from typing import Final
 
 SETTLE_S: Final = 0.25
-"""From asking until a handshake has surely taken its reference, which is its thread's very next step."""
+"""Time after which a handshake that asked has its reference, which its thread takes in its next step."""
 
 MAX_AGE_S: Final = 10.0
-"""For so long handshakes that follow each other without a pause may share a context, and for so long a ticket is good at most."""
+"""Longest time that handshakes without a pause share a context, and that a ticket is valid."""
 
 
 class Renewal:
-    """Whether the context is to be made anew for a handshake. One call at a time, as gRPC's lock has it.
+    """Decide whether a handshake needs a new context. One call at a time, because gRPC holds a lock.
 
     Args:
         clock: Seconds that never go back.
@@ -43,10 +43,10 @@ class Renewal:
         self._content: object = None
 
     def is_due(self, content: object) -> bool:
-        """Asked before each handshake, which waits for the answer; yes comes when the old context can be replaced.
+        """Return whether to replace the context before this handshake, which waits for the answer; wait until that is safe.
 
         Args:
-            content: What the certificate files hold now: something new makes it due.
+            content: Content of the certificate files; a change makes a renewal due.
         """
         now_s = self._clock()
         settled_s = self._asked_s + SETTLE_S

@@ -1,4 +1,4 @@
-"""Who may call what: one table for every method that a kvferry server has."""
+"""The callers of each method that a kvferry server has, in one table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 
 class CallerRole(StrEnum):
-    """What a caller may be, by the allow-list that has a name of its certificate; one name can be in both lists."""
+    """Role of a caller: the allow-list that has a name of its certificate. One name can be in both lists."""
 
     PEER = "peer"
     CLIENT = "client"
@@ -51,4 +51,4 @@ METHOD_ROLES: Final[dict[str, frozenset[CallerRole]]] = {
     "/grpc.health.v1.Health/Watch": _BOTH,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _CLIENT,
 }
-"""Method -> those who may call it. A method that is not here may be called by nobody."""
+"""Method -> roles that may call it. Nobody may call a method that is not here."""

@@ -1,8 +1,8 @@
-"""How a process is spoken to and speaks over gRPC: with mutual TLS, or in plain text where it was told to."""
+"""How a process serves and calls over gRPC: with mutual TLS, or in plain text if its settings say so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,14 +12,13 @@ from transfer.config import ProcessConfig, TlsConfig
 from transfer.errors import ConfigError
 from transfer.plain_text import ON_LOOPBACK, check_plain_text, is_plain_text_right, why_not_plain_text
 from transfer.registry.certificates import CertificateFiles, Certificates, certificate_files, tier_certificate_files
-from transfer.registry.guard import Guard, Refusal
 from transfer.registry.renewal import Renewal
 from transfer.registry.roles import CallerRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainText:
-    """No TLS: nobody knows who the other side is.
+    """No TLS: neither side knows the identity of the other.
 
     Args:
         insecure: As `tls.insecure`.
@@ -29,7 +28,7 @@ class PlainText:
 
     def check(self, what: str, address: str) -> None:
         """Raises:
-        ConfigError: That address may not be spoken to in plain text.
+        ConfigError: Plain text may not be used with that address.
         """
         problem = why_not_plain_text(what, address, self.insecure)
         if problem is not None:
@@ -41,9 +40,10 @@ class MutualTls:
     """TLS in which both sides show a certificate.
 
     Args:
-        files: This side's.
-        peer_names: Whom it connects to, and who may call it as a peer; of a command that only calls, empty: the host it calls.
-        client_names: Who may call it as a client.
+        files: The files of this side.
+        peer_names: Names of the nodes that it connects to, and that may call it as peers. Empty for a command that only calls:
+            the certificate must then have the host that it calls.
+        client_names: Names of callers that may call it as clients.
     """
 
     files: CertificateFiles
@@ -51,13 +51,13 @@ class MutualTls:
     client_names: tuple[str, ...] = ()
 
     def check(self, what: str, address: str) -> None:
-        """Any address will do: it is the certificate that counts."""
+        """Accept any address: the certificate decides."""
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a server; each connection has the newest files.
+        """Return credentials of a server that read the newest files for each connection.
 
-        TLS contexts are shared by handshakes that come at once and by no others (`transfer.registry.renewal`), so that a session
-        ticket is good for seconds at most: who resumes a session is not asked for a certificate again.
+        Only handshakes that come at once share a TLS context (`transfer.registry.renewal`). So a session ticket is valid for
+        seconds at most: a caller that resumes a session is not asked for a certificate again.
         """
         renewal = Renewal()
 
@@ -69,9 +69,10 @@ class MutualTls:
         # None stands for no change, which the stubs do not know.
         return grpc.dynamic_ssl_server_credentials(first, newest, require_client_authentication=True)  # type: ignore[arg-type]
 
-    def guard(self, on_refused: Callable[[Refusal], None]) -> Guard:
-        """Who may call what, for a server with these credentials."""
-        return Guard({CallerRole.PEER: self.peer_names, CallerRole.CLIENT: self.client_names}, on_refused)
+    @property
+    def names(self) -> dict[CallerRole, tuple[str, ...]]:
+        """Allow-list of each role, for a server with these credentials."""
+        return {CallerRole.PEER: self.peer_names, CallerRole.CLIENT: self.client_names}
 
 
 Security = PlainText | MutualTls
@@ -82,10 +83,10 @@ def _configuration(files: Certificates) -> grpc.ServerCertificateConfiguration:
 
 
 def security_of(config: ProcessConfig) -> Security:
-    """What the settings say.
+    """Return the security that the settings of a process ask for.
 
     Raises:
-        ConfigError: They say neither, the files cannot be used, or nobody would be let in.
+        ConfigError: They name neither TLS nor plain text, the files cannot be used, or no caller would be allowed.
     """
     check_plain_text(config)
     files = certificate_files(config)
@@ -97,14 +98,14 @@ def security_of(config: ProcessConfig) -> Security:
 def security_of_tier(
     tls: TlsConfig, *, other_tier: Literal["prefill", "decode"], named: Iterable[tuple[str, str | None]]
 ) -> Security:
-    """What the settings say to a process that is one tier inside an engine, and no node.
+    """Return the security that the settings of one tier inside an engine, which is no node, ask for.
 
     Args:
-        other_tier: Whom it serves and calls.
-        named: What it listens on and connects to: name, for example of its setting, and host or host:port.
+        other_tier: The tier that it serves and calls.
+        named: Addresses that it listens on and connects to: name, for example of its setting, and host or host:port.
 
     Raises:
-        ConfigError: They say neither, the files cannot be used, or nobody would be let in.
+        ConfigError: They name neither TLS nor plain text, the files cannot be used, or no caller would be allowed.
     """
     if is_plain_text_right(tls, named):
         return PlainText(insecure=tls.insecure)

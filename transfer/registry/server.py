@@ -23,22 +23,18 @@ from transfer.instance import AttachRequest, AttachResponse, Link
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
-from transfer.registry.guard import Refusal
+from transfer.registry.guard import Guard, Refusal
 from transfer.registry.heartbeats import MISSED_HEARTBEATS, HeartbeatWatch
-from transfer.registry.malformed import RefuseMalformed
 from transfer.registry.options import MAX_CLIENT_CALLS, MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_connections, most_sessions
 from transfer.registry.security import MutualTls, PlainText, Security
-from transfer.registry.shares import ClientShare
 from transfer.registry.status import end_call, end_with
-from transfer.registry.streams import QuietStreams
-from transfer.registry.timed_calls import TimedCalls
 from transfer.ring import Watermark
 
 ACK_INTERVAL_S: Final = 0.001
 """Watermarks that go on changing faster than this share an ack."""
 
 ACK_BURST: Final = 16
-"""Acks of one session that go out at once before they are made to share: whoever sends a chunk now and then waits for none."""
+"""Acks of one session that are sent at once before later changes share an ack. A writer with few chunks waits for none."""
 
 
 class RegistryServer:
@@ -59,10 +55,10 @@ class RegistryServer:
         return host_port(self.host, self.port)
 
     async def set_serving(self, is_serving: bool, *, absent: str | None = None) -> None:
-        """What the health service answers, for the process and for each of its services.
+        """Set the answer of the health service, for the process and for each of its services.
 
         Args:
-            absent: Full name of a service that does not serve, whatever the others do.
+            absent: Full name of a service that does not serve even if the others do.
         """
         for name in ("", *self._service_names):
             serves = is_serving and name != absent
@@ -70,7 +66,7 @@ class RegistryServer:
             await self._health.set(name, status)
 
     async def close(self, *, grace_s: float = 0.0) -> None:
-        """Take no new calls, give those in progress `grace_s` seconds, then cancel them. May be called twice."""
+        """Accept no new calls, wait `grace_s` seconds for those in progress, then cancel them. May be called twice."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -91,42 +87,33 @@ async def serve(
     Args:
         host: Address or name to bind.
         port: 0 takes a free one.
-        security: How it is spoken to; None: in plain text on a loopback address.
-        on_refused: Hears of calls that the caller's certificate does not allow.
+        security: TLS or plain text; None means plain text on a loopback address.
+        on_refused: Called for each call that the caller's certificate does not allow.
 
     Raises:
-        ConfigError: The address cannot be bound, or not in plain text; it is named.
+        ConfigError: The address cannot be bound, or plain text may not be used with it; it is named.
     """
     security = PlainText() if security is None else security
     security.check("server address", host_port(host, port))
-    interceptors: list[grpc.aio.ServerInterceptor] = [
-        ClientShare(MAX_CLIENT_CALLS),
-        TimedCalls(),
-        QuietStreams(),
-        RefuseMalformed(),
-    ]
-    if isinstance(security, MutualTls):
-        interceptors.insert(0, security.guard(on_refused or (lambda refusal: None)))
+    names = security.names if isinstance(security, MutualTls) else None
+    guard = Guard(names, on_refused or (lambda refusal: None), max_client_calls=MAX_CLIENT_CALLS)
     most = most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", most))
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=interceptors)
-    services = pb.DESCRIPTOR.services_by_name
-    names: list[str] = []
-    if transfer_control is not None:
-        pb_grpc.add_TransferControlServicer_to_server(transfer_control, server)
-        names.append(services["TransferControl"].full_name)
-    if prefill_control is not None:
-        pb_grpc.add_PrefillControlServicer_to_server(prefill_control, server)
-        names.append(services["PrefillControl"].full_name)
-    if decode_control is not None:
-        pb_grpc.add_DecodeControlServicer_to_server(decode_control, server)
-        names.append(services["DecodeControl"].full_name)
-    if node_control is not None:
-        pb_grpc.add_NodeControlServicer_to_server(node_control, server)
-        names.append(services["NodeControl"].full_name)
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=[guard])
+    services = {
+        "TransferControl": transfer_control,
+        "PrefillControl": prefill_control,
+        "DecodeControl": decode_control,
+        "NodeControl": node_control,
+    }
+    service_names: list[str] = []
+    for name, servicer in services.items():
+        if servicer is not None:
+            getattr(pb_grpc, f"add_{name}Servicer_to_server")(servicer, server)
+            service_names.append(pb.DESCRIPTOR.services_by_name[name].full_name)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = host_port(host, port)
     _check_free(host, port)
     try:
@@ -134,21 +121,21 @@ async def serve(
             bound = server.add_secure_port(address, security.server_credentials())
         else:
             bound = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"server address is {address}; it cannot be bound (in use, or not of this machine)") from error
+    except RuntimeError:
+        bound = 0
     if bound == 0:
         raise ConfigError(f"server address is {address}; it cannot be bound (in use, or not of this machine)")
-    opened = RegistryServer(server, health_servicer=health_servicer, service_names=tuple(names), host=host, port=bound)
+    opened = RegistryServer(server, health_servicer=health_servicer, service_names=tuple(service_names), host=host, port=bound)
     await opened.set_serving(False)
     await server.start()
     return opened
 
 
 def _check_free(host: str, port: int) -> None:
-    """Refuse a port in use before gRPC does, which would also write about it to standard error by itself.
+    """Refuse a port in use before gRPC does, which would also write to standard error.
 
     Raises:
-        ConfigError: Somebody listens there.
+        ConfigError: Another socket listens there.
     """
     if port == 0:
         return
@@ -161,7 +148,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def host_port(host: str, port: int) -> str:
-    """``host:port``, an IPv6 host in brackets."""
+    """Return ``host:port``, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
@@ -336,7 +323,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         await end_call(context, grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
 
     async def _open_session(self, attach: AttachRequest, writer: tuple[int, int]) -> AttachResponse:
-        """Opens the session in this attach's turn, and ends the turn."""
+        """Open the session in the turn of this attach, and end the turn."""
         try:
             if self._is_closed:
                 raise PeerUnreachable("this rank is closing")
@@ -422,7 +409,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         return self._ack
 
     def _fail(self, session: _Session, error: Exception) -> None:
-        """A stream that broke: by the peer or the network as a rule, which gRPC tells in several ways; else by a bug here."""
+        """End a session whose stream broke: by the peer or the network, which gRPC reports in several ways, or by a bug here."""
         if not isinstance(error, grpc.RpcError | asyncio.InvalidStateError | grpc.aio.UsageError | grpc.aio.InternalError):
             asyncio.get_running_loop().call_exception_handler({"message": "a session's stream failed", "exception": error})
         self._lose(session, f"the writer's stream broke: {type(error).__name__} {error}".rstrip())

@@ -1,43 +1,9 @@
 """Errors to gRPC statuses and back: the only place where either becomes the other.
 
-What a servicer raises, and the status its caller gets (`status_of`; the first line that matches):
+`_STATUSES` has the status of each error that a servicer raises, `_ERRORS` the error that the caller's code gets for each status.
 
-=========================  ====================  ==============================================================
-error                      status                because
-=========================  ====================  ==============================================================
-`ConfigError`              INVALID_ARGUMENT      what was asked for can never be done
-`LayoutError`              FAILED_PRECONDITION   the two sides do not fit
-`RemoteProtocolError`      INVALID_ARGUMENT      the caller broke a rule
-`ChunkTooLarge`            FAILED_PRECONDITION   ring or slot is too small until somebody configures it otherwise
-`ResourceExhausted`        RESOURCE_EXHAUSTED    no room now
-`MemoryPlanError`          RESOURCE_EXHAUSTED    no room
-`TransportError`           UNAVAILABLE           try another node, or later
-`IntegrityError`           DATA_LOSS             bytes arrived broken
-`TransferAborted`          ABORTED               given up on purpose
-anything else              INTERNAL              a bug, or the engine failed
-=========================  ====================  ==============================================================
-
-What a call ends in, and what the caller's code gets (`error_of`):
-
-======================================  =======================  ==============================================
-status                                  error                    because
-======================================  =======================  ==============================================
-INVALID_ARGUMENT, OUT_OF_RANGE,         `ConfigError`            what we asked for, or who we are, is refused
-PERMISSION_DENIED, UNAUTHENTICATED
-FAILED_PRECONDITION                     `LayoutError`            the two sides do not fit
-RESOURCE_EXHAUSTED                      `ResourceExhausted`      no room there now
-DEADLINE_EXCEEDED                       `TransportTimeout`       our deadline passed
-UNAVAILABLE, ALREADY_EXISTS             `PeerUnreachable`        try later (an older session is not yet dead)
-NOT_FOUND                               `TransportClosed`        the session or request is over there
-CANCELLED, ABORTED                      `TransferAborted`        given up on purpose
-DATA_LOSS                               `IntegrityError`         bytes arrived broken
-UNIMPLEMENTED                           `RemoteProtocolError`    the peer does not know the method
-INTERNAL                                `EngineError`            the peer's engine or code failed
-UNKNOWN, anything else                  `TransportError`         nobody can say
-======================================  =======================  ==============================================
-
-Every status has a google.rpc.Status in its trailing metadata, for programs: `REASONS` says which word it has for which error, and
-after how long another try can do better; google.rpc.ErrorInfo and RetryInfo carry them.
+Every status has a google.rpc.Status in its trailing metadata, for programs: the word for the error, and after how long
+another try can do better; google.rpc.ErrorInfo and RetryInfo carry them.
 
 INTERNAL has `SPARES_KV` among its trailing metadata where nothing is said against the KV of the one request: a step failed for
 all of its requests, or there is a bug. Without, as an older peer always sends it, that KV may be damaged.
@@ -48,8 +14,10 @@ RESOURCE_EXHAUSTED with `SPARES_KV` is `OutOfMemory`: an engine found no memory 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -74,23 +42,13 @@ from transfer.errors import (
     TransportTimeout,
 )
 
+_Answer = TypeVar("_Answer")
+
 MAX_DETAILS_CHARS: Final = 2000
 """Longest status text: it travels as one HTTP/2 header, of which peers accept 8 KB in all."""
 
 SPARES_KV: Final = ("kvferry-spares-kv", "1")
 """Key and value; see the module's docstring."""
-
-_CODES: Final[tuple[tuple[type[TransferError], grpc.StatusCode], ...]] = (
-    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
-    (LayoutError, grpc.StatusCode.FAILED_PRECONDITION),
-    (RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
-    (ChunkTooLarge, grpc.StatusCode.FAILED_PRECONDITION),
-    (ResourceExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (MemoryPlanError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (TransportError, grpc.StatusCode.UNAVAILABLE),
-    (IntegrityError, grpc.StatusCode.DATA_LOSS),
-    (TransferAborted, grpc.StatusCode.ABORTED),
-)
 
 ERROR_DOMAIN: Final = "kvferry"
 
@@ -113,49 +71,53 @@ class Reason:
     retry_s: float | None = None
 
 
-REASONS: Final[tuple[tuple[type[TransferError], Reason], ...]] = (
-    (ConfigError, Reason(word="INVALID_REQUEST")),
-    (LayoutError, Reason(word="TIERS_DO_NOT_FIT")),
-    (RemoteProtocolError, Reason(word="PROTOCOL_BROKEN")),
-    (ChunkTooLarge, Reason(word="CHUNK_TOO_LARGE")),
-    (ResourceExhausted, Reason(word="NO_ROOM", retry_s=1.0)),
-    (MemoryPlanError, Reason(word="NO_MEMORY")),
-    (NodeDraining, Reason(word="NODE_DRAINING", retry_s=0.0)),
-    (PeerUnreachable, Reason(word="PEER_UNREACHABLE", retry_s=0.5)),
-    (TransportTimeout, Reason(word="TIMED_OUT", retry_s=0.5)),
-    (TransportError, Reason(word="TRANSFER_FAILED", retry_s=0.5)),
-    (IntegrityError, Reason(word="BYTES_DAMAGED", retry_s=0.0)),
-    (TransferAborted, Reason(word="ABORTED")),
-    (EngineError, Reason(word="ENGINE_FAILED")),
-)
-"""The first line that matches. `OTHER_REASON` for what is none of them. A NODE_DRAINING is retried at once, on another node."""
-
 OTHER_REASON: Final = Reason(word="INTERNAL")
 
+_STATUSES: Final[tuple[tuple[type[TransferError], grpc.StatusCode, Reason], ...]] = (
+    # What was asked for can never be done.
+    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT, Reason(word="INVALID_REQUEST")),
+    (LayoutError, grpc.StatusCode.FAILED_PRECONDITION, Reason(word="TIERS_DO_NOT_FIT")),
+    (RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT, Reason(word="PROTOCOL_BROKEN")),
+    # Ring or slot is too small until somebody configures it otherwise.
+    (ChunkTooLarge, grpc.StatusCode.FAILED_PRECONDITION, Reason(word="CHUNK_TOO_LARGE")),
+    (ResourceExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED, Reason(word="NO_ROOM", retry_s=1.0)),
+    (MemoryPlanError, grpc.StatusCode.RESOURCE_EXHAUSTED, Reason(word="NO_MEMORY")),
+    # At once, on another node.
+    (NodeDraining, grpc.StatusCode.UNAVAILABLE, Reason(word="NODE_DRAINING", retry_s=0.0)),
+    (PeerUnreachable, grpc.StatusCode.UNAVAILABLE, Reason(word="PEER_UNREACHABLE", retry_s=0.5)),
+    (TransportTimeout, grpc.StatusCode.UNAVAILABLE, Reason(word="TIMED_OUT", retry_s=0.5)),
+    (TransportError, grpc.StatusCode.UNAVAILABLE, Reason(word="TRANSFER_FAILED", retry_s=0.5)),
+    (IntegrityError, grpc.StatusCode.DATA_LOSS, Reason(word="BYTES_DAMAGED", retry_s=0.0)),
+    (TransferAborted, grpc.StatusCode.ABORTED, Reason(word="ABORTED")),
+    (EngineError, grpc.StatusCode.INTERNAL, Reason(word="ENGINE_FAILED")),
+)
+"""The first line that matches. Anything else is INTERNAL with `OTHER_REASON`: a bug."""
+
 _ERRORS: Final[dict[grpc.StatusCode, type[TransferError]]] = {
+    # What was asked for, or the caller itself, is refused.
     grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
     grpc.StatusCode.OUT_OF_RANGE: ConfigError,
     grpc.StatusCode.PERMISSION_DENIED: ConfigError,
     grpc.StatusCode.UNAUTHENTICATED: ConfigError,
     grpc.StatusCode.FAILED_PRECONDITION: LayoutError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,  # `OutOfMemory` with `SPARES_KV`
     grpc.StatusCode.DEADLINE_EXCEEDED: TransportTimeout,
+    # Try later: ALREADY_EXISTS says that an older session is not yet dead.
     grpc.StatusCode.UNAVAILABLE: PeerUnreachable,
     grpc.StatusCode.ALREADY_EXISTS: PeerUnreachable,
-    grpc.StatusCode.NOT_FOUND: TransportClosed,
+    grpc.StatusCode.NOT_FOUND: TransportClosed,  # the session or request is over there
     grpc.StatusCode.CANCELLED: TransferAborted,
     grpc.StatusCode.ABORTED: TransferAborted,
     grpc.StatusCode.DATA_LOSS: IntegrityError,
-    grpc.StatusCode.UNIMPLEMENTED: RemoteProtocolError,
+    grpc.StatusCode.INTERNAL: EngineError,
+    grpc.StatusCode.UNIMPLEMENTED: RemoteProtocolError,  # the peer does not know the method
 }
+"""`TransportError` for UNKNOWN and anything else."""
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
     """The status that a servicer ends a call with for `error`."""
-    for error_type, code in _CODES:
-        if isinstance(error, error_type):
-            return code
-    return grpc.StatusCode.INTERNAL
+    return next((code for kind, code, _ in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 def details_of(error: BaseException) -> str:
@@ -173,7 +135,7 @@ def clip_details(text: str) -> str:
 
 def reason_of(error: BaseException) -> Reason:
     """What `error` says to programs."""
-    return next((reason for error_type, reason in REASONS if isinstance(error, error_type)), OTHER_REASON)
+    return next((reason for kind, _, reason in _STATUSES if isinstance(error, kind)), OTHER_REASON)
 
 
 def status_details(code: grpc.StatusCode, details: str, reason: Reason) -> bytes | None:
@@ -217,13 +179,22 @@ async def end_call(
     packed = status_details(code, details, reason or Reason(word=code.name))
     if packed is not None:
         metadata = (*metadata, (DETAILS_KEY, packed))
-    try:
+    with cancelled_if_gone():
+        # A status waits behind messages that the caller does not read, so the caller can leave long after the abort.
         await context.abort(code, details, metadata)
-    except grpc.aio.InternalError as error:
-        # The caller went away first, perhaps long after the abort: a status waits behind messages that the caller does not read.
-        # gRPC may not have noticed yet, and would log a failure; this it takes for the caller's own cancellation, which it is.
-        raise asyncio.CancelledError from error
     raise AssertionError("abort() returned")
+
+
+@contextlib.contextmanager
+def cancelled_if_gone() -> Iterator[None]:
+    """Turn gRPC's error about a caller that left into the caller's cancellation, which it is.
+
+    gRPC may not have noticed yet that the caller is gone, and would log a failure.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
@@ -246,3 +217,19 @@ def tier_error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
     if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
         return PeerUnreachable(f"{peer}: {clip_details(error.details() or error.code().name)}")
     return error_of(error, peer=peer)
+
+
+def readable(answer: _Answer | None, *, method: str, peer: str = "") -> _Answer:
+    """Return an answer to a call of `method`, if it is one: a client's gRPC gives None for bytes that are no message.
+
+    Args:
+        peer: Who answered, where the message is to name it.
+
+    Raises:
+        RemoteProtocolError: Its bytes did not parse.
+    """
+    if answer is None:
+        raise RemoteProtocolError(
+            f"{peer}: an answer of {method} cannot be read" if peer else f"an answer of {method} cannot be read"
+        )
+    return answer

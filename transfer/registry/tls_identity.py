@@ -1,8 +1,8 @@
-"""Finding out who answers at an address, before gRPC connects to it.
+"""Find the identity of the node at an address, before gRPC connects to it.
 
-gRPC checks a server's certificate against one host name, and says little of what it did not like. Nodes are known by the names of
-their certificates instead, whatever their addresses are. So a TLS connection of its own comes first: it says which name answers,
-or what is wrong. gRPC is then told to accept that name only.
+gRPC checks a server's certificate against one host name, and reports little about a refusal. Nodes are identified by the names of
+their certificates instead, whatever their addresses are. So a separate TLS connection comes first, which finds the node's name or
+the reason of the refusal. gRPC then accepts that name only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _WRONG_HOST: Final = (62, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeted:
-    """Who answered.
+    """The node that answered.
 
     Args:
-        target: Address and port that did, without any name.
-        name: What gRPC is to check the certificate for; None: the host of `target`.
-        authorities: PEM certificates that gRPC is to trust.
+        target: Its address and port, without any name.
+        name: Name that gRPC checks the certificate for; None means the host of `target`.
+        authorities: PEM certificates that gRPC trusts.
     """
 
     target: str
@@ -39,15 +39,15 @@ class Greeted:
 
 
 async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], timeout_s: float) -> Greeted:
-    """Connect to host:port, and look at the certificate.
+    """Connect to host:port, and check the certificate.
 
     Args:
-        own: What this side shows and trusts.
-        allowed: Names that the other side may have; empty: the host of `address` alone.
-        timeout_s: For all of it.
+        own: Certificates that this side shows and trusts.
+        allowed: Names that the other side may have; empty means only the host of `address`.
+        timeout_s: For the whole call.
 
     Raises:
-        PeerUnreachable: Nobody answers, it is none of those, or they do not accept each other.
+        PeerUnreachable: Nothing answers, the name is not allowed, or one side does not accept the other.
     """
     host = host_of(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -19,9 +19,8 @@ from tests.cluster.links.etcd_server import EtcdServer, etcd_server
 from tests.runtime.instances import until
 from transfer.config import DiscoveryConfig
 from transfer.registry.discovery import Discovery
-from transfer.registry.discovery.etcd import EtcdMembers, EtcdNodes
+from transfer.registry.discovery.etcd import EtcdMembers, EtcdNodes, Registration
 from transfer.registry.discovery.etcd_client import EtcdClient
-from transfer.registry.discovery.registration import Registration
 from transfer.registry.security import PlainText
 
 LEASE_S = 2  # the least that etcd grants with the election time-out of these servers

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.control.zmq_ends import DEADLINE_S, odd_peer, open_client, open_server, wait_for
+from tests.control.zmq_ends import DEADLINE_S, Ears, odd_peer, open_client, open_ears, open_server, wait_for
 from transfer.control import zmq_channel
-from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, Received
+from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import HANDSHAKE_MS, HEARTBEAT_INTERVAL_MS, ZmqControlServer
 from transfer.messages import MAX_MESSAGE_BYTES
@@ -98,15 +98,21 @@ def server() -> Iterator[ZmqControlServer]:
     server.close()
 
 
+@pytest.fixture
+def ears() -> Iterator[Ears]:
+    with open_ears() as ears:
+        yield ears
+
+
 def port_of(server: ZmqControlServer) -> int:
     return int(server.address.rpartition(":")[2])
 
 
-def test_a_session_survives_a_silent_network(server: ZmqControlServer) -> None:
+def test_a_session_survives_a_silent_network(server: ZmqControlServer, ears: Ears) -> None:
     """Neither end hears of the break: both heartbeats time out, and the new connection must not meet the old id still alive."""
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
-    wait_for(server, client, b"one")
+    wait_for(ears, server, client, b"one")
     time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)  # its first heartbeat tells the server when to give it up
     proxy.is_silent = True
     begin = time.monotonic()
@@ -115,19 +121,20 @@ def test_a_session_survives_a_silent_network(server: ZmqControlServer) -> None:
         time.sleep(0.05)
     proxy.cut()
     proxy.is_silent = False
-    wait_for(server, client, b"two")
+    wait_for(ears, server, client, b"two")
     client.close()
     proxy.close()
 
 
-def test_a_payload_above_the_limit_cuts_the_sender_off(server: ZmqControlServer) -> None:
+def test_a_payload_above_the_limit_cuts_the_sender_off(server: ZmqControlServer, ears: Ears) -> None:
     with odd_peer(server.address) as odd:
         odd.send(bytes(MAX_PAYLOAD_BYTES + 1))
-        time.sleep(0.3)
-        assert server.receive() is None
+        heard = ears.hear(server)
+        ears.run(0.3)
+        assert not heard and server.num_dropped == 0
 
 
-def test_what_cannot_be_sent_is_not_yet_and_bounded(server: ZmqControlServer) -> None:
+def test_what_cannot_be_sent_is_not_yet_and_bounded(server: ZmqControlServer, ears: Ears) -> None:
     """The other end's network takes nothing more: a listener that never answers, a client whose process is stopped."""
     payload = bytes(16384)  # more than any socket buffer swallows, long before the bound
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -135,16 +142,16 @@ def test_what_cannot_be_sent_is_not_yet_and_bounded(server: ZmqControlServer) ->
         taken = 0
         while taken < 2 * QUEUE_PAYLOADS and client.send(payload):
             taken += 1
-        assert QUEUE_PAYLOADS // 2 <= taken < 2 * QUEUE_PAYLOADS and client.num_unsent == 1
+        assert QUEUE_PAYLOADS // 2 <= taken < 2 * QUEUE_PAYLOADS
         client.close()
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
-    wait_for(server, client, b"hello")
+    wait_for(ears, server, client, b"hello")
     proxy.is_silent = True
     taken = 0
     while taken < 4 * QUEUE_PAYLOADS and server.send(7, payload):
         taken += 1
-    assert QUEUE_PAYLOADS // 2 <= taken < 4 * QUEUE_PAYLOADS and server.num_unsent >= 1
+    assert QUEUE_PAYLOADS // 2 <= taken < 4 * QUEUE_PAYLOADS
     proxy.is_silent = False
     client.close()
     proxy.close()
@@ -161,11 +168,12 @@ def greeting(mechanism: bytes) -> bytes:
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\x00") + bytes(32)
 
 
-def test_strangers_are_not_heard_do_not_grow_memory_and_are_counted(server: ZmqControlServer) -> None:
+def test_strangers_are_not_heard_do_not_grow_memory_and_are_counted(server: ZmqControlServer, ears: Ears) -> None:
     """No key, a key that nobody attached with, what is no ZeroMQ, an older ZeroMQ: each with all that it can send."""
     client = open_client(server.address)
-    wait_for(server, client, b"before")
+    wait_for(ears, server, client, b"before")
     before = resident_bytes()
+    heard = ears.hear(server)
     keyless, unknown = odd_peer(server.address, None), odd_peer(server.address, new_key_pair())
     with keyless as one, unknown as two:
         for odd in (one, two):
@@ -178,11 +186,11 @@ def test_strangers_are_not_heard_do_not_grow_memory_and_are_counted(server: ZmqC
             with contextlib.suppress(OSError):  # hung up on
                 stranger.sendall(hello + b"\x04\x05\x04PING")
                 stranger.sendall(b"\x03" + (MAX_PAYLOAD_BYTES).to_bytes(8, "big") + bytes(100_000))
-        time.sleep(1.0)
+        ears.run(1.0)
         growth = resident_bytes() - before - 2 * 40_000_000  # theirs waits in their own queues, in this process
-        assert not server.has_pending() and server.num_dropped == 0
+        assert {received.payload for received in heard} <= {b"before"} and server.num_dropped == 0
         assert growth < 30 << 20, f"the server keeps {growth} bytes of strangers"
-    wait_for(server, client, b"after")
+    wait_for(ears, server, client, b"after")
     begin = time.monotonic()
     while server.num_refused < len(raw) + 2:
         assert time.monotonic() - begin < DEADLINE_S, f"{server.num_refused} refusals were counted"
@@ -225,11 +233,11 @@ def test_a_connection_without_a_key_costs_little_memory() -> None:
     assert growth < len(strangers) * 200 * 1024, f"{growth // len(strangers)} bytes for each"
 
 
-def test_nothing_is_readable_on_the_way(server: ZmqControlServer) -> None:
+def test_nothing_is_readable_on_the_way(server: ZmqControlServer, ears: Ears) -> None:
     """Neither payloads nor the session's id, which is the client's routing id."""
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
-    wait_for(server, client, b"a name that nobody else may read")
+    wait_for(ears, server, client, b"a name that nobody else may read")
     client.close()
     proxy.close()
     assert len(proxy.seen) > 500
@@ -237,12 +245,12 @@ def test_nothing_is_readable_on_the_way(server: ZmqControlServer) -> None:
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_session_survives_a_byte_that_was_changed_on_the_way(server: ZmqControlServer, way: str) -> None:
+def test_a_session_survives_a_byte_that_was_changed_on_the_way(server: ZmqControlServer, ears: Ears, way: str) -> None:
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
-    wait_for(server, client, b"one")
+    wait_for(ears, server, client, b"one")
     proxy.spoils = way
-    wait_for(server, client, b"two")
+    wait_for(ears, server, client, b"two")
     assert proxy.spoils is None and proxy.num_connections == 2
     client.close()
     proxy.close()
@@ -255,21 +263,21 @@ def quick_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def hear_again(server: ZmqControlServer, heard: list[bytes]) -> None:
     """Have the server repeat a message until the watching client hears it."""
+    server.watch(asyncio.get_running_loop(), lambda received: None)
     async with asyncio.timeout(DEADLINE_S):
         while b"abort" not in heard:
-            server.receive()
             server.send(7, b"abort")
             await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("case", ["refused, then watched", "watched, then refused", "idle"])
 def test_a_watched_client_connects_again_though_it_sends_nothing(
-    server: ZmqControlServer, quick_reconnect: None, case: str
+    server: ZmqControlServer, ears: Ears, quick_reconnect: None, case: str
 ) -> None:
     """Nobody else would: the decode rank repeats itself, and a sender without requests has nothing to say."""
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
-    wait_for(server, client, b"one")
+    wait_for(ears, server, client, b"one")
 
     async def play() -> None:
         loop, heard = asyncio.get_running_loop(), list[bytes]()
@@ -292,7 +300,7 @@ def test_a_watched_client_connects_again_though_it_sends_nothing(
     proxy.close()
 
 
-def test_a_flood_of_an_attached_peer_that_breaks_off_does_not_abort(server: ZmqControlServer) -> None:
+def test_a_flood_of_an_attached_peer_that_breaks_off_does_not_abort(server: ZmqControlServer, ears: Ears) -> None:
     """With keys too: heartbeats among thousands of messages that nobody has taken, and then a reset."""
     proxy = Proxy(port_of(server))
     with odd_peer(proxy.address, heartbeats=True) as odd:
@@ -304,12 +312,11 @@ def test_a_flood_of_an_attached_peer_that_breaks_off_does_not_abort(server: ZmqC
             time.sleep(0.01)
         proxy.reset()
         time.sleep(1.0)
-    found: list[Received] = []
-    server.drain(found.append)
-    assert len(found) > 2 * QUEUE_PAYLOADS
+    found = ears.hear(server)
+    ears.until(lambda: len(found) > 2 * QUEUE_PAYLOADS, "the flood is heard")
     proxy.close()
     client = open_client(server.address)
-    wait_for(server, client, b"hello")
+    wait_for(ears, server, client, b"hello")
     client.close()
 
 
@@ -330,14 +337,15 @@ def spoilt(said: bytes, chance: random.Random) -> bytes:
     return bytes(changed[: chance.randint(1, len(changed))] if chance.random() < 0.3 else changed)
 
 
-def test_spoilt_handshakes_hurt_neither_end(server: ZmqControlServer) -> None:
+def test_spoilt_handshakes_hurt_neither_end(server: ZmqControlServer, ears: Ears) -> None:
     """What both ends once said, said again and spoilt, to a server and to a client."""
     chance = random.Random(7)
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
-    wait_for(server, client, b"hello")
+    wait_for(ears, server, client, b"hello")
     client.close()
     proxy.close()
+    heard = ears.hear(server)
     for _ in range(300):
         with socket.create_connection(("127.0.0.1", port_of(server))) as stranger:
             stranger.sendall(spoilt(bytes(proxy.seen_on["up"]), chance))
@@ -347,15 +355,17 @@ def test_spoilt_handshakes_hurt_neither_end(server: ZmqControlServer) -> None:
         address = f"tcp://127.0.0.1:{pretender.getsockname()[1]}"
         for _ in range(60):
             client = open_client(address)
+            heard_by_client = ears.hear(client)
             with pretender.accept()[0] as connection:
                 connection.sendall(spoilt(bytes(proxy.seen_on["down"]), chance))
-                time.sleep(0.002)
+                ears.run(0.002)
             client.send(b"to nobody")
-            assert client.receive() is None
+            ears.run(0)
+            assert not heard_by_client
             client.close()
-    assert not server.has_pending() and server.num_dropped == 0
+    assert {received.payload for received in heard} <= {b"hello"} and server.num_dropped == 0
     client = open_client(server.address)
-    wait_for(server, client, b"still here")
+    wait_for(ears, server, client, b"still here")
     client.close()
 
 

@@ -1,4 +1,4 @@
-"""What of the names that a source has seen can be addresses of prefill nodes. Pure."""
+"""Separate the entries of a look that can be addresses of prefill nodes from the others. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transfer.config.values import checked_host_port
 from transfer.errors import ConfigError
 
 MAX_FOUND: Final = 256
-"""Addresses of one look. Each is one more join that is kept up, or tried again for ever."""
+"""Addresses of one look. Each costs a join that is kept up, or tried again for ever."""
 
 MAX_SHOWN_CHARS: Final = 100
-"""Of an entry that is refused: it is somebody else's text, and goes into the log."""
+"""Length of a refused entry in the log: its text comes from others."""
 
-_MAX_REFUSED: Final = 64  # that are kept and told; more are counted
+_MAX_REFUSED: Final = 64  # entries that are kept
 
 
 class RefusedFor(StrEnum):
@@ -41,8 +41,8 @@ class Sorted:
     """Entries of one look.
 
     Args:
-        addresses: That can be used, each once, sorted.
-        refused: The others; of many malformed ones only some.
+        addresses: Entries that can be used, each once, sorted.
+        refused: The other entries, up to a limit.
     """
 
     addresses: tuple[str, ...]
@@ -50,12 +50,13 @@ class Sorted:
 
 
 def sort_entries(entries: Iterable[object], check: Callable[[str], None], *, most: int = MAX_FOUND) -> Sorted:
-    """Tell addresses from what is none.
+    """Sort the entries of a look into addresses and refused entries.
 
-    Which ones are used of too many does not depend on their order, so that every look, and every decode node, uses the same.
+    If there are too many, the choice does not depend on their order, so that every look, and every decode node, uses the same.
 
     Args:
-        check: Raises ConfigError for an address that may not be spoken to.
+        check: Raises ConfigError for an address that may not be called.
+        most: Addresses that are used.
     """
     good: set[str] = set()
     refused: dict[str, Refused] = {}

@@ -1,4 +1,4 @@
-"""One connection to a member of an etcd cluster: what discovery needs of it, and nothing else.
+"""One connection to a member of an etcd cluster, with the calls that discovery needs.
 
 The messages and stubs are aetcd's; its own client has no TLS (docs/adr/0036-discovery.md).
 """
@@ -20,7 +20,7 @@ from transfer.registry.options import CHANNEL_OPTIONS
 
 CALL_TIMEOUT_S: Final = 5.0
 MAX_KEYS: Final = 4096
-"""Under one prefix that are read; many more than nodes that are used."""
+"""Keys under one prefix that are read; many more than nodes that are used."""
 
 # etcd ends connections that are pinged while no call is under way.
 _OPTIONS: Final = tuple((dict(CHANNEL_OPTIONS) | {"grpc.keepalive_permit_without_calls": 0}).items())
@@ -38,11 +38,11 @@ class Change:
 
 
 class EtcdClient:
-    """See the module's docstring. Every method raises TransportError, with the member and what it said, when the call fails.
+    """See the module's docstring. Every method raises TransportError, with the member and its answer, if the call fails.
 
     Args:
         endpoint: ``https://host:port`` or ``http://host:port``.
-        config: How to speak to it.
+        config: Section `discovery`: certificates and login.
 
     Raises:
         TransportError: A file of the settings cannot be read.
@@ -64,28 +64,28 @@ class EtcdClient:
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     async def log_in(self) -> None:
-        """Show user and password, where the settings have them; the other calls then go as that user."""
+        """Send user and password, if the settings have them; later calls are made as that user."""
         password = self._read("etcd_password_file", self._config.etcd_password_file)
         if password is None:
             return
         question = rpc.AuthenticateRequest(name=self._config.etcd_user, password=password.decode(errors="replace").rstrip("\r\n"))
-        answer = await self._call(rpc.AuthStub(self._channel).Authenticate(question, timeout=CALL_TIMEOUT_S))
+        answer = await self._ask(rpc.AuthStub(self._channel).Authenticate, question)
         self._metadata = (("token", answer.token),)
 
     async def named(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        """Keys that begin so, with their values, and the revision that this is the state of."""
+        """Return the keys with a prefix, their values, and the revision of this state."""
         question = rpc.RangeRequest(key=prefix.encode(), range_end=_behind(prefix), limit=MAX_KEYS)
-        answer = await self._call(rpc.KVStub(self._channel).Range(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
+        answer = await self._ask(rpc.KVStub(self._channel).Range, question)
         return {_text(pair.key): pair.value for pair in answer.kvs}, answer.header.revision
 
     async def has(self, key: str) -> bool:
-        """Whether there is that key."""
+        """Return whether a key exists."""
         question = rpc.RangeRequest(key=key.encode(), count_only=True)
-        answer = await self._call(rpc.KVStub(self._channel).Range(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
+        answer = await self._ask(rpc.KVStub(self._channel).Range, question)
         return bool(answer.count)
 
     async def changes(self, prefix: str, *, after: int) -> AsyncGenerator[list[Change], None]:
-        """What becomes of those keys after a revision, for as long as the connection lives."""
+        """Yield the changes of keys with a prefix after a revision, until the connection ends."""
         call = rpc.WatchStub(self._channel).Watch(metadata=(*self._metadata, _LEADER))
         try:
             create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=_behind(prefix), start_revision=after + 1)
@@ -105,15 +105,12 @@ class EtcdClient:
             call.cancel()
 
     async def grant(self, lease_s: int) -> tuple[int, float]:
-        """A new lease: its id, and the seconds that it lives without a renewal, which may be more."""
-        question = rpc.LeaseGrantRequest(TTL=lease_s)
-        answer = await self._call(
-            rpc.LeaseStub(self._channel).LeaseGrant(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
-        )
+        """Return the id of a new lease, and the seconds that it lives without a renewal, which can be more than `lease_s`."""
+        answer = await self._ask(rpc.LeaseStub(self._channel).LeaseGrant, rpc.LeaseGrantRequest(TTL=lease_s))
         return answer.ID, float(answer.TTL)
 
     async def renew(self, lease: int) -> bool:
-        """Keep the lease alive; False: it is over."""
+        """Renew the lease; return False if it is over."""
         call = rpc.LeaseStub(self._channel).LeaseKeepAlive(timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         try:
             await self._call(call.write(rpc.LeaseKeepAliveRequest(ID=lease)))
@@ -123,21 +120,22 @@ class EtcdClient:
             call.cancel()
 
     async def put(self, key: str, value: bytes, *, lease: int) -> None:
-        """Set a key, which goes when the lease does."""
-        question = rpc.PutRequest(key=key.encode(), value=value, lease=lease)
-        await self._call(rpc.KVStub(self._channel).Put(question, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
+        """Set a key, which ends with the lease."""
+        await self._ask(rpc.KVStub(self._channel).Put, rpc.PutRequest(key=key.encode(), value=value, lease=lease))
 
     async def revoke(self, lease: int, *, timeout_s: float) -> None:
         """End the lease, and its keys with it; one that is over already is no error."""
-        question = rpc.LeaseRevokeRequest(ID=lease)
         try:
-            await self._call(rpc.LeaseStub(self._channel).LeaseRevoke(question, timeout=timeout_s, metadata=self._metadata))
+            await self._ask(rpc.LeaseStub(self._channel).LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease), timeout_s=timeout_s)
         except TransportError as error:
             if not isinstance(error.__cause__, grpc.aio.AioRpcError) or error.__cause__.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
 
     async def close(self) -> None:
         await self._channel.close()
+
+    async def _ask(self, method: Any, question: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        return await self._call(method(question, timeout=timeout_s, metadata=self._metadata))
 
     async def _call(self, call: Awaitable[Answer]) -> Any:
         try:
@@ -158,7 +156,7 @@ class EtcdClient:
 
 
 def _behind(prefix: str) -> bytes:
-    """The first key behind all that begin so; a prefix is ASCII, so that its last character has one that follows."""
+    """Return the first key behind all keys with a prefix. A prefix is ASCII, so its last character has a successor."""
     encoded = prefix.encode()
     return encoded[:-1] + bytes([encoded[-1] + 1])
 

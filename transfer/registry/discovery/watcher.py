@@ -1,4 +1,4 @@
-"""What the last good look has found, and who wants to know."""
+"""Follow a source of addresses, keep the result of the last good look, and tell the listeners."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
 from transfer.registry.discovery.entries import RefusedFor, sort_entries
-from transfer.registry.discovery.source import Looks, Source
 from transfer.registry.security import Security
 
 AGAIN_S: Final = 5.0
 """Pause after a bug: of a source that has ended, or of a listener."""
 
 ASK_AGAIN_S: Final = 2.0
-"""After which a node that may not be used yet is asked again. Its join is tried as often once it is used and does not answer."""
+"""Time after which a node that may not be used yet is asked again. A join that gets no answer is tried as often."""
 
 ASKS_PER_S: Final = 32
-"""Of many that may not be used yet, so many are asked a second."""
+"""Nodes that may not be used yet and are asked in a second."""
 
 NOT_ANSWERED: Final = "it was asked whether it serves, and has not answered yet"
 
 _MAX_SHOWN: Final = 5  # addresses that wait, in one line of text
 
 Ask = Callable[[str], Awaitable[str]]
-"""Whether a node may be used: an empty text, or why not."""
+"""Returns why a node may not be used yet; an empty text if it may."""
 
 Listener = Callable[[tuple[str, ...]], None]
 
@@ -37,18 +36,49 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiscoveryView:
-    """What there is to say of discovery now.
+class Looks:
+    """Callbacks to which a source reports each look.
 
     Args:
-        where: Where it looks.
-        addresses: What it has found.
+        saw: All entries that are named now, in any order, unchecked. Entries of the look before that are missing are gone.
+        failed: The look failed; one line says why. The look before goes on to count.
+        same: The entries of the look before still hold.
+    """
+
+    saw: Callable[[Sequence[str]], None]
+    failed: Callable[[str], None]
+    same: Callable[[], None]
+
+
+class Source(Protocol):
+    """One way to learn the addresses of prefill nodes."""
+
+    @property
+    def where(self) -> str:
+        """Place where it looks, with the name of the setting; for people."""
+        ...
+
+    async def follow(self, looks: Looks) -> None:
+        """Look until cancelled, or until nothing can change any more.
+
+        Every exception is a bug: failures go to `looks.failed`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoveryView:
+    """State of discovery.
+
+    Args:
+        where: Place where it looks.
+        addresses: Addresses that it found.
         waiting: Addresses that are named, and why they are not used yet.
-        problem: Why the last look failed; empty when it did not.
-        age_s: Seconds since what it has found was last known to hold; None while it has found nothing yet.
-        failures: Looks that failed, and bugs in whom it told.
-        refused: Entries that could not be used, by why, each counted once for as long as it is there.
-        interval_s: Seconds between two looks; 0 where there is no other one.
+        problem: Why the last look failed; empty if it did not.
+        age_s: Seconds since the addresses were last known to hold; None before the first good look.
+        failures: Looks that failed, and bugs of listeners.
+        refused: Entries that cannot be used, by reason, each counted once while it is there.
+        interval_s: Seconds between two looks; 0 if the source never changes.
     """
 
     where: str
@@ -61,7 +91,7 @@ class DiscoveryView:
     interval_s: float = 0.0
 
     def __str__(self) -> str:
-        """One line on what is missing."""
+        """Return one line that says which nodes are missing, and why."""
         parts = [f"{address} is not used yet: {reason}" for address, reason in list(self.waiting.items())[:_MAX_SHOWN]]
         if len(self.waiting) > _MAX_SHOWN:
             parts.append(f"and {len(self.waiting) - _MAX_SHOWN} more are not used yet")
@@ -75,12 +105,12 @@ class DiscoveryView:
 
 
 class Discovery:
-    """Follows a source, keeps what the last good look has found, and tells whoever listens. Owned by one loop.
+    """Follow a source, keep the result of the last good look, and tell the listeners. Owned by one loop.
 
     Args:
-        source: Where to look.
-        security: How the nodes will be spoken to; an address that may not be is refused.
-        ask: Asked about each address before it is used for the first time since it has come, again and again until it may be.
+        source: Source of the addresses.
+        security: TLS or plain text of the calls to the nodes; addresses that it does not allow are refused.
+        ask: Called for each new address, again and again until it may be used.
         interval_s: See `DiscoveryView`.
         clock: Seconds.
     """
@@ -115,7 +145,7 @@ class Discovery:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of all prefill nodes that are known now, sorted."""
+        """Addresses of all prefill nodes that may be used now, sorted."""
         return self._addresses
 
     @property
@@ -146,12 +176,12 @@ class Discovery:
         await asyncio.gather(*ending, return_exceptions=True)
 
     def listen(self, listener: Listener) -> None:
-        """Have a listener told of what there is: now, and whenever it changes. One that raises is told again later."""
+        """Call a listener with the addresses: now, and at each change. A listener that raises is called again later."""
         listener(self._addresses)
         self._told[listener] = self._addresses
 
     def unlisten(self, listener: Listener) -> None:
-        """Tell it no more; nothing happens where it was never told."""
+        """Stop calling a listener. An unknown one is ignored."""
         self._told.pop(listener, None)
 
     async def _follow(self) -> None:
@@ -188,7 +218,7 @@ class Discovery:
         self._tell()
 
     async def _ask_until_it_may(self, address: str, ask: Ask) -> None:
-        """Use an address as soon as it may be, whatever the others answer."""
+        """Use an address as soon as it may be used, independent of the others."""
         is_told = False
         while reason := await self._why_not(address, ask):
             self._waiting[address] = reason
@@ -200,7 +230,7 @@ class Discovery:
         self._tell()
 
     async def _why_not(self, address: str, ask: Ask) -> str:
-        """As `ask` says; a bug there must not keep an address from ever being asked again."""
+        """Return the answer of `ask`. After a bug there the address is asked again."""
         try:
             return await ask(address)
         except Exception as error:
@@ -221,8 +251,10 @@ class Discovery:
         self._tell_listeners()
 
     def _tell_listeners(self) -> None:
-        """Each that has not been told yet. A bug in one keeps nothing from the others, and is told again: the next look may be
-        like this one, and would be no news."""
+        """Call each listener that does not know the addresses yet.
+
+        A listener that raises is called again after `AGAIN_S`: the next look can be equal to this one, and would call nobody.
+        """
         for listener in [listener for listener, told in self._told.items() if told != self._addresses]:
             try:
                 listener(self._addresses)
