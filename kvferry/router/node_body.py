@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvferry.router.api import CHAT, COMPLETIONS, ApiError
+from kvferry.router.api import CHAT, COMPLETIONS, ApiError, Body
 from kvferry.router.openai_body import shown
 from transfer.connector.prompt import MAX_CACHE_SALT_CHARS
 from transfer.pb import kvferry_pb2 as pb
@@ -80,7 +80,7 @@ _OF_CHATS: Final = frozenset({"messages", "max_completion_tokens", "chat_templat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeBody:
+class NodeBody(Body):
     """A request to a decode node.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvferry.router.api import CHAT, ApiError
+from kvferry.router.api import CHAT, ApiError, Body
 
 KV_FIELD: Final = "kv_transfer_params"
 _EXTRA_FIELD: Final = "vllm_xargs"  # vLLM merges its members with kv_transfer_params
@@ -160,21 +160,17 @@ def _above(value: object, limit: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmBody:
+class VllmBody(Body):
     """A request to vLLM servers as JSON, without the members that the router adds.
 
     Args:
         shared: Members of the JSON object for both servers.
         for_decode: Members for the decode server alone.
-        prompt_tokens: Estimated number of tokens of the prompt.
-        alone: `why_decode_alone`.
         has_completion_limit: Whether `max_completion_tokens` is one of `for_decode`.
     """
 
     shared: bytes
     for_decode: bytes
-    prompt_tokens: int
-    alone: str | None
     has_completion_limit: bool
 
     def prefill(self, params: Mapping[str, Any]) -> bytes:

@@ -17,8 +17,8 @@ import structlog
 from aiohttp import web
 
 from kvferry.cli import exit_codes
-from kvferry.router.api import Backend
 from kvferry.router.app import RouterApp
+from kvferry.router.backend import Backend
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.settings import RouterSettings
 from node_runtime.open_files import raise_open_files
@@ -66,7 +66,7 @@ class OpenRouter:
 
     address: str
     app: RouterApp
-    backend: Backend[Any]
+    backend: Backend
     watching: asyncio.Future[None]
 
     async def wait(self, stop: asyncio.Event) -> None:
@@ -83,7 +83,7 @@ class OpenRouter:
 async def open_router(settings: RouterSettings, security: Security | None) -> AsyncIterator[OpenRouter]:
     """A router on this loop. See `run_router`."""
     metrics = RouterMetrics()
-    backend = _make_backend(settings, security, metrics)
+    backend = Backend(settings, security, metrics)
     app = RouterApp(backend, settings, metrics)
     runner = web.AppRunner(
         app.application(),
@@ -105,17 +105,6 @@ async def open_router(settings: RouterSettings, security: Security | None) -> As
     finally:
         await runner.cleanup()
         await backend.close()
-
-
-def _make_backend(settings: RouterSettings, security: Security | None, metrics: RouterMetrics) -> Backend[Any]:
-    if settings.are_nodes:
-        from kvferry.router.node_flow import NodeFlow  # brings gRPC
-
-        assert security is not None
-        return NodeFlow(settings, security, metrics)
-    from kvferry.router.vllm_flow import VllmFlow
-
-    return VllmFlow(settings, security, metrics)
 
 
 async def _listen(runner: web.AppRunner, settings: RouterSettings) -> str:

@@ -31,14 +31,16 @@ class ServerFailed(Exception):
         kind: One of `kvferry.router.metrics.FAILURES`.
         reason: One line.
         status: HTTP status that it answered with; None: it did not.
+        is_counted: Whether the failure of the request counts for the server's breaker.
     """
 
-    def __init__(self, server: Server, kind: str, reason: str, *, status: int | None = None) -> None:
+    def __init__(self, server: Server, kind: str, reason: str, *, status: int | None = None, is_counted: bool = True) -> None:
         super().__init__(f"{server.tier} server {server.url}: {reason}")
         self.server = server
         self.kind = kind
         self.reason = reason
         self.status = status
+        self.is_counted = is_counted
 
 
 class Server:
@@ -174,8 +176,9 @@ class Lease(Generic[AnyServer]):
     def succeeded(self) -> None:
         self._verdict = Verdict.SUCCESS
 
-    def failed(self, reason: str) -> None:
-        self._verdict, self._reason = Verdict.FAILURE, reason
+    def failed(self, failure: ServerFailed) -> None:
+        if failure.is_counted:
+            self._verdict, self._reason = Verdict.FAILURE, failure.reason
 
     def end(self) -> None:
         """The request is over; once is enough."""

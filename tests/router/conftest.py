@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 
+from kvferry.router.http_server import HttpServer
 from kvferry.router.serve import OpenRouter, open_router
 from kvferry.router.settings import FlowKind, RouterSettings
-from kvferry.router.vllm_flow import VllmFlow
 from tests.router.vllm_server import Kv, VllmServer, running
 
 PROMPT = "The harbour was quiet."
@@ -113,9 +113,8 @@ class Setup:
     """A router between servers."""
 
     def __init__(self, router: OpenRouter, client: Client, prefill: list[VllmServer], decode: list[VllmServer]) -> None:
-        assert isinstance(router.backend, VllmFlow)
         self.router = router
-        self.flow = router.backend
+        self.backend = router.backend
         self.client = client
         self.prefill = prefill
         self.decode = decode
@@ -165,7 +164,9 @@ async def routing(
                 if learnt:
                     for _ in before:
                         assert (await client.complete()).status == 200
-                    assert all(one.source is not None for one in setup.flow.prefill.servers)
+                    assert all(
+                        isinstance(one, HttpServer) and one.learnt.source is not None for one in setup.backend.prefill.servers
+                    )
                     for one in (*before, *after):
                         one.requests.clear()
                 yield setup
@@ -179,5 +180,5 @@ SEQUENTIAL = FlowKind.SEQUENTIAL
 async def settled(setup: Setup) -> None:
     """Nothing is under way at any server."""
     await until(lambda: not any(one.running for one in (*setup.prefill, *setup.decode)), "the servers are idle")
-    assert all(one.outstanding == 0 for tier in (setup.flow.prefill, setup.flow.decode) for one in tier.servers)
+    assert all(one.outstanding == 0 for tier in (setup.backend.prefill, setup.backend.decode) for one in tier.servers)
     await asyncio.sleep(0)

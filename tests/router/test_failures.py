@@ -58,7 +58,7 @@ async def test_a_failed_decode_cancels_its_prefill_at_once() -> None:
         setup.prefill[0].gate.set()
         assert (await asking).text == EXPECTED
         assert await setup.client.metric("server_failures_total", tier="decode", reason="stale") == 1
-        assert setup.flow.decode.servers[0].breaker.num_openings == 0
+        assert setup.backend.decode.servers[0].breaker.num_openings == 0
         setup.decode[0].answers += [500] * 2
         answer = await setup.client.complete()
         assert answer.status == 502 and "decode server" in answer.error and len(setup.decode[0].requests) == 4
@@ -66,7 +66,7 @@ async def test_a_failed_decode_cancels_its_prefill_at_once() -> None:
 
 
 async def test_a_prefill_that_hangs_after_decode_is_done_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.vllm_flow.PREFILL_GRACE_S", 0.3)
+    monkeypatch.setattr("kvferry.router.backend.PREFILL_GRACE_S", 0.3)
 
     def alone(_: list[VllmServer], decode: list[VllmServer]) -> None:
         decode[0].ignores_kv = True
@@ -175,7 +175,7 @@ async def test_a_server_that_is_gone_is_left_out_and_taken_back(tier: str) -> No
         for _ in range(4):
             assert (await setup.client.complete()).text == EXPECTED
         assert not gone.requests
-        (known,) = [one for one in (*setup.flow.prefill.servers, *setup.flow.decode.servers) if one.url == gone.url]
+        (known,) = [one for one in (*setup.backend.prefill.servers, *setup.backend.decode.servers) if one.url == gone.url]
         await until(lambda: known.state != "healthy", "the router has seen it")
         await gone.restart("engine-2")
         await until(lambda: known.state == "healthy", "the router has seen it again")
@@ -192,7 +192,7 @@ async def test_no_server_at_all_is_said_by_name_and_the_last_choice_is_still_ask
         answer = await setup.client.complete()
         assert answer.status == 503 and answer.headers["Retry-After"] == "1"
         assert f"decode server {setup.decode[0].url}: " in answer.error and "Connect call failed" not in answer.error
-        await until(lambda: not setup.flow.readiness().is_ready, "seen")
+        await until(lambda: not setup.backend.readiness().is_ready, "seen")
         ready = await setup.client.get("/readyz")
         assert ready.status == 503 and setup.decode[0].url.encode() in ready.body and b"no decode server is healthy" in ready.body
         assert (await setup.client.get("/health")).status == 200, "the router itself lives"
@@ -223,10 +223,10 @@ async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it() -> N
 async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
     kv = Kv()
     async with routing([VllmServer(kv=kv, model="huge")], [VllmServer(kv=kv)], is_ready=False) as setup:
-        (server,) = setup.flow.prefill.servers
+        (server,) = setup.backend.prefill.servers
         await until(lambda: bool(server.misfit), "both sides were looked at")
         for _ in range(10):  # looks
-            assert not setup.router.backend.readiness().is_ready
+            assert not setup.backend.readiness().is_ready
             answer = await setup.client.get("/readyz")
             assert answer.status == 503 and b"it serves huge" in answer.body and b"serves tiny" in answer.body
             await asyncio.sleep(0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.servers import STATES, Lease, Server, Tier, compare_names
+from kvferry.router.servers import STATES, Lease, Server, ServerFailed, Tier, compare_names
 from transfer.breaker import BreakerState
 
 
@@ -69,7 +69,7 @@ def test_an_open_breaker_leaves_a_server_out_and_one_request_tries_it_again(tier
     assert a.state == "healthy"
     failing = [Lease(b, 1) for _ in range(3)]
     for lease in failing:
-        lease.failed("500")
+        lease.failed(ServerFailed(b, "status", "500"))
         lease.end()
     assert b.state == "open", "three failures"
 
