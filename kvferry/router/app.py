@@ -95,7 +95,7 @@ class RouterApp:
         """The answer, unless there is no room for the request; it is counted by its outcome."""
         endpoint = _ENDPOINTS[request.path]
         if self._is_draining or len(self._running) >= self._settings.max_requests:
-            self._metrics.request_refused(endpoint)
+            self._metrics("requests", endpoint=endpoint, outcome="refused").inc()
             reason = "the router is shutting down" if self._is_draining else (
                 f"{self._settings.max_requests} requests are under way, as many as the router takes (--max-requests)"
             )  # fmt: skip
@@ -103,7 +103,7 @@ class RouterApp:
         reply, outcome = _Reply(request, request_id), "failed"
         self._running.add(reply)
         self._idle.clear()
-        self._metrics.request_began()
+        self._metrics("running_requests").inc()
         try:
             response = await self._answered(request, reply)
             outcome = _outcome(response.status) if not reply.is_cut_off else "failed"
@@ -122,7 +122,8 @@ class RouterApp:
             self._num_body_bytes -= reply.num_body_bytes
             if not self._running:
                 self._idle.set()
-            self._metrics.request_ended(endpoint, outcome)
+            self._metrics("running_requests").inc(-1)
+            self._metrics("requests", endpoint=endpoint, outcome=outcome).inc()
 
     async def _answered(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
         try:
@@ -148,7 +149,7 @@ class RouterApp:
         )
         async with self._backend.answer(call) as answer:
             if answer.status == 200:
-                self._metrics.first_part(time.monotonic() - arrived_s)
+                self._metrics("time_to_first_token_seconds").observe(time.monotonic() - arrived_s)
             if answer.rest is None:
                 return _whole(answer)
             await reply.write(answer.content)

@@ -78,13 +78,16 @@ class Backend:
         return NodeModel(self._settings)
 
     def _server(self, address: str, tier: str, *, is_node: bool) -> AnyServer:
-        health: dict[str, Any] = {"lost_after_s": self._settings.lost_after_s, "on_opened": self._metrics.breaker_opened}
+        health: dict[str, Any] = {"lost_after_s": self._settings.lost_after_s, "on_opened": self._breaker_opened}
         if not is_node:
             return HttpServer(address, tier, connect_timeout_s=self._settings.connect_timeout_s, **health)
         from kvferry.router.node_server import NodeServer  # brings gRPC
 
         assert self._security is not None
         return NodeServer(address, tier, self._security, self._model, **health)
+
+    def _breaker_opened(self, tier: str) -> None:
+        self._metrics("breaker_openings", tier=tier).inc()
 
     @property
     def _tiers(self) -> tuple[Tier[AnyServer], ...]:
@@ -164,7 +167,7 @@ class Backend:
             ApiError: The answer is this error. While the answer is read: it was cut off.
         """
         if call.body.alone is not None:
-            self._metrics.decode_alone(call.body.alone)
+            self._metrics("decode_alone", reason=call.body.alone).inc()
         failures: list[ServerFailed] = []
         while True:
             decode, prefill = self._lease(call.body, frozenset(failure.server for failure in failures if failure.kind != "stale"))
@@ -178,7 +181,7 @@ class Backend:
             except ServerFailed as failure:
                 if prefill is not None and isinstance(prefill.server, HttpServer):
                     prefill.server.learnt.failed(is_stale=failure.kind == "stale")
-                self._metrics.server_failed(failure.server.tier, failure.kind)
+                self._metrics("server_failures", tier=failure.server.tier, reason=failure.kind).inc()
                 if is_open:
                     raise ApiError(502, f"the answer was cut off: {failure}") from failure
                 failures.append(failure)
@@ -203,7 +206,7 @@ class Backend:
                 raise ApiError(last.status or 503, text, retry_after_s=1) from last
             raise ApiError(502, text) from last
         log.warning("request_retried", request_id=call.request_id, reason=str(last), next_try=num_attempts + 1)
-        self._metrics.retried()
+        self._metrics("retries").inc()
         if not is_stale:
             await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_S * 2 ** (num_attempts - 1)))
 
@@ -236,7 +239,7 @@ class Backend:
             if self._settings.flow is FlowKind.CONCURRENT and not is_sequential:
                 source = server.learnt.guess
             flow = "sequential" if source is None else "concurrent"
-        self._metrics.attempt_began(flow)
+        self._metrics("flows", flow=flow).inc()
         log.debug(
             "try_began",
             request_id=call.request_id,
@@ -272,7 +275,9 @@ class Backend:
             lease.failed(failure)
             raise
         lease.succeeded()
-        self._metrics.prefill_answered(time.monotonic() - started_s, has_kv=prefilled.params is not None)
+        self._metrics("prefill_seconds").observe(time.monotonic() - started_s)
+        if prefilled.params is None:
+            self._metrics("prefills_without_kv").inc()
         return prefilled
 
     @contextlib.asynccontextmanager

@@ -28,7 +28,7 @@ class ServerFailed(Exception):
 
     Args:
         server: Which.
-        kind: One of `kvferry.router.metrics.FAILURES`.
+        kind: "unreachable", "status", "broken", "lost" or "stale".
         reason: One line.
         status: HTTP status that it answered with; None: it did not.
         is_counted: Whether the failure of the request counts for the server's breaker.
