@@ -8,26 +8,73 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, cast
 
 import structlog
 from aiohttp import web
 
 from kvferry.cli import exit_codes
+from kvferry.cli.client_settings import client_security
 from kvferry.router.app import RouterApp
 from kvferry.router.backend import Backend
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.settings import RouterSettings
 from node_runtime.open_files import raise_open_files
+from transfer.config import LogConfig
 from transfer.errors import ConfigError
+from transfer.logs import configure_logging
 from transfer.registry.security import Security
 
 log = structlog.get_logger(__name__)
 
 _STOP_S: Final = 2.0  # for answers whose last bytes are on their way
+
+
+_OPTIONS: Final = {
+    "file": "--config",
+    "cert": "--tls-cert",
+    "key": "--tls-key",
+    "ca": "--tls-ca",
+    "peer_names": "--peer-name",
+    "insecure": "--insecure",
+}
+
+
+def run_route(settings: RouterSettings, *, tls: Mapping[str, Any], log_level: str, log_format: str) -> int:
+    """Serve, and return the exit code.
+
+    Args:
+        tls: The arguments of `client_security` that the command has, by name.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    for name, value, allowed in (
+        ("--log-level", log_level, ("debug", "info", "warning", "error")),
+        ("--log-format", log_format, ("text", "json")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    security = None
+    if settings.are_nodes:
+        security = client_security("route", *settings.decode, what="--decode", **tls)
+    elif settings.are_prefill_nodes:
+        security = client_security("route", *settings.prefill, what="--prefill", **tls)
+    else:
+        for name, value in tls.items():
+            if value:
+                raise ConfigError(f"{_OPTIONS[name]} is for kvferry's own nodes (grpc://); vLLM servers take http:// or https://")
+    configure_logging(
+        LogConfig(
+            level=cast("Literal['debug', 'info', 'warning', 'error']", log_level),
+            format=cast("Literal['text', 'json']", log_format),
+        ),
+        role="router",
+    )
+    return asyncio.run(run_router(settings, security))
 
 
 async def run_router(settings: RouterSettings, security: Security | None) -> int:
