@@ -84,7 +84,7 @@ def check_body(content: bytes, body: Mapping[str, Any]) -> None:
         raise ApiError(400, f"{_EXTRA_FIELD} has {KV_FIELD}, which a client cannot give", param=_EXTRA_FIELD)
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
-        raise ApiError(400, f"stream is {shown(stream)}; it must be true or false", param="stream")
+        raise bad_value("stream", stream, "it must be true or false")
 
 
 def _too_deep() -> ApiError:
@@ -107,6 +107,11 @@ def shown(value: object) -> str:
     """Return a value in a form that a message can quote."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def bad_value(name: str, value: object, bound: str) -> ApiError:
+    """Return the refusal of a field's value. `bound` says which values the field can have."""
+    return ApiError(400, f"{name} is {shown(value)}; {bound}", param=name.partition(".")[0])
 
 
 def _no_constant(name: str) -> None:
