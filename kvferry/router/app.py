@@ -92,7 +92,7 @@ class RouterApp:
         return response
 
     async def _counted(self, request: web.Request, request_id: str) -> web.StreamResponse:
-        """The answer, unless there is no room for the request; it is counted by its outcome."""
+        """Answer a request unless there is no room for it, and count it by its outcome."""
         endpoint = _ENDPOINTS[request.path]
         if self._is_draining or len(self._running) >= self._settings.max_requests:
             self._metrics("requests", endpoint=endpoint, outcome="refused").inc()
@@ -158,7 +158,7 @@ class RouterApp:
         return await reply.end()
 
     async def _content_of(self, request: web.Request, reply: _Reply) -> bytes:
-        """Yield the request's body, whose bytes count as held until the request ends."""
+        """Return the request's body, whose bytes count as held until the request ends."""
         coding = request.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise ApiError(415, f"Content-Encoding is {coding!r}; bodies are not compressed here")

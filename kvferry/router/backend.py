@@ -26,8 +26,8 @@ import structlog
 
 from kvferry.router.api import Answer, ApiError, Body, Call
 from kvferry.router.body_reader import BodyReader
-from kvferry.router.http_server import HttpServer, Prefilled
-from kvferry.router.kv_source import KVSource
+from kvferry.router.http_server import HttpServer
+from kvferry.router.kv_source import KVSource, source_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai_body import vllm_body
 from kvferry.router.servers import Lease, Server, ServerFailed, Tier, compare_names
@@ -67,15 +67,14 @@ class Backend:
         self._security = security
         self._metrics = metrics
         self._reader = BodyReader()
-        self._model = self._node_model() if settings.are_nodes else None
+        self._model: NodeModel | None = None
+        if settings.are_nodes:
+            from kvferry.router.node_model import NodeModel  # brings gRPC
+
+            self._model = NodeModel(settings)
         self.prefill = Tier([self._server(one, "prefill", is_node=settings.are_prefill_nodes) for one in settings.prefill])
         self.decode = Tier([self._server(one, "decode", is_node=settings.are_nodes) for one in settings.decode])
         self._ending: set[asyncio.Task[Any]] = set()  # prefill requests whose attempt is over
-
-    def _node_model(self) -> NodeModel:
-        from kvferry.router.node_model import NodeModel  # brings gRPC
-
-        return NodeModel(self._settings)
 
     def _server(self, address: str, tier: str, *, is_node: bool) -> AnyServer:
         health: dict[str, Any] = {"lost_after_s": self._settings.lost_after_s, "on_opened": self._breaker_opened}
@@ -257,28 +256,28 @@ class Backend:
                 opening = _decode(call, decode, server.params())
             elif source is None:
                 try:
-                    prefilled = await self._prefill(call, prefill, server, transfer_id, is_sequential=True)
+                    params = await self._prefill(call, prefill, server, transfer_id, is_sequential=True)
                 finally:
                     prefill.end()
-                opening = _decode(call, decode, prefilled.params)
+                opening = _decode(call, decode, params)
             else:
                 opening = self._concurrent(call, decode, prefill, server, transfer_id, source)
             yield await stack.enter_async_context(opening)
 
     async def _prefill(
         self, call: Call, lease: Lease[AnyServer], server: HttpServer, transfer_id: str, *, is_sequential: bool
-    ) -> Prefilled:
+    ) -> dict[str, Any] | None:
         started_s = time.monotonic()
         try:
-            prefilled = await server.prefill(call, transfer_id, is_sequential=is_sequential)
+            params = await server.prefill(call, transfer_id, is_sequential=is_sequential)
         except ServerFailed as failure:
             lease.failed(failure)
             raise
         lease.succeeded()
         self._metrics("prefill_seconds").observe(time.monotonic() - started_s)
-        if prefilled.params is None:
+        if params is None:
             self._metrics("prefills_without_kv").inc()
-        return prefilled
+        return params
 
     @contextlib.asynccontextmanager
     async def _concurrent(
@@ -293,7 +292,7 @@ class Backend:
         """Open the answer of decode, which is given `source` before prefill has answered."""
         prefilling = asyncio.create_task(self._prefill(call, prefill, server, transfer_id, is_sequential=False))
 
-        def ended(task: asyncio.Task[Prefilled]) -> None:
+        def ended(task: asyncio.Task[Any]) -> None:
             self._ending.discard(task)
             prefill.end()
             if not task.cancelled() and isinstance(task.exception(), ServerFailed):
@@ -306,7 +305,7 @@ class Backend:
                 opening = asyncio.create_task(stack.enter_async_context(_decode(call, decode, told, is_guess=True)))
                 try:
                     await asyncio.wait({prefilling, opening}, return_when=asyncio.FIRST_COMPLETED)
-                    if not opening.done() and prefilling.result().source != source:  # the result raises where prefill failed
+                    if not opening.done() and source_of(prefilling.result()) != source:  # the result raises where prefill failed
                         raise ServerFailed(server, "stale", f"the KV of its prompts is no longer at {source.address}")
                     answer = await opening
                 finally:

@@ -7,14 +7,13 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
 
 from kvferry.router import sse
 from kvferry.router.api import JSON_TYPE, SSE_TYPE, Answer, Call, PassedOn
-from kvferry.router.kv_source import KVSource, LearntSource
+from kvferry.router.kv_source import LearntSource
 from kvferry.router.openai_body import KV_FIELD, VllmBody, prefill_params
 from kvferry.router.servers import Server, ServerFailed
 
@@ -25,19 +24,6 @@ _KEEP_ALIVE_S: Final = 2.0  # below the 5 s after which uvicorn closes a connect
 _FINISH_S: Final = 1.0
 _MAX_REASON_CHARS: Final = 300
 _API_KEY: Final = "VLLM_API_KEY"  # where vLLM, too, looks for its key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilled:
-    """The answer of a prefill server.
-
-    Args:
-        params: Its `kv_transfer_params`; None if it has none.
-        source: Where the KV is, if `params` name it in our words.
-    """
-
-    params: dict[str, Any] | None
-    source: KVSource | None
 
 
 class HttpServer(Server):
@@ -66,8 +52,8 @@ class HttpServer(Server):
 
     # Requests
 
-    async def prefill(self, call: Call, transfer_id: str, *, is_sequential: bool) -> Prefilled:
-        """Have the server compute the prompt, and learn from its answer where the KV is.
+    async def prefill(self, call: Call, transfer_id: str, *, is_sequential: bool) -> dict[str, Any] | None:
+        """Have the server compute the prompt. Return the `kv_transfer_params` of its answer, and learn from them where the KV is.
 
         Raises:
             PassedOn: The server rejected the request.
@@ -77,7 +63,8 @@ class HttpServer(Server):
         content = call.body.prefill(prefill_params(transfer_id, is_sequential=is_sequential))
         async with self._post(call.path, content, call.headers) as response:
             params = self._params_of(await self._read(response))
-        return Prefilled(params=params, source=self.learnt.learn(params))
+        self.learnt.learn(params)
+        return params
 
     @contextlib.asynccontextmanager
     async def open(self, call: Call, params: Mapping[str, Any] | None) -> AsyncIterator[Answer]:

@@ -70,8 +70,8 @@ class LearntSource:
         """The source to expect; None if only the server's answer can say."""
         return self.source if self._doubt < MOST_DOUBT else None
 
-    def learn(self, params: Mapping[str, Any] | None) -> KVSource | None:
-        """Return the source that an answer of the server names, and expect it from now on."""
+    def learn(self, params: Mapping[str, Any] | None) -> None:
+        """Expect the source that an answer of the server names."""
         if params is None and not self._is_without_kv:
             log.warning(
                 "prefill_without_kv",
@@ -85,7 +85,6 @@ class LearntSource:
             self.source = source
             if source is not None:
                 log.info("prefill_address_learnt", url=self._url, address=source.address, engine_id=source.engine_id)
-        return source
 
     def failed(self, *, is_stale: bool = False) -> None:
         """Learn the source anew: the server failed, and can come back as another engine.

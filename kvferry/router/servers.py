@@ -93,11 +93,6 @@ class Server:
         pause = f"left out for {self.breaker.pause_left_s:.1f} s after failures" if self.state == "open" else ""
         return self.misfit or self.problem or pause
 
-    @property
-    def failing_since_s(self) -> float | None:
-        """When its health checks began to fail; None while they do not."""
-        return self._failing_since_s
-
     def check_succeeded(self) -> None:
         """Its health check has come back well."""
         if self.problem:
