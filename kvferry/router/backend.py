@@ -228,41 +228,40 @@ class Backend:
     ) -> AsyncIterator[Answer]:
         """Open the answer of one pair of servers. However it ends, nothing that is of no more use goes on at either."""
         transfer_id = secrets.token_hex(16)
-        server = None if prefill is None else prefill.server
-        source = None
-        if server is None:
-            flow = "node" if self._settings.are_nodes else "alone"
-        elif not isinstance(server, HttpServer):
-            flow = "fetched"
-        else:
-            if self._settings.flow is FlowKind.CONCURRENT and not is_sequential:
-                source = server.learnt.guess
-            flow = "sequential" if source is None else "concurrent"
-        self._metrics("flows", flow=flow).inc()
-        log.debug(
-            "try_began",
-            request_id=call.request_id,
-            transfer_id=transfer_id,
-            flow=flow,
-            prefill=None if server is None else server.url,
-            decode=decode.server.url,
-        )
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(decode.end)
+            server = None if prefill is None else prefill.server
             if prefill is None or server is None:
-                opening = _decode(call, decode, None)
+                flow, opening = "node" if self._settings.are_nodes else "alone", _decode(call, decode, None)
             elif not isinstance(server, HttpServer):
                 stack.callback(prefill.end)
-                opening = _decode(call, decode, server.params())
-            elif source is None:
-                try:
-                    params = await self._prefill(call, prefill, server, transfer_id, is_sequential=True)
-                finally:
-                    prefill.end()
-                opening = _decode(call, decode, params)
+                flow, opening = "fetched", _decode(call, decode, server.params())
+            elif self._settings.flow is FlowKind.SEQUENTIAL or is_sequential or (source := server.learnt.guess) is None:
+                flow, opening = "sequential", self._sequential(call, decode, prefill, server, transfer_id)
             else:
-                opening = self._concurrent(call, decode, prefill, server, transfer_id, source)
+                flow, opening = "concurrent", self._concurrent(call, decode, prefill, server, transfer_id, source)
+            self._metrics("flows", flow=flow).inc()
+            log.debug(
+                "try_began",
+                request_id=call.request_id,
+                transfer_id=transfer_id,
+                flow=flow,
+                prefill=None if server is None else server.url,
+                decode=decode.server.url,
+            )
             yield await stack.enter_async_context(opening)
+
+    @contextlib.asynccontextmanager
+    async def _sequential(
+        self, call: Call, decode: Lease[AnyServer], prefill: Lease[AnyServer], server: HttpServer, transfer_id: str
+    ) -> AsyncIterator[Answer]:
+        """Open the answer of decode once prefill has answered."""
+        try:
+            params = await self._prefill(call, prefill, server, transfer_id, is_sequential=True)
+        finally:
+            prefill.end()
+        async with _decode(call, decode, params) as answer:
+            yield answer
 
     async def _prefill(
         self, call: Call, lease: Lease[AnyServer], server: HttpServer, transfer_id: str, *, is_sequential: bool
