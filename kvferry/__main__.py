@@ -398,7 +398,7 @@ def route(
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
 ) -> None:
     """Serve OpenAI's API in front of prefill and decode servers until SIGTERM or SIGINT. docs/engines.md."""
-    from kvferry.router.command import run_route
+    from kvferry.router.serve import run_route
     from kvferry.router.settings import router_settings
 
     try:

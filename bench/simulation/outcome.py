@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from bench.simulation.cluster import Cluster, largest_piece_bytes
@@ -13,7 +13,7 @@ from bench.simulation.decode import DecodeNode
 from bench.simulation.request import Request
 from bench.simulation.settings import ClusterSettings
 from bench.simulation.stage_times import StageTimes
-from kvferry.bench_serve.summary import FEW_FAILED, Objectives, Spread
+from kvferry.bench_serve.summary import LoadSummary, Objectives, Spread, figures_of
 from kvferry.bench_serve.workload import Planned
 
 
@@ -33,12 +33,11 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Of one load on one cluster. Requests of the warm-up are in no figure but `uses` and `busy`. Times are of served requests.
+class Outcome(LoadSummary):
+    """Of one load on one cluster. Requests of the warm-up are in no figure but `uses` and `busy`.
 
     Args:
-        offered_rate: Requests a second.
-        goodput: Good ones a second of arrivals.
+        exposed_s: Transfer after the last chunk had been computed.
         credit_wait_s: For a piece that was granted and computed: until it had bytes to write to and a staging slot.
         uses: By name: ring, staging slots, pools, requests of a node.
         busy: By name: the part of its time for which the busiest node's stage was busy; of decode steps, the part of the tokens
@@ -48,17 +47,7 @@ class Outcome:
         simulated_s, took_s, num_events: Of the simulation.
     """
 
-    offered_rate: float
-    requests: int
-    served: int
-    failures: Mapping[str, int]
-    good: int
-    goodput: float
-    ttft_s: Spread
-    tpot_s: Spread
-    end_to_end_s: Spread
     exposed_s: Spread
-    exposed_share: Spread
     credit_wait_s: float
     uses: Mapping[str, Use]
     busy: Mapping[str, float]
@@ -69,25 +58,12 @@ class Outcome:
     num_events: int
 
     @property
-    def attainment(self) -> float:
-        return self.good / self.requests if self.requests else 0.0
-
-    @property
-    def is_of_survivors(self) -> bool:
-        """So many failed that the times, which are of served requests, say less of what was offered."""
-        return self.requests - self.served > FEW_FAILED * self.requests
-
-    @property
     def bottleneck(self) -> str:
         """The stage that is busy for the largest part of the time."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "attainment": self.attainment,
-            "bottleneck": self.bottleneck,
-            "is_of_survivors": self.is_of_survivors,
-        }
+        return LoadSummary.to_json(self) | {"bottleneck": self.bottleneck}
 
 
 def simulate(
@@ -104,12 +80,6 @@ def simulate(
     return outcome_of(cluster, requests, planned, objectives or Objectives(), took_s=time.perf_counter() - began_s)
 
 
-def _is_good(request: Request, objectives: Objectives) -> bool:
-    if not request.is_served or (objectives.ttft_s is not None and request.ttft_s > objectives.ttft_s):
-        return False
-    return objectives.tpot_s is None or request.tpot_s is None or request.tpot_s <= objectives.tpot_s
-
-
 def outcome_of(
     cluster: Cluster, requests: Sequence[Request], planned: Sequence[Planned], objectives: Objectives, *, took_s: float
 ) -> Outcome:
@@ -117,7 +87,6 @@ def outcome_of(
     served = [request for request in counted if request.is_served]
     begin_s = max((one.at_s for one in planned if one.is_warm_up), default=0.0)
     window_s = max(planned[-1].at_s - begin_s, 1e-9)
-    good = sum(_is_good(request, objectives) for request in counted)
     tokens = Counter[int]()
     for request in served:
         tokens[request.prefill] += request.prompt_tokens
@@ -125,15 +94,9 @@ def outcome_of(
     pieces = sum(len(request.pieces) for request in requests)
     steps = sum(node.num_steps for node in cluster.decode)
     return Outcome(
-        offered_rate=len(counted) / window_s,
-        requests=len(counted),
-        served=len(served),
+        **figures_of(counted, window_s=window_s, objectives=objectives),
+        failed=len(counted) - len(served),
         failures=dict(Counter(request.failure for request in counted if request.failure).most_common()),
-        good=good,
-        goodput=good / window_s,
-        ttft_s=Spread.of(request.ttft_s for request in served),
-        tpot_s=Spread.of(request.tpot_s for request in served if request.tpot_s is not None),
-        end_to_end_s=Spread.of(request.end_to_end_s for request in served),
         exposed_s=Spread.of(request.exposed_s for request in served),
         exposed_share=Spread.of(request.exposed_s / request.ttft_s for request in served),
         credit_wait_s=sum(node.credit_wait_s for node in cluster.prefill) / pieces if pieces else 0.0,

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.bench_serve.records import Record
 
@@ -56,6 +56,22 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[below + 1] - ordered[below]) * (at - below)
 
 
+class Timed(Protocol):
+    """A request and its times, measured or simulated. The times are those of a served request."""
+
+    @property
+    def is_served(self) -> bool: ...
+
+    @property
+    def ttft_s(self) -> float: ...
+
+    @property
+    def tpot_s(self) -> float | None: ...
+
+    @property
+    def end_to_end_s(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
     """What a request must meet to count as good; None: anything.
@@ -68,13 +84,13 @@ class Objectives:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
-    def are_met_by(self, record: Record) -> bool:
+    def are_met_by(self, request: Timed) -> bool:
         """A request with one token has no time per output token, and so meets any."""
-        if not record.is_served:
+        if not request.is_served:
             return False
-        if self.ttft_s is not None and record.ttft_s > self.ttft_s:
+        if self.ttft_s is not None and request.ttft_s > self.ttft_s:
             return False
-        return self.tpot_s is None or record.tpot_s is None or record.tpot_s <= self.tpot_s
+        return self.tpot_s is None or request.tpot_s is None or request.tpot_s <= self.tpot_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,23 +115,77 @@ class Lateness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RateSummary:
-    """What came of one offered load. The warm-up's requests are in nothing here but `lateness` and `failed_warm_up`.
+class LoadSummary:
+    """What came of one offered load, measured or simulated. The warm-up's requests are not in it.
+
+    Args:
+        offered_rate: Requests a second that the drawn arrivals came to.
+        requests: That were to be sent; `served` and `failed` are of them, the rest was cut off by the end of the run.
+        failures: Number of failed requests by their kind, which is the name of a gRPC status where they were sent.
+        good: Served within the objectives.
+        goodput: Good requests a second of the window.
+        ttft_s, tpot_s, end_to_end_s: Of served requests; see docs/scaling.md.
+        exposed_share: Part of a request's time to first token that was transfer after the last chunk had been computed.
+    """
+
+    offered_rate: float
+    requests: int
+    served: int
+    failed: int
+    failures: Mapping[str, int]
+    good: int
+    goodput: float
+    ttft_s: Spread
+    tpot_s: Spread
+    end_to_end_s: Spread
+    exposed_share: Spread
+
+    @property
+    def is_of_survivors(self) -> bool:
+        """So many failed that the times, which are of served requests, say less of what was offered."""
+        return self.failed > FEW_FAILED * self.requests
+
+    @property
+    def attainment(self) -> float:
+        """Part of the requests that were good."""
+        return self.good / self.requests if self.requests else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"attainment": self.attainment, "is_of_survivors": self.is_of_survivors}
+
+
+def figures_of(requests: Sequence[Timed], *, window_s: float, objectives: Objectives) -> dict[str, Any]:
+    """Return the fields of a `LoadSummary` that follow from the times of its requests.
+
+    Args:
+        window_s: Seconds of arrivals that count; above 0.
+    """
+    served = [request for request in requests if request.is_served]
+    good = sum(objectives.are_met_by(request) for request in requests)
+    return {
+        "offered_rate": len(requests) / window_s,
+        "requests": len(requests),
+        "served": len(served),
+        "good": good,
+        "goodput": good / window_s,
+        "ttft_s": Spread.of(request.ttft_s for request in served),
+        "tpot_s": Spread.of(request.tpot_s for request in served if request.tpot_s is not None),
+        "end_to_end_s": Spread.of(request.end_to_end_s for request in served),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateSummary(LoadSummary):
+    """What came of one offered load that was sent. The warm-up's requests are in `lateness` and `failed_warm_up` alone.
 
     Args:
         rate: Requests a second that were asked for.
-        offered_rate: That the drawn arrivals came to.
         window_s: Seconds of arrivals that count.
-        requests: That were to be sent; `served` and `failed` are of them, the rest was cut off by the end of the run.
-        failures: By name of the gRPC status.
-        reasons: One text for each of these.
+        reasons: One text for each of `failures`.
         failed_warm_up: Requests of the warm-up that failed; `warm_up_reason` is why one of them did.
-        good: Served within the objectives.
-        goodput: Good requests a second of the window.
         throughput, output_tokens_per_s: Served requests and their tokens a second, from the first arrival to the last token.
-        ttft_s, tpot_s, itl_s, end_to_end_s: Of served requests; see docs/scaling.md.
+        itl_s: Inter-token latencies of served requests; see docs/scaling.md.
         node_ttft_s: Time to first token as the decode node tells it.
-        exposed_share: Part of a request's time to first token that was transfer after the last chunk had been computed.
         transfer_share: The whole transfer over the time to first token; most of it runs beside computing.
         exposed_share_of_all: Sum of the exposed seconds over the sum of the times to first token.
         bytes_moved, writes, resends, retries, cached_tokens, prompt_tokens: Sums over served requests.
@@ -125,23 +195,12 @@ class RateSummary:
     """
 
     rate: float
-    offered_rate: float
     window_s: float
-    requests: int
-    served: int
-    failed: int
-    failures: Mapping[str, int]
     reasons: Mapping[str, str]
-    good: int
-    goodput: float
     throughput: float
     output_tokens_per_s: float
-    ttft_s: Spread
-    tpot_s: Spread
     itl_s: Spread
-    end_to_end_s: Spread
     node_ttft_s: Spread
-    exposed_share: Spread
     transfer_share: Spread
     exposed_share_of_all: float
     bytes_moved: int
@@ -163,23 +222,8 @@ class RateSummary:
         """Part of the served prompts' tokens that did not move, because KV of them was there."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    @property
-    def is_of_survivors(self) -> bool:
-        """So many failed that the times, which are of served requests, say less of what was offered."""
-        return self.failed > FEW_FAILED * self.requests
-
-    @property
-    def attainment(self) -> float:
-        """Part of the requests that were good."""
-        return self.good / self.requests if self.requests else 0.0
-
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "attainment": self.attainment,
-            "is_late": self.lateness.is_late,
-            "cached_share": self.cached_share,
-            "is_of_survivors": self.is_of_survivors,
-        }
+        return LoadSummary.to_json(self) | {"is_late": self.lateness.is_late, "cached_share": self.cached_share}
 
 
 def summarise(
@@ -201,26 +245,18 @@ def summarise(
     failed = [record for record in counted if record.failure is not None]
     cold = [record for record in records if record.is_warm_up and record.failure is not None]
     moved = [record.moved for record in served if record.moved is not None]
-    good = sum(objectives.are_met_by(record) for record in counted)
     span_s = max((record.token_s[-1] for record in served), default=0.0) - min((record.due_s for record in counted), default=0.0)
     ttft_sum_s = sum(record.ttft_s for record in served)
     return RateSummary(
+        **figures_of(counted, window_s=window_s, objectives=objectives),
         rate=rate,
-        offered_rate=len(counted) / window_s,
         window_s=window_s,
-        requests=len(counted),
-        served=len(served),
         failed=len(failed),
         failures=dict(Counter(str(record.failure) for record in failed).most_common()),
         reasons={str(record.failure): record.reason for record in reversed(failed)},
-        good=good,
-        goodput=good / window_s,
         throughput=len(served) / span_s if span_s > 0 else 0.0,
         output_tokens_per_s=sum(record.num_tokens for record in served) / span_s if span_s > 0 else 0.0,
-        ttft_s=Spread.of(record.ttft_s for record in served),
-        tpot_s=Spread.of(record.tpot_s for record in served if record.tpot_s is not None),
         itl_s=Spread.of(gap_s for record in served for gap_s in record.gaps_s),
-        end_to_end_s=Spread.of(record.end_to_end_s for record in served),
         node_ttft_s=Spread.of(one.node_ttft_s for one in moved),
         exposed_share=Spread.of(record.moved.exposed_s / record.ttft_s for record in served if record.moved is not None),
         transfer_share=Spread.of(record.moved.transfer_s / record.ttft_s for record in served if record.moved is not None),

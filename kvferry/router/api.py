@@ -1,4 +1,4 @@
-"""What the HTTP side of the router and what stands behind it tell each other."""
+"""Values that pass between the HTTP side of the router and its servers. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    from node_runtime.health import Readiness  # imports aiohttp, which the process for costly bodies does not need
+from typing import Final
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -18,6 +15,55 @@ JSON_TYPE: Final = "application/json"
 SSE_TYPE: Final = "text/event-stream"
 
 _TYPES: Final = {400: "BadRequestError", 404: "NotFoundError", 413: "BadRequestError", 503: "ServiceUnavailableError"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A request's body, as the servers are sent it.
+
+    Args:
+        prompt_tokens: Estimated number of tokens of the prompt.
+        alone: Why the decode server must compute the prompt itself, as one constant word. None means it need not.
+    """
+
+    prompt_tokens: int = 1
+    alone: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A client's request to generate.
+
+    Args:
+        path: `COMPLETIONS` or `CHAT`.
+        body: Parsed for the kind of the decode servers.
+        headers: Headers that go on to the servers.
+        request_id: Identifies the request in the log and for the client.
+    """
+
+    path: str
+    body: Body
+    headers: Mapping[str, str] = field(default_factory=dict)
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer to a client.
+
+    Args:
+        content: The whole content, or the first part of a stream.
+        rest: The other parts of a stream. None means the answer is no stream.
+        status: HTTP status.
+        content_type: Type of the content.
+        retry_after: The header of that name.
+    """
+
+    content: bytes
+    rest: AsyncGenerator[bytes, None] | None = None
+    status: int = 200
+    content_type: str = JSON_TYPE
+    retry_after: str | None = None
 
 
 class ApiError(Exception):
@@ -41,92 +87,28 @@ class ApiError(Exception):
         """Support pickling: an error can come from the process that parses a costly body."""
         return partial(ApiError, param=self.param, retry_after_s=self.retry_after_s), (self.status, self.message)
 
-    def body(self) -> bytes:
-        """As a JSON object."""
+    def answer(self) -> Answer:
+        """Return the error as an answer."""
+        retry_after = None if self.retry_after_s is None else str(self.retry_after_s)
+        return Answer(status=self.status, content=self._content(), retry_after=retry_after)
+
+    def event(self) -> bytes:
+        """Return the error as the last event of a stream that had begun."""
+        return b"data: " + self._content() + b"\n\n"
+
+    def _content(self) -> bytes:
         kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return json.dumps({"error": error}).encode()
 
-    def event(self) -> bytes:
-        """As the last event of a stream that had begun."""
-        return b"data: " + self.body() + b"\n\n"
 
+class PassedOn(ApiError):
+    """A server rejected the client's request. Its answer goes to the client unchanged."""
 
-Body = TypeVar("Body")
-"""A backend's representation of a request's body."""
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.status, f"passed on: {answer.status}")
+        self._answer = answer
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call(Generic[Body]):
-    """A client's request to generate.
-
-    Args:
-        path: `COMPLETIONS` or `CHAT`.
-        body: The result of the backend's `read`.
-        headers: Those that go on to the servers.
-        request_id: Names it in the log and to the client.
-    """
-
-    path: str
-    body: Body
-    headers: Mapping[str, str] = field(default_factory=dict)
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """The beginning of an answer.
-
-    Args:
-        status: HTTP status.
-        content_type: Of what follows.
-        is_stream: Parts follow until the end; else one part, which is all.
-        retry_after: The header of that name, where the server gave one.
-    """
-
-    status: int = 200
-    content_type: str = JSON_TYPE
-    is_stream: bool = False
-    retry_after: str | None = None
-
-
-class Backend(Protocol[Body]):
-    """What generates: vLLM servers, or kvferry's own nodes."""
-
-    async def watch(self) -> None:
-        """Check the servers' health, for ever."""
-
-    def readiness(self) -> Readiness:
-        """Whether requests can be served now."""
-        ...
-
-    def num_servers(self) -> Mapping[tuple[str, str], int]:
-        """How many servers there are, by tier and state (`kvferry.router.servers.STATES`)."""
-        ...
-
-    async def models(self, headers: Mapping[str, str]) -> tuple[Head, bytes]:
-        """The answer to `/v1/models`.
-
-        Raises:
-            ApiError: There is none.
-        """
-        ...
-
-    async def read(self, path: str, content: bytes) -> Body:
-        """Read the body of a request to `path`.
-
-        Raises:
-            ApiError: The servers cannot accept the body.
-        """
-        ...
-
-    def answer(self, call: Call[Body]) -> AsyncGenerator[Head | bytes, None]:
-        """A `Head`, then its parts. Closed or cancelled early, whatever runs at the servers for it is cancelled.
-
-        Raises:
-            ApiError: Before the head: the answer is this error. After it: the answer was cut off.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Close all connections."""
+    def answer(self) -> Answer:
+        """Return the server's answer."""
+        return self._answer

@@ -8,13 +8,14 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvferry.router.api import CHAT, COMPLETIONS, ApiError, Backend, Call, Head
+from kvferry.router.api import CHAT, COMPLETIONS, SSE_TYPE, Answer, ApiError, Call
+from kvferry.router.backend import Backend
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.settings import RouterSettings
 
@@ -32,7 +33,7 @@ _GOOD_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,96}")
 class RouterApp:
     """Serves a `Backend`. Owned by one loop; the server must cancel handlers whose client has gone (`handler_cancellation`)."""
 
-    def __init__(self, backend: Backend[Any], settings: RouterSettings, metrics: RouterMetrics) -> None:
+    def __init__(self, backend: Backend, settings: RouterSettings, metrics: RouterMetrics) -> None:
         self._backend = backend
         self._settings = settings
         self._metrics = metrics
@@ -91,10 +92,10 @@ class RouterApp:
         return response
 
     async def _counted(self, request: web.Request, request_id: str) -> web.StreamResponse:
-        """The answer, unless there is no room for the request; it is counted by its outcome."""
+        """Answer a request unless there is no room for it, and count it by its outcome."""
         endpoint = _ENDPOINTS[request.path]
         if self._is_draining or len(self._running) >= self._settings.max_requests:
-            self._metrics.request_refused(endpoint)
+            self._metrics("requests", endpoint=endpoint, outcome="refused").inc()
             reason = "the router is shutting down" if self._is_draining else (
                 f"{self._settings.max_requests} requests are under way, as many as the router takes (--max-requests)"
             )  # fmt: skip
@@ -102,7 +103,7 @@ class RouterApp:
         reply, outcome = _Reply(request, request_id), "failed"
         self._running.add(reply)
         self._idle.clear()
-        self._metrics.request_began()
+        self._metrics("running_requests").inc()
         try:
             response = await self._answered(request, reply)
             outcome = _outcome(response.status) if not reply.is_cut_off else "failed"
@@ -121,7 +122,8 @@ class RouterApp:
             self._num_body_bytes -= reply.num_body_bytes
             if not self._running:
                 self._idle.set()
-            self._metrics.request_ended(endpoint, outcome)
+            self._metrics("running_requests").inc(-1)
+            self._metrics("requests", endpoint=endpoint, outcome=outcome).inc()
 
     async def _answered(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
         try:
@@ -145,22 +147,18 @@ class RouterApp:
             headers=_passed_headers(request) | {_REQUEST_ID: reply.request_id},
             request_id=reply.request_id,
         )
-        async with contextlib.aclosing(self._backend.answer(call)) as parts:
-            head = await anext(parts)
-            assert isinstance(head, Head)
-            first_part: Head | bytes = await anext(parts)
-            assert isinstance(first_part, bytes)
-            if head.status == 200:
-                self._metrics.first_part(time.monotonic() - arrived_s)
-            if head.is_stream:
-                await reply.write(head, first_part)
-            async for part in parts:  # to the end, also where nothing follows: what is closed before it takes itself for given up
-                assert isinstance(part, bytes) and head.is_stream
-                await reply.write(head, part)
-        return await reply.end() if head.is_stream else _whole(head, first_part)
+        async with self._backend.answer(call) as answer:
+            if answer.status == 200:
+                self._metrics("time_to_first_token_seconds").observe(time.monotonic() - arrived_s)
+            if answer.rest is None:
+                return _whole(answer)
+            await reply.write(answer.content)
+            async for part in answer.rest:
+                await reply.write(part)
+        return await reply.end()
 
     async def _content_of(self, request: web.Request, reply: _Reply) -> bytes:
-        """Yield the request's body, whose bytes count as held until the request ends."""
+        """Return the request's body, whose bytes count as held until the request ends."""
         coding = request.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise ApiError(415, f"Content-Encoding is {coding!r}; bodies are not compressed here")
@@ -187,7 +185,7 @@ class RouterApp:
     # Everything else
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _whole(*await self._backend.models(_passed_headers(request)))
+        return _whole(await self._backend.models(_passed_headers(request)))
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -218,12 +216,12 @@ class _Reply:
         self.num_body_bytes = 0
         self._request = request
 
-    async def write(self, head: Head, part: bytes) -> None:
-        """The next part; the head goes out before the first."""
+    async def write(self, part: bytes) -> None:
+        """Send the next part. The head goes out before the first one."""
         if self.stream is None:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", _REQUEST_ID: self.request_id}
-            self.stream = web.StreamResponse(status=head.status, headers=headers)
-            self.stream.content_type, self.stream.charset = head.content_type, "utf-8"
+            self.stream = web.StreamResponse(headers=headers)
+            self.stream.content_type, self.stream.charset = SSE_TYPE, "utf-8"
             await self.stream.prepare(self._request)
         await self.stream.write(part)
 
@@ -249,11 +247,11 @@ def _passed_headers(request: web.Request) -> dict[str, str]:
     return {name: request.headers[name] for name in _PASSED_HEADERS if name in request.headers}
 
 
-def _whole(head: Head, content: bytes) -> web.Response:
-    headers = {"Content-Type": head.content_type}
-    if head.retry_after is not None:
-        headers["Retry-After"] = head.retry_after
-    return web.Response(status=head.status, body=content, headers=headers)
+def _whole(answer: Answer) -> web.Response:
+    headers = {"Content-Type": answer.content_type}
+    if answer.retry_after is not None:
+        headers["Retry-After"] = answer.retry_after
+    return web.Response(status=answer.status, body=answer.content, headers=headers)
 
 
 @web.middleware
@@ -269,10 +267,8 @@ async def _errors_as_json(
 def _error_response(request: web.Request, error: ApiError | web.HTTPException) -> web.Response:
     """An error in OpenAI's shape, whoever found it."""
     if isinstance(error, ApiError):
-        retry_after = str(error.retry_after_s) if error.retry_after_s is not None else None
-        return _whole(Head(status=error.status, retry_after=retry_after), error.body())
-    text = f"{request.method} {request.path}: {error.reason}"
-    response = _whole(Head(status=error.status), ApiError(error.status, text).body())
+        return _whole(error.answer())
+    response = _whole(ApiError(error.status, f"{request.method} {request.path}: {error.reason}").answer())
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

@@ -1,4 +1,4 @@
-"""A vLLM server, spoken to over HTTP: requests, health, names of models, and every fault of aiohttp's as one of the server's."""
+"""A vLLM server behind the router, called over HTTP. Every fault of aiohttp becomes a fault of the server."""
 
 from __future__ import annotations
 
@@ -6,54 +6,24 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
 import aiohttp
 
-from kvferry.router.api import JSON_TYPE
+from kvferry.router import sse
+from kvferry.router.api import JSON_TYPE, SSE_TYPE, Answer, Call, PassedOn
+from kvferry.router.kv_source import LearntSource
+from kvferry.router.openai_body import KV_FIELD, VllmBody, prefill_params
 from kvferry.router.servers import Server, ServerFailed
 
 CHECK_TIMEOUT_S: Final = 3.0
 """Of a health check; a server that is busy with long prompts may take a second."""
 
 _KEEP_ALIVE_S: Final = 2.0  # below the 5 s after which uvicorn closes a connection, perhaps just as a request is on its way
+_FINISH_S: Final = 1.0
 _MAX_REASON_CHARS: Final = 300
 _API_KEY: Final = "VLLM_API_KEY"  # where vLLM, too, looks for its key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVSource:
-    """Where a decode server finds the KV of a prefill server's prompts.
-
-    Args:
-        address: host:port (remote_address).
-        engine_id: Names one life of the engine (remote_engine_id).
-    """
-
-    address: str
-    engine_id: str
-
-    def params(self, transfer_id: str) -> dict[str, Any]:
-        """`kv_transfer_params` for the decode server, as the prefill server's answer would have them."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "transfer_id": transfer_id,
-            "remote_address": self.address,
-            "remote_engine_id": self.engine_id,
-        }
-
-
-def source_of(params: Mapping[str, Any] | None) -> KVSource | None:
-    """The source that a prefill server's `kv_transfer_params` name; None where they name none, as those of other connectors."""
-    if params is None:
-        return None
-    address, engine_id = params.get("remote_address"), params.get("remote_engine_id")
-    if not (isinstance(address, str) and address and isinstance(engine_id, str) and engine_id):
-        return None
-    return KVSource(address=address, engine_id=engine_id)
 
 
 class HttpServer(Server):
@@ -61,16 +31,16 @@ class HttpServer(Server):
 
     Args:
         url: Scheme, host, port, and perhaps a path.
-        connect_timeout_s: Longest wait for a connection. For an answer there is none: a prompt may wait long for its turn.
+        connect_timeout_s: Longest wait for a connection. Answers have no limit: a prompt can wait long for its turn.
     """
+
+    flow_alone = "alone"
 
     def __init__(
         self, url: str, tier: str, *, connect_timeout_s: float, lost_after_s: float, on_opened: Callable[[str], None]
     ) -> None:
         super().__init__(url, tier, lost_after_s=lost_after_s, on_opened=on_opened)
-        self.source: KVSource | None = None  # of a prefill server, once it is known
-        self.doubt = 0.0  # whether that is so at the next request, too; see `kvferry.router.prefill.doubt`
-        self.is_without_kv = False  # its last answer did not say where the KV is
+        self.learnt = LearntSource(url)  # of a prefill server
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
@@ -82,117 +52,192 @@ class HttpServer(Server):
     async def close(self) -> None:
         await self._session.close()
 
-    @contextlib.asynccontextmanager
-    async def post(self, path: str, content: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer whose head has come; at the end of the context its connection is closed unless all of it was read.
+    # Requests
 
-        Args:
-            content: The request's body, JSON.
+    async def prefill(self, call: Call, transfer_id: str, *, is_sequential: bool) -> dict[str, Any] | None:
+        """Have the server compute the prompt. Return the `kv_transfer_params` of its answer, and learn from them where the KV is.
 
         Raises:
-            ServerFailed: None came.
+            PassedOn: The server rejected the request.
+            ServerFailed: The server failed.
         """
-        async with self.faults(), self.unless_lost():
-            answer = await self._session.post(
+        assert isinstance(call.body, VllmBody)
+        content = call.body.prefill(prefill_params(transfer_id, is_sequential=is_sequential))
+        async with self._post(call.path, content, call.headers) as response:
+            params = self._params_of(await self._read(response))
+        self.learnt.learn(params)
+        return params
+
+    def forget(self, *, is_stale: bool = False) -> None:
+        self.learnt.failed(is_stale=is_stale)
+
+    @contextlib.asynccontextmanager
+    async def open(self, call: Call, params: Mapping[str, Any] | None) -> AsyncIterator[Answer]:
+        assert isinstance(call.body, VllmBody)
+        async with self._post(call.path, call.body.decode(params), call.headers) as response:
+            if response.content_type != SSE_TYPE:
+                yield _answer(response, await self._read(response))
+                return
+            async with contextlib.aclosing(self._events(response)) as parts:
+                yield _answer(response, await anext(parts), parts)
+
+    async def models(self, headers: Mapping[str, str]) -> Answer:
+        async with self._checked(), self._session.get(f"{self.url}/v1/models", headers=headers) as response:
+            return _answer(response, await response.read())
+
+    async def check(self) -> None:
+        """Ask for its health, and where they may have changed for the names of its models."""
+        async with self._checked(), self._session.get(f"{self.url}/health", allow_redirects=False) as response:
+            if response.status != 200:
+                raise ServerFailed(self, "status", f"GET /health is answered with {response.status}", status=response.status)
+        if self.are_names_due:
+            key = os.environ.get(_API_KEY)
+            answer = await self.models({"Authorization": f"Bearer {key}"} if key else {})
+            if answer.status in (401, 403):
+                reason = f"GET /v1/models is answered with {answer.status}; set {_API_KEY}"
+                raise ServerFailed(self, "status", reason, status=answer.status)
+            self.names = self._names_of(answer)
+            self.are_names_due = False
+
+    # Bytes
+
+    @contextlib.asynccontextmanager
+    async def _post(self, path: str, content: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Open an answer with status 200. The end of the context closes its connection unless all of it was read.
+
+        Raises:
+            PassedOn: The answer says that the client's request is wrong.
+            ServerFailed: No answer came, or it says that the server cannot serve the request.
+        """
+        async with self._faults(), self.unless_lost():
+            response = await self._session.post(
                 self.url + path, data=content, headers={**headers, "Content-Type": JSON_TYPE}, allow_redirects=False
             )
         try:
-            yield answer
+            if response.status != 200:
+                raise self._refusal(_answer(response, await self._read(response)))
+            yield response
         finally:
-            answer.close()  # a connection that still has bytes to bring is closed, by which vLLM knows that nobody waits
+            response.close()  # a connection that still has bytes to bring is closed, by which vLLM knows that nobody waits
 
-    async def read(self, answer: aiohttp.ClientResponse) -> bytes:
-        """All of an answer.
+    def _refusal(self, answer: Answer) -> Exception:
+        if 400 <= answer.status < 500 and answer.status != 429:
+            return PassedOn(answer)
+        return ServerFailed(self, "status", f"answered {answer.status}: {_message_of(answer.content)}", status=answer.status)
 
-        Raises:
-            ServerFailed: It broke off.
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        async with self._faults(), self.unless_lost():
+            return await response.read()
+
+    async def _read_some(self, response: aiohttp.ClientResponse) -> bytes:
+        async with self._faults(), self.unless_lost():
+            return await response.content.readany()
+
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+        """Yield whole events as they come, the first ones together with the first that carries something of the answer.
+
+        Until then another server can be tried: vLLM answers 200 before it knows whether the KV came.
         """
-        async with self.faults(), self.unless_lost():
-            return await answer.read()
+        buffer, unsent = sse.EventBuffer(), b""
+        has_begun = is_done = False
+        while not is_done:
+            received = await self._read_some(response)
+            if not received:
+                raise ServerFailed(self, "broken", "the stream ended before its last event")
+            try:
+                events = buffer.feed(received)
+            except ValueError as error:
+                raise ServerFailed(self, "broken", str(error)) from None
+            is_done = any(sse.data_of(event) == sse.DONE for event in events[-2:])
+            has_begun = has_begun or any(self._is_content(event) for event in events) or is_done
+            unsent += b"".join(events)
+            if has_begun and unsent:
+                yield unsent
+                unsent = b""
+        # The server is about to end the answer itself. A connection that closes earlier looks like a client that left.
+        with contextlib.suppress(ServerFailed, TimeoutError):
+            async with asyncio.timeout(_FINISH_S):
+                while await self._read_some(response):
+                    pass
 
-    async def read_some(self, answer: aiohttp.ClientResponse) -> bytes:
-        """The next bytes of an answer; empty at its end.
-
-        Raises:
-            ServerFailed: It broke off.
-        """
-        async with self.faults(), self.unless_lost():
-            return await answer.content.readany()
-
-    async def get_models(self, headers: Mapping[str, str]) -> tuple[int, str, bytes]:
-        """Status, content type and body of its `/v1/models`.
-
-        Raises:
-            ServerFailed: It did not answer.
-        """
-        async with (
-            self.faults(is_check=True),
-            self._checking(),
-            self._session.get(f"{self.url}/v1/models", headers=headers) as answer,
-        ):
-            return answer.status, answer.content_type, await answer.read()
-
-    async def check(self) -> None:
-        """Ask for its health, and where they may have changed for the names of its models.
-
-        Raises:
-            ServerFailed: It is not healthy, or does not answer.
-        """
-        async with (
-            self.faults(is_check=True),
-            self._checking(),
-            self._session.get(f"{self.url}/health", allow_redirects=False) as answer,
-        ):
-            if answer.status != 200:
-                raise ServerFailed(self, "status", f"GET /health is answered with {answer.status}", status=answer.status)
-        if self.are_names_due:
-            key = os.environ.get(_API_KEY)
-            status, _, content = await self.get_models({"Authorization": f"Bearer {key}"} if key else {})
-            if status in (401, 403):
-                raise ServerFailed(self, "status", f"GET /v1/models is answered with {status}; set {_API_KEY}", status=status)
-            self.names = _names_of(self, status, content)
-            self.are_names_due = False
+    def _is_content(self, event: bytes) -> bool:
+        content = sse.object_of(event)
+        if content is None:
+            return False
+        error = sse.error_of(content)
+        if error is not None and error[0] >= 500:
+            raise ServerFailed(self, "status", f"answered {error[0]} in its stream: {clip(error[1])}", status=error[0])
+        return error is not None or not sse.is_empty(content)
 
     @contextlib.asynccontextmanager
-    async def _checking(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
-                yield
-        except TimeoutError:
-            raise ServerFailed(self, "unreachable", f"no answer within {CHECK_TIMEOUT_S:g} s") from None
+    async def _checked(self) -> AsyncIterator[None]:
+        async with self._faults(is_check=True):
+            try:
+                async with asyncio.timeout(CHECK_TIMEOUT_S):
+                    yield
+            except TimeoutError:
+                raise ServerFailed(self, "unreachable", f"no answer within {CHECK_TIMEOUT_S:g} s") from None
 
     @contextlib.asynccontextmanager
-    async def faults(self, *, is_check: bool = False) -> AsyncIterator[None]:
-        """What goes wrong inside, as a fault of the server. A health check has its own way to tell of it."""
+    async def _faults(self, *, is_check: bool = False) -> AsyncIterator[None]:
+        """Raise every fault inside as one of the server. A health check reports it in its own way."""
         try:
             yield
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             reason = _reason(error)
             if not is_check:
                 self.lose(reason)
-            raise ServerFailed(self, "unreachable", reason) from error
+            raise ServerFailed(self, "unreachable", reason, is_counted=False) from error  # `lose` counts
         except (aiohttp.ClientError, ValueError, OSError) as error:  # ValueError: a line or header that aiohttp cannot take
             raise ServerFailed(self, "broken", f"the answer broke off: {_reason(error)}") from error
 
+    # Contents
+
+    def _params_of(self, content: bytes) -> dict[str, Any] | None:
+        try:
+            params = json.loads(content).get(KV_FIELD)
+        except (ValueError, AttributeError, RecursionError):
+            raise ServerFailed(self, "broken", "answered 200 and no JSON object") from None
+        if params is not None and not isinstance(params, dict):
+            raise ServerFailed(self, "broken", f"answered with {KV_FIELD} that is no object")
+        return params or None
+
+    def _names_of(self, answer: Answer) -> frozenset[str]:
+        """Return the names of the models that the server was started with. Adapters, which have a parent, can come and go."""
+        try:
+            models = json.loads(answer.content)["data"] if answer.status == 200 else None
+            if isinstance(models, list):
+                return frozenset(str(one["id"]) for one in models if not one.get("parent"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+        reason = f"GET /v1/models is answered with {answer.status} and no list of models"
+        raise ServerFailed(self, "broken", reason, status=answer.status)
+
+
+def _answer(response: aiohttp.ClientResponse, content: bytes, rest: AsyncGenerator[bytes, None] | None = None) -> Answer:
+    return Answer(
+        content=content,
+        rest=rest,
+        status=response.status,
+        content_type=response.content_type,
+        retry_after=response.headers.get("Retry-After"),
+    )
+
+
+def _message_of(content: bytes) -> str:
+    try:
+        return clip(str(json.loads(content)["error"]["message"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return clip(content[:1000].decode(errors="replace")) or "no reason"
+
 
 def _reason(error: BaseException) -> str:
-    """One line on what aiohttp says, without its URL."""
+    """Return one line on what aiohttp says, without its URL."""
     number = error.errno if isinstance(error, OSError) else None
     return clip((os.strerror(number) if number is not None and number > 0 else "") or str(error) or type(error).__name__)
 
 
 def clip(text: str) -> str:
-    """One line, not too long."""
+    """Return one line, not too long."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_REASON_CHARS else line[: _MAX_REASON_CHARS - 1] + "…"
-
-
-def _names_of(server: HttpServer, status: int, content: bytes) -> frozenset[str]:
-    """Names of the models that a server was started with; adapters, which have a parent, may come and go."""
-    try:
-        models = json.loads(content)["data"] if status == 200 else None
-        if isinstance(models, list):
-            return frozenset(str(one["id"]) for one in models if not one.get("parent"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ServerFailed(server, "broken", f"GET /v1/models is answered with {status} and no list of models", status=status)

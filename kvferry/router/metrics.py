@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from transfer.metrics import TOKEN_BUCKETS_S, MetricFamily, MetricSpec, Series, exposition
 
 ENDPOINTS: Final = ("completions", "chat")
 OUTCOMES: Final = ("done", "client_error", "failed", "disconnected", "refused")
-FAILURES: Final = ("unreachable", "status", "broken", "lost", "stale")
-ALONE: Final = ("several_prompts", "several_choices", "prompt_logprobs", "truncation")
+
+
+_PREFIX: Final = "kvferry_router_"
 
 
 def _spec(kind: str, name: str, help_text: str, *labels: str, buckets: tuple[float, ...] = ()) -> MetricSpec:
-    return MetricSpec(name=f"kvferry_router_{name}", kind=kind, help=help_text, labels=labels, buckets=buckets)
+    return MetricSpec(name=_PREFIX + name, kind=kind, help=help_text, labels=labels, buckets=buckets)
 
 
 ROUTER_METRICS: Final = (
@@ -37,62 +38,32 @@ ROUTER_METRICS: Final = (
 
 
 class RouterMetrics:
-    """What the router counts, and the page that it serves. Owned by its loop."""
+    """The router's series, and the page that it serves. Owned by its loop."""
 
     def __init__(self) -> None:
-        self._series = Series(ROUTER_METRICS, labels={}, prefix="kvferry_router_")
+        self._series = Series(ROUTER_METRICS, labels={}, prefix=_PREFIX)
         for spec in ROUTER_METRICS:
             if not spec.labels:
-                self._series(spec.name.removeprefix("kvferry_router_"))
+                self(spec.name.removeprefix(_PREFIX))
         for endpoint in ENDPOINTS:
             for outcome in OUTCOMES:
-                self._series("requests", endpoint=endpoint, outcome=outcome)
+                self("requests", endpoint=endpoint, outcome=outcome)
 
-    def request_began(self) -> None:
-        self._series("running_requests").inc()
+    def __call__(self, name: str, **labels: str) -> Any:
+        """Return one series of `ROUTER_METRICS`, by its name without the prefix.
 
-    def request_ended(self, endpoint: str, outcome: str) -> None:
-        """A request that had begun is over."""
-        self._series("running_requests").inc(-1)
-        self._series("requests", endpoint=endpoint, outcome=outcome).inc()
-
-    def request_refused(self, endpoint: str) -> None:
-        """There was no room for a request, or the router is draining."""
-        self._series("requests", endpoint=endpoint, outcome="refused").inc()
-
-    def first_part(self, seconds: float) -> None:
-        """This long after its arrival the first part of a request's answer is there."""
-        self._series("time_to_first_token_seconds").observe(seconds)
-
-    def retried(self) -> None:
-        self._series("retries").inc()
-
-    def attempt_began(self, flow: str) -> None:
-        """An attempt begins: "concurrent", "sequential", "alone" or "node"."""
-        self._series("flows", flow=flow).inc()
-
-    def decode_alone(self, reason: str) -> None:
-        self._series("decode_alone", reason=reason).inc()
-
-    def prefill_answered(self, seconds: float, *, has_kv: bool) -> None:
-        """A prefill server has answered; `has_kv`: and said where the KV is."""
-        self._series("prefill_seconds").observe(seconds)
-        if not has_kv:
-            self._series("prefills_without_kv").inc()
-
-    def server_failed(self, tier: str, reason: str) -> None:
-        self._series("server_failures", tier=tier, reason=reason).inc()
-
-    def breaker_opened(self, tier: str) -> None:
-        self._series("breaker_openings", tier=tier).inc()
+        Raises:
+            KeyError: It is not declared, or has other labels.
+        """
+        return self._series(name, **labels)
 
     def render(self, servers: Mapping[tuple[str, str], int]) -> bytes:
-        """The exposition text.
+        """Return the exposition text.
 
         Args:
             servers: How many there are, by tier and state.
         """
         for (tier, state), number in servers.items():
-            self._series("servers", tier=tier, state=state).set(number)
+            self("servers", tier=tier, state=state).set(number)
         shown = [MetricFamily(spec, "") for spec in ROUTER_METRICS]  # also what has no series yet is told of
         return exposition([*shown, *(MetricFamily(spec, text) for spec, text in self._series.texts())])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvferry.router.api import CHAT, COMPLETIONS, ApiError
-from kvferry.router.openai_body import shown
+from kvferry.router.api import CHAT, COMPLETIONS, ApiError, Body
+from kvferry.router.openai_body import bad_value, shown
 from transfer.connector.prompt import MAX_CACHE_SALT_CHARS
 from transfer.pb import kvferry_pb2 as pb
 
@@ -21,6 +20,7 @@ CHAT_TOKENS: Final = 256
 """`max_tokens` of a chat that says none. vLLM goes on to the end of the context, which a router does not know."""
 
 _UINT32: Final = 2**32 - 1
+_LARGE: Final = 1e30  # a float of the wire has 32 bits
 
 # What a node does anyway: only these values are taken, and null.
 _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -58,19 +58,8 @@ _OF_NO_EFFECT: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "session_id"}
 )
 _TAKEN: Final = frozenset(
-    {
-        "model",
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "stop_token_ids",
-        "ignore_eos",
-        "cache_salt",
-    }
+    {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed"}
+    | {"stop_token_ids", "ignore_eos", "cache_salt"}
 )
 MAX_CHAT_VALUES: Final = 10_000
 """Of a chat that is costly to read: a thousand messages of some parts. To unpickle so many takes the router 2 ms."""
@@ -80,7 +69,7 @@ _OF_CHATS: Final = frozenset({"messages", "max_completion_tokens", "chat_templat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeBody:
+class NodeBody(Body):
     """A request to a decode node.
 
     Args:
@@ -104,29 +93,15 @@ def completion(model: str, body: Mapping[str, Any]) -> NodeBody:
     return node_body(COMPLETIONS, body, prompt_of(body))
 
 
-def node_body(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -> NodeBody:
-    """Return the request for a body that passed `check`; see `generate_request`."""
-    request = generate_request(path, body, prompt)
-    return NodeBody(request=request, is_stream=bool(body.get("stream")), with_usage=wants_usage(body))
-
-
 def check(path: str, model: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the body if a decode node of `model` supports all of its fields.
 
     Raises:
-        ApiError: It asks for something else.
+        ApiError: A field asks for what a decode node cannot do, or is unknown.
     """
     name = body.get("model")
     if name is not None and name != model:
         raise ApiError(404, f"The model {shown(name)} does not exist; it is called {model} here.", param="model")
-    check_fields(path, body)
-    return body
-
-
-def check_fields(path: str, body: Mapping[str, Any]) -> None:
-    """Raises:
-    ApiError: A field asks for what a decode node cannot do, or is unknown.
-    """
     known = _TAKEN | (_OF_CHATS if path == CHAT else _OF_COMPLETIONS)
     for name, value in body.items():
         if name in known or name in _OF_NO_EFFECT or value is None:
@@ -135,7 +110,8 @@ def check_fields(path: str, body: Mapping[str, Any]) -> None:
             raise ApiError(400, f"{name} is not known to a kvferry decode node", param=name)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in _FIXED[name]):
             only = " or ".join(json.dumps(one) for one in _FIXED[name])
-            raise ApiError(400, f"{name} is {shown(value)}; a kvferry decode node can do {only} only", param=name)
+            raise bad_value(name, value, f"a kvferry decode node can do {only} only")
+    return body
 
 
 def check_costly_chat(path: str, model: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -156,7 +132,7 @@ def check_costly_chat(path: str, model: str, body: Mapping[str, Any]) -> Mapping
 
 
 def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
-    """The one prompt of a completion, text or token ids.
+    """Return the one prompt of a completion, text or token ids.
 
     Raises:
         ApiError: There is none, or more than one.
@@ -168,13 +144,13 @@ def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
         given = given[0]
     if isinstance(given, str):
         return given
-    if isinstance(given, list) and given and _are_ids(given):
-        return given
-    raise ApiError(400, f"prompt is {shown(given)}; it must be text, or a list of token ids from 0", param="prompt")
+    if given and _are_ids(given):
+        return given  # type: ignore[no-any-return]
+    raise bad_value("prompt", given, "it must be text, or a list of token ids from 0")
 
 
-def generate_request(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -> pb.GenerateRequest:
-    """The node's request.
+def node_body(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -> NodeBody:
+    """Return the request for a body that passed `check`.
 
     Args:
         prompt: Text, or token ids.
@@ -182,84 +158,66 @@ def generate_request(path: str, body: Mapping[str, Any], prompt: str | Sequence[
     Raises:
         ApiError: A value is out of range.
     """
-    temperature = _number(body, "temperature", 1.0, least=0.0)
-    seed = _integer(body, "seed", None, least=0, most=2**63 - 1)
     default = CHAT_TOKENS if path == CHAT else COMPLETION_TOKENS
-    name = "max_completion_tokens" if path == CHAT and body.get("max_completion_tokens") is not None else "max_tokens"
-    stop = body.get("stop_token_ids") or []
-    if not (isinstance(stop, list) and _are_ids(stop)):
-        raise ApiError(400, f"stop_token_ids is {shown(stop)}; it must be a list of token ids", param="stop_token_ids")
-    ignore_eos = body.get("ignore_eos") or False
-    if not isinstance(ignore_eos, bool):
-        raise ApiError(400, f"ignore_eos is {shown(ignore_eos)}; it must be true or false", param="ignore_eos")
-    return pb.GenerateRequest(
+    limit = "max_completion_tokens" if path == CHAT and body.get("max_completion_tokens") is not None else "max_tokens"
+    seed = _integer(body, "seed", None, least=0, most=2**63 - 1)
+    request = pb.GenerateRequest(
         prompt=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
-        max_new_tokens=_integer(body, name, default, least=1, most=_UINT32),
+        max_new_tokens=_integer(body, limit, default, least=1, most=_UINT32),
         sampling=pb.SamplingParams(
-            temperature=temperature,
+            temperature=_number(body, "temperature", 1.0, least=0.0),
             top_p=_number(body, "top_p", 1.0, least=1e-6, most=1.0),  # a node takes 0 for nothing said
             top_k=max(0, _integer(body, "top_k", 0, least=-1, most=_UINT32) or 0),  # -1 keeps all, as vLLM has it
             # A node's own default is one and the same seed; a client that gives none wants another answer each time.
             seed=seed if seed is not None else secrets.randbits(63),
         ),
-        stop_token_ids=stop,
-        ignore_eos=ignore_eos,
-        cache_salt=_cache_salt(body),
+        stop_token_ids=_value(body, "stop_token_ids", lambda ids: not ids or _are_ids(ids), "a list of token ids") or (),
+        ignore_eos=bool(_value(body, "ignore_eos", lambda flag: not flag or flag is True, "true or false")),
+        cache_salt=_value(
+            body,
+            "cache_salt",
+            lambda salt: isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS,  # an empty one vLLM refuses, too
+            f"text of 1 to {MAX_CACHE_SALT_CHARS} characters",
+        ),
     )
+    return NodeBody(request=request, is_stream=bool(body.get("stream")), with_usage=_wants_usage(body))
 
 
-def _cache_salt(body: Mapping[str, Any]) -> str:
-    salt = body.get("cache_salt")
-    if salt is None:
-        return ""
-    if not (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):  # an empty one vLLM refuses, too
-        bound = f"it must be text of 1 to {MAX_CACHE_SALT_CHARS} characters"
-        raise ApiError(400, f"cache_salt is {shown(salt)}; {bound}", param="cache_salt")
-    return salt
-
-
-def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Whether a stream ends with an event on how many tokens there were.
-
-    Raises:
-        ApiError: `stream_options` asks for something else.
-    """
+def _wants_usage(body: Mapping[str, Any]) -> bool:
+    """Return whether a stream ends with an event that has the number of tokens."""
     options = body.get("stream_options")
     if options is None:
         return False
     if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
-        raise ApiError(400, f'stream_options is {shown(options)}; it can be {{"include_usage": true}}', param="stream_options")
+        raise bad_value("stream_options", options, 'it can be {"include_usage": true}')
     for name, value in options.items():
         if name != "include_usage" and value:
-            raise ApiError(400, f"stream_options.{name} is {shown(value)}; it is not known here", param="stream_options")
+            raise bad_value(f"stream_options.{name}", value, "it is not known here")
     return bool(options.get("include_usage", False))
 
 
-def _are_ids(given: list[Any]) -> bool:
-    """Return whether all values are token ids. There can be a million."""
+def _are_ids(given: object) -> bool:
+    """Return whether all values of a list are token ids. There can be a million."""
+    if not isinstance(given, list):
+        return False
     return set(map(type, given)) <= {int} and min(given, default=0) >= 0 and max(given, default=0) <= _UINT32
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _value(body: Mapping[str, Any], name: str, is_right: Callable[[Any], bool], bound: str) -> Any:
+    value = body.get(name)
+    if value is not None and not is_right(value):
+        raise bad_value(name, value, f"it must be {bound}")
+    return value
 
 
 def _integer(body: Mapping[str, Any], name: str, default: int | None, *, least: int, most: int) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not (_is_int(value) and least <= value <= most):
-        raise ApiError(400, f"{name} is {shown(value)}; it must be a whole number in [{least}, {most}]", param=name)
-    return int(value)
+    bound = f"a whole number in [{least}, {most}]"
+    value = _value(body, name, lambda number: type(number) is int and least <= number <= most, bound)
+    return default if value is None else int(value)
 
 
-def _number(body: Mapping[str, Any], name: str, default: float, *, least: float, most: float = math.inf) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and abs(value) < 1e30 and least <= value <= most):
-        bound = f"in [{least:g}, {most:g}]" if most < math.inf else f"{least:g} or above"
-        raise ApiError(400, f"{name} is {shown(value)}; it must be {bound}", param=name)
-    return float(value)
+def _number(body: Mapping[str, Any], name: str, default: float, *, least: float, most: float = _LARGE) -> float:
+    bound = f"in [{least:g}, {most:g}]" if most < _LARGE else f"{least:g} or above"
+    value = _value(body, name, lambda number: type(number) in (int, float) and least <= number <= most and number < _LARGE, bound)
+    return default if value is None else float(value)

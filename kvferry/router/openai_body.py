@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvferry.router.api import CHAT, ApiError
+from kvferry.router.api import CHAT, ApiError, Body
 
 KV_FIELD: Final = "kv_transfer_params"
 _EXTRA_FIELD: Final = "vllm_xargs"  # vLLM merges its members with kv_transfer_params
@@ -84,7 +84,7 @@ def check_body(content: bytes, body: Mapping[str, Any]) -> None:
         raise ApiError(400, f"{_EXTRA_FIELD} has {KV_FIELD}, which a client cannot give", param=_EXTRA_FIELD)
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
-        raise ApiError(400, f"stream is {shown(stream)}; it must be true or false", param="stream")
+        raise bad_value("stream", stream, "it must be true or false")
 
 
 def _too_deep() -> ApiError:
@@ -107,6 +107,11 @@ def shown(value: object) -> str:
     """Return a value in a form that a message can quote."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def bad_value(name: str, value: object, bound: str) -> ApiError:
+    """Return the refusal of a field's value. `bound` says which values the field can have."""
+    return ApiError(400, f"{name} is {shown(value)}; {bound}", param=name.partition(".")[0])
 
 
 def _no_constant(name: str) -> None:
@@ -160,21 +165,17 @@ def _above(value: object, limit: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmBody:
+class VllmBody(Body):
     """A request to vLLM servers as JSON, without the members that the router adds.
 
     Args:
         shared: Members of the JSON object for both servers.
         for_decode: Members for the decode server alone.
-        prompt_tokens: Estimated number of tokens of the prompt.
-        alone: `why_decode_alone`.
         has_completion_limit: Whether `max_completion_tokens` is one of `for_decode`.
     """
 
     shared: bytes
     for_decode: bytes
-    prompt_tokens: int
-    alone: str | None
     has_completion_limit: bool
 
     def prefill(self, params: Mapping[str, Any]) -> bytes:

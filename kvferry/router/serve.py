@@ -8,26 +8,73 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, cast
 
 import structlog
 from aiohttp import web
 
 from kvferry.cli import exit_codes
-from kvferry.router.api import Backend
+from kvferry.cli.client_settings import client_security
 from kvferry.router.app import RouterApp
+from kvferry.router.backend import Backend
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.settings import RouterSettings
 from node_runtime.open_files import raise_open_files
+from transfer.config import LogConfig
 from transfer.errors import ConfigError
+from transfer.logs import configure_logging
 from transfer.registry.security import Security
 
 log = structlog.get_logger(__name__)
 
 _STOP_S: Final = 2.0  # for answers whose last bytes are on their way
+
+
+_OPTIONS: Final = {
+    "file": "--config",
+    "cert": "--tls-cert",
+    "key": "--tls-key",
+    "ca": "--tls-ca",
+    "peer_names": "--peer-name",
+    "insecure": "--insecure",
+}
+
+
+def run_route(settings: RouterSettings, *, tls: Mapping[str, Any], log_level: str, log_format: str) -> int:
+    """Serve, and return the exit code.
+
+    Args:
+        tls: The arguments of `client_security` that the command has, by name.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    for name, value, allowed in (
+        ("--log-level", log_level, ("debug", "info", "warning", "error")),
+        ("--log-format", log_format, ("text", "json")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    security = None
+    if settings.are_nodes:
+        security = client_security("route", *settings.decode, what="--decode", **tls)
+    elif settings.are_prefill_nodes:
+        security = client_security("route", *settings.prefill, what="--prefill", **tls)
+    else:
+        for name, value in tls.items():
+            if value:
+                raise ConfigError(f"{_OPTIONS[name]} is for kvferry's own nodes (grpc://); vLLM servers take http:// or https://")
+    configure_logging(
+        LogConfig(
+            level=cast("Literal['debug', 'info', 'warning', 'error']", log_level),
+            format=cast("Literal['text', 'json']", log_format),
+        ),
+        role="router",
+    )
+    return asyncio.run(run_router(settings, security))
 
 
 async def run_router(settings: RouterSettings, security: Security | None) -> int:
@@ -66,7 +113,7 @@ class OpenRouter:
 
     address: str
     app: RouterApp
-    backend: Backend[Any]
+    backend: Backend
     watching: asyncio.Future[None]
 
     async def wait(self, stop: asyncio.Event) -> None:
@@ -83,7 +130,7 @@ class OpenRouter:
 async def open_router(settings: RouterSettings, security: Security | None) -> AsyncIterator[OpenRouter]:
     """A router on this loop. See `run_router`."""
     metrics = RouterMetrics()
-    backend = _make_backend(settings, security, metrics)
+    backend = Backend(settings, security, metrics)
     app = RouterApp(backend, settings, metrics)
     runner = web.AppRunner(
         app.application(),
@@ -105,17 +152,6 @@ async def open_router(settings: RouterSettings, security: Security | None) -> As
     finally:
         await runner.cleanup()
         await backend.close()
-
-
-def _make_backend(settings: RouterSettings, security: Security | None, metrics: RouterMetrics) -> Backend[Any]:
-    if settings.are_nodes:
-        from kvferry.router.node_flow import NodeFlow  # brings gRPC
-
-        assert security is not None
-        return NodeFlow(settings, security, metrics)
-    from kvferry.router.vllm_flow import VllmFlow
-
-    return VllmFlow(settings, security, metrics)
 
 
 async def _listen(runner: web.AppRunner, settings: RouterSettings) -> str:

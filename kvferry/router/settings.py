@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from transfer.config import parse_size
 from transfer.config.values import checked_host_port
 from transfer.errors import ConfigError
 
-_SERVER_SCHEMES: Final = ("http", "https")
-NODE_SCHEME: Final = "grpc"
+_NODE_SCHEME: Final = "grpc://"
+_SCHEMES: Final = ("http://", "https://", _NODE_SCHEME)
 _LEAST_HEALTH_S: Final = 0.05
 """Servers would be asked without a pause."""
 
@@ -91,40 +91,28 @@ def router_settings(
     flow: str | None,
     max_body: str,
     max_body_total: str,
-    host: str,
-    port: int,
-    retries: int,
-    max_requests: int,
-    connect_timeout_s: float,
-    health_interval_s: float,
-    lost_after_s: float,
-    drain_timeout_s: float,
     tokenizer: Path | None,
     model_name: str | None,
-    ready_file: Path | None,
+    **others: Any,
 ) -> RouterSettings:
-    """The settings that a command's arguments make.
+    """Return the settings that a command's arguments make.
+
+    Args:
+        others: Fields of `RouterSettings` that are the arguments themselves.
 
     Raises:
-        ConfigError: One of them is wrong, or they do not go together.
+        ConfigError: An argument is wrong, or two do not go together.
     """
     if not decode:
         raise ConfigError(
             "--decode is missing; give a vLLM server (http://host:port) or a kvferry decode node (grpc://host:port)"
         )
-    schemes = {_scheme("--decode", url) for url in decode}
-    are_nodes = NODE_SCHEME in schemes
-    if are_nodes and len(schemes) > 1:
-        raise ConfigError(f"--decode mixes grpc:// and http:// ({', '.join(decode)}); a router has servers of one kind")
+    are_nodes = _are_nodes("--decode", decode)
     if are_nodes:
         if prefill:
             raise ConfigError(f"--prefill is {prefill[0]}; a kvferry decode node (grpc://) knows its prefill nodes by itself")
         if flow is not None:
             raise ConfigError(f"--flow is {flow}; it is for vLLM servers (http://)")
-        servers = [_node_address("--decode", url) for url in decode]
-        _check_different([("--decode", server) for server in servers])
-        before: list[str] = []
-        are_prefill_nodes = False
     else:
         for name, given in (("--tokenizer", tokenizer), ("--model-name", model_name)):
             if given is not None:
@@ -133,34 +121,25 @@ def router_settings(
             raise ConfigError(
                 "--prefill is missing; give a vLLM prefill server (http://host:port) or a kvferry prefill node (grpc://host:port)"
             )
-        kinds = {_scheme("--prefill", url) for url in prefill}
-        are_prefill_nodes = NODE_SCHEME in kinds
-        if are_prefill_nodes and len(kinds) > 1:
-            raise ConfigError(f"--prefill mixes grpc:// and http:// ({', '.join(prefill)}); a router has servers of one kind")
-        if are_prefill_nodes and flow is not None:
-            raise ConfigError(f"--flow is {flow}; it is for vLLM prefill servers (http://): a node is asked by the decode server")
-        address = _node_address if are_prefill_nodes else _server_url
-        before, servers = [address("--prefill", url) for url in prefill], [_server_url("--decode", url) for url in decode]
-        _check_different([("--prefill", url) for url in before] + [("--decode", url) for url in servers])
+    are_prefill_nodes = _are_nodes("--prefill", prefill)
+    if are_prefill_nodes and flow is not None:
+        raise ConfigError(f"--flow is {flow}; it is for vLLM prefill servers (http://): a node is asked by the decode server")
+    servers = {
+        option: [_node_address(option, url) if is_node else _server_url(option, url) for url in urls]
+        for option, urls, is_node in (("--prefill", prefill, are_prefill_nodes), ("--decode", decode, are_nodes))
+    }
+    _check_different([(option, url) for option, urls in servers.items() for url in urls])
     return RouterSettings(
-        prefill=tuple(before),
-        decode=tuple(servers),
+        prefill=tuple(servers["--prefill"]),
+        decode=tuple(servers["--decode"]),
         are_nodes=are_nodes,
         are_prefill_nodes=are_prefill_nodes,
         flow=_flow(flow),
-        host=host,
-        port=port,
-        retries=retries,
-        max_requests=max_requests,
         max_body_bytes=_size("--max-body", max_body),
         max_body_total_bytes=_size("--max-body-total", max_body_total),
-        connect_timeout_s=connect_timeout_s,
-        health_interval_s=health_interval_s,
-        lost_after_s=lost_after_s,
-        drain_timeout_s=drain_timeout_s,
         tokenizer=tokenizer,
         model_name=model_name,
-        ready_file=ready_file,
+        **others,
     )
 
 
@@ -180,14 +159,15 @@ def _flow(given: str | None) -> FlowKind:
         raise ConfigError(f"--flow is {given!r}; it must be one of {', '.join(FlowKind)}") from None
 
 
-def _scheme(option: str, url: str) -> str:
-    """ "grpc", or "http" for both kinds of it."""
-    scheme = url.partition("://")[0].lower() if "://" in url else ""
-    if scheme == NODE_SCHEME:
-        return NODE_SCHEME
-    if scheme not in _SERVER_SCHEMES:
-        raise ConfigError(f"{option} is {url!r}; it must begin with http://, https:// or, for a kvferry node, grpc://")
-    return "http"
+def _are_nodes(option: str, urls: Sequence[str]) -> bool:
+    """Return whether the URLs are of kvferry's own nodes."""
+    for url in urls:
+        if not url.lower().startswith(_SCHEMES):
+            raise ConfigError(f"{option} is {url!r}; it must begin with http://, https:// or, for a kvferry node, grpc://")
+    are_nodes = {url.lower().startswith(_NODE_SCHEME) for url in urls}
+    if len(are_nodes) > 1:
+        raise ConfigError(f"{option} mixes grpc:// and http:// ({', '.join(urls)}); a router has servers of one kind")
+    return True in are_nodes
 
 
 def _server_url(option: str, url: str) -> str:

@@ -41,11 +41,6 @@ class EventBuffer:
             raise ValueError(f"an event has more than {MAX_EVENT_BYTES} bytes")
         return events
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether an event has begun and not ended."""
-        return bool(self._rest.strip())
-
 
 def data_of(event: bytes) -> bytes:
     """What an event carries; empty for comments."""

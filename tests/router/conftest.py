@@ -6,17 +6,19 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 
+from kvferry.router.http_server import HttpServer
 from kvferry.router.serve import OpenRouter, open_router
 from kvferry.router.settings import FlowKind, RouterSettings
-from kvferry.router.vllm_flow import VllmFlow
-from tests.router.vllm_server import Kv, VllmServer, running
+from tests.router.node_servers import DecodeNode, PrefillNode
+from tests.router.vllm_server import Kv, VllmServer
+from transfer.registry.security import PlainText, Security
 
 PROMPT = "The harbour was quiet."
 WITHIN_S = 60.0
@@ -109,54 +111,59 @@ class Client:
         return 0.0
 
 
+AnyServer: TypeAlias = VllmServer | PrefillNode | DecodeNode
+
+
 class Setup:
     """A router between servers."""
 
-    def __init__(self, router: OpenRouter, client: Client, prefill: list[VllmServer], decode: list[VllmServer]) -> None:
-        assert isinstance(router.backend, VllmFlow)
+    def __init__(self, router: OpenRouter, client: Client, prefill: list[Any], decode: list[Any]) -> None:
         self.router = router
-        self.flow = router.backend
+        self.backend = router.backend
         self.client = client
         self.prefill = prefill
         self.decode = decode
 
     async def ready(self) -> None:
-        await until(lambda: self.router.backend.readiness().is_ready, "the router is ready")
-
-
-def server(kv: Kv, **options: Any) -> VllmServer:
-    return VllmServer(kv=kv, **options)
+        await until(lambda: self.backend.readiness().is_ready, "the router is ready")
 
 
 @asynccontextmanager
 async def routing(
-    prefill: int | list[VllmServer] = 1,
-    decode: int | list[VllmServer] = 1,
+    prefill: int | Sequence[AnyServer] = 1,
+    decode: int | Sequence[AnyServer] = 1,
     *,
     learnt: bool = False,
     is_ready: bool = True,
-    change: Callable[[list[VllmServer], list[VllmServer]], None] | None = None,
+    change: Callable[[list[Any], list[Any]], None] | None = None,
+    security: Security | None = None,
     **options: Any,
 ) -> AsyncIterator[Setup]:
-    """A router, with so many servers on each side.
+    """A router, with so many vLLM servers on each side, or with the given servers.
 
     Args:
         learnt: Each prefill server has answered once, and requests go concurrently from now on.
         is_ready: Wait until it is, as else it is not yet.
         change: Done to the servers before they start.
+        security: How nodes are called.
         options: Of the router's settings.
     """
     kv = Kv()
-    before = [VllmServer(kv=kv) for _ in range(prefill)] if isinstance(prefill, int) else prefill
-    after = [VllmServer(kv=kv) for _ in range(decode)] if isinstance(decode, int) else decode
+    before: list[Any] = [VllmServer(kv=kv) for _ in range(prefill)] if isinstance(prefill, int) else list(prefill)
+    after: list[Any] = [VllmServer(kv=kv) for _ in range(decode)] if isinstance(decode, int) else list(decode)
     if change is not None:
         change(before, after)
     options = {"health_interval_s": 0.05, **options}
     async with running(*before, *after):
         settings = RouterSettings(
-            prefill=tuple(one.url for one in before), decode=tuple(one.url for one in after), are_nodes=False, port=0, **options
+            prefill=tuple(one.url.removeprefix("grpc://") for one in before),
+            decode=tuple(one.url.removeprefix("grpc://") for one in after),
+            are_nodes=isinstance(after[0], DecodeNode),
+            are_prefill_nodes=bool(before) and isinstance(before[0], PrefillNode),
+            port=0,
+            **options,
         )
-        async with open_router(settings, None) as router:
+        async with open_router(settings, security or PlainText()) as router:
             client = Client(router.address)
             setup = Setup(router, client, before, after)
             try:
@@ -165,12 +172,35 @@ async def routing(
                 if learnt:
                     for _ in before:
                         assert (await client.complete()).status == 200
-                    assert all(one.source is not None for one in setup.flow.prefill.servers)
+                    known = setup.backend.prefill.servers
+                    assert all(isinstance(one, HttpServer) and one.learnt.source is not None for one in known)
                     for one in (*before, *after):
                         one.requests.clear()
                 yield setup
             finally:
                 await client.session.close()
+
+
+KINDS = ("vllm", "nodes")
+
+
+def routing_of(kind: str, number: int = 1, **options: Any) -> AbstractAsyncContextManager[Setup]:
+    """A router with so many decode servers of a kind: vLLM's, behind prefill servers that are known, or kvferry's own nodes."""
+    if kind == "nodes":
+        return routing((), [DecodeNode() for _ in range(number)], model_name="tiny", **options)
+    return routing(number, number, learnt=True, **options)
+
+
+@asynccontextmanager
+async def running(*servers: AnyServer) -> AsyncIterator[None]:
+    """The servers, for as long as this lasts."""
+    try:
+        for server in servers:
+            await server.start()
+        yield
+    finally:
+        for server in servers:
+            await server.stop()
 
 
 SEQUENTIAL = FlowKind.SEQUENTIAL
@@ -179,5 +209,5 @@ SEQUENTIAL = FlowKind.SEQUENTIAL
 async def settled(setup: Setup) -> None:
     """Nothing is under way at any server."""
     await until(lambda: not any(one.running for one in (*setup.prefill, *setup.decode)), "the servers are idle")
-    assert all(one.outstanding == 0 for tier in (setup.flow.prefill, setup.flow.decode) for one in tier.servers)
+    assert all(one.outstanding == 0 for tier in (setup.backend.prefill, setup.backend.decode) for one in tier.servers)
     await asyncio.sleep(0)

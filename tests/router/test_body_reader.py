@@ -13,11 +13,9 @@ import pytest
 from kvferry.router import body_reader
 from kvferry.router.api import CHAT, ApiError
 from kvferry.router.body_reader import BodyReader, is_light
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.node_flow import NodeFlow
+from kvferry.router.node_model import NodeModel
 from kvferry.router.settings import RouterSettings
 from tests.router.conftest import routing
-from transfer.registry.security import PlainText
 
 
 def repeated(value: str, number: int) -> bytes:
@@ -88,15 +86,12 @@ async def test_a_process_whose_request_is_given_up_is_ended(all_by_process: list
 
 async def test_a_costly_chat_with_a_node_has_few_values_and_texts_of_any_length() -> None:
     settings = RouterSettings(prefill=(), decode=("127.0.0.1:1",), are_nodes=True)
-    flow = NodeFlow(settings, PlainText(), RouterMetrics())
+    model = NodeModel(settings)
     document = json.dumps({"messages": [{"role": "user", "content": "[1.5, 2.5]," * 60_000}]}).encode()
     values = json.dumps({"messages": [[]] * 40_000}).encode()
     assert not is_light(document) and not is_light(values)
-    try:
-        with pytest.raises(ApiError, match="chats need a chat template"):  # the next thing that is looked at
-            await flow.read(CHAT, document)
-        with pytest.raises(ApiError, match="can have 10000 JSON values") as refused:
-            await flow.read(CHAT, values)
-        assert refused.value.status == 413
-    finally:
-        await flow.close()
+    with pytest.raises(ApiError, match="chats need a chat template"):  # the next thing that is looked at
+        await model.read(CHAT, document)
+    with pytest.raises(ApiError, match="can have 10000 JSON values") as refused:
+        await model.read(CHAT, values)
+    assert refused.value.status == 413

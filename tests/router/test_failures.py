@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 
-from tests.router.conftest import PROMPT, SEQUENTIAL, WITHIN_S, Setup, routing, settled, until
+from kvferry.router.servers import Server
+from kvferry.router.settings import FlowKind
+from tests.router.conftest import KINDS, PROMPT, SEQUENTIAL, WITHIN_S, Setup, routing, routing_of, settled, until
 from tests.router.vllm_server import SHAPES, Kv, VllmServer
 
 EXPECTED = f"<{len(PROMPT)}> one two three"
 
 
-def sent(servers: list[VllmServer]) -> int:
+FAULT: dict[str, Any] = {"vllm": 500, "nodes": grpc.StatusCode.INTERNAL}
+
+
+def sent(servers: list[Any]) -> int:
     return sum(len(one.requests) for one in servers)
 
 
@@ -58,7 +65,7 @@ async def test_a_failed_decode_cancels_its_prefill_at_once() -> None:
         setup.prefill[0].gate.set()
         assert (await asking).text == EXPECTED
         assert await setup.client.metric("server_failures_total", tier="decode", reason="stale") == 1
-        assert setup.flow.decode.servers[0].breaker.num_openings == 0
+        assert setup.backend.decode.servers[0].breaker.num_openings == 0
         setup.decode[0].answers += [500] * 2
         answer = await setup.client.complete()
         assert answer.status == 502 and "decode server" in answer.error and len(setup.decode[0].requests) == 4
@@ -66,7 +73,7 @@ async def test_a_failed_decode_cancels_its_prefill_at_once() -> None:
 
 
 async def test_a_prefill_that_hangs_after_decode_is_done_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.vllm_flow.PREFILL_GRACE_S", 0.3)
+    monkeypatch.setattr("kvferry.router.attempt.PREFILL_GRACE_S", 0.3)
 
     def alone(_: list[VllmServer], decode: list[VllmServer]) -> None:
         decode[0].ignores_kv = True
@@ -90,20 +97,34 @@ async def test_an_error_as_the_first_event_of_a_stream_is_tried_again(is_chat: b
         assert "Internal server error" not in answer.body.decode()
 
 
-async def test_retries_are_bounded_and_the_last_failure_is_told() -> None:
-    async with routing(1, 2, retries=3) as setup:
+@pytest.mark.parametrize("kind", KINDS)
+async def test_retries_are_bounded_and_the_last_failure_is_told(kind: str) -> None:
+    async with routing_of(kind, 2, retries=3, flow=SEQUENTIAL) as setup:
         for server in setup.decode:
-            server.answers += [500] * 10
+            server.answers += [FAULT[kind]] * 10
         answer = await setup.client.complete()
         assert answer.status == 502 and "the last of 4 tries" in answer.error
-        assert sent(setup.decode) == 4
         assert [len(one.requests) for one in setup.decode] == [2, 2], "in turns, where there is no other left"
 
 
-@pytest.mark.parametrize("status", [429, 503])
-async def test_servers_that_are_full_are_told_as_such(status: int) -> None:
-    async with routing(retries=1) as setup:
-        setup.decode[0].answers += [status] * 2
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_fails_three_requests_is_left_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Server.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(Server.__init__.__kwdefaults__, "clock", lambda: 100.0)  # a breaker never ends its pause
+    async with routing_of(kind, 2, flow=SEQUENTIAL) as setup:
+        setup.decode[0].answers += [FAULT[kind]] * 12
+        for number in range(12):
+            answer = await setup.client.complete(stream=number % 2 == 0)
+            assert answer.status == 200 and answer.text == EXPECTED
+        assert [len(server.requests) for server in setup.decode] == [3, 12]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "status"), [("vllm", 429, 429), ("vllm", 503, 503), ("nodes", grpc.StatusCode.RESOURCE_EXHAUSTED, 503)]
+)
+async def test_servers_that_are_full_are_told_as_such(kind: str, fault: object, status: int) -> None:
+    async with routing_of(kind, retries=1, flow=SEQUENTIAL) as setup:
+        setup.decode[0].answers += [fault] * 2
         answer = await setup.client.complete()
         assert (answer.status, answer.headers["Retry-After"]) == (status, "1")
 
@@ -122,13 +143,13 @@ async def test_a_clients_error_is_passed_on_unchanged_and_not_tried_again(flow: 
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
-async def test_a_client_that_goes_away_ends_both_requests(is_stream: bool, flow: str) -> None:
-    async with routing(learnt=True, **({"flow": SEQUENTIAL} if flow == "sequential" else {})) as setup:
-        setup.prefill[0].gate.clear()
-        asking = asyncio.create_task(setup.client.complete(stream=is_stream))
-        number = 2 if flow == "concurrent" else 1
+@pytest.mark.parametrize(("kind", "flow"), [("vllm", FlowKind.CONCURRENT), ("vllm", SEQUENTIAL), ("nodes", FlowKind.CONCURRENT)])
+async def test_a_client_that_goes_away_ends_all_requests(is_stream: bool, kind: str, flow: FlowKind) -> None:
+    async with routing_of(kind, flow=flow) as setup:
         everybody = (*setup.prefill, *setup.decode)
+        everybody[0].gate.clear()
+        asking = asyncio.create_task(setup.client.complete(stream=is_stream))
+        number = 2 if (kind, flow) == ("vllm", FlowKind.CONCURRENT) else 1
         await until(lambda: sum(one.running for one in everybody) == number, "the servers have it")
         asking.cancel()
         await until(lambda: sum(one.disconnected for one in everybody) == number, "all of them were told")
@@ -137,26 +158,18 @@ async def test_a_client_that_goes_away_ends_both_requests(is_stream: bool, flow:
         assert await setup.client.metric("running_requests") == 0
 
 
-async def test_a_client_that_goes_away_in_mid_stream_ends_decode() -> None:
-    def slow(_: list[VllmServer], decode: list[VllmServer]) -> None:
-        decode[0].words, decode[0].word_delay_s = (" x",) * 1000, 0.05
-
-    async with routing(learnt=False, change=slow) as setup:
-        body = {"model": "tiny", "prompt": PROMPT, "stream": True, "max_tokens": 1000}
-        async with setup.client.session.post(f"{setup.client.url}/v1/completions", json=body) as answer:
-            assert answer.status == 200
-            await answer.content.readany()
-            answer.close()
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_client_that_goes_away_in_mid_stream_ends_decode(kind: str) -> None:
+    async with routing_of(kind) as setup:
+        (await _stream_of_slow_words(setup, 1000)).close()
         await until(lambda: setup.decode[0].disconnected == 1, "decode was told")
         await settled(setup)
 
 
-@pytest.mark.parametrize("is_chat", [False, True])
-async def test_a_stream_that_breaks_off_ends_with_an_error_event(is_chat: bool) -> None:
-    def breaking(_: list[VllmServer], decode: list[VllmServer]) -> None:
-        decode[0].break_after = 3
-
-    async with routing(change=breaking) as setup:
+@pytest.mark.parametrize(("kind", "is_chat"), [("vllm", False), ("vllm", True), ("nodes", False)])
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(kind: str, is_chat: bool) -> None:
+    async with routing_of(kind) as setup:
+        setup.decode[0].break_after = 4 if kind == "nodes" else 3  # one token of a node spells nothing
         answer = await (setup.client.chat if is_chat else setup.client.complete)(stream=True)
         *events, last = answer.events
         assert answer.status == 200 and len(events) == 3 and "[DONE]" not in answer.events
@@ -175,7 +188,7 @@ async def test_a_server_that_is_gone_is_left_out_and_taken_back(tier: str) -> No
         for _ in range(4):
             assert (await setup.client.complete()).text == EXPECTED
         assert not gone.requests
-        (known,) = [one for one in (*setup.flow.prefill.servers, *setup.flow.decode.servers) if one.url == gone.url]
+        (known,) = [one for one in (*setup.backend.prefill.servers, *setup.backend.decode.servers) if one.url == gone.url]
         await until(lambda: known.state != "healthy", "the router has seen it")
         await gone.restart("engine-2")
         await until(lambda: known.state == "healthy", "the router has seen it again")
@@ -192,7 +205,7 @@ async def test_no_server_at_all_is_said_by_name_and_the_last_choice_is_still_ask
         answer = await setup.client.complete()
         assert answer.status == 503 and answer.headers["Retry-After"] == "1"
         assert f"decode server {setup.decode[0].url}: " in answer.error and "Connect call failed" not in answer.error
-        await until(lambda: not setup.flow.readiness().is_ready, "seen")
+        await until(lambda: not setup.backend.readiness().is_ready, "seen")
         ready = await setup.client.get("/readyz")
         assert ready.status == 503 and setup.decode[0].url.encode() in ready.body and b"no decode server is healthy" in ready.body
         assert (await setup.client.get("/health")).status == 200, "the router itself lives"
@@ -203,8 +216,9 @@ async def test_no_server_at_all_is_said_by_name_and_the_last_choice_is_still_ask
         assert (await setup.client.complete()).text == EXPECTED
 
 
-async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it() -> None:
-    async with routing(1, 2, learnt=True, lost_after_s=0.3) as setup:
+@pytest.mark.parametrize(("kind", "problem"), [("vllm", b"is answered with 500"), ("nodes", b"tired")])
+async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it(kind: str, problem: bytes) -> None:
+    async with routing_of(kind, 2, lost_after_s=0.3) as setup:
         for server in setup.decode:
             server.gate.clear()
         asking = asyncio.create_task(setup.client.complete())
@@ -218,15 +232,19 @@ async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it() -> N
         assert (await asyncio.wait_for(asking, WITHIN_S)).text == EXPECTED
         await until(lambda: frozen.disconnected == 1, "it was told")
         assert await setup.client.metric("server_failures_total", tier="decode", reason="lost") == 1
+        assert (await setup.client.get("/readyz")).body == b"ready\n", "one is left"
+        other.health = 500
+        await until(lambda: not setup.backend.readiness().is_ready, "the router has seen it")
+        assert problem in (await setup.client.get("/readyz")).body
 
 
 async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
     kv = Kv()
     async with routing([VllmServer(kv=kv, model="huge")], [VllmServer(kv=kv)], is_ready=False) as setup:
-        (server,) = setup.flow.prefill.servers
+        (server,) = setup.backend.prefill.servers
         await until(lambda: bool(server.misfit), "both sides were looked at")
         for _ in range(10):  # looks
-            assert not setup.router.backend.readiness().is_ready
+            assert not setup.backend.readiness().is_ready
             answer = await setup.client.get("/readyz")
             assert answer.status == 503 and b"it serves huge" in answer.body and b"serves tiny" in answer.body
             await asyncio.sleep(0.05)
@@ -234,20 +252,20 @@ async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
             assert answer.status == 503 and "it serves huge" in answer.error and "serves tiny" in answer.error
 
 
-async def _stream_of_slow_words(setup: Setup) -> aiohttp.ClientResponse:
-    body = {"model": "tiny", "prompt": PROMPT, "stream": True, "max_tokens": 1000}
+async def _stream_of_slow_words(setup: Setup, number: int) -> aiohttp.ClientResponse:
+    """An answer of so many words, whose first part has come."""
+    setup.decode[0].words, setup.decode[0].word_delay_s = (" x",) * number, 0.05
+    body = {"model": "tiny", "prompt": PROMPT, "stream": True, "max_tokens": number}
     answer = await setup.client.session.post(f"{setup.client.url}/v1/completions", json=body)
+    assert answer.status == 200
     await answer.content.readany()
     return answer
 
 
-def _slow(number: int, delay_s: float, _: list[VllmServer], decode: list[VllmServer]) -> None:
-    decode[0].words, decode[0].word_delay_s = (" x",) * number, delay_s
-
-
-async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
-    async with routing(change=lambda before, after: _slow(10, 0.05, before, after)) as setup:
-        answer = await _stream_of_slow_words(setup)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_draining_finishes_what_runs_and_takes_nothing_new(kind: str) -> None:
+    async with routing_of(kind) as setup:
+        answer = await _stream_of_slow_words(setup, 10)
         draining = asyncio.create_task(setup.router.app.drain(30, asyncio.Event()))
         await asyncio.sleep(0)
         refused = await setup.client.complete()
@@ -257,10 +275,11 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
         assert await draining == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_hurried", [False, True])
-async def test_what_is_cut_off_at_the_end_says_so(is_hurried: bool) -> None:
-    async with routing(change=lambda before, after: _slow(1000, 0.05, before, after)) as setup:
-        answer = await _stream_of_slow_words(setup)
+async def test_what_is_cut_off_at_the_end_says_so(kind: str, is_hurried: bool) -> None:
+    async with routing_of(kind) as setup:
+        answer = await _stream_of_slow_words(setup, 1000)
         whole = asyncio.create_task(setup.client.complete(max_tokens=1000))
         setup.decode[0].gate.clear()
         await until(lambda: setup.router.app.num_running == 2, "both run")

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 from kvferry.router.api import CHAT, COMPLETIONS, ApiError
-from kvferry.router.node_body import CHAT_TOKENS, COMPLETION_TOKENS, check_fields, generate_request, prompt_of, wants_usage
+from kvferry.router.node_body import CHAT_TOKENS, COMPLETION_TOKENS, check, node_body, prompt_of
+from transfer.pb import kvferry_pb2 as pb
+
+MODEL = "tiny"
+
+
+def request_for(path: str, body: dict[str, Any], prompt: str | list[int]) -> pb.GenerateRequest:
+    return node_body(path, body, prompt).request
+
+
+def wants_usage(body: dict[str, Any]) -> bool:
+    return node_body(COMPLETIONS, body, "x").with_usage
 
 
 def test_every_field_that_a_node_has_is_carried() -> None:
@@ -22,8 +33,8 @@ def test_every_field_that_a_node_has_is_carried() -> None:
         "ignore_eos": True,
         "cache_salt": "tenant",
     }
-    check_fields(COMPLETIONS, body)
-    request = generate_request(COMPLETIONS, body, prompt_of(body))
+    check(COMPLETIONS, MODEL, body)
+    request = request_for(COMPLETIONS, body, prompt_of(body))
     assert list(request.token_ids.ids) == [5, 6] and request.max_new_tokens == 9
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.75, 4, 2**63 - 1)
@@ -32,15 +43,15 @@ def test_every_field_that_a_node_has_is_carried() -> None:
 
 
 def test_what_is_not_said_is_as_in_openais_api() -> None:
-    request = generate_request(COMPLETIONS, {}, "text")
+    request = request_for(COMPLETIONS, {}, "text")
     assert request.prompt == "text" and request.max_new_tokens == COMPLETION_TOKENS and not request.ignore_eos
-    assert generate_request(COMPLETIONS, {"cache_salt": None}, "text").cache_salt == request.cache_salt == ""
+    assert request_for(COMPLETIONS, {"cache_salt": None}, "text").cache_salt == request.cache_salt == ""
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, 0)
-    assert request.sampling.seed != generate_request(COMPLETIONS, {}, "text").sampling.seed
-    assert generate_request(CHAT, {}, [1]).max_new_tokens == CHAT_TOKENS
-    assert generate_request(CHAT, {"max_tokens": 7}, [1]).max_new_tokens == 7
-    assert generate_request(CHAT, {"max_tokens": 7, "max_completion_tokens": 8}, [1]).max_new_tokens == 8
-    assert generate_request(COMPLETIONS, {"top_k": -1}, [1]).sampling.top_k == 0
+    assert request.sampling.seed != request_for(COMPLETIONS, {}, "text").sampling.seed
+    assert request_for(CHAT, {}, [1]).max_new_tokens == CHAT_TOKENS
+    assert request_for(CHAT, {"max_tokens": 7}, [1]).max_new_tokens == 7
+    assert request_for(CHAT, {"max_tokens": 7, "max_completion_tokens": 8}, [1]).max_new_tokens == 8
+    assert request_for(COMPLETIONS, {"top_k": -1}, [1]).sampling.top_k == 0
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,7 @@ def test_what_is_not_said_is_as_in_openais_api() -> None:
     ],
 )
 def test_fields_that_ask_for_nothing_else_are_taken(body: dict[str, Any]) -> None:
-    check_fields(COMPLETIONS, body)
+    check(COMPLETIONS, MODEL, body)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +78,7 @@ def test_fields_that_ask_for_nothing_else_are_taken(body: dict[str, Any]) -> Non
 )
 def test_what_a_node_cannot_do_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ApiError, match=f"^{field} is ") as raised:
-        check_fields(COMPLETIONS, {field: value})
+        check(COMPLETIONS, MODEL, {field: value})
     assert raised.value.status == 400 and raised.value.param == field
 
 
@@ -93,7 +104,7 @@ def test_one_prompt_however_it_is_wrapped(prompt: object, found: object) -> None
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ApiError, match=f"^{field} is ") as raised:
-        generate_request(COMPLETIONS, {field: value}, "x")
+        request_for(COMPLETIONS, {field: value}, "x")
     assert raised.value.param == field
 
 

@@ -3,89 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
-import grpc
-
-from kvferry.router.serve import open_router
-from kvferry.router.settings import RouterSettings
-from kvferry.router.vllm_flow import VllmFlow
-from tests.router.conftest import Client, until
-from tests.router.vllm_server import Kv, VllmServer, running
-from transfer.pb import kvferry_pb2 as pb
-from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.security import PlainText
-from transfer.registry.server import serve
+from tests.router.conftest import routing, settled, until
+from tests.router.node_servers import PrefillNode
 
 
-class PrefillNode(pb_grpc.PrefillControlServicer):
-    """Says that it is one."""
-
-    def __init__(self) -> None:
-        self.status = pb.NodeStatus(role="prefill", state="ready", ready=True)
-
-    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
-        return self.status
-
-
-@asynccontextmanager
-async def serving(node: PrefillNode) -> AsyncIterator[str]:
-    """host:port of the node."""
-    server = await serve("127.0.0.1", 0, prefill_control=node)
-    try:
-        yield f"127.0.0.1:{server.port}"
-    finally:
-        await server.close()
-
-
-@asynccontextmanager
-async def routing(decode: VllmServer, *nodes: str) -> AsyncIterator[tuple[VllmFlow, Client]]:
-    async with running(decode):
-        settings = RouterSettings(
-            prefill=nodes, decode=(decode.url,), are_nodes=False, are_prefill_nodes=True, port=0, health_interval_s=0.05
-        )
-        async with open_router(settings, PlainText()) as router:
-            assert isinstance(router.backend, VllmFlow)
-            client = Client(router.address)
-            try:
-                yield router.backend, client
-            finally:
-                await client.session.close()
+def address_of(node: PrefillNode) -> str:
+    return node.url.removeprefix("grpc://")
 
 
 async def test_decode_is_told_which_node_computes_the_prompt() -> None:
-    decode = VllmServer(kv=Kv())
-    async with serving(PrefillNode()) as one, serving(PrefillNode()) as other, routing(decode, one, other) as (flow, client):
-        await until(lambda: all(server.state == "healthy" for server in flow.nodes.servers), "both nodes are healthy")
-        await until(lambda: flow.readiness().is_ready, "the router is ready")
+    async with routing([PrefillNode(), PrefillNode()]) as setup:
+        await until(lambda: all(server.state == "healthy" for server in setup.backend.prefill.servers), "both nodes are healthy")
         for _ in range(4):
-            assert (await client.complete(max_tokens=3)).status == 200
-        streamed = await client.chat(stream=True)
+            assert (await setup.client.complete(max_tokens=3)).status == 200
+        streamed = await setup.client.chat(stream=True)
         assert streamed.status == 200 and streamed.events[-1] == "[DONE]"
-        told = [{"do_remote_prefill": True, "do_remote_decode": False, "remote_address": address} for address in (one, other)]
-        assert decode.params == [*told, *told, told[0]]  # the one that was asked the longest ago
-        assert await client.metric("flows_total", flow="fetched") == 5
-        assert await client.metric("servers", tier="prefill", state="healthy") == 2
-        assert json.loads((await client.get("/v1/models")).body)["data"][0]["id"] == "tiny"
-        assert all(server.outstanding == 0 for server in (*flow.nodes.servers, *flow.decode.servers))
+        told = [
+            {"do_remote_prefill": True, "do_remote_decode": False, "remote_address": address_of(node)} for node in setup.prefill
+        ]
+        assert setup.decode[0].params == [*told, *told, told[0]]  # the one that was asked the longest ago
+        assert await setup.client.metric("flows_total", flow="fetched") == 5
+        assert await setup.client.metric("servers", tier="prefill", state="healthy") == 2
+        assert json.loads((await setup.client.get("/v1/models")).body)["data"][0]["id"] == "tiny"
+        await settled(setup)
         # What cannot be handed over is computed by decode alone.
-        assert (await client.complete(n=2)).status == 200
-        assert decode.params[-1] is None
+        assert (await setup.client.complete(n=2)).status == 200
+        assert setup.decode[0].params[-1] is None
 
 
 async def test_a_node_that_drains_or_is_none_is_left_out() -> None:
-    decode, node, wrong = VllmServer(kv=Kv()), PrefillNode(), PrefillNode()
-    wrong.status.role = "decode"
-    async with serving(node) as good, serving(wrong) as bad, routing(decode, bad, good) as (flow, client):
-        await until(lambda: flow.readiness().is_ready, "the router is ready")
-        await until(lambda: "it is a decode node" in flow.nodes.servers[0].problem, "the other was looked at")
+    wrong, node = PrefillNode(role="decode"), PrefillNode(problem="the node is draining")
+    async with routing([wrong, node]) as setup:
+        await until(lambda: "it is a decode node" in setup.backend.prefill.servers[0].problem, "the other was looked at")
         for _ in range(3):
-            await client.complete()
-        assert {params["remote_address"] for params in decode.params} == {good}
-        node.status.ready, node.status.not_ready_reason = False, "the node is draining"
-        await until(lambda: not flow.readiness().is_ready, "the router has seen it")
-        answer = await client.get("/readyz")
+            await setup.client.complete()
+        assert {params["remote_address"] for params in setup.decode[0].params} == {address_of(node)}
+        node.health = 503
+        await until(lambda: not setup.backend.readiness().is_ready, "the router has seen it")
+        answer = await setup.client.get("/readyz")
         assert answer.status == 503
         assert b"--prefill takes prefill nodes" in answer.body and b"the node is draining" in answer.body

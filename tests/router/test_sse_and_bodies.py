@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.router import sse
 from kvferry.router.api import CHAT, COMPLETIONS
-from kvferry.router.http_server import KVSource, source_of
+from kvferry.router.kv_source import KVSource, source_of
 from kvferry.router.openai_body import prompt_tokens, vllm_body, why_decode_alone
 from tests.router.vllm_server import SHAPES, recorded, recorded_events
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,15 +239,3 @@ class VllmServer:
 
 def _error(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "InternalServerError", "param": None, "code": status}}
-
-
-@asynccontextmanager
-async def running(*servers: VllmServer) -> AsyncIterator[None]:
-    """The servers, for as long as this lasts."""
-    try:
-        for server in servers:
-            await server.start()
-        yield
-    finally:
-        for server in servers:
-            await server.stop()
