@@ -39,10 +39,10 @@ from transfer.config.operation import (
     TracingConfig,
 )
 from transfer.config.page import configuration_page
-from transfer.config.section import ENVIRONMENT_PREFIX, section_type, settings
 from transfer.config.storage import StorageBreakerConfig, StorageConfig
 from transfer.config.values import (
     EMBEDDED_ENGINE,
+    ENVIRONMENT_PREFIX,
     Count,
     CountOrZero,
     EngineName,
@@ -53,6 +53,8 @@ from transfer.config.values import (
     Seconds,
     SizeBytes,
     parse_size,
+    section_type,
+    settings,
 )
 
 __all__ = [

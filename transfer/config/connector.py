@@ -10,8 +10,7 @@ from transfer.config.memory import ChunkConfig, RingConfig, StagingConfig
 from transfer.config.network import PeersConfig, ServerConfig, TransportConfig
 from transfer.config.nodes import ProcessConfig
 from transfer.config.operation import BreakerConfig, HeartbeatConfig
-from transfer.config.section import Section
-from transfer.config.values import CountOrZero, Seconds
+from transfer.config.values import CountOrZero, Seconds, Section
 
 
 class ConnectorLimitsConfig(Section):

@@ -8,8 +8,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from transfer.config.section import Section
-from transfer.config.values import HostPort, checked_host_port, listed, no_bool
+from transfer.config.values import HostPort, Section, checked_host_port, listed, no_bool
 
 _OWN_SETTINGS: Final = {"static": ("file",), "dns": ("dns_name",), "etcd": ("etcd_endpoints",)}
 """What a kind has that no other one can use; the rest of the settings of etcd say nothing by themselves."""

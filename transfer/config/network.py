@@ -7,8 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from transfer.config.section import Section
-from transfer.config.values import Host, HostPort, PeerName, Port, SizeBytes, listed, parse_size, whole
+from transfer.config.values import Host, HostPort, PeerName, Port, Section, SizeBytes, listed, parse_size, whole
 
 
 class UcxConfig(Section):

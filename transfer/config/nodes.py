@@ -31,9 +31,8 @@ from transfer.config.operation import (
     StatusPageConfig,
     TracingConfig,
 )
-from transfer.config.section import Section
 from transfer.config.storage import ANSWER_S, StorageConfig
-from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds
+from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds, Section
 
 PREFIX_TOKENS: Final = 512
 """`placement.prefix_tokens` with a store: what one step of a prefill engine computes by default (`limits.max_step_tokens`)."""

@@ -6,8 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from transfer.config.section import Section
-from transfer.config.values import Count, CountOrZero, SizeBytes, no_bool
+from transfer.config.values import Count, CountOrZero, Section, SizeBytes, no_bool
 
 Share = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 

@@ -11,8 +11,7 @@ from pydantic.fields import FieldInfo
 
 from transfer.config.connector import ConnectorConfig
 from transfer.config.nodes import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
-from transfer.config.section import ENVIRONMENT_PREFIX, settings
-from transfer.config.values import parse_size
+from transfer.config.values import ENVIRONMENT_PREFIX, parse_size, settings
 
 
 def configuration_page() -> str:

@@ -8,8 +8,7 @@ from typing import Annotated, Final, Self
 from pydantic import Field, model_validator
 
 from transfer.breaker import BreakerSettings
-from transfer.config.section import Section
-from transfer.config.values import Count, Seconds, SizeBytes
+from transfer.config.values import Count, Seconds, Section, SizeBytes
 
 ANSWER_S: Final = 0.5
 """By which what a store has been asked is waited for beyond its own deadline: its failure is the client's to note."""
