@@ -13,7 +13,6 @@ told at once, one line each: path, value, where it came from, what would be righ
 """
 
 from transfer.config.connector import ConnectorConfig, ConnectorLimitsConfig
-from transfer.config.discovery import DiscoveryConfig
 from transfer.config.memory import (
     CPU_POOL_PAGES,
     ChunkConfig,
@@ -23,7 +22,16 @@ from transfer.config.memory import (
     RingConfig,
     StagingConfig,
 )
-from transfer.config.network import CudaIpcConfig, NixlConfig, PeersConfig, ServerConfig, TlsConfig, TransportConfig, UcxConfig
+from transfer.config.network import (
+    CudaIpcConfig,
+    DiscoveryConfig,
+    NixlConfig,
+    PeersConfig,
+    ServerConfig,
+    TlsConfig,
+    TransportConfig,
+    UcxConfig,
+)
 from transfer.config.nodes import ClientConfig, DecodeNodeConfig, NodeConfig, PrefillNodeConfig, ProcessConfig
 from transfer.config.operation import (
     MAX_HEARTBEAT_S,

@@ -7,7 +7,6 @@ from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from transfer.config.discovery import DiscoveryConfig
 from transfer.config.memory import (
     CPU_POOL_PAGES,
     ChunkConfig,
@@ -17,8 +16,7 @@ from transfer.config.memory import (
     RingConfig,
     StagingConfig,
 )
-from transfer.config.network import PeersConfig, ServerConfig, TlsConfig, TransportConfig
-from transfer.config.offload import OffloadConfig
+from transfer.config.network import DiscoveryConfig, PeersConfig, ServerConfig, TlsConfig, TransportConfig
 from transfer.config.operation import (
     BreakerConfig,
     DecodeLimitsConfig,
@@ -31,7 +29,7 @@ from transfer.config.operation import (
     StatusPageConfig,
     TracingConfig,
 )
-from transfer.config.storage import ANSWER_S, StorageConfig
+from transfer.config.storage import ANSWER_S, OffloadConfig, StorageConfig
 from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds, Section
 
 PREFIX_TOKENS: Final = 512
