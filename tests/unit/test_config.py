@@ -14,10 +14,10 @@ from transfer.config import (
     DiscoveryConfig,
     NodeConfig,
     PrefillNodeConfig,
-    configuration_page,
     parse_size,
     settings,
 )
+from transfer.config.__main__ import configuration_page
 from transfer.errors import ConfigError
 from transfer.layout import DType, TokenOrder
 from transfer.load_config import load_config

@@ -46,7 +46,6 @@ from transfer.config.operation import (
     RestartConfig,
     TracingConfig,
 )
-from transfer.config.page import configuration_page
 from transfer.config.storage import StorageBreakerConfig, StorageConfig
 from transfer.config.values import (
     EMBEDDED_ENGINE,
@@ -112,7 +111,6 @@ __all__ = [
     "TracingConfig",
     "TransportConfig",
     "UcxConfig",
-    "configuration_page",
     "parse_size",
     "section_type",
     "settings",
