@@ -93,6 +93,12 @@ def test_a_file_may_hold_lists_empty_sections_and_yamls_own_words(tmp_path: Path
         load_config(DecodeNodeConfig, file=yaml_file(tmp_path, ""))
 
 
+@pytest.mark.parametrize("empty", ["pool:", "pool: {}"])
+def test_an_empty_section_of_a_stronger_source_changes_nothing(tmp_path: Path, empty: str) -> None:
+    weaker = {"other role": {"pool": {"page_size": 8}}}
+    assert load_config(PrefillNodeConfig, file=yaml_file(tmp_path, f"model: m\n{empty}\n"), defaults=weaker).pool.page_size == 8
+
+
 def test_pool_tokens_are_rounded_up_to_pages() -> None:
     assert prefill("pool.num_tokens=1000").pool.num_pages == 63
     assert refused(overrides=["pool.num_tokens=1000", "pool.num_pages=5"]) == [
