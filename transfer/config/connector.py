@@ -7,9 +7,9 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from transfer.config.memory import ChunkConfig, RingConfig, StagingConfig
-from transfer.config.network import PeersConfig, ServerConfig, TransportConfig
-from transfer.config.nodes import ProcessConfig
-from transfer.config.operation import BreakerConfig, HeartbeatConfig
+from transfer.config.network import PeersConfig
+from transfer.config.nodes import InstanceConfig
+from transfer.config.operation import BreakerConfig
 from transfer.config.values import CountOrZero, Seconds, Section
 
 
@@ -34,15 +34,12 @@ class ConnectorLimitsConfig(Section):
     max_transfers: CountOrZero = Field(default=4096, description="Transfers in flight on one side; more are refused at once.")
 
 
-class ConnectorConfig(ProcessConfig):
+class ConnectorConfig(InstanceConfig):
     """Settings of a connector with one or both sides. They are part of the engine's connector configuration."""
 
     role: ClassVar[str] = "connector"
 
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the engine has its KV; set by what hosts it.")
-    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
-    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
-    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
     limits: ConnectorLimitsConfig = Field(default_factory=ConnectorLimitsConfig, description="Bounds.")
     chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="Prefill: how prompts are cut.")
     staging: StagingConfig = Field(default_factory=StagingConfig, description="Prefill: staging memory.")

@@ -1,4 +1,4 @@
-"""All settings of a process: of each daemon, and of the commands that call a node."""
+"""All settings of a process: of each daemon, of an instance in general, and of the commands that call a node."""
 
 from __future__ import annotations
 
@@ -50,7 +50,15 @@ class ClientConfig(ProcessConfig):
     role: ClassVar[str] = "client"
 
 
-class NodeConfig(ProcessConfig):
+class InstanceConfig(ProcessConfig):
+    """Settings of each instance that transfers KV: of a daemon, and of an engine that loads kvferry."""
+
+    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
+    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
+
+
+class NodeConfig(InstanceConfig):
     """What both daemons are set up with."""
 
     model: Path = Field(description="Hugging Face model directory: config.json, safetensors, tokenizer.")
@@ -71,11 +79,8 @@ class NodeConfig(ProcessConfig):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="The memory plan.")
-    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
-    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
     discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Which prefill nodes there are.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
-    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="Restarts of the rank group.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="Pages of KV outside of the pools.")
     status_page: StatusPageConfig = Field(default_factory=StatusPageConfig, description="The page for people.")

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from transfer.breaker import BreakerSettings
+from transfer.config.operation import BreakerConfig
 from transfer.config.values import Count, CountOrZero, Seconds, Section, SizeBytes, no_bool
 
 Share = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
@@ -83,7 +83,7 @@ ANSWER_S: Final = 0.5
 """By which what a store has been asked is waited for beyond its own deadline: its failure is the client's to note."""
 
 
-class StorageBreakerConfig(Section):
+class StorageBreakerConfig(BreakerConfig):
     """When the store is left alone for a while; reading and writing have a breaker each."""
 
     failures: Count = Field(
@@ -99,16 +99,6 @@ class StorageBreakerConfig(Section):
         default=60.0,
         description="Longest such pause; one that has served for so long begins with storage.breaker.pause_s again.",
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.max_pause_s < self.pause_s:
-            raise ValueError(f"max_pause_s is {self.max_pause_s}; it must be at least pause_s, {self.pause_s}")
-        return self
-
-    def settings(self) -> BreakerSettings:
-        """Return these settings as `BreakerSettings`."""
-        return BreakerSettings(**dict(self))
 
 
 class StorageConfig(Section):
