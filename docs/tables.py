@@ -33,7 +33,7 @@ from kvferry.cli import exit_codes as command_codes
 from kvferry.router.metrics import ROUTER_METRICS
 from node_runtime import exit_codes as node_codes
 from transfer.config import ChunkConfig, DecodeLimitsConfig, PrefillLimitsConfig, RingConfig, StagingConfig
-from transfer.config.page import configuration_page
+from transfer.config.__main__ import configuration_page
 from transfer.errors import TransferError
 from transfer.metrics.document import metrics_page
 from transfer.registry.status import error_of

@@ -17,7 +17,6 @@ from transfer.config import (
     NodeConfig,
     PrefillNodeConfig,
     ProcessConfig,
-    section_type,
     settings,
 )
 from transfer.errors import ConfigError
@@ -62,30 +61,33 @@ def load_config(
         ConfigError: Something is wrong; one line for each problem.
     """
     found = _Given(config_type)
-    problems, tree, sources = found.problems, found.tree, found.sources
+    problems = found.problems
     found.put_all(defaults or {})
     if file is not None:
-        for path, value in _file_settings(file, problems):
-            found.put(path, value, str(file))
+        try:
+            found.put_all({str(file): _file_content(file)})
+        except ConfigError as error:
+            problems.append(str(error))
     found.put_all(given or {})
-    for path, value, source in _environment_settings(environment or {}, found.sections):
-        found.put(path, value, source)
+    for name, text in sorted((environment or {}).items()):
+        rest = name.removeprefix(ENVIRONMENT_PREFIX)
+        if rest != name and not _is_service_link(rest, text, found.sections):
+            found.put(rest.lower().replace("__", "."), _text_value(text), name)
     for path, value in (flags or {}).items():
         if value is not None:
             found.put(path, value, "flag")
     for override in overrides:
         path, separator, text = override.partition("=")
-        if not separator or not path:
+        if separator and path:
+            found.put(path.strip(), _text_value(text), "--set")
+        else:
             problems.append(f"--set {override}: it must be path=value, for example --set pool.page_size=32")
-            continue
-        found.put(path.strip(), _text_value(text), "--set")
-    _drop_empty_sections(config_type, tree)
-    problems += _not_utf8(tree, sources)
+    problems += _not_utf8(found)
     if not problems:
         try:
-            return config_type.model_validate(tree)
+            return config_type.model_validate(found.tree)
         except ValidationError as error:
-            problems = [_problem(config_type, dict(details), sources) for details in error.errors(include_url=False)]
+            problems = [_problem(config_type, dict(details), found.sources) for details in error.errors(include_url=False)]
     raise ConfigError("\n".join(problems))
 
 
@@ -102,24 +104,24 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _file_settings(file: Path, problems: list[str]) -> list[tuple[str, object]]:
+def _file_content(file: Path) -> dict[Any, Any]:
+    """Return the mapping that a YAML file holds.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds something else.
+    """
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
-        problems.append(f"config file {file} cannot be read: {error.strerror or error}")
-        return []
+        raise ConfigError(f"config file {file} cannot be read: {error.strerror or error}") from None
     except RecursionError:
-        problems.append(f"config file {file} is nested too deeply; it must hold settings, for example 'model: DIR'")
-        return []
+        raise ConfigError(f"config file {file} is nested too deeply; it must hold settings, for example 'model: DIR'") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"config file {file} is not YAML: {' '.join(str(error).split())}")
-        return []
-    if content is None:
-        return []
-    if not isinstance(content, dict):
-        problems.append(f"config file {file} holds a {type(content).__name__}; it must hold settings, for example 'model: DIR'")
-        return []
-    return list(_leaves(content, ""))
+        raise ConfigError(f"config file {file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict | None):
+        kind = type(content).__name__
+        raise ConfigError(f"config file {file} holds a {kind}; it must hold settings, for example 'model: DIR'")
+    return content or {}
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tuple[str, object]]:
@@ -131,30 +133,12 @@ def _leaves(tree: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tu
             yield path, value
 
 
-def _not_utf8(tree: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
-    """One line for each value that is no UTF-8; pydantic fails on it by itself where an error about it quotes it."""
-    for path, value in _leaves(tree, ""):
+def _not_utf8(found: _Given) -> Iterator[str]:
+    """Yield one line for each value that is not UTF-8, because pydantic fails where an error message would quote it."""
+    for path, value in _leaves(found.tree, ""):
         for text in value if isinstance(value, list | tuple) else (value,):
             if isinstance(text, str | Path) and not is_utf8(str(text)):
-                yield f"{path} is {str(text)!r} (from {sources.get(path, 'code')}); it must be UTF-8"
-
-
-def _drop_empty_sections(section: type[BaseModel], tree: dict[str, Any]) -> None:
-    """A section whose settings are all commented out reads as null."""
-    for name, field in section.model_fields.items():
-        inner = section_type(field)
-        if inner is not None and name in tree:
-            if tree[name] is None:
-                del tree[name]
-            elif isinstance(tree[name], dict):
-                _drop_empty_sections(inner, tree[name])
-
-
-def _environment_settings(environment: Mapping[str, str], sections: frozenset[str]) -> Iterator[tuple[str, object, str]]:
-    for name, text in sorted(environment.items()):
-        rest = name.removeprefix(ENVIRONMENT_PREFIX)
-        if rest != name and not _is_service_link(rest, text, sections):
-            yield rest.lower().replace("__", "."), _text_value(text), name
+                yield f"{path} is {str(text)!r} (from {found.sources.get(path, 'code')}); it must be UTF-8"
 
 
 def _is_service_link(name: str, text: str, sections: frozenset[str]) -> bool:
@@ -171,40 +155,42 @@ def _text_value(text: str) -> object:
 
 
 class _Given:
-    """What the sources give, the weakest first: the tree of values, and where each came from.
+    """Values of all sources, in ascending order of precedence: the tree of values, and the source of each.
 
-    A path that is one value in one source and holds others in another is a problem: which of them is meant, nobody can say.
+    A path that has a value in one source and settings inside in another is a problem, because the intent is not known.
     """
 
     def __init__(self, config_type: type[ProcessConfig]) -> None:
-        self.sections = frozenset(_sections(config_type))
+        self.sections = frozenset(above for path, _ in settings(config_type) for above in _and_above(path) if above != path)
         self.tree: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
         self.problems: list[str] = []
 
-    def put_all(self, contents: Mapping[str, Mapping[str, object]]) -> None:
-        """Settings by the name of where they come from."""
+    def put_all(self, contents: Mapping[str, Mapping[Any, object]]) -> None:
+        """Put settings in, by the name of their source."""
         for place, content in contents.items():
             for path, value in _leaves(content, ""):
                 self.put(path, value, place)
 
     def put(self, path: str, value: object, source: str) -> None:
+        """Put one setting in. An empty section, or one whose settings are all commented out (null), changes nothing."""
+        if value in (None, {}) and path in self.sections:
+            return
         *parents, name = path.split(".")
         section = self.tree
         for depth, parent in enumerate(parents, 1):
-            inner = section.get(parent)
+            inner = section.setdefault(parent, {})
             if not isinstance(inner, dict):
                 above = ".".join(parents[:depth])
-                if inner is not None:  # null: a section whose settings are all commented out
-                    self._clash(above, inner, self.sources[above], inside=path, inside_source=source)
+                self._clash(above, inner, self.sources[above], inside=path, inside_source=source)
                 inner = section[parent] = {}
             section = inner
-        if isinstance(section.get(name), dict) and section[name] and not isinstance(value, dict):
+        if section.get(name) and isinstance(section[name], dict) and not isinstance(value, dict):
             inside = next(other for other in self.sources if other.startswith(f"{path}."))
             self._clash(path, value, source, inside=inside, inside_source=self.sources[inside])
-            return
-        section[name] = value
-        self.sources[path] = source
+        else:
+            section[name] = value
+            self.sources[path] = source
 
     def _clash(self, path: str, value: object, source: str, *, inside: str, inside_source: str) -> None:
         if path in self.sections:
@@ -213,19 +199,17 @@ class _Given:
             self.problems.append(f"{inside} is no setting (from {inside_source}); {path} is none that has others inside")
 
 
-def _sections(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        inner = section_type(field)
-        if inner is not None:
-            yield f"{prefix}{name}"
-            yield from _sections(inner, f"{prefix}{name}.")
+def _and_above(path: str) -> Iterator[str]:
+    """Yield a path, and those of the sections that it is in, the innermost first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def _problem(config_type: type[ProcessConfig], details: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """One line: path, value, source, what would be right."""
-    location = [str(part) for part in details["loc"]]
-    path = ".".join(location)
-    source = next((sources[path[:cut]] for cut in _cuts(path) if path[:cut] in sources), None)
+    path = ".".join(str(part) for part in details["loc"])
+    source = next((sources[above] for above in _and_above(path) if above in sources), None)
     where = f" (from {source})" if source else ""
     if details["type"] == "extra_forbidden":
         return _unknown(config_type, path, sources)
@@ -240,10 +224,6 @@ def _problem(config_type: type[ProcessConfig], details: Mapping[str, Any], sourc
     return f"{path} is {_shown(details['input'])}{where}; {_what_is_right(details)}"
 
 
-def _cuts(path: str) -> list[int]:
-    return [len(path), *(index for index in range(len(path) - 1, 0, -1) if path[index] == ".")]
-
-
 def _unknown(config_type: type[ProcessConfig], path: str, sources: Mapping[str, str]) -> str:
     """A whole section may be unknown: then the first setting that was given in it stands for it."""
     given = path if path in sources else next((other for other in sources if other.startswith(f"{path}.")), path)
@@ -252,16 +232,14 @@ def _unknown(config_type: type[ProcessConfig], path: str, sources: Mapping[str, 
         if other is not config_type and any(known == given for known, _ in settings(other)):
             of = f"{config_type.role}-node" if issubclass(config_type, NodeConfig) else f"a {config_type.role}"
             return f"{start} of {of}; it is one of {other.role}-node"
-    *parents, name = path.split(".")
-    section: type[BaseModel] = config_type
-    for parent in parents:
-        inner = section_type(section.model_fields[parent])
-        assert inner is not None  # pydantic went this way
-        section = inner
-    prefix = "".join(f"{parent}." for parent in parents)
-    near = [f"{prefix}{known}" for known in difflib.get_close_matches(name, section.model_fields, n=1)]
+    above, _, name = path.rpartition(".")
+    prefix = f"{above}." if above else ""
+    known_here = dict.fromkeys(
+        known.removeprefix(prefix).partition(".")[0] for known, _ in settings(config_type) if known.startswith(prefix)
+    )
+    near = [f"{prefix}{known}" for known in difflib.get_close_matches(name, known_here, n=1)]
     near += [known for known, _ in settings(config_type) if known.rpartition(".")[2] == given.rpartition(".")[2]]
-    advice = f"did you mean {near[0]}?" if near else f"known here: {', '.join(section.model_fields)}"
+    advice = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known_here)}"
     return f"{start}; {advice}"
 
 

@@ -15,7 +15,7 @@ from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
 from decode_node.rank_messages import JobDone
 from transfer.config import DecodeNodeConfig
-from transfer.config.offload import OffloadConfig
+from transfer.config.storage import OffloadConfig
 from transfer.connector.rank_report import RankReady
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups

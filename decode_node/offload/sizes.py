@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transfer.config import StorageConfig
-from transfer.config.offload import OffloadConfig
+from transfer.config.storage import OffloadConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layer_groups import GroupKind, LayerGroup
 

@@ -54,7 +54,7 @@ L1 = (
     *_files("transfer", "config/* load_config plain_text role_settings messages metrics/* logs tracing"),
     "transfer/storage/envelope.py",
 )
-L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings", "structlog", "xxhash", "yaml"}
+L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "structlog", "xxhash", "yaml"}
 # State machines: import layer 0, the messages and each other only.
 SANS_IO = (
     "transfer/session_events.py",
@@ -114,7 +114,6 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
         "pydantic",
         (*_files("transfer", "messages config/* load_config"), "node_runtime/*link*.py", "kvferry/engines/*_settings.py"),
     ),
-    "pydantic_settings": ("pydantic-settings", ("*config.py",)),
     "rich": ("rich", CLI_FILES),
     "safetensors": ("safetensors", ("embedded_engine/*", "kvferry/*")),
     "structlog": ("structlog", ("transfer/*", *NODES)),

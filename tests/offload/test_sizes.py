@@ -10,7 +10,7 @@ import pytest
 from decode_node.offload.sizes import check_store_sizes, host_page_counts
 from tests.runtime.instances import decode_config
 from transfer.config import StorageConfig
-from transfer.config.offload import OffloadConfig
+from transfer.config.storage import OffloadConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec

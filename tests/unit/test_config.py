@@ -14,10 +14,10 @@ from transfer.config import (
     DiscoveryConfig,
     NodeConfig,
     PrefillNodeConfig,
-    configuration_page,
     parse_size,
     settings,
 )
+from transfer.config.__main__ import configuration_page
 from transfer.errors import ConfigError
 from transfer.layout import DType, TokenOrder
 from transfer.load_config import load_config
@@ -91,6 +91,12 @@ def test_a_file_may_hold_lists_empty_sections_and_yamls_own_words(tmp_path: Path
     assert config.peers.prefill_nodes == ("h:1", "h:2")
     with pytest.raises(ConfigError, match="model is missing"):
         load_config(DecodeNodeConfig, file=yaml_file(tmp_path, ""))
+
+
+@pytest.mark.parametrize("empty", ["pool:", "pool: {}"])
+def test_an_empty_section_of_a_stronger_source_changes_nothing(tmp_path: Path, empty: str) -> None:
+    weaker = {"other role": {"pool": {"page_size": 8}}}
+    assert load_config(PrefillNodeConfig, file=yaml_file(tmp_path, f"model: m\n{empty}\n"), defaults=weaker).pool.page_size == 8
 
 
 def test_pool_tokens_are_rounded_up_to_pages() -> None:

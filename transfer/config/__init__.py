@@ -13,7 +13,6 @@ told at once, one line each: path, value, where it came from, what would be righ
 """
 
 from transfer.config.connector import ConnectorConfig, ConnectorLimitsConfig
-from transfer.config.discovery import DiscoveryConfig
 from transfer.config.memory import (
     CPU_POOL_PAGES,
     ChunkConfig,
@@ -23,7 +22,16 @@ from transfer.config.memory import (
     RingConfig,
     StagingConfig,
 )
-from transfer.config.network import CudaIpcConfig, NixlConfig, PeersConfig, ServerConfig, TlsConfig, TransportConfig, UcxConfig
+from transfer.config.network import (
+    CudaIpcConfig,
+    DiscoveryConfig,
+    NixlConfig,
+    PeersConfig,
+    ServerConfig,
+    TlsConfig,
+    TransportConfig,
+    UcxConfig,
+)
 from transfer.config.nodes import ClientConfig, DecodeNodeConfig, NodeConfig, PrefillNodeConfig, ProcessConfig
 from transfer.config.operation import (
     MAX_HEARTBEAT_S,
@@ -38,11 +46,10 @@ from transfer.config.operation import (
     RestartConfig,
     TracingConfig,
 )
-from transfer.config.page import configuration_page
-from transfer.config.section import ENVIRONMENT_PREFIX, section_type, settings
 from transfer.config.storage import StorageBreakerConfig, StorageConfig
 from transfer.config.values import (
     EMBEDDED_ENGINE,
+    ENVIRONMENT_PREFIX,
     Count,
     CountOrZero,
     EngineName,
@@ -53,6 +60,8 @@ from transfer.config.values import (
     Seconds,
     SizeBytes,
     parse_size,
+    section_type,
+    settings,
 )
 
 __all__ = [
@@ -102,7 +111,6 @@ __all__ = [
     "TracingConfig",
     "TransportConfig",
     "UcxConfig",
-    "configuration_page",
     "parse_size",
     "section_type",
     "settings",

@@ -6,13 +6,11 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from transfer.config.discovery import DiscoveryConfig
 from transfer.config.memory import ChunkConfig, RingConfig, StagingConfig
-from transfer.config.network import PeersConfig, ServerConfig, TransportConfig
-from transfer.config.nodes import ProcessConfig
-from transfer.config.operation import BreakerConfig, HeartbeatConfig, LogConfig, StatusPageConfig, TracingConfig
-from transfer.config.section import Section
-from transfer.config.values import CountOrZero, Seconds
+from transfer.config.network import PeersConfig
+from transfer.config.nodes import InstanceConfig
+from transfer.config.operation import BreakerConfig
+from transfer.config.values import CountOrZero, Seconds, Section
 
 
 class ConnectorLimitsConfig(Section):
@@ -36,15 +34,12 @@ class ConnectorLimitsConfig(Section):
     max_transfers: CountOrZero = Field(default=4096, description="Transfers in flight on one side; more are refused at once.")
 
 
-class ConnectorConfig(ProcessConfig):
+class ConnectorConfig(InstanceConfig):
     """Settings of a connector with one or both sides. They are part of the engine's connector configuration."""
 
     role: ClassVar[str] = "connector"
 
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the engine has its KV; set by what hosts it.")
-    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
-    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
-    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
     limits: ConnectorLimitsConfig = Field(default_factory=ConnectorLimitsConfig, description="Bounds.")
     chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="Prefill: how prompts are cut.")
     staging: StagingConfig = Field(default_factory=StagingConfig, description="Prefill: staging memory.")
@@ -58,11 +53,6 @@ class ConnectorConfig(ProcessConfig):
             "then has this process connect to any address."
         ),
     )
-
-    discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Which prefill nodes there are.")
-    status_page: StatusPageConfig = Field(default_factory=StatusPageConfig, description="The page for people.")
-    log: LogConfig = Field(default_factory=LogConfig, description="The log.")
-    tracing: TracingConfig = Field(default_factory=TracingConfig, description="Spans of requests.")
 
     @model_validator(mode="after")
     def _check_one_list_of_prefill_nodes(self) -> Self:

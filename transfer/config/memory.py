@@ -6,8 +6,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from transfer.config.section import Section
-from transfer.config.values import Count, CountOrZero, SizeBytes, no_bool, whole
+from transfer.config.values import Count, CountOrZero, Section, SizeBytes, no_bool, whole
 from transfer.layout import DType, TokenOrder
 from transfer.ring import ALIGNMENT_BYTES
 

@@ -1,4 +1,4 @@
-"""All settings of a process: of each daemon, and of the commands that call a node."""
+"""All settings of a process: of each daemon, of an instance in general, and of the commands that call a node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from transfer.config.discovery import DiscoveryConfig
 from transfer.config.memory import (
     CPU_POOL_PAGES,
     ChunkConfig,
@@ -17,8 +16,7 @@ from transfer.config.memory import (
     RingConfig,
     StagingConfig,
 )
-from transfer.config.network import PeersConfig, ServerConfig, TlsConfig, TransportConfig
-from transfer.config.offload import OffloadConfig
+from transfer.config.network import DiscoveryConfig, PeersConfig, ServerConfig, TlsConfig, TransportConfig
 from transfer.config.operation import (
     BreakerConfig,
     DecodeLimitsConfig,
@@ -31,9 +29,8 @@ from transfer.config.operation import (
     StatusPageConfig,
     TracingConfig,
 )
-from transfer.config.section import Section
-from transfer.config.storage import ANSWER_S, StorageConfig
-from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds
+from transfer.config.storage import ANSWER_S, OffloadConfig, StorageConfig
+from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds, Section
 
 PREFIX_TOKENS: Final = 512
 """`placement.prefix_tokens` with a store: what one step of a prefill engine computes by default (`limits.max_step_tokens`)."""
@@ -53,7 +50,19 @@ class ClientConfig(ProcessConfig):
     role: ClassVar[str] = "client"
 
 
-class NodeConfig(ProcessConfig):
+class InstanceConfig(ProcessConfig):
+    """Settings of each instance that transfers KV: of a daemon, and of an engine that loads kvferry."""
+
+    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
+    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
+    discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Which prefill nodes there are.")
+    status_page: StatusPageConfig = Field(default_factory=StatusPageConfig, description="The page for people.")
+    log: LogConfig = Field(default_factory=LogConfig, description="The log.")
+    tracing: TracingConfig = Field(default_factory=TracingConfig, description="Spans of requests.")
+
+
+class NodeConfig(InstanceConfig):
     """What both daemons are set up with."""
 
     model: Path = Field(description="Hugging Face model directory: config.json, safetensors, tokenizer.")
@@ -74,16 +83,9 @@ class NodeConfig(ProcessConfig):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="The memory plan.")
-    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
-    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
-    discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Which prefill nodes there are.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
-    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="Restarts of the rank group.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="Pages of KV outside of the pools.")
-    status_page: StatusPageConfig = Field(default_factory=StatusPageConfig, description="The page for people.")
-    log: LogConfig = Field(default_factory=LogConfig, description="The log.")
-    tracing: TracingConfig = Field(default_factory=TracingConfig, description="Spans of requests.")
     drain_timeout_s: Seconds = Field(
         default=30.0,
         description=(

@@ -8,8 +8,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from transfer.breaker import BreakerSettings
-from transfer.config.section import Section
-from transfer.config.values import Count, CountOrZero, Host, Seconds, SecondsOrZero, collector_url, listed, no_bool
+from transfer.config.values import Count, CountOrZero, Host, Seconds, SecondsOrZero, Section, collector_url, listed, no_bool
 
 MIN_HEARTBEAT_S: Final = 0.05
 MAX_HEARTBEAT_S: Final = 10.0

@@ -1,17 +1,44 @@
-"""The kinds of values that settings have: what is read of the text of a file, a variable or a flag, and what is refused."""
+"""A section of settings, and the kinds of values in it: which text each accepts and what it refuses."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterator
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from transfer.peer_names import checked_entry
 
+ENVIRONMENT_PREFIX: Final = "KVFERRY_"
+
 EMBEDDED_ENGINE: Final = "embedded_engine.loading:load_engine"
 """The engine that comes with kvferry: a transformers model over the paged pool."""
+
+
+class Section(BaseModel):
+    """Immutable; an unknown setting is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+def section_type(field: FieldInfo) -> type[BaseModel] | None:
+    """The class of a section; None where the field is a setting."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting of a section and of those inside it, as (path, field)."""
+    for name, field in section.model_fields.items():
+        inner = section_type(field)
+        if inner is None:
+            yield f"{prefix}{name}", field
+        else:
+            yield from settings(inner, f"{prefix}{name}.")
+
 
 _UNITS: Final = {
     "": 1,
