@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvferry.cli.node_client import NodeClient
-from kvferry.top.cluster_view import ClusterView, Seen, view_of
+from node_runtime.cluster_view import ClusterView, Seen, view_of
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security

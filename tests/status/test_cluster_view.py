@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kvferry.cli.text_bars import ring_bar
-from kvferry.top.cluster_view import SLOW_LOOKS, STALLED_S, Alerts, ClusterView, Seen, view_of
+from kvferry.cli.text_bars import bar
+from kvferry.top.alerts import SLOW_LOOKS, STALLED_S, Alerts
 from kvferry.top.view import picture, view_to_json
+from node_runtime.cluster_view import ClusterView, Seen, view_of
+from node_runtime.view_cells import ring_meter
 from transfer.pb import kvferry_pb2 as pb
 
 P, D = 0x11, 0x22
@@ -139,7 +141,8 @@ def test_a_link_far_below_its_probe_is_an_alert_after_several_polls() -> None:
     ],
 )
 def test_live_bytes_of_a_ring_begin_at_the_watermark_and_go_around_its_end(live: int, watermark: int, cells: str) -> None:
-    assert ring_bar(live=live, capacity=1_000, watermark=watermark, width=10).plain == cells
+    rank = pb.RankStatus(ring_live_bytes=live, ring_capacity=1_000, watermark_position=watermark)
+    assert bar(ring_meter(rank), 10).plain == cells
 
 
 def shown(view: ClusterView, alerts: Alerts) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import re
 import time
 
-from node_runtime.peer_look_client import PeerSeen
+from node_runtime.cluster_view import Seen
 from node_runtime.status_page import HEADERS, MAX_REQUESTS, PAGE, Picture
 from tests.status.served import REQUESTS, Served, decode_status, read, served, server
 from transfer.pb import kvferry_pb2 as pb
@@ -32,7 +32,7 @@ def test_the_page_is_one_file_that_asks_for_nothing_else(served: Served) -> None
 def test_a_breakers_reason_which_may_name_a_request_is_not_told_unless_the_operator_says_so(served: Served) -> None:
     status = decode_status()
     status.peers[1].breaker_reason = "decode rank 0: chunk 3 of request alice.0f1e from prefill rank 0 arrived broken"
-    other = PeerSeen(address="127.0.0.1:7001", status=status, error="", seen_s=time.monotonic())
+    other = Seen(address="127.0.0.1:7001", status=status, error="", at_s=time.monotonic())
     served.picture = Picture(
         address="127.0.0.1:7003", status=status, requests=pb.ListRequestsResponse(), others={other.address: other}
     )
