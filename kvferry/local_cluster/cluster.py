@@ -53,7 +53,15 @@ class StopReport:
     @property
     def is_clean(self) -> bool:
         """Whether every node drained, ended with exit code 0, and left no process behind."""
-        return not self.survivors and all(code == exit_codes.OK for code in self.exit_codes.values())
+        return not self.complaints
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What did not end well, one line each."""
+        codes = (
+            f"exit code of the {name} node is {code}, not 0" for name, code in self.exit_codes.items() if code != exit_codes.OK
+        )
+        return (*codes, *(f"process {survivor} was left" for survivor in self.survivors))
 
 
 class LocalCluster:
