@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from transfer.host_memory import shown
+
 if TYPE_CHECKING:
     from node_runtime.cluster_view import LinkView
     from transfer.pb import kvferry_pb2 as pb
@@ -111,11 +113,7 @@ def number(value: float, digits: int = 0) -> str:
 
 def in_bytes(num_bytes: float) -> str:
     """Return a number of bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024 or unit == "GiB":
-            return f"{number(num_bytes, 0 if unit == 'B' else 1)} {unit}"
-        num_bytes /= 1024
-    raise AssertionError("the last unit takes every number")
+    return shown(round(num_bytes))
 
 
 def duration(seconds: float) -> str:
