@@ -1,5 +1,6 @@
-"""The kinds of demo model: one for each way in which a layer keeps what it must know of earlier tokens. Plain values, no torch.
+"""The kinds of demo model, and the models that are kept between runs. Plain values, no torch.
 
+There is a kind for each way in which a layer keeps what it must know of earlier tokens.
 Random weights do not make a model that shows damage: attention must decide what comes next, and two correct ways to add up the
 same numbers must agree about every token. Larger shares and sharper scores make generation more varied and damage more visible,
 but also multiply rounding errors from layer to layer. The numbers here were found by measurement, and tests hold the models to
@@ -12,9 +13,9 @@ import asyncio
 import contextlib
 import hashlib
 import os
-import subprocess
 import sys
 import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,7 +26,6 @@ import transfer
 from transfer.errors import EngineError
 
 CACHE_FOLDER: Final = Path(".kvferry")
-_POLL_S: Final = 0.05
 
 NUM_LAYERS: Final = 8
 HIDDEN_SIZE: Final = 264  # transformers refuses a hidden size that is not a multiple of the query heads; the nearest to 256
@@ -208,18 +208,15 @@ def _cache_folder() -> Path:
 async def _run(command: list[str]) -> None:
     from kvferry.local_cluster.spec import child_environment
 
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command, env=child_environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            while process.poll() is None:
-                await asyncio.sleep(_POLL_S)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        if process.returncode:
-            output.seek(0)
-            lines = output.read().decode(errors="replace").strip().splitlines()
-            raise EngineError(f"the demo model could not be made: {lines[-1] if lines else f'exit code {process.returncode}'}")
+    process = await asyncio.create_subprocess_exec(
+        *command, env=child_environment(), stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = output.decode(errors="replace").strip().splitlines()
+        raise EngineError(f"the demo model could not be made: {lines[-1] if lines else f'exit code {process.returncode}'}")
