@@ -60,7 +60,8 @@ def heading(column: Column) -> Text:
 
 def text_table(table: CellTable) -> Table:
     """Draw a table; no text of it is cut off."""
-    drawn = Table(title=table.title or None, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    title = Text(table.title, style="table.title") if table.title else None
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in table.columns:
         justify = "right" if column.is_right else "left"
         drawn.add_column(heading(column), justify=justify, overflow="fold", no_wrap=column.is_right)
