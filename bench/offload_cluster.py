@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.timing import Report, argument_parser
 from kvferry.cli.node_client import NodeClient
-from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.kinds import cached_demo_model
 from kvferry.demo.offload import Figures
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from transfer.errors import TransferError

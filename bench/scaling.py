@@ -42,7 +42,7 @@ from kvferry.bench_serve.options import LoadOptions, shape_of
 from kvferry.bench_serve.summary import Objectives
 from kvferry.bench_serve.workload import Planned, Shape
 from kvferry.cli.node_client import NodeClient
-from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.kinds import cached_demo_model
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.local_cluster.spec import child_environment
 from node_runtime.rank_process import REPORT_S

@@ -31,7 +31,7 @@ from bench.simulation.settings import ClusterSettings
 from bench.simulation.stage_times import StageTimes
 from bench.timing import Environment
 from kvferry.bench_serve.options import shape_of
-from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.kinds import cached_demo_model
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 
 NVLINK_BYTES_PER_S: Final = 3.61e11

@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.idle import SETTLE_S, Watched, watch
 from bench.timing import Report, argument_parser
 from kvferry.cli.node_client import NodeClient
-from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.kinds import cached_demo_model
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.local_cluster.node import ClusterNode
 from transfer.errors import TransferError

@@ -26,8 +26,8 @@ import psutil
 from bench.soak_faults import Faults
 from bench.soak_traffic import MAX_NEW_TOKENS, Prompt, Traffic, make_texts
 from bench.timing import Report, argument_parser
-from kvferry.demo.cache import cached_demo_model
-from kvferry.demo.reference_run import ReferenceRun
+from kvferry.demo.kinds import cached_demo_model
+from kvferry.demo.reference import ReferenceRun
 from kvferry.demo.report import find_leaks
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.timing import ROOT, Report, argument_parser
-from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.kinds import cached_demo_model
 from kvferry.local_cluster.cluster import LocalCluster
 from kvferry.local_cluster.spec import ROLES, ClusterSpec, Role, TierSpec, child_environment
 from transfer.errors import TransferError

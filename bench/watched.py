@@ -23,7 +23,7 @@ from pathlib import Path
 
 from deploy.monitoring import RULES, pictures
 from kvferry.cli.node_client import NodeClient
-from kvferry.demo.cache import cached_demo_model
+from kvferry.demo.kinds import cached_demo_model
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.local_cluster.prometheus import HOW_TO_GET_IT, find_prometheus, prometheus
 from transfer.errors import TransferError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 import grpc
 
+from node_runtime.cluster_view import Seen
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
@@ -35,23 +35,6 @@ MAX_STATUS_PARTS: Final = 8192
 """Ranks, pools, links and so on of a status: each may be two bytes on the wire, and is hundreds in JSON."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSeen:
-    """What came of asking a peer.
-
-    Args:
-        address: host:port of its gRPC API.
-        status: As it answered; None: it did not.
-        error: Why not.
-        seen_s: Monotonic seconds of the answer.
-    """
-
-    address: str
-    status: pb.NodeStatus | None = None
-    error: str = ""
-    seen_s: float = 0.0
-
-
 class PeerLook:
     """Owned by the leader's loop; never waits longer than `FIRST_WAIT_S`.
 
@@ -62,13 +45,13 @@ class PeerLook:
     def __init__(self, security: Security) -> None:
         self._security = security
         self._channels: dict[str, PeerChannel] = {}
-        self._seen: dict[str, PeerSeen] = {}
+        self._seen: dict[str, Seen] = {}
         self._asked_s = -LOOK_S
         self._asking: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._looked_s = 0.0
 
-    async def look(self, addresses: Sequence[str]) -> Mapping[str, PeerSeen]:
+    async def look(self, addresses: Sequence[str]) -> Mapping[str, Seen]:
         """The newest answers of those peers, and asks anew where they are old.
 
         Args:
@@ -102,7 +85,7 @@ class PeerLook:
         for seen in await asyncio.gather(*(self._ask(address) for address in addresses)):
             self._seen[seen.address] = seen
 
-    async def _ask(self, address: str) -> PeerSeen:
+    async def _ask(self, address: str) -> Seen:
         try:
             if address not in self._channels:
                 self._channels[address] = PeerChannel(address, self._security)
@@ -121,8 +104,8 @@ class PeerLook:
                     f"{MAX_STATUS_PARTS:,} are shown"
                 )
         except TransferError as error:
-            return PeerSeen(address=address, error=clip_reason(str(error)), seen_s=time.monotonic())
-        return PeerSeen(address=address, status=answer, seen_s=time.monotonic())
+            return Seen(address=address, error=clip_reason(str(error)), at_s=time.monotonic())
+        return Seen(address=address, status=answer, at_s=time.monotonic())
 
     async def _keep(self, addresses: Sequence[str]) -> None:
         """Forget all others."""

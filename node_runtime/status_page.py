@@ -1,8 +1,8 @@
-"""The status page of a node: `/`, one file that needs nothing else, and `/status.json`, what it shows.
+"""The status page of a node: `/`, one file that needs nothing else, and `/status.json`, its content.
 
-The HTTP port knows no callers, so nothing of a prompt is here, and of a request's id, which its client chose, only a word that
-stands for it. What it costs does not grow with those who look: a state is made at most every `KEPT_S`, and turned into JSON
-beside the loop.
+The HTTP port does not know its callers. The content holds nothing of a prompt, and replaces a request's id, which its client
+chose, by a word that stands for it. The cost does not grow with the number of viewers: the content is made at most every
+`KEPT_S`, and turned into JSON beside the loop.
 """
 
 from __future__ import annotations
@@ -11,21 +11,45 @@ import asyncio
 import base64
 import hashlib
 import json
+import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from node_runtime.cluster_view import ClusterView, RequestRow, Seen, view_of
+from node_runtime.view_cells import (
+    Badge,
+    Cell,
+    CellTable,
+    Meter,
+    Row,
+    duration,
+    in_bytes,
+    link_table,
+    number,
+    ring_meter,
+    state_badge,
+    table_of,
+)
+
 if TYPE_CHECKING:  # a node whose settings are wrong ends before it has loaded gRPC
-    from node_runtime.peer_look_client import PeerSeen
     from transfer.pb import kvferry_pb2 as pb
 
 KEPT_S: Final = 0.25
 MAX_REQUESTS: Final = 100
 """The oldest so many are shown."""
+MAX_LINKS: Final = 200
+MAX_RINGS: Final = 16
+"""Of each node."""
+WINDOW_S: Final = 5.0
+"""How fast a link is now is an average over so long."""
+
+_OTHER_ROLE: Final = {"prefill": "decode", "decode": "prefill"}
 
 PAGE: Final = (Path(__file__).with_name("status_page.html")).read_bytes()
 
@@ -65,11 +89,11 @@ class Picture:
     address: str
     status: pb.NodeStatus
     requests: pb.ListRequestsResponse
-    others: Mapping[str, PeerSeen] = field(default_factory=dict)
+    others: Mapping[str, Seen] = field(default_factory=dict)
 
 
 class StatusPage:
-    """What the HTTP server answers with.
+    """Makes the content that the HTTP server answers with.
 
     Args:
         picture: Makes a picture of this moment, on the loop.
@@ -83,14 +107,15 @@ class StatusPage:
         self._made = b""
         self._made_s = -KEPT_S
         self._making: asyncio.Task[bytes] | None = None
+        self._looks: deque[tuple[float, list[Seen]]] = deque()  # of the last `WINDOW_S`; monotonic seconds
 
     async def json(self) -> bytes:
-        """What the page shows now."""
+        """Return the content of this moment."""
         if time.monotonic() - self._made_s < KEPT_S:
             return self._made
         if self._making is None or self._making.done():
             self._making = asyncio.ensure_future(self._make())
-        return await asyncio.shield(self._making)  # whoever goes away takes it from nobody else
+        return await asyncio.shield(self._making)  # a viewer that goes away takes it from no other
 
     async def _make(self) -> bytes:
         picture = await self._picture()
@@ -102,35 +127,170 @@ class StatusPage:
         from transfer.registry.plain_values import plain
 
         now_s = time.monotonic()
-        shown = picture.requests.requests[:MAX_REQUESTS]
+        requests = picture.requests.requests[:MAX_REQUESTS]
+        status = self._spared(picture.status)
+        others = {
+            address: seen if seen.status is None else replace(seen, status=self._spared(seen.status))
+            for address, seen in picture.others.items()
+        }
+        own = Seen(address=picture.address, status=status, requests=tuple(requests), at_s=now_s).sides
+        tiers: dict[str, list[Seen]] = {side.role: [side] for side in own}
+        for side in own:
+            peers = side.status.peers if side.status is not None else ()
+            tiers.setdefault(_OTHER_ROLE[side.role], []).extend(_seen_by(side, peer, others) for peer in peers)
+        nodes = [node for tier in tiers.values() for node in tier]
         content = {
             "time_s": time.time(),
             "address": picture.address,
-            "node": self._spared(plain(picture.status)),
-            "requests": {"total": picture.requests.total, "list": [self._masked(plain(one)) for one in shown]},
+            "node": plain(status),
+            "requests": {"total": picture.requests.total, "list": [self._masked(plain(one)) for one in requests]},
             "others": [
                 {
                     "address": seen.address,
-                    "age_s": now_s - seen.seen_s,
+                    "age_s": now_s - seen.at_s,
                     "error": seen.error,
-                    "status": None if seen.status is None else self._spared(plain(seen.status)),
+                    "status": None if seen.status is None else plain(seen.status),
                 }
-                for seen in picture.others.values()
+                for seen in others.values()
             ],
+            "shown": self._shown(own, tiers, view_of(nodes, self._before(nodes, now_s)), picture.requests.total),
         }
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
-    def _spared(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Without what can name a request: why a breaker has opened is the end of one, in words that may have its id."""
-        sides = [status, *([other] if (other := status.get("other_side")) else [])]
+    def _before(self, nodes: Iterable[Seen], now_s: float) -> list[Seen]:
+        """Remember this look, and return the oldest one of each node in the window."""
+        while self._looks and now_s - self._looks[0][0] > WINDOW_S:
+            self._looks.popleft()
+        before = {seen.key: seen for _, look in reversed(self._looks) for seen in look}
+        self._looks.append((now_s, [node for node in nodes if node.status is not None]))
+        return list(before.values())
+
+    def _shown(
+        self, own: Sequence[Seen], tiers: Mapping[str, Sequence[Seen]], view: ClusterView, num_requests: int
+    ) -> dict[str, Any]:
+        """Return the page as text, badges, meters and tables.
+
+        Args:
+            own: The sides of this node.
+            tiers: All nodes by role.
+            view: Their links and requests.
+        """
+        node = own[0]
+        links = [link for link in view.links if node.address in (link.prefill, link.decode)]
+        most = max(filter(math.isfinite, (link.status.bandwidth_bytes_per_s for link in links)), default=0.0)
+        oldest = f", the oldest {len(view.requests)}" if num_requests > len(view.requests) else ""
+        return {
+            "name": f"kvferry: {node.role} {node.address}",
+            "title": f"kvferry {node.role} node {node.address}",
+            "state": _plain(state_badge(node.state)),
+            "facts": f"version {node.version}, up {duration(node.status.uptime_s if node.status else 0.0)}",
+            "tiers": {role: [_card(one, is_self=one in own) for one in tier] for role, tier in tiers.items()},
+            "links": _plain_table(link_table(links[:MAX_LINKS], most_bytes_per_s=most or 1.0)),
+            "more_links": max(0, len(links) - MAX_LINKS),
+            "requests": _plain_table(self._request_table(view.requests)),
+            "in_flight": f"Requests in flight: {num_requests:,}{oldest}",
+        }
+
+    def _request_table(self, requests: Iterable[RequestRow]) -> CellTable:
+        headings = ("request", "stage", "progress", "", ">prompt", ">age", "with", ">retries")
+        return table_of("requests", headings, map(self._request_row, requests))
+
+    def _request_row(self, request: RequestRow) -> Row:
+        one = request.one
+        progress: tuple[Cell, Cell] = ("", "")
+        if request.progress is not None:
+            label, part, whole = request.progress
+            progress = Meter(label=label, value=part, whole=whole), f"{label} {part:,} of {whole:,}"
+        name, stage = self._name_of(one.request_id), state_badge(request.stage)
+        return Row(cells=(name, stage, *progress, number(one.prompt_tokens), duration(one.age_s), one.peer, number(one.retries)))
+
+    def _spared(self, status: pb.NodeStatus) -> pb.NodeStatus:
+        """Return a copy without the reasons of breakers: each is the failure of a request, and may contain its id."""
+        copy = type(status)()
+        copy.CopyFrom(status)
         if not self._shows_request_ids:
-            for side in sides:
-                for peer in side["peers"]:
-                    peer["breaker_reason"] = ""
-        return status
+            for peer in (*copy.peers, *copy.other_side.peers):
+                peer.breaker_reason = ""
+        return copy
 
     def _masked(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._shows_request_ids:
             return request
-        word = hashlib.blake2b(request["request_id"].encode(), key=self._key, digest_size=4).hexdigest()
-        return request | {"request_id": word, "transfer_id": ""}
+        return request | {"request_id": self._name_of(request["request_id"]), "transfer_id": ""}
+
+    def _name_of(self, request_id: str) -> str:
+        if self._shows_request_ids:
+            return request_id
+        return hashlib.blake2b(request_id.encode(), key=self._key, digest_size=4).hexdigest()
+
+
+def _seen_by(side: Seen, peer: pb.PeerStatus, others: Mapping[str, Seen]) -> Seen:
+    """Return the side of a peer that transfers with `side`."""
+    found = replace(others.get(peer.address, Seen(address=peer.address)), peer=peer).sides
+    return next((one for one in found if one.role == _OTHER_ROLE[side.role]), found[0])
+
+
+def _card(node: Seen, *, is_self: bool) -> dict[str, Any]:
+    """Return the card of a node: badges, reasons, a line of facts, meters."""
+    status, peer = node.status, node.peer
+    badges = [state_badge(node.state)]
+    if peer is not None and peer.breaker not in ("", "closed"):
+        badges.append(state_badge(peer.breaker, f"breaker {peer.breaker}"))
+    reasons = [status.not_ready_reason if status else "", (peer.reason or peer.breaker_reason) if peer else "", node.error]
+    facts, meters = "", list[tuple[str, Meter | str, str]]()
+    if status is not None:
+        instance = status.instance
+        facts = (
+            f"{number(status.queued_requests)} queued, {number(status.running_requests)} running, TP {instance.shard.tp_size}, "
+            f"pages of {instance.shard.page_size}, {instance.transport or 'no transport'}, version {node.version}, "
+            f"up {duration(status.uptime_s)}, {status.restarts} restarts"
+        )
+        meters = [*_pool_meters(status), *_staging_meters(node), *_ring_meters(status)]
+    return {
+        "address": node.address,
+        "is_self": is_self,
+        "badges": [_plain(badge) for badge in badges],
+        "reasons": [reason for reason in dict.fromkeys(reasons) if reason],
+        "facts": facts,
+        "meters": [[name, _plain(meter), text] for name, meter, text in meters],
+    }
+
+
+def _pool_meters(status: pb.NodeStatus) -> Iterable[tuple[str, Meter | str, str]]:
+    """Return the pages of each layer group, over all ranks."""
+    for group in dict.fromkeys(pool.group for rank in status.ranks for pool in rank.pools):
+        pools = [pool for rank in status.ranks for pool in rank.pools if pool.group == group]
+        pages, bound, held = (sum(getattr(pool, name) for pool in pools) for name in ("pages", "bound", "reserved"))
+        name = f"pool {group}"
+        yield name, Meter(label=name, value=bound, whole=pages, held=held), f"{bound:,} + {held:,} of {pages:,}"
+
+
+def _staging_meters(node: Seen) -> Iterable[tuple[str, Meter | str, str]]:
+    if slots := node.sum("staging_slots"):
+        used = node.sum("staging_slots_used")
+        yield "staging", Meter(label="staging", value=used, whole=slots), f"{used:,} of {slots:,} slots"
+
+
+def _ring_meters(status: pb.NodeStatus) -> Iterable[tuple[str, Meter | str, str]]:
+    rings = [rank for rank in status.ranks if rank.ring_capacity]
+    for rank in rings[:MAX_RINGS]:
+        held = f", {in_bytes(rank.ring_quarantined_bytes)} in quarantine" if rank.ring_quarantined_bytes else ""
+        text = f"{in_bytes(rank.ring_live_bytes)} of {in_bytes(rank.ring_capacity)}{held}"
+        yield f"ring {rank.rank}", ring_meter(rank), text
+    if len(rings) > MAX_RINGS:
+        yield "", "", f"and {len(rings) - MAX_RINGS} rings more"
+
+
+def _plain(cell: Cell) -> Any:
+    """Return a cell as a value of JSON; a number that is none (NaN, infinite) is 0."""
+    if isinstance(cell, Badge | Meter):
+        values = asdict(cell)
+        return {name: 0 if isinstance(one, float) and not math.isfinite(one) else one for name, one in values.items()}
+    return cell
+
+
+def _plain_table(table: CellTable) -> dict[str, Any]:
+    return {
+        "columns": [asdict(column) for column in table.columns],
+        "rows": [[_plain(cell) for cell in row.cells] for row in table.rows],
+    }

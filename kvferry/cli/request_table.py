@@ -6,32 +6,22 @@ from typing import Any
 
 from rich.table import Table
 
-from kvferry.cli.text_bars import printable
+from kvferry.cli.text_bars import text_table
+from node_runtime.view_cells import Row, duration, state_badge, table_of
 from transfer.pb import kvferry_pb2 as pb
 
 
 def request_table(answer: pb.ListRequestsResponse, title: str) -> Table:
-    """One row a request, the oldest first; what others wrote is shown as text, neither as markup nor as orders to a terminal."""
+    """Return a row for each request, the oldest first."""
     left_out = answer.total - len(answer.requests)
-    table = Table(title=f"{title}: {answer.total} in flight" + (f", {left_out} of them not shown" if left_out else ""))
-    for heading in ("request", "stage", "age", "with"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("prompt", "ready", "generated", "ranks done", "retries"):
-        table.add_column(heading, justify="right")
-    for request in answer.requests:
-        generated = f"{request.generated_tokens}/{request.max_new_tokens}" if request.max_new_tokens else "-"
-        table.add_row(
-            printable(request.request_id),
-            printable(request.stage),
-            f"{request.age_s:.1f} s",
-            printable(request.peer),
-            str(request.prompt_tokens),
-            str(request.ready_tokens),
-            generated,
-            str(request.ranks_done),
-            str(request.retries),
-        )
-    return table
+    headings = ("request", "stage", "age", "with", ">prompt", ">ready", ">generated", ">ranks done", ">retries")
+    rows = []
+    for one in answer.requests:
+        generated = f"{one.generated_tokens}/{one.max_new_tokens}" if one.max_new_tokens else "-"
+        counts = (str(one.prompt_tokens), str(one.ready_tokens), generated, str(one.ranks_done), str(one.retries))
+        rows.append(Row(cells=(one.request_id, state_badge(one.stage), duration(one.age_s), one.peer, *counts)))
+    shown = f"{title}: {answer.total} in flight" + (f", {left_out} of them not shown" if left_out else "")
+    return text_table(table_of(shown, headings, rows))
 
 
 def requests_to_json(answer: pb.ListRequestsResponse) -> dict[str, Any]:

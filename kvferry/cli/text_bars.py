@@ -1,48 +1,40 @@
-"""Bars made of characters, and what others wrote, for tables on a terminal."""
+"""Tables, bars and reported text on a terminal."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from rich.table import Table
 from rich.text import Text
+
+from node_runtime.view_cells import Badge, Cell, CellTable, Column, Meter, Tone
 
 FULL: Final = "█"
 EMPTY: Final = "░"
 MARK: Final = "┃"
+_STYLES: Final = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "red", Tone.DIM: "dim"}
+_BAR_COLUMNS: Final = 10
+_RING_COLUMNS: Final = 24
 
 
 def printable(text: str, style: str = "") -> Text:
-    """What somebody else wrote, without what a terminal would take for orders."""
+    """Return reported text without the characters that a terminal takes for orders."""
     return Text("".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text), style=style)
 
 
-def bar(part: float, whole: float, *, width: int, style: str = "blue") -> Text:
-    """A bar that is filled from the left; of what is above 0 one cell at least.
+def bar(meter: Meter, width: int) -> Text:
+    """Draw a bar; a value above 0 fills at least one cell.
 
     Args:
-        part, whole: In the same unit; a whole of 0 is an empty bar.
         width: Cells.
     """
-    share = min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
-    cells = round(share * width)
-    if part > 0 and whole > 0:
-        cells = max(1, cells)
-    return Text.assemble((FULL * cells, style), (EMPTY * (width - cells), "dim"))
-
-
-def ring_bar(*, live: int, capacity: int, watermark: int, width: int, style: str = "blue") -> Text:
-    """A ring laid flat: live bytes from the watermark on, around the ring's end where need be, and a mark where the watermark is.
-
-    Args:
-        live: Bytes of unreleased grants; above the capacity the whole ring is.
-        capacity: Size of the ring, above 0.
-        watermark: Byte position below which everything is released.
-        width: Cells.
-    """
-    mark = watermark % capacity * width // capacity
-    share = min(1.0, live / capacity)
-    cells = max(1, round(share * width)) if live else 0
-    text = Text()
+    style = _STYLES[meter.tone] or "blue"
+    share = min(1.0, max(0.0, meter.value / meter.whole)) if meter.whole > 0 else 0.0
+    cells = max(round(share * width), 1 if share else 0)
+    if meter.begin is None:
+        return Text.assemble((FULL * cells, style), (EMPTY * (width - cells), "dim"))
+    mark = int(meter.begin * width // meter.whole)
+    text = Text(no_wrap=True, overflow="crop")  # on a narrow terminal the bar is cut, and no number is
     for cell in range(width):
         is_live = (cell - mark) % width < cells
         if cell == mark:
@@ -50,3 +42,29 @@ def ring_bar(*, live: int, capacity: int, watermark: int, width: int, style: str
         else:
             text.append(FULL if is_live else EMPTY, style if is_live else "dim")
     return text
+
+
+def cell_text(cell: Cell) -> Text:
+    """Draw a cell of a table."""
+    match cell:
+        case Meter():
+            return bar(cell, _BAR_COLUMNS if cell.begin is None else _RING_COLUMNS)
+        case Badge():
+            return printable(cell.text, _STYLES[cell.tone])
+    return printable(cell)
+
+
+def heading(column: Column) -> Text:
+    return Text(column.title, justify="right" if column.is_right else "left")
+
+
+def text_table(table: CellTable) -> Table:
+    """Draw a table; no text of it is cut off."""
+    title = Text(table.title, style="table.title") if table.title else None
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in table.columns:
+        justify = "right" if column.is_right else "left"
+        drawn.add_column(heading(column), justify=justify, overflow="fold", no_wrap=column.is_right)
+    for row in table.rows:
+        drawn.add_row(*map(cell_text, row.cells))
+    return drawn

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 import tempfile
 import time
@@ -15,19 +14,20 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from kvferry.bench_serve.command import put_load
 from kvferry.bench_serve.lengths import Lengths
 from kvferry.bench_serve.options import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, LoadOptions
 from kvferry.bench_serve.report import LoadReport, print_report
-from kvferry.bench_serve.summary import Objectives
+from kvferry.bench_serve.summary import Objectives, Spread
 from kvferry.bench_serve.workload import Shape
 from kvferry.cli import exit_codes
-from kvferry.demo.cache import cached_demo_model
-from kvferry.demo.report import find_leaks
-from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, StopReport, TierSpec
+from kvferry.cli.text_bars import text_table
+from kvferry.demo.command import wait_idle, write_report
+from kvferry.demo.kinds import cached_demo_model
+from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from kvferry.local_cluster.prometheus import HOW_TO_GET_IT, Prometheus, find_prometheus, prometheus
+from node_runtime.view_cells import Row, bandwidth, latency, table_of
 from transfer.errors import ConfigError, TransferError
 from transfer.pb import kvferry_pb2 as pb
 
@@ -35,7 +35,6 @@ POOL_TOKENS: Final = 8192
 PROMPT_TOKENS: Final = "lognormal:200:0.6:1500"
 OUTPUT_TOKENS: Final = "uniform:8:24"
 OBJECTIVES: Final = Objectives(ttft_s=2.0, tpot_s=0.2)
-IDLE_S: Final = 5.0
 STATUS_S: Final = 0.5
 RULES: Final = Path(__file__).parents[2] / "deploy" / "monitoring" / "rules" / "kvferry.yaml"
 """Beside the package in a checkout; an installed one has none."""
@@ -107,8 +106,8 @@ class ClusterSummary:
             "ready_s": self.ready_s,
             "load": self.load.to_json(),
             "metrics_page": {
-                "median_ms": _median(self.page_ms),
-                "most_ms": max(self.page_ms, default=0.0),
+                "median_ms": Spread.of(self.page_ms).p50,
+                "most_ms": Spread.of(self.page_ms).most,
                 "bytes": self.page_bytes,
             },
             "ring_peaks": self.ring_peaks,
@@ -129,7 +128,7 @@ async def run_demo_cluster(options: DemoClusterOptions) -> int:
 
     def publish(summary: ClusterSummary) -> bool:
         print_summary(summary, console)
-        return _write(summary, options.json_file)
+        return write_report("demo-cluster", summary.to_json(), options.json_file)
 
     try:
         summary = await _run(options, console, publish)
@@ -139,23 +138,6 @@ async def run_demo_cluster(options: DemoClusterOptions) -> int:
         return exit_codes.exit_code_of(error)
     is_written = publish(summary)
     return exit_codes.OK if summary.is_success and is_written else exit_codes.FAILED
-
-
-def _write(summary: ClusterSummary, file: Path | None) -> bool:
-    """The summary as JSON, where it is wanted; False: it cannot be written."""
-    if file is None:
-        return True
-    text = json.dumps(summary.to_json(), indent=1) + "\n"
-    if str(file) == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return True
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"kvferry demo-cluster: --json is {file}; it cannot be written: {error.strerror}", file=sys.stderr)
-        return False
-    return True
 
 
 async def _run(options: DemoClusterOptions, console: Console, publish: Callable[[ClusterSummary], bool]) -> ClusterSummary:
@@ -177,7 +159,7 @@ async def _run(options: DemoClusterOptions, console: Console, publish: Callable[
                 console.print("still running; Ctrl-C ends it")
                 await asyncio.Event().wait()
         stopped = await cluster.stop()
-    summary.leftovers += _not_ended_well(stopped)
+    summary.leftovers += stopped.complaints
     summary.has_ended = True
     return summary
 
@@ -235,7 +217,7 @@ async def _under_load(
         ring_peaks=peaks,
         links=_links(cluster, statuses),
         alerts=await asyncio.to_thread(_alerts, server) if server is not None else None,
-        leftovers=await _leftovers(cluster),
+        leftovers=await wait_idle(cluster),
     )
 
 
@@ -270,39 +252,20 @@ def _alerts(server: Prometheus) -> list[str]:
     return sorted({alert["labels"]["alertname"] for alert in server.asked("alerts")["alerts"]})
 
 
-async def _leftovers(cluster: LocalCluster) -> list[str]:
-    """What the nodes hold of requests that are over; ranks say it a moment later."""
-    deadline_s = time.monotonic() + IDLE_S
-    while True:
-        held = [f"{node.name}: {leak}" for node in cluster.nodes for leak in find_leaks(await node.status())]
-        if not held or time.monotonic() > deadline_s:
-            return held
-        await asyncio.sleep(0.2)
-
-
-def _not_ended_well(stopped: StopReport) -> list[str]:
-    codes = [f"exit code of {name} is {code}, not 0" for name, code in stopped.exit_codes.items() if code]
-    return [*codes, *(f"process {survivor} was left" for survivor in stopped.survivors)]
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
-
-
 def print_summary(summary: ClusterSummary, console: Console) -> None:
     """Tables of the load and of the links, and a line for everything else."""
     print_report(summary.load, console)
-    links = Table(title="links, as probed at attach", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for heading in ("link", "lane", "latency", "bandwidth"):
-        links.add_column(heading, justify="left" if heading in ("link", "lane") else "right", no_wrap=True)
-    for name, link in summary.links.items():
-        speed = f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
-        links.add_row(escape(name), escape(link.lane), f"{link.latency_s * 1e6:,.0f} us", speed)
-    console.print(links)
+    headings = ("link", "lane", ">latency", ">bandwidth")
+    rows = (
+        Row(cells=(name, link.lane, latency(link.latency_s), bandwidth(link.bandwidth_bytes_per_s)))
+        for name, link in summary.links.items()
+    )
+    console.print(text_table(table_of("links, as probed at attach", headings, rows)))
     console.print(f"ready after {summary.ready_s:.1f} s")
     rings = ", ".join(f"{name} {peak:.0%}" for name, peak in summary.ring_peaks.items())
     console.print(f"rings at their fullest: {rings}")
-    times = f"{_median(summary.page_ms):.1f} ms in the median, {max(summary.page_ms, default=0.0):.1f} ms at most"
+    page_ms = Spread.of(summary.page_ms)
+    times = f"{page_ms.p50:.1f} ms in the median, {page_ms.most:.1f} ms at most"
     console.print(f"/metrics: {times}, of {len(summary.page_ms)} readings under load; {summary.page_bytes / 1024:.0f} KiB")
     if summary.alerts is not None:
         console.print(f"alerts pending or firing: {', '.join(summary.alerts) or 'none'}")

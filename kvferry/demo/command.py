@@ -21,15 +21,12 @@ from rich.console import Console
 import transfer
 from kvferry.cli import exit_codes
 from kvferry.cli.node_client import NodeClient
-from kvferry.demo.cache import cached_demo_model
-from kvferry.demo.dtype import EXACT_DTYPE, chosen_dtype, model_dtype
-from kvferry.demo.kinds import ModelKind
+from kvferry.demo.kinds import ModelKind, cached_demo_model
 from kvferry.demo.offload import POOL_TOKENS, offload_report, offload_settings, store_settings
-from kvferry.demo.print import print_report
-from kvferry.demo.prompts import architecture, check_prompts_fit, load_prompts
-from kvferry.demo.reference_run import ReferenceRun
-from kvferry.demo.report import DemoReport, RequestOutcome, find_leaks, make_report
-from kvferry.demo.view import DemoView, RequestProgress, make_view
+from kvferry.demo.prompts import architecture, check_prompts_fit, chosen_dtype, load_prompts, model_dtype
+from kvferry.demo.reference import EXACT_DTYPE, ReferenceRun
+from kvferry.demo.report import DemoReport, DemoRequest, find_leaks, make_report
+from kvferry.demo.view import DemoView, print_report
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
 from node_runtime import exit_codes as node_exit_codes
 from transfer.errors import ConfigError, TransferError
@@ -184,7 +181,7 @@ async def run_demo(options: DemoOptions) -> int:
     """Run it; returns the exit code: 0 only if all tokens are right and nothing is left over."""
     console = Console(stderr=options.is_json_on_stdout)
     try:
-        report = await _run(options, make_view(console))
+        report = await _run(options, DemoView(console))
     except NodeFailed as error:
         # A refusal says everything in its one line; what died needs its last words.
         if error.exit_code not in _CLEAR_REFUSALS:
@@ -199,27 +196,32 @@ async def run_demo(options: DemoOptions) -> int:
         print("kvferry demo: interrupted", file=sys.stderr)
         raise
     print_report(console, report)
-    is_written = options.json_file is None or write_report(report, options.json_file)
+    is_written = write_report("demo", report.to_json(), options.json_file)
     return exit_codes.OK if report.is_success and is_written else exit_codes.FAILED
 
 
-def write_report(report: DemoReport, file: Path) -> bool:
-    """Write the report as JSON and return whether that worked; ``-`` is standard output."""
-    text = json.dumps(report.to_json(), indent=2) + "\n"
+def write_report(command: str, content: dict[str, Any], file: Path | None) -> bool:
+    """Write a report as JSON and return whether that worked; ``-`` is standard output, and None is not written."""
+    text = json.dumps(content, indent=2) + "\n"
     if str(file) == "-":
         sys.stdout.write(text)
-        return True
-    try:
-        file.write_text(text)
-    except OSError as error:  # the disk is full, say; that it can be written at all was checked before the run
-        print(f"kvferry demo: {_unwritable(file, error)}", file=sys.stderr)
-        return False
+        sys.stdout.flush()
+    elif file is not None:
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:  # the disk is full, say; that it can be written at all was checked before the run
+            print(f"kvferry {command}: {_unwritable(file, error)}", file=sys.stderr)
+            return False
     return True
 
 
 async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
     begun_s = time.monotonic()
     prompts = load_prompts(options.prompts_file, options.num_requests)
+    requests = [
+        DemoRequest(number=number, prompt=prompt, max_new_tokens=options.max_new_tokens)
+        for number, prompt in enumerate(prompts, 1)
+    ]
     with view:
         model = options.model
         if model is None:
@@ -240,27 +242,25 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
             async with cluster:
                 view.phase(f"{len(prompts)} prompts at once")
                 generate_begun_s = time.monotonic()
-                outcomes = await _generate_all(cluster, prompts, options.max_new_tokens, view, reference)
+                await _generate_all(cluster, requests, view, reference)
                 generate_s = time.monotonic() - generate_begun_s
-                leaked = await _wait_idle(cluster)
+                leaked = await wait_idle(cluster)
                 offload = None
                 if options.offload is not None:
-                    longest = max(one.prompt_tokens + len(one.token_ids) for one in outcomes)
+                    longest = max(one.prompt_tokens + len(one.token_ids) for one in requests)
                     offload = await offload_report(cluster, longest_request_tokens=longest, page_size=options.decode_page_size)
                 prefill, decode = await cluster.prefill.status(), await cluster.decode.status()
-                if not any(outcome.error for outcome in outcomes):
+                if not any(request.error for request in requests):
                     view.phase("waiting for the single process that the tokens are compared with")
                 results = await reference.results()
                 view.phase("stopping")
                 stopped = await cluster.stop()
         view.phase("stopped")
-    leaked += [f"process {survivor}" for survivor in stopped.survivors]
-    leaked += [f"exit code of the {role} node is {code}, not 0" for role, code in stopped.exit_codes.items() if code]
     return make_report(
-        outcomes,
+        requests,
         results,
         decode=decode,
-        leaked=leaked,
+        leaked=[*leaked, *stopped.complaints],
         seconds=time.monotonic() - begun_s,
         generate_seconds=generate_s,
         dtype=dtype or "as stored",
@@ -271,72 +271,56 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
     )
 
 
-async def _generate_all(
-    cluster: LocalCluster, prompts: Sequence[str], max_new_tokens: int, view: DemoView, reference: ReferenceRun
-) -> list[RequestOutcome]:
-    progress = [
-        RequestProgress(number=number, max_new_tokens=max_new_tokens, token_ids=[]) for number in range(1, len(prompts) + 1)
-    ]
-    view.watch(progress)
-    watching = asyncio.create_task(_watch_status(cluster, view))
-    try:
-        async with NodeClient(cluster.decode.address) as client, asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(generate_one(client, prompt, one, view, reference))
-                for prompt, one in zip(prompts, progress, strict=True)
-            ]
-        return [task.result() for task in tasks]
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+async def _generate_all(cluster: LocalCluster, requests: Sequence[DemoRequest], view: DemoView, reference: ReferenceRun) -> None:
+    view.requests = requests
+    async with NodeClient(cluster.decode.address) as client:
+        watching = asyncio.create_task(_watch_status(client, view))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    group.create_task(generate_one(client, request, view, reference))
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
 
-async def generate_one(
-    client: NodeClient, prompt: str, progress: RequestProgress, view: DemoView, reference: ReferenceRun
-) -> RequestOutcome:
-    """One request to its end; an error of it is its outcome, and nobody else's."""
-    request = pb.GenerateRequest(
-        request_id=f"demo-{secrets.token_hex(4)}-{progress.number}",
-        prompt=prompt,
-        max_new_tokens=progress.max_new_tokens,
+async def generate_one(client: NodeClient, request: DemoRequest, view: DemoView, reference: ReferenceRun) -> None:
+    """Run one request to its end; its error is its own outcome, and of no other request."""
+    call = pb.GenerateRequest(
+        request_id=f"demo-{secrets.token_hex(4)}-{request.number}",
+        prompt=request.prompt,
+        max_new_tokens=request.max_new_tokens,
         ignore_eos=True,
     )
-    done: pb.GenerateDone | None = None
-    error = ""
     try:
-        # Everybody is sent at once, so the last one's first answer may take a while on a small machine.
-        events = client.generate(request, accept_timeout_s=REQUEST_TIMEOUT_S, timeout_s=REQUEST_TIMEOUT_S)
+        # All are sent at once, so the first answer of the last one may take a while on a small machine.
+        events = client.generate(call, accept_timeout_s=REQUEST_TIMEOUT_S, timeout_s=REQUEST_TIMEOUT_S)
         async with contextlib.aclosing(events):
             async for event in events:
                 match event.WhichOneof("event"):
                     case "accepted":
-                        progress.state, progress.prompt_tokens = "accepted", event.accepted.prompt_tokens
+                        request.state, request.prompt_tokens = "accepted", event.accepted.prompt_tokens
                     case "tokens":
-                        progress.state = "generating"
-                        progress.token_ids.extend(event.tokens.token_ids)
-                        progress.text += event.tokens.text
+                        request.state = "generating"
+                        request.token_ids.extend(event.tokens.token_ids)
+                        request.text += event.tokens.text
                     case "done":
-                        done = event.done
+                        request.state, request.done = "done", event.done
     except TransferError as failure:
-        error = str(failure)
+        request.state, request.done, request.error = "failed", None, str(failure)
         reference.cancel()  # the run has failed by now, and what a large model has left to compute could take minutes
-    progress.error, progress.state = error, "failed" if error else "done"
-    view.finished(progress)
-    return RequestOutcome(
-        prompt_tokens=progress.prompt_tokens, token_ids=tuple(progress.token_ids), done=None if error else done, error=error
-    )
+    view.finished(request)
 
 
-async def _watch_status(cluster: LocalCluster, view: DemoView) -> None:
-    async with NodeClient(cluster.decode.address) as client:
-        while True:
-            with contextlib.suppress(TransferError):  # only shown; what it means for requests, they say themselves
-                view.status(await client.status())
-            await asyncio.sleep(_STATUS_S)
+async def _watch_status(client: NodeClient, view: DemoView) -> None:
+    while True:
+        with contextlib.suppress(TransferError):  # only shown; what it means for requests, they say themselves
+            view.status = await client.status()
+        await asyncio.sleep(_STATUS_S)
 
 
-async def _wait_idle(cluster: LocalCluster) -> list[str]:
-    """What both tiers still hold when they have had time to let go; empty: nothing.
+async def wait_idle(cluster: LocalCluster) -> list[str]:
+    """Return what nodes still hold once they have had time to release it; empty: nothing.
 
     Raises:
         NodeFailed: A node has ended.
@@ -346,7 +330,7 @@ async def _wait_idle(cluster: LocalCluster) -> list[str]:
         leaked: list[str] = []
         for node in cluster.nodes:
             node.check_alive()
-            leaked += find_leaks(await node.status())
+            leaked += find_leaks(await node.status(), name=node.name)
         if not leaked or time.monotonic() > deadline_s:
             return leaked
         await asyncio.sleep(_POLL_S)

@@ -1,5 +1,6 @@
-"""The kinds of demo model: one for each way in which a layer keeps what it must know of earlier tokens. Plain values, no torch.
+"""The kinds of demo model, and the models that are kept between runs. Plain values, no torch.
 
+There is a kind for each way in which a layer keeps what it must know of earlier tokens.
 Random weights do not make a model that shows damage: attention must decide what comes next, and two correct ways to add up the
 same numbers must agree about every token. Larger shares and sharper scores make generation more varied and damage more visible,
 but also multiply rounding errors from layer to layer. The numbers here were found by measurement, and tests hold the models to
@@ -8,10 +9,23 @@ them (docs/adr/0015-the-demo-model.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Final
+
+import transfer
+from transfer.errors import EngineError
+
+CACHE_FOLDER: Final = Path(".kvferry")
 
 NUM_LAYERS: Final = 8
 HIDDEN_SIZE: Final = 264  # transformers refuses a hidden size that is not a multiple of the query heads; the nearest to 256
@@ -140,3 +154,69 @@ KINDS: Final[Mapping[ModelKind, DemoKind]] = {
         grown=("o_proj", "out_proj"),
     ),
 }
+
+
+async def cached_demo_model(
+    kind: ModelKind = ModelKind.LLAMA, *, run: Callable[[list[str]], Awaitable[None]] | None = None
+) -> Path:
+    """The directory of the demo model of a kind; it is made at the first call, in a few seconds.
+
+    It lies in ``.kvferry`` of the working directory, or in the system's temporary folder where that cannot be written. Its name
+    holds what the model depends on, so that another version makes another one.
+
+    Args:
+        run: Runs the command line that makes the model; by default in a process.
+
+    Raises:
+        EngineError: It could not be made.
+    """
+    directory = _cache_folder() / f"demo-model-{kind}-{_key()}"
+    if directory.exists():
+        return directory
+    # Made elsewhere and moved at the end: a directory under the final name is always whole.
+    with tempfile.TemporaryDirectory(prefix="new-", dir=directory.parent) as folder:
+        fresh = Path(folder) / directory.name
+        await (run or _run)([sys.executable, "-m", "kvferry", "model", "make", "--kind", kind, str(fresh)])
+        try:
+            fresh.rename(directory)
+        except OSError:
+            if not directory.exists():  # else another run was faster
+                raise
+    return directory
+
+
+def _key() -> str:
+    """Of everything that decides a model's bytes: the code that makes it, and kvferry's version."""
+    source = hashlib.sha256()
+    for name in ("model.py", "kinds.py"):
+        source.update(Path(__file__).with_name(name).read_bytes())
+    return f"{transfer.__version__}-{source.hexdigest()[:12]}"
+
+
+def _cache_folder() -> Path:
+    with contextlib.suppress(OSError):
+        CACHE_FOLDER.mkdir(exist_ok=True)
+    if os.access(CACHE_FOLDER, os.W_OK | os.X_OK):
+        return CACHE_FOLDER.resolve()
+    folder = Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise EngineError(f"{folder} belongs to somebody else; run the demo in a directory that you can write to")
+    return folder
+
+
+async def _run(command: list[str]) -> None:
+    from kvferry.local_cluster.spec import child_environment
+
+    process = await asyncio.create_subprocess_exec(
+        *command, env=child_environment(), stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = output.decode(errors="replace").strip().splitlines()
+        raise EngineError(f"the demo model could not be made: {lines[-1] if lines else f'exit code {process.returncode}'}")

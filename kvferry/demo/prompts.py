@@ -1,4 +1,4 @@
-"""The prompts of the demo: built in, or a text file with one a line; and whether the model has room for them."""
+"""The input of the demo: prompts, built in or from a text file with one a line, and the model directory that they must fit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, Final
 
 from decode_node.text import TextCodec
 from kvferry.bench_serve.options import MAX_REQUESTS
+from kvferry.demo.reference import EXACT_DTYPE
 from planner import model_directory
 from transfer.errors import ConfigError
 
+_COMPUTABLE: Final = ("float32", "bfloat16", "float16")
 _PASSAGE: Final = (
     "The ferry left at dawn with forty crates on board, and every crate had a number that the crew read aloud. "
     "On the far shore the pages are larger, so two of them fit where four were before, and still no line is lost. "
@@ -84,6 +86,23 @@ def read_config(model: Path) -> dict[str, Any]:
         return model_directory.read_config(model)
     except ConfigError:
         return {}
+
+
+def chosen_dtype(option: str, model: Path) -> str | None:
+    """What the nodes and the single process are all told to compute in; None: nothing, the directory decides.
+
+    Args:
+        option: "float32" or "model".
+        model: Hugging Face directory.
+    """
+    return EXACT_DTYPE if option == EXACT_DTYPE else model_dtype(model)
+
+
+def model_dtype(model: Path) -> str | None:
+    """The model's own dtype, as its configuration says it; None where it names none that can be computed in."""
+    config = read_config(model)
+    found = config.get("dtype", config.get("torch_dtype"))
+    return found if found in _COMPUTABLE else None
 
 
 def architecture(model: Path) -> str:

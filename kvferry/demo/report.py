@@ -1,45 +1,80 @@
-"""The demo's report: arithmetic over what the nodes said, as values, as JSON and as lines of text."""
+"""The demo's report: arithmetic over what the nodes reported.
+
+What each group of layers took is counted from both tiers' geometry and the lengths of the requests. The bytes are those that the
+senders count as well. A page count larger than a pool means that its pages were used again, because a request gets every page of
+its tables before it is used.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from kvferry.demo.groups import GroupReport, RequestLengths, group_reports
+from kvferry.bench_serve.summary import Spread
 from kvferry.demo.offload import OffloadReport
-from kvferry.demo.reference_generate import ReferenceResult
+from kvferry.demo.reference import ReferenceResult
 from transfer.errors import ConfigError
+from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
+from transfer.layout import KVLayout, LayerKind, Range, Shard, routes, wire_buffers, wire_dtype
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import instance_from_proto
+
+_KEPT: Final = {LayerKind.MLA: "latent", LayerKind.RECURRENT_STATE: "state"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutcome:
-    """What came of one request. Exactly one of `done` and `error` is there.
+@dataclass(slots=True, kw_only=True, eq=False)
+class DemoRequest:
+    """One request; it changes as events come.
 
     Args:
-        prompt_tokens: As the decode node counted them; 0 if it never accepted the request.
-        token_ids: What it generated.
+        number: From 1.
+        max_new_tokens: Tokens to generate for it, exactly.
+        prompt: Its text.
+        prompt_tokens: As the decode node counted them; 0 until it has accepted the request.
+        token_ids, text: Generated so far.
+        state: "queued", "accepted", "generating", "done" or "failed".
         done: The last event.
         error: One line.
     """
 
+    number: int = 1
+    max_new_tokens: int = 1
+    prompt: str = ""
     prompt_tokens: int = 0
-    token_ids: tuple[int, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    state: str = "queued"
     done: pb.GenerateDone | None = None
     error: str = ""
 
-    def __post_init__(self) -> None:
-        if (self.done is None) == (not self.error):
-            raise ConfigError(f"outcome has done={self.done is not None} and error={self.error!r}; exactly one must be there")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Percentiles:
-    p50: float
-    p99: float
+class GroupReport:
+    """One group of layers that share pages. Field names are those of ``--json``.
+
+    Args:
+        name: ``full``, ``window_64``, ``state``.
+        keeps: What it keeps: "K or V" or a "latent" of a token, or the "state" of a request.
+        layers: Number of layers.
+        prefill_pages, decode_pages: Pages of each rank's pool.
+        prefill_pages_used, decode_pages_used: Pages that all requests took of it, one after the other.
+        tokens_sent: Tokens of the prompts that decode was sent; of states, their number.
+        tokens_left_out: Tokens of the prompts that did not have to travel, because decode reads nothing of them.
+        bytes_sent: Over all pairs of ranks; chunks that were sent again not included.
+    """
+
+    name: str
+    keeps: str
+    layers: int
+    prefill_pages: int
+    decode_pages: int
+    prefill_pages_used: int
+    decode_pages_used: int
+    tokens_sent: int
+    tokens_left_out: int
+    bytes_sent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +129,9 @@ class DemoReport:
     transport: str
     links: int
     link_bandwidth_bytes_per_s: float
-    transfer_seconds: Percentiles
-    exposed_seconds: Percentiles
-    ttft_seconds: Percentiles
+    transfer_seconds: Mapping[str, float]
+    exposed_seconds: Mapping[str, float]
+    ttft_seconds: Mapping[str, float]
     overlap_ratio: float
     ring_peak_bytes: int
     watermark_acks: int
@@ -116,39 +151,17 @@ class DemoReport:
         return self.tokens_match and not self.failed and not self.leaks
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
-        return {name: _plain(getattr(self, name)) for name in (one.name for one in dataclasses.fields(self))}
+        """Return plain values for `json.dumps`."""
+        return dataclasses.asdict(self)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Percentiles):
-        return {"p50": value.p50, "p99": value.p99}
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, GroupReport | OffloadReport):
-        return dataclasses.asdict(value)
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed (nearest rank); 0 without values.
-
-    Raises:
-        ConfigError: `share` is not in (0, 1].
-    """
-    if not 0 < share <= 1:
-        raise ConfigError(f"share is {share}; it must be above 0 and at most 1")
-    if not values:
-        return 0.0
-    return sorted(values)[math.ceil(share * len(values)) - 1]
-
-
-def percentiles(values: Sequence[float]) -> Percentiles:
-    return Percentiles(p50=percentile(values, 0.5), p99=percentile(values, 0.99))
+def percentiles(seconds: Iterable[float]) -> dict[str, float]:
+    spread = Spread.of(seconds)
+    return {"p50": spread.p50, "p99": spread.p99}
 
 
 def make_report(
-    outcomes: Sequence[RequestOutcome],
+    outcomes: Sequence[DemoRequest],
     reference: Sequence[ReferenceResult | None],
     *,
     decode: pb.NodeStatus,
@@ -195,7 +208,7 @@ def make_report(
         resends=sum(done.stats.resends for done in dones),
         transport=", ".join(sorted({link.lane for link in decode.links})),
         links=len(decode.links),
-        link_bandwidth_bytes_per_s=percentile([link.bandwidth_bytes_per_s for link in decode.links], 0.5),
+        link_bandwidth_bytes_per_s=Spread.of(link.bandwidth_bytes_per_s for link in decode.links).p50,
         transfer_seconds=percentiles(transfer_s),
         exposed_seconds=percentiles(exposed_s),
         ttft_seconds=percentiles([done.ttft_s for done in dones]),
@@ -209,17 +222,13 @@ def make_report(
         generate_seconds=generate_seconds,
         dtype=dtype,
         model_kind=model_kind,
-        groups=() if prefill is None else group_reports(prefill, decode, [_lengths(one) for one in outcomes if one.done]),
+        groups=() if prefill is None else group_reports(prefill, decode, [one for one in outcomes if one.done]),
         offload=offload,
         environment=dict(environment),
     )
 
 
-def _lengths(outcome: RequestOutcome) -> RequestLengths:
-    return RequestLengths(prompt_tokens=outcome.prompt_tokens, generated_tokens=len(outcome.token_ids))
-
-
-def _errors(outcomes: Sequence[RequestOutcome], *, after_acceptance: bool) -> tuple[str, ...]:
+def _errors(outcomes: Sequence[DemoRequest], *, after_acceptance: bool) -> tuple[str, ...]:
     return tuple(
         f"request {number}: {outcome.error}"
         for number, outcome in enumerate(outcomes, start=1)
@@ -227,7 +236,7 @@ def _errors(outcomes: Sequence[RequestOutcome], *, after_acceptance: bool) -> tu
     )
 
 
-def find_mismatches(outcomes: Sequence[RequestOutcome], reference: Sequence[ReferenceResult | None]) -> list[str]:
+def find_mismatches(outcomes: Sequence[DemoRequest], reference: Sequence[ReferenceResult | None]) -> list[str]:
     """One line for each request that failed or is not exactly what the reference made, in order.
 
     Raises:
@@ -243,7 +252,7 @@ def find_mismatches(outcomes: Sequence[RequestOutcome], reference: Sequence[Refe
     return lines
 
 
-def _difference(outcome: RequestOutcome, wanted: ReferenceResult | None) -> str:
+def _difference(outcome: DemoRequest, wanted: ReferenceResult | None) -> str:
     if outcome.error or wanted is None:
         return outcome.error
     if outcome.prompt_tokens != wanted.prompt_tokens:
@@ -257,12 +266,17 @@ def _difference(outcome: RequestOutcome, wanted: ReferenceResult | None) -> str:
     return ""
 
 
-def find_leaks(status: pb.NodeStatus) -> list[str]:
-    """What a node that has nothing to do still holds, one line each; empty when it holds nothing."""
+def find_leaks(status: pb.NodeStatus, *, name: str = "") -> list[str]:
+    """Return what a node that has nothing to do still holds, one line each; empty when it holds nothing.
+
+    Args:
+        name: Of the node; by default its role.
+    """
+    node = name or status.role
     lines = [
-        f"{status.role} node: {name} is {getattr(status, name)}"
-        for name in ("queued_requests", "running_requests")
-        if getattr(status, name)
+        f"{node} node: {field} is {getattr(status, field)}"
+        for field in ("queued_requests", "running_requests")
+        if getattr(status, field)
     ]
     held = (
         "pool_pages_reserved", "pool_pages_bound", "ring_live_bytes", "ring_live_grants", "ring_quarantined_bytes",
@@ -270,5 +284,58 @@ def find_leaks(status: pb.NodeStatus) -> list[str]:
         "staging_slots_used", "requests",
     )  # fmt: skip
     for rank in status.ranks:
-        lines += [f"{status.role} rank {rank.rank}: {name} is {getattr(rank, name)}" for name in held if getattr(rank, name)]
+        lines += [f"{node} rank {rank.rank}: {field} is {getattr(rank, field)}" for field in held if getattr(rank, field)]
     return lines
+
+
+def group_reports(prefill: pb.NodeStatus, decode: pb.NodeStatus, requests: Sequence[DemoRequest]) -> tuple[GroupReport, ...]:
+    """One for each group, in the order of the model's groups; none where a node does not say what it is.
+
+    Args:
+        prefill, decode: Status of both nodes.
+        requests: Those that ended well.
+    """
+    if not (prefill.HasField("instance") and decode.HasField("instance") and prefill.ranks and decode.ranks):
+        return ()
+    source, target = instance_from_proto(prefill.instance), instance_from_proto(decode.instance)
+    layout = target.layout
+    pages = [{pool.group: pool.pages for pool in node.ranks[0].pools} for node in (prefill, decode)]
+    found: list[GroupReport] = []
+    for group in layer_groups(layout):
+        sent, left_out = 0, 0
+        for request in requests:
+            first = group.first_travelling_token(request.prompt_tokens)
+            sent += 1 if group.kind is GroupKind.STATE else request.prompt_tokens - first
+            left_out += request.prompt_tokens if group.kind is GroupKind.STATE else first
+        found.append(
+            GroupReport(
+                name=group.name,
+                keeps=_KEPT.get(layout.layers[group.layers[0]].kind, "K or V"),
+                layers=len(group.layers),
+                prefill_pages=pages[0].get(group.name, 0),
+                decode_pages=pages[1].get(group.name, 0),
+                prefill_pages_used=sum(group.num_pages(one.prompt_tokens, source.shard.page_size) for one in requests),
+                decode_pages_used=sum(_decode_pages(group, target.shard.page_size, one) for one in requests),
+                tokens_sent=sent,
+                tokens_left_out=left_out,
+                bytes_sent=sum(_bytes_sent(group, layout, source.shard, target.shard, one.prompt_tokens) for one in requests),
+            )
+        )
+    return tuple(found)
+
+
+def _decode_pages(group: LayerGroup, page_size: int, request: DemoRequest) -> int:
+    computed = request.prompt_tokens + len(request.token_ids) - 1  # nothing is computed from the last token
+    return group.num_pages(computed, page_size) - group.first_travelling_token(request.prompt_tokens) // page_size
+
+
+def _bytes_sent(group: LayerGroup, layout: KVLayout, prefill: Shard, decode: Shard, num_tokens: int) -> int:
+    dtype = wire_dtype(layout, prefill, decode)
+    whole = Range(begin=0, end=num_tokens)
+    layers = Range(begin=0, end=layout.num_layers)
+    return sum(
+        buffer.num_bytes
+        for route in routes(layout, prefill, decode)
+        for buffer in wire_buffers(layout, route, tokens=whole, layers=layers, num_tokens=num_tokens, dtype=dtype)
+        if buffer.layer in group.layers
+    )

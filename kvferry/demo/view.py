@@ -1,12 +1,11 @@
-"""What the demo shows while it runs: a live table on a terminal, plain lines elsewhere."""
+"""What the demo shows: a live table on a terminal or plain lines elsewhere while it runs, and its report at the end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,137 +13,95 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.text_bars import text_table
+from kvferry.demo.offload import OffloadReport
+from kvferry.demo.reference import EXACT_DTYPE
+from kvferry.demo.report import DemoReport, DemoRequest, GroupReport
+from node_runtime.view_cells import in_bytes, ring_table
 from transfer.pb import kvferry_pb2 as pb
 
-_REFRESH_HZ = 8
-_BAR_COLUMNS = 24
-_ROWS_BESIDE_REQUESTS = 10  # phase, headings, ring bars
+_REFRESH_HZ: Final = 8
+_ROWS_BESIDE_REQUESTS: Final = 10  # phase, headings, ring bars
+_MAX_LINES: Final = 10
+
+LEGEND: Final = (
+    "transfer: from a prompt's first gather, while later chunks are still being computed, to its last release; "
+    "exposed: what of it comes after the last computed chunk; overlap: the rest."
+)
+GROUP_LEGEND: Final = (
+    "used: pages that all requests took, one after the other; more than there are were used again. Tokens behind a window, and "
+    "those that a state has taken in, need not travel."
+)
+OFFLOAD_LEGEND: Final = (
+    "hit tokens: of prompts, found in that tier and not sent by prefill. What of a long prompt arrives in host memory is not "
+    "copied there. Run the command again with the same directory: what this run has stored is found then."
+)
+TIES: Final = (
+    "Computed in the model's own dtype ({dtype}): where logits tie under rounding, two correct runs may choose different tokens. "
+    "Without --dtype model, all compute in float32."
+)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class RequestProgress:
-    """One request as the view shows it; the demo changes it as events come."""
+class DemoView:
+    """Shows a run; use it as a context manager. On a terminal, `requests` and `status` are drawn as they change.
 
-    number: int
-    max_new_tokens: int
-    prompt_tokens: int = 0
-    token_ids: list[int]
-    text: str = ""
-    state: str = "queued"  # "queued", "accepted", "generating", "done", "failed"
-    error: str = ""
-    ttft_s: float = 0.0
-
-
-class DemoView(Protocol):
-    """Shows a run; used as a context manager."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None: ...
-
-    def phase(self, text: str) -> None:
-        """Say what begins now."""
-        ...
-
-    def watch(self, requests: Sequence[RequestProgress]) -> None:
-        """The requests to show from now on."""
-        ...
-
-    def finished(self, request: RequestProgress) -> None:
-        """A request has ended, well or not."""
-        ...
-
-    def status(self, status: pb.NodeStatus) -> None:
-        """The decode node's newest status."""
-        ...
-
-
-def make_view(console: Console) -> DemoView:
-    """The view that fits where the output goes."""
-    return LiveView(console) if console.is_terminal else PlainView(console)
-
-
-class PlainView:
-    """One line for each phase and each request that ends."""
+    Args:
+        console: Where the output goes.
+    """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._begun_s = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        return
-
-    def phase(self, text: str) -> None:
-        self._print(text)
-
-    def watch(self, requests: Sequence[RequestProgress]) -> None:
-        return
-
-    def finished(self, request: RequestProgress) -> None:
-        what = request.error or f"{request.prompt_tokens} -> {len(request.token_ids)} tokens:{_one_line(request.text)}"
-        self._print(f"request {request.number} {request.state}: {what}")
-
-    def status(self, status: pb.NodeStatus) -> None:
-        return
-
-    def _print(self, text: str) -> None:
-        line = f"[{time.monotonic() - self._begun_s:5.1f} s] {text}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-class LiveView:
-    """A table of requests with their text as it streams, and the rings of the decode ranks."""
-
-    def __init__(self, console: Console) -> None:
+        self.requests: Sequence[DemoRequest] = ()
+        self.status: pb.NodeStatus | None = None
         self._console = console
         self._begun_s = time.monotonic()
         self._phase = ""
-        self._requests: Sequence[RequestProgress] = ()
-        self._status: pb.NodeStatus | None = None
-        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=_REFRESH_HZ, transient=False)
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, get_renderable=self.render, refresh_per_second=_REFRESH_HZ, transient=False)
 
     def __enter__(self) -> Self:
-        self._live.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._live.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def phase(self, text: str) -> None:
+        """Show what begins now."""
         self._phase = text
+        self._print(text)
 
-    def watch(self, requests: Sequence[RequestProgress]) -> None:
-        self._requests = requests
+    def finished(self, request: DemoRequest) -> None:
+        """Show a request that has ended, well or not."""
+        what = request.error or f"{request.prompt_tokens} -> {len(request.token_ids)} tokens:{_one_line(request.text)}"
+        self._print(f"request {request.number} {request.state}: {what}")
 
-    def finished(self, request: RequestProgress) -> None:
-        return
-
-    def status(self, status: pb.NodeStatus) -> None:
-        self._status = status
+    def _print(self, text: str) -> None:
+        if self._live is None:
+            line = f"[{time.monotonic() - self._begun_s:5.1f} s] {text}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def render(self) -> RenderableType:
-        """The picture of this moment."""
+        """Return the picture of this moment: the requests with their text as it streams, and the rings of the decode ranks."""
         parts: list[RenderableType] = [Text(f"{self._phase}  {time.monotonic() - self._begun_s:.0f} s", style="bold")]
-        if self._requests:
+        if self.requests:
             parts.append(self._request_table())
-        if self._status is not None and self._status.ranks:
-            parts.append(ring_table(self._status))
+        if self.status is not None and self.status.ranks:
+            parts.append(text_table(ring_table((f"rank {rank.rank}", rank) for rank in self.status.ranks if rank.ring_capacity)))
         return Group(*parts)
 
     def _request_table(self) -> Table:
         table = Table(box=None, padding=(0, 1), expand=True)
-        table.add_column("#", justify="right")
-        table.add_column("prompt", justify="right")
-        table.add_column("tokens", justify="right")
+        for heading in ("#", "prompt", "tokens"):
+            table.add_column(heading, justify="right")
         table.add_column("", width=12)
         table.add_column("text", ratio=1, no_wrap=True, overflow="crop")
         room = max(4, self._console.height - _ROWS_BESIDE_REQUESTS)
         width = max(20, self._console.width - 45)
         # Those that move are what one looks at; those that have ended make room for them.
-        shown = sorted(self._requests, key=lambda request: (request.state in ("done", "failed"), request.number))[:room]
+        shown = sorted(self.requests, key=lambda request: (request.state in ("done", "failed"), request.number))[:room]
         for request in sorted(shown, key=lambda request: request.number):
             text = request.error or _one_line(request.text)
             table.add_row(
@@ -154,41 +111,167 @@ class LiveView:
                 ProgressBar(total=request.max_new_tokens, completed=len(request.token_ids), width=12),
                 Text(text[-width:], style="red" if request.error else ""),
             )
-        hidden = len(self._requests) - len(shown)
+        hidden = len(self.requests) - len(shown)
         if hidden:
-            done = sum(request.state == "done" for request in self._requests)
-            table.add_row("", "", "", "", Text(f"and {hidden} more; {done} of {len(self._requests)} are done", style="dim"))
+            done = sum(request.state == "done" for request in self.requests)
+            table.add_row("", "", "", "", Text(f"and {hidden} more; {done} of {len(self.requests)} are done", style="dim"))
         return table
-
-
-def ring_table(status: pb.NodeStatus) -> Table:
-    """The rings of a decode node's ranks, with a bar for what is live."""
-    table = Table(box=None, padding=(0, 1))
-    for heading in ("ring", "live", "", "peak", "of", "watermark"):
-        if heading:
-            table.add_column(heading, justify="left" if heading == "ring" else "right", no_wrap=True)
-        else:
-            table.add_column(max_width=_BAR_COLUMNS)  # on a narrow terminal the bar gives way, and no number is cut
-    for rank in status.ranks:
-        table.add_row(
-            f"rank {rank.rank}",
-            in_bytes(rank.ring_live_bytes),
-            ProgressBar(total=max(rank.ring_capacity, 1), completed=rank.ring_live_bytes),
-            in_bytes(rank.ring_peak_bytes),
-            in_bytes(rank.ring_capacity),
-            f"{rank.watermark_position:,}",
-        )
-    return table
-
-
-def in_bytes(num_bytes: float) -> str:
-    """A number of bytes for people, in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024 or unit == "GiB":
-            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError("the last unit takes every number")
 
 
 def _one_line(text: str) -> str:
     return " " + " ".join(text.split()) if text.strip() else ""
+
+
+def print_report(console: Console, report: DemoReport) -> None:
+    """Print the table, what went wrong, and what it would have cost without staging."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    table = Table(title="what moved", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in _rows(report):
+        table.add_row(name, value)
+    console.print(table)
+    if has_kinds(report):
+        console.print(_group_table(report))
+        say(GROUP_LEGEND)
+    if report.offload is not None:
+        console.print(_offload_table(report.offload))
+        say(OFFLOAD_LEGEND)
+    if report.writes:
+        say(LEGEND)
+    for title, lines in _complaints(report):
+        for line in lines[:_MAX_LINES]:
+            say(f"{title}: {line}", "red")
+        if len(lines) > _MAX_LINES:
+            say(f"{title}: and {len(lines) - _MAX_LINES} more", "red")
+    if report.dtype != EXACT_DTYPE:
+        say(TIES.format(dtype=report.dtype))
+    say(cost_line(report))
+    if report.is_success:
+        say(
+            f"All {report.generated_tokens:,} tokens of {report.requests} requests are those that a single process made.", "green"
+        )
+    else:
+        say(verdict(report), "bold red")
+
+
+def _complaints(report: DemoReport) -> list[tuple[str, Sequence[str]]]:
+    """What went wrong, by kind; a request that failed has made too few tokens, and no wrong ones."""
+    differing = [line for line in report.mismatches if line not in (*report.refusals, *report.failures)]
+    return [
+        ("refused", report.refusals),
+        ("failed", report.failures),
+        ("tokens differ", differing),
+        ("left over", report.leaked),
+    ]
+
+
+def has_kinds(report: DemoReport) -> bool:
+    """Whether the model's layers keep anything but K and V of every token."""
+    return [group.keeps for group in report.groups] not in ([], ["K or V"]) or any(one.tokens_left_out for one in report.groups)
+
+
+def _group_table(report: DemoReport) -> Table:
+    table = Table(title=f"what each group of layers took ({report.model_kind})", title_justify="left")
+    table.add_column("group of layers")
+    for group in report.groups:
+        table.add_column(group.name, justify="right")
+    rows: dict[str, Callable[[GroupReport], str]] = {
+        "layers": lambda group: f"{group.layers}, {group.keeps}",
+        "pages of a prefill rank": lambda group: f"{group.prefill_pages:,}; {group.prefill_pages_used:,} used",
+        "pages of a decode rank": lambda group: f"{group.decode_pages:,}; {group.decode_pages_used:,} used",
+        "sent": lambda group: f"{group.tokens_sent:,} {'states' if group.keeps == 'state' else 'tokens'}",
+        "tokens that need not travel": lambda group: f"{group.tokens_left_out:,}",
+        "bytes moved": lambda group: in_bytes(group.bytes_sent),
+    }
+    for name, shown in rows.items():
+        table.add_row(name, *map(shown, report.groups))
+    return table
+
+
+def _offload_table(offload: OffloadReport) -> Table:
+    table = Table(title="where the KV of the decode tier lay", title_justify="left")
+    for name in ("", "device", "host memory", "store"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("room of a rank", f"{offload.device_tokens:,} tokens", f"{offload.host_tokens:,} tokens", "the directory's")
+    table.add_row("copied in", "", in_bytes(offload.saved_bytes), in_bytes(offload.stored_bytes))
+    table.add_row("copied out", "", in_bytes(offload.loaded_bytes), in_bytes(offload.fetched_bytes))
+    hits = (offload.hit_tokens_device, offload.hit_tokens_host, offload.hit_tokens_storage)
+    table.add_row("hit tokens", *(f"{tokens:,}" for tokens in hits))
+    table.add_row("left early", f"{offload.released_pages:,} of its pages", "", "")
+    table.add_row("brought back", f"{offload.restored_pages:,} of its pages", "", "")
+    table.add_row("longest request", f"{offload.longest_request_tokens:,} tokens", "", "")
+    table.add_row("not computed by prefill", "", "", f"{offload.skipped_tokens:,} tokens")
+    if offload.unstored_pages:
+        table.add_row("could not be stored", "", "", f"{offload.unstored_pages:,} pages")
+    return table
+
+
+def cost_line(report: DemoReport) -> str:
+    """What the same transfer would have cost if every token x layer x K/V slice of a route were a write."""
+    if not report.writes:
+        return "Nothing was moved."
+    factor = report.writes_without_staging / report.writes
+    kept = list(dict.fromkeys(group.keeps for group in report.groups if group.keeps != "state")) or ["K or V"]
+    states = ", and one for each layer's state" if any(group.keeps == "state" for group in report.groups) else ""
+    size = f"{report.bytes_moved / max(report.writes_without_staging, 1):,.0f} bytes"
+    average = " on average" if len(report.groups) > 1 else ""
+    return (
+        f"Without staging, each route takes one write for each token, layer and {' or '.join(kept)}{states}: "
+        f"{report.writes_without_staging:,} writes of {size}{average}. "
+        f"Here: {report.writes:,} writes of {in_bytes(report.bytes_moved / report.writes)}, {factor:,.0f} times fewer."
+    )
+
+
+def verdict(report: DemoReport) -> str:
+    """One line on what is wrong with a run that did not succeed."""
+    parts = []
+    if report.refusals:
+        parts.append(f"{len(report.refusals)} of {report.requests} requests were refused")
+    if report.failures:
+        parts.append(f"{len(report.failures)} of {report.requests} requests failed")
+    differing = len(report.mismatches) - report.failed
+    if differing > 0:
+        parts.append(f"{differing} of {report.requests} requests have other tokens than a single process")
+    if report.leaks:
+        parts.append(f"{report.leaks} things are left over")
+    return "Failed: " + ", ".join(parts) + "."
+
+
+def _rows(report: DemoReport) -> list[tuple[str, str]]:
+    bandwidth = report.link_bandwidth_bytes_per_s / 1e9
+    return [
+        ("requests", f"{report.requests:,}"),
+        ("tokens match a single process", _tokens_match(report)),
+        ("prompt tokens", f"{report.prompt_tokens:,}"),
+        ("generated tokens", f"{report.generated_tokens:,}"),
+        ("bytes moved", in_bytes(report.bytes_moved)),
+        ("writes", f"{report.writes:,}"),
+        ("writes without staging", f"{report.writes_without_staging:,}"),
+        ("chunks sent again", f"{report.resends:,}"),
+        ("transport", f"{report.transport}, {report.links} links, median {bandwidth:.1f} GB/s"),
+        ("transfer p50 / p99", _milliseconds(report.transfer_seconds)),
+        ("exposed p50 / p99", _milliseconds(report.exposed_seconds)),
+        ("time to first token p50 / p99", _milliseconds(report.ttft_seconds)),
+        ("overlap with compute", f"{report.overlap_ratio:.0%}"),
+        ("ring peak", in_bytes(report.ring_peak_bytes)),
+        ("watermark acks", f"{report.watermark_acks:,}"),
+        ("leaks", f"{report.leaks}"),
+        ("prompts to last token", f"{report.generate_seconds:.1f} s"),
+        ("whole run", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _tokens_match(report: DemoReport) -> str:
+    if report.tokens_match:
+        return "yes"
+    if len(report.mismatches) > report.failed:
+        return "NO"
+    return f"{report.compared} compared, none differs" if report.compared else "not compared"
+
+
+def _milliseconds(seconds: Mapping[str, float]) -> str:
+    return f"{seconds['p50'] * 1e3:,.1f} / {seconds['p99'] * 1e3:,.1f} ms"

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from kvferry.cli import exit_codes
 from kvferry.doctor.clock import check_clock, read_clock
-from kvferry.doctor.finding import Finding, State, read_line
+from kvferry.doctor.finding import Finding, State, fail, ok, read_line, warn
 from kvferry.doctor.gpu import check_peers, look_at_peers
 from kvferry.doctor.loopback import LoopbackResult, measure_loopback
 from kvferry.doctor.node import check_node, look_at_node
@@ -133,10 +133,8 @@ def installed_version(distribution: str) -> str | None:
 def check_python(version: tuple[int, ...]) -> Finding:
     text = f"{platform.python_implementation()} {'.'.join(map(str, version))}"
     if version >= (3, 11):
-        return Finding(name="python", state=State.OK, text=text)
-    return Finding(
-        name="python", state=State.FAIL, text=text, fix="make setup PYTHON=python3.11 (3.11 is the oldest that will do)"
-    )
+        return ok("python", text)
+    return fail("python", text, "make setup PYTHON=python3.11 (3.11 is the oldest that will do)")
 
 
 def check_packages(version_of: Callable[[str], str | None]) -> Finding:
@@ -144,8 +142,8 @@ def check_packages(version_of: Callable[[str], str | None]) -> Finding:
     missing = [name for name, version in versions.items() if version is None]
     text = ", ".join(f"{name} {version or 'MISSING'}" for name, version in versions.items())
     if missing:
-        return Finding(name="packages", state=State.FAIL, text=text, fix=f"pip install -c constraints.txt {' '.join(missing)}")
-    return Finding(name="packages", state=State.OK, text=text)
+        return fail("packages", text, f"pip install -c constraints.txt {' '.join(missing)}")
+    return ok("packages", text)
 
 
 def ucx_devices(rdma_devices: Sequence[str]) -> Finding:
@@ -163,9 +161,7 @@ def ucx_devices(rdma_devices: Sequence[str]) -> Finding:
         version = ".".join(map(str, lib.get_ucx_version()))
     except Exception as error:  # a missing package, a missing shared library, or UCX's own refusal
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return Finding(
-            name="ucx", state=State.FAIL, text=text, fix="pip install 'kvferry[ucx-cu13]' (or ucx-cu12; no GPU needed)"
-        )
+        return fail("ucx", text, "pip install 'kvferry[ucx-cu13]' (or ucx-cu12; no GPU needed)")
     wrapper = installed_version("ucxx-cu13") or installed_version("ucxx-cu12") or "of unknown version"
     return check_ucx(f"UCX {version}, ucxx {wrapper}", names, rdma_devices)
 
@@ -174,14 +170,14 @@ def check_ucx(what: str, names: Sequence[str], rdma_devices: Sequence[str]) -> F
     """`what` and the resources that it sees, ``transport/device`` each; its wheels are built without RDMA."""
     text = f"{what}; sees {', '.join(names)}"
     if not any(name.startswith(("tcp/", "self/")) for name in names):
-        return Finding(name="ucx", state=State.FAIL, text=text, fix="unset UCX_TLS UCX_NET_DEVICES")
+        return fail("ucx", text, "unset UCX_TLS UCX_NET_DEVICES")
     if any(_RDMA.match(name) for name in names):
-        return Finding(name="ucx", state=State.OK, text=text)
+        return ok("ucx", text)
     if not rdma_devices:
-        return Finding(name="ucx", state=State.OK, text=f"{text}; no RDMA device, hosts would talk over TCP")
+        return ok("ucx", f"{text}; no RDMA device, hosts would talk over TCP")
     text += f"; none of the RDMA devices {', '.join(rdma_devices)}, hosts would talk over TCP"
     fix = "transport.name: nixl; or a UCX with verbs, RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/operations.md, RDMA)"
-    return Finding(name="ucx", state=State.WARN, text=text, fix=fix)
+    return warn("ucx", text, fix)
 
 
 def parse_ucx_resources(info: str) -> list[str]:
@@ -192,9 +188,9 @@ def parse_ucx_resources(info: str) -> list[str]:
 def check_shared_memory(total_bytes: int, free_bytes: int) -> Finding:
     text = f"/dev/shm has {total_bytes / 2**20:,.0f} MiB, {free_bytes / 2**20:,.0f} MiB of it free"
     if free_bytes >= MIN_SHM_BYTES:
-        return Finding(name="shared memory", state=State.OK, text=text)
+        return ok("shared memory", text)
     fix = "mount -o remount,size=2g /dev/shm (a container: docker run --shm-size=2g)"
-    return Finding(name="shared memory", state=State.WARN, text=text, fix=fix)
+    return warn("shared memory", text, fix)
 
 
 def _shared_memory() -> tuple[int, int]:
@@ -209,11 +205,11 @@ def check_ptrace_scope(scope: str | None) -> Finding:
     """Cross-memory attach, which makes transfers on one host as fast as memcpy, is ptrace to the kernel."""
     name = "cross-memory attach"
     if scope is None:
-        return Finding(name=name, state=State.OK, text="permitted (the kernel has no yama)")
+        return ok(name, "permitted (the kernel has no yama)")
     if scope == "0":
-        return Finding(name=name, state=State.OK, text="permitted (kernel.yama.ptrace_scope is 0)")
+        return ok(name, "permitted (kernel.yama.ptrace_scope is 0)")
     text = f"kernel.yama.ptrace_scope is {scope}: ranks that are not parent and child use TCP on one host"
-    return Finding(name=name, state=State.WARN, text=text, fix="sysctl -w kernel.yama.ptrace_scope=0")
+    return warn(name, text, "sysctl -w kernel.yama.ptrace_scope=0")
 
 
 def check_memlock(limit_bytes: int, *, has_rdma: bool) -> Finding:
@@ -221,26 +217,26 @@ def check_memlock(limit_bytes: int, *, has_rdma: bool) -> Finding:
     text = "unlimited" if is_unlimited else f"{limit_bytes / 2**20:,.0f} MiB"
     if is_unlimited or not has_rdma:
         note = "" if is_unlimited else ", enough without RDMA"
-        return Finding(name="locked memory", state=State.OK, text=text + note)
+        return ok("locked memory", text + note)
     text += "; RDMA pins every ring and staging buffer"
-    return Finding(name="locked memory", state=State.WARN, text=text, fix="ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)")
+    return warn("locked memory", text, "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)")
 
 
 def check_open_files(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES:
-        return Finding(name="open files", state=State.OK, text="unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")
+        return ok("open files", "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")
     text = f"{limit:,}, with which a decode rank takes {most_sessions(limit)} prefill ranks instead of {MAX_SESSIONS}"
-    return Finding(name="open files", state=State.WARN, text=text, fix=f"ulimit -n {MIN_OPEN_FILES}")
+    return warn("open files", text, f"ulimit -n {MIN_OPEN_FILES}")
 
 
 def check_gpu(has_gpu: bool, torch_version: str | None) -> Finding:
     is_cpu_torch = torch_version is not None and torch_version.endswith("+cpu")
     if not has_gpu:
-        return Finding(name="gpu", state=State.OK, text="none; everything runs on the CPU")
+        return ok("gpu", "none; everything runs on the CPU")
     if is_cpu_torch:
         text = f"there is one, but torch {torch_version} cannot use it"
-        return Finding(name="gpu", state=State.WARN, text=text, fix="install torch's CUDA build: make clean setup")
-    return Finding(name="gpu", state=State.OK, text=f"yes, torch {torch_version or 'MISSING'}")
+        return warn("gpu", text, "install torch's CUDA build: make clean setup")
+    return ok("gpu", f"yes, torch {torch_version or 'MISSING'}")
 
 
 def transports_here(version_of: Callable[[str], str | None], *, has_gpu: bool) -> tuple[str, ...]:
@@ -256,9 +252,9 @@ def check_transfer(transport: str, measure: Callable[[str], LoopbackResult]) -> 
     try:
         result = measure(transport)
     except TransferError as error:
-        return Finding(name=name, state=State.FAIL, text=str(error), fix="see the lines above; UCX_LOG_LEVEL=info tells more")
+        return fail(name, str(error), "see the lines above; UCX_LOG_LEVEL=info tells more")
     text = f"{result.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {result.latency_s * 1e6:,.0f} us, lane {result.lane}, bytes equal"
     if result.bandwidth_bytes_per_s < SLOW_BYTES_PER_S:
         fix = "run it again on an idle machine; if the lane ends with /net, permit cross-memory attach"
-        return Finding(name=name, state=State.WARN, text=text, fix=fix)
-    return Finding(name=name, state=State.OK, text=text)
+        return warn(name, text, fix)
+    return ok(name, text)

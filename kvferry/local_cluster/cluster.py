@@ -35,6 +35,7 @@ _HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.05
 _REFUSAL_GRACE_S: Final = 2.0  # the decode node joins again after 0.4 and 0.8 s; what still refuses it then will go on refusing
 _FADE_S: Final = 15.0  # fork servers end by themselves after their leader, and take seconds to unload torch on a busy machine
+_STOP_S: Final = 20.0  # for stopping in good order
 _KILL_S: Final = 10.0
 
 
@@ -53,7 +54,15 @@ class StopReport:
     @property
     def is_clean(self) -> bool:
         """Whether every node drained, ended with exit code 0, and left no process behind."""
-        return not self.survivors and all(code == exit_codes.OK for code in self.exit_codes.values())
+        return not self.complaints
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What did not end well, one line each."""
+        codes = (
+            f"exit code of the {name} node is {code}, not 0" for name, code in self.exit_codes.items() if code != exit_codes.OK
+        )
+        return (*codes, *(f"process {survivor} was left" for survivor in self.survivors))
 
 
 class LocalCluster:
@@ -186,7 +195,7 @@ class LocalCluster:
             # Decode first: its requests end, then nobody asks prefill for anything.
             for node in (*self.decode_nodes, *self.prefill_nodes):
                 node.terminate()
-            await self._until(lambda: all(node.exit_code is not None for node in self.nodes), self.spec.stop_timeout_s)
+            await self._until(lambda: all(node.exit_code is not None for node in self.nodes), _STOP_S)
             await self._until(lambda: not self.processes(), _FADE_S)
         finally:
             self.kill()

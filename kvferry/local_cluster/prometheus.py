@@ -8,11 +8,9 @@ import socket
 import subprocess
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,14 +32,6 @@ _ANSWER_S: Final = 10.0
 def find_prometheus() -> str | None:
     """Where the program is; None: not installed."""
     return shutil.which("prometheus")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """One series of an answer: its labels and its values over time."""
-
-    labels: Mapping[str, str]
-    values: tuple[float, ...]
 
 
 class Prometheus:
@@ -66,23 +56,6 @@ class Prometheus:
         """Data of an answer of the API, such as of ``rules``."""
         with _OPENER.open(f"{self.url}/api/v1/{path}", timeout=_ANSWER_S) as answer:
             return json.load(answer)["data"]
-
-    def over(self, expr: str, begin_s: float, end_s: float) -> list[Found]:
-        """What an expression gave, each second from one Unix time to another.
-
-        Raises:
-            ConfigError: Prometheus refuses the expression; the message says why.
-        """
-        query = urllib.parse.urlencode({"query": expr, "start": begin_s, "end": end_s, "step": 1})
-        try:
-            with _OPENER.open(f"{self.url}/api/v1/query_range?{query}", timeout=_ANSWER_S) as answer:
-                found: dict[str, Any] = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise ConfigError(f"{expr}: {error.read().decode()}") from error
-        return [
-            Found(labels=series["metric"], values=tuple(float(value) for _, value in series["values"]))
-            for series in found["data"]["result"]
-        ]
 
 
 @contextmanager

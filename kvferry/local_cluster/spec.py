@@ -98,12 +98,10 @@ class ClusterSpec:
         chunk_tokens: Tokens per chunk.
         layers_per_group: Layers per chunk; 0 for all.
         staging_slots: Staging slots of each prefill rank.
-        staging_slot_bytes: Size of each.
         ring_bytes: Ring of each decode rank.
         heartbeat_s: Seconds between heartbeats.
         log_level: "debug", "info", "warning" or "error".
         start_timeout_s: Longest time from the start until the tiers are joined.
-        stop_timeout_s: Longest time for stopping in good order.
     """
 
     prefill: TierSpec
@@ -115,17 +113,14 @@ class ClusterSpec:
     chunk_tokens: int | None = None
     layers_per_group: int | None = None
     staging_slots: int | None = None
-    staging_slot_bytes: int | None = None
     ring_bytes: int | None = None
     heartbeat_s: float | None = None
     log_level: str = "info"
     start_timeout_s: float = 90.0
-    stop_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "stop_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not self.start_timeout_s > 0:
+            raise ConfigError(f"start_timeout_s is {self.start_timeout_s}; it must be above 0")
         for name in ("num_prefill", "num_decode"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -147,7 +142,6 @@ class ClusterSpec:
                 "chunk.chunk_tokens": self.chunk_tokens,
                 "chunk.layers_per_group": self.layers_per_group,
                 "staging.num_slots": self.staging_slots,
-                "staging.slot_bytes": self.staging_slot_bytes,
             }
         else:
             own = {"ring.capacity_bytes": self.ring_bytes}

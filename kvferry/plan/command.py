@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
+from embedded_engine.architectures import ARCHITECTURES, check_cut
 from kvferry.cli import exit_codes
 from kvferry.plan.device import Device
-from kvferry.plan.engine import advice_on_embedded_engine
 from kvferry.plan.options import PlanOptions, device_for, make_plan_for
 from kvferry.plan.view import print_comparison, print_plan
 from planner.model_directory import ModelDirectory, read_config, read_model_directory
-from planner.plan import MemoryPlan
-from transfer.errors import MemoryPlanError, TransferError
+from planner.plan import MemoryPlan, PlanInputs
+from transfer.errors import ConfigError, MemoryPlanError, TransferError
 
 
 def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | None, compare: str | None) -> int:
@@ -60,4 +60,30 @@ def _plan(directory: ModelDirectory, config: Mapping[str, Any], options: PlanOpt
         where = f"with {change}: " if change else ""
         is_detected = isinstance(error, MemoryPlanError) and options.device_memory is None
         raise type(error)(f"{where}{error}" + (f" (device: {device.text})" if is_detected else "")) from error
-    return replace(plan, advice=(*plan.advice, *advice_on_embedded_engine(plan.inputs, config))), device
+    return replace(plan, advice=(*plan.advice, *_advice_on_embedded_engine(plan.inputs, config))), device
+
+
+def _advice_on_embedded_engine(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
+    """Return one line if the embedded engine would refuse the model or its shard sizes: the plan supports more than it does."""
+    reasons = _refusals(inputs, config)
+    if not reasons:
+        return []
+    return [f"the embedded engine would refuse this, an engine of your own may not: {'; '.join(reasons)}"]
+
+
+def _refusals(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
+    named = config.get("architectures")
+    if not named:
+        return ["config.json names no architecture"]
+    if named[0] not in ARCHITECTURES:
+        return [f"it does not run {named[0]}"]
+    reasons = []
+    if inputs.model.quantisation is not None:
+        reasons.append("its weights must be plain ones, not quantised")
+    if inputs.pp_size > 1 or inputs.has_dp_attention:
+        reasons.append("it is cut by --tp alone")
+    try:
+        check_cut(named[0], inputs.tp_size, config)
+    except ConfigError as error:
+        reasons.append(str(error).replace("tp_size", "--tp"))
+    return reasons

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.text_bars import text_table
 from kvferry.plan.device import Device
+from node_runtime.view_cells import CellTable, Row, table_of
 from planner.plan_values import MemoryPlan, PlanLine
 from transfer.host_memory import shown
 from transfer.layer_groups import GroupKind
@@ -83,9 +84,10 @@ def print_plan(console: Console, plan: MemoryPlan, device: Device) -> None:
     for line in legend(plan):
         console.print(line)
     console.print()
-    console.print(_line_table(plan))
+    console.print(text_table(_line_table(plan)))
     if any(not one.is_allocated for one in plan.workspaces):
-        console.print(_workspace_table(plan))
+        console.print()
+        console.print(text_table(_workspace_table(plan)))
     console.print()
     _say(console, capacity(plan))
     _say(console, f"{shown(plan.free_bytes)} stay free once it runs, of {shown(plan.device_bytes)}")
@@ -154,31 +156,20 @@ def legend(plan: MemoryPlan) -> list[Text]:
     return lines
 
 
-def _line_table(plan: MemoryPlan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("line", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("how", overflow="fold")
-    for line in plan.lines:
-        name = f"  {label(line)}" if line.inside else label(line)
-        table.add_row(Text(name), Text(shown(line.num_bytes)), Text(line.formula))
-    table.add_row(Text("device"), Text(shown(plan.device_bytes)), Text("the sum, but for what is inside the reserve"))
-    return table
+def _line_table(plan: MemoryPlan) -> CellTable:
+    lines = ((f"  {label(line)}" if line.inside else label(line), shown(line.num_bytes), line.formula) for line in plan.lines)
+    device = ("device", shown(plan.device_bytes), "the sum, but for what is inside the reserve")
+    return table_of("", ("line", ">size", "how"), (Row(cells=cells) for cells in (*lines, device)))
 
 
-def _workspace_table(plan: MemoryPlan) -> Table:
-    """The workspaces that are no lines of the plan."""
-    table = Table(
-        title="\nworkspaces not allocated at start", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False
-    )
-    table.add_column("workspace", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold")
+def _workspace_table(plan: MemoryPlan) -> CellTable:
+    """Return the workspaces that are no lines of the plan."""
+    rows = []
     for one in plan.workspaces:
         if not one.is_allocated:
             when = "allocated on first use: " if one.num_bytes else ""
-            table.add_row(Text(one.name), Text(shown(one.num_bytes)), Text(when + one.reason))
-    return table
+            rows.append(Row(cells=(one.name, shown(one.num_bytes), when + one.reason)))
+    return table_of("workspaces not allocated at start", ("workspace", ">size", "why"), rows)
 
 
 def print_comparison(console: Console, plan: MemoryPlan, other: MemoryPlan, change: str) -> None:
@@ -187,13 +178,8 @@ def print_comparison(console: Console, plan: MemoryPlan, other: MemoryPlan, chan
         _say(console, name)
         console.print(bar(one, console.width))
     console.print()
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("")
-    for heading in ("as given", change, "change"):
-        table.add_column(Text(heading), justify="right")
-    for name, left, right in _compared(plan, other):
-        table.add_row(name, *_sides(name, left, right))
-    console.print(table)
+    rows = (Row(cells=(name, *_sides(name, left, right))) for name, left, right in _compared(plan, other))
+    console.print(text_table(table_of("", ("", ">as given", f">{change}", ">change"), rows)))
     for name, one in (("as given", plan), (change, other)):
         for advice in one.advice:
             _say(console, f"advice, {name}: {advice}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import ClassVar, Final
 
 from rich.text import Text
@@ -14,22 +14,12 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from kvferry.cli.text_bars import printable
-from kvferry.top.cluster_view import Alert, Alerts, ClusterView, LinkView, RequestRow, Seen
+from kvferry.cli.text_bars import cell_text, heading, printable
+from kvferry.top.alerts import Alert, Alerts
 from kvferry.top.cluster_watch import ClusterWatch
-from kvferry.top.view import (
-    LINKS,
-    NODES,
-    REQUESTS,
-    RINGS,
-    Column,
-    link_cells,
-    node_cells,
-    request_cells,
-    ring_cells,
-    rings_of,
-    summary,
-)
+from kvferry.top.view import summary, tables
+from node_runtime.cluster_view import ClusterView, RequestRow, Seen
+from node_runtime.view_cells import CellTable
 from transfer.errors import TransferError
 
 DRAIN_S: Final = 10.0
@@ -41,7 +31,8 @@ _SORTS: Final[dict[str, Callable[[RequestRow], tuple[object, ...]]]] = {
     "prompt": lambda request: (-request.one.prompt_tokens,),
     "node": lambda request: (request.decode, request.prefill, -request.one.age_s),
 }
-_TABLES: Final = {"nodes": NODES, "rings": RINGS, "links": LINKS, "requests": REQUESTS}
+_TABLES: Final = tables(ClusterView(nodes=()))
+"""Without rows."""
 
 
 class Confirm(ModalScreen[bool]):
@@ -114,11 +105,11 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        for name, columns in _TABLES.items():
+        for name, empty in _TABLES.items():
             table = self._table(name)
             table.border_title = name
-            for number, column in enumerate(columns):
-                table.add_column(_heading(column), key=str(number))
+            for number, column in enumerate(empty.columns):
+                table.add_column(heading(column), key=str(number))
         self.query_one("#log", RichLog).border_title = "what has happened"
         self._say_sort()
         self._table("nodes").focus()
@@ -136,26 +127,23 @@ class TopApp(App[None]):
         self._view = view
         self.num_looks += 1
         self._say_summary()
-        self._fill("nodes", [(node.key, node_cells(node)) for node in view.nodes])
-        self._fill(
-            "rings", list({f"{node.address} {rank.rank}": ring_cells(node, rank) for node, rank in rings_of(view)}.items())
-        )
-        self._fill("links", list({_link_key(link): link_cells(link) for link in view.links}.items()))
-        self._show_requests()
+        self._show_tables()
         begun, ended = self._alerts.update(view)
         for alert in begun:
             self._say(alert.text, style="red" if alert.is_bad else "yellow")
         for alert in ended:
             self._say(f"over: {alert.text}", style="green")
 
-    def _fill(self, name: str, rows: Sequence[tuple[str, list[Text]]]) -> None:
-        """New cells into the rows that stay, so that cursor and scrolling stay, too."""
-        table = self._table(name)
-        for number, column in enumerate(_TABLES[name]):
-            for _, cells in rows:
-                cells[number].justify = "right" if column.is_right else "left"
+    def _fill(self, content: CellTable) -> None:
+        """Write new cells into the rows that stay, so that cursor and scrolling stay, too."""
+        table = self._table(content.title)
+        found = {row.key: list(map(cell_text, row.cells)) for row in content.rows}  # of equal keys the last: textual wants one
+        for cells in found.values():
+            for cell, column in zip(cells, content.columns, strict=True):
+                cell.justify = "right" if column.is_right else "left"
+        rows, keys = found.items(), list(found)
         shown = [row.key.value for row in table.ordered_rows]
-        if shown == [key for key, _ in rows]:
+        if shown == keys:
             for key, cells in rows:
                 for number, cell in enumerate(cells):
                     if table.get_cell(key, str(number)) != cell:
@@ -165,7 +153,6 @@ class TopApp(App[None]):
         table.clear()
         for key, cells in rows:
             table.add_row(*cells, key=key)
-        keys = [key for key, _ in rows]
         if selected in keys:
             table.move_cursor(row=keys.index(selected), animate=False)
 
@@ -178,7 +165,7 @@ class TopApp(App[None]):
     def action_sort(self) -> None:
         self._sorts.append(self._sorts.pop(0))
         self._say_sort()
-        self._show_requests()
+        self._show_tables()
 
     def action_drain(self) -> None:
         key = self._selected("nodes")
@@ -239,9 +226,9 @@ class TopApp(App[None]):
 
     # Showing
 
-    def _show_requests(self) -> None:
-        ordered = sorted(self._view.requests, key=_SORTS[self._sorts[0]])
-        self._fill("requests", list({request.key: request_cells(request) for request in ordered}.items()))
+    def _show_tables(self) -> None:
+        for table in tables(self._view, sorted(self._view.requests, key=_SORTS[self._sorts[0]])).values():
+            self._fill(table)
 
     def _say_summary(self) -> None:
         paused = "  PAUSED" if self._is_paused else ""
@@ -261,11 +248,3 @@ class TopApp(App[None]):
 
     def _table(self, name: str) -> DataTable[Text]:
         return self.query_one(f"#{name}", DataTable)
-
-
-def _link_key(link: LinkView) -> str:
-    return f"{link.prefill} {link.status.prefill_rank} {link.decode} {link.status.decode_rank}"
-
-
-def _heading(column: Column) -> Text:
-    return Text(column.title, justify="right" if column.is_right else "left")

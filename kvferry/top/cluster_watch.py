@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvferry.cli.node_client import NodeClient
-from kvferry.top.cluster_view import ClusterView, Seen, view_of
+from node_runtime.cluster_view import ClusterView, Seen, view_of
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security
@@ -94,7 +94,7 @@ class ClusterWatch:
             if last is not None and last.status is not None and last.at_s != seen.at_s:
                 self._earlier[address] = last
         self._earlier = {address: seen for address, seen in self._earlier.items() if address in found}
-        return view_of(_distinct(found.values()), self._earlier)
+        return view_of(_distinct(found.values()), self._earlier.values())
 
     def client_of(self, address: str) -> NodeClient:
         """To call a node that was seen.

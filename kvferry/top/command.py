@@ -12,7 +12,7 @@ from typing import Final
 from rich.console import Console
 
 from kvferry.cli import exit_codes
-from kvferry.top.cluster_view import Alerts
+from kvferry.top.alerts import Alerts
 from kvferry.top.cluster_watch import ClusterWatch
 from kvferry.top.view import picture, view_to_json
 from transfer.errors import TransferError

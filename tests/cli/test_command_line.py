@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -19,7 +18,6 @@ from kvferry.cli.generate import make_request, parse_token_ids
 from kvferry.cli.text_command import TextCommand
 from kvferry.demo.command import DemoOptions, write_report
 from kvferry.demo.prompts import load_prompts
-from kvferry.demo.report import DemoReport
 from transfer.errors import ConfigError
 from transfer.registry.convert import sampling_from_proto
 
@@ -180,7 +178,7 @@ def test_a_report_file_is_neither_made_nor_changed_before_there_is_a_report(tmp_
 
 
 def test_a_disk_that_is_full_at_the_end_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not write_report(cast(DemoReport, SimpleNamespace(to_json=dict)), Path("/dev/full"))
+    assert not write_report("demo", {}, Path("/dev/full"))
     assert capsys.readouterr().err == "kvferry demo: --json is /dev/full; it cannot be written: No space left on device\n"
 
 

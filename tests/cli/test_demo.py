@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.demo.cache import cached_demo_model
-from kvferry.demo.kinds import ModelKind
+from kvferry.demo.kinds import ModelKind, cached_demo_model
 from kvferry.demo.model import make_demo_model
 from tests.cli.demo_runs import demo
 

@@ -11,10 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from embedded_engine.loading import load_engine
-from kvferry.demo import reference_generate as reference
+from kvferry.demo import reference
 from kvferry.demo.command import DemoOptions
-from kvferry.demo.dtype import chosen_dtype, model_dtype
-from kvferry.demo.prompts import BUILT_IN
+from kvferry.demo.prompts import BUILT_IN, chosen_dtype, model_dtype
 from tests.embedded_engine.steps import generate_all
 from tests.runtime.instances import prefill_config
 from transfer.errors import ConfigError

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from embedded_engine.model_files import read_model_files
-from kvferry.demo import cache as demo_cache
 from kvferry.demo.command import DemoOptions
-from kvferry.demo.kinds import ModelKind
+from kvferry.demo.kinds import ModelKind, cached_demo_model
 from kvferry.demo.model import make_demo_model
 from transfer.errors import ConfigError
 from transfer.layout import Shard
@@ -44,7 +43,7 @@ def test_every_kind_has_a_directory_of_its_own_between_runs(monkeypatch: pytest.
         Path(command[-1]).mkdir()
 
     monkeypatch.chdir(tmp_path)
-    found = [asyncio.run(demo_cache.cached_demo_model(kind, run=make)) for kind in (*ModelKind, *ModelKind)]
+    found = [asyncio.run(cached_demo_model(kind, run=make)) for kind in (*ModelKind, *ModelKind)]
     assert made == list(ModelKind) and len(set(found)) == len(ModelKind)
 
 

@@ -7,18 +7,16 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from kvferry.demo.print import print_report, verdict
-from kvferry.demo.reference_generate import ReferenceResult
-from kvferry.demo.report import DemoReport, RequestOutcome, find_leaks, find_mismatches, make_report, percentile
+from kvferry.demo.reference import ReferenceResult
+from kvferry.demo.report import DemoReport, DemoRequest, find_leaks, find_mismatches, make_report
+from kvferry.demo.view import print_report, verdict
 from transfer.pb import kvferry_pb2 as pb
 
 
-def outcome(*token_ids: int, prompt_tokens: int = 10) -> RequestOutcome:
-    return RequestOutcome(prompt_tokens=prompt_tokens, token_ids=token_ids, done=pb.GenerateDone())
+def outcome(*token_ids: int, prompt_tokens: int = 10) -> DemoRequest:
+    return DemoRequest(prompt_tokens=prompt_tokens, token_ids=list(token_ids), done=pb.GenerateDone())
 
 
 def wanted(*token_ids: int, prompt_tokens: int = 10) -> ReferenceResult:
@@ -26,7 +24,7 @@ def wanted(*token_ids: int, prompt_tokens: int = 10) -> ReferenceResult:
 
 
 def report_of(
-    outcomes: list[RequestOutcome],
+    outcomes: list[DemoRequest],
     reference: Sequence[ReferenceResult | None],
     *,
     leaked: tuple[str, ...] = (),
@@ -53,10 +51,10 @@ GOOD = ([outcome(1, 2), outcome(3, 4, prompt_tokens=7)], [wanted(1, 2), wanted(3
         (outcome(1, 2), wanted(1, 2, 3), "it has 2 tokens, and 3 in a single process"),
         (outcome(1, 2, 3, 4), wanted(1, 2, 3), "it has 4 tokens, and 3 in a single process"),
         (outcome(1, prompt_tokens=11), wanted(1), "its prompt has 11 tokens, and 10 in a single process"),
-        (RequestOutcome(error="rank 1 died"), wanted(1), "rank 1 died"),
+        (DemoRequest(error="rank 1 died"), wanted(1), "rank 1 died"),
     ],
 )
-def test_one_differing_request_fails_the_run(got: RequestOutcome, right: ReferenceResult, line: str) -> None:
+def test_one_differing_request_fails_the_run(got: DemoRequest, right: ReferenceResult, line: str) -> None:
     outcomes, reference = [*GOOD[0], got], [*GOOD[1], right]
     assert find_mismatches(outcomes, reference) == [f"request 3: {line}"]
     report = report_of(outcomes, reference)
@@ -89,19 +87,11 @@ def test_requests_of_the_leader_are_leaks(field: str) -> None:
     assert find_leaks(pb.NodeStatus(role="prefill", **{field: 2})) == [f"prefill node: {field} is 2"]  # type: ignore[arg-type]
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.01, 1))
-def test_percentile_is_the_smallest_value_that_covers_its_share(values: list[float], share: float) -> None:
-    found = percentile(values, share)
-    assert found in values
-    assert sum(value <= found for value in values) >= share * len(values) - 1e-9
-    assert sum(value < found for value in values) < share * len(values) + 1e-9
+REFUSED = DemoRequest(error="max_new_tokens is 4090; must be in [1, 4085]")
+DIED = DemoRequest(prompt_tokens=5, token_ids=[1], error="rank 1 died")
 
 
-REFUSED = RequestOutcome(error="max_new_tokens is 4090; must be in [1, 4085]")
-DIED = RequestOutcome(prompt_tokens=5, token_ids=(1,), error="rank 1 died")
-
-
-def printed(outcomes: list[RequestOutcome], reference: list[ReferenceResult | None]) -> str:
+def printed(outcomes: list[DemoRequest], reference: list[ReferenceResult | None]) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
     print_report(console, report_of(outcomes, reference))
     return console.export_text()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvferry.demo.reference_generate import ReferenceResult, generate_all
+from kvferry.demo.reference import ReferenceResult, generate_all
 
 PROMPTS = ("The captain counts the crates.", "Far away a bell rings seven times. " * 6)
 NUM_TOKENS = 12

@@ -42,7 +42,7 @@ def test_top_once_shows_the_whole_cluster_from_a_prefill_node(serving: Serving) 
         "nodes",
         "tier node state queued running pool staging up version reason",
         "rings",
-        "ring from the watermark on live of watermark quarantine",
+        "ring from the watermark on live peak of watermark quarantine",
         "links",
         "from prefill rank to decode rank lane latency probe now of probe",
         "requests",
@@ -52,9 +52,9 @@ def test_top_once_shows_the_whole_cluster_from_a_prefill_node(serving: Serving) 
     for node in serving.cluster.prefill_nodes:
         row = rf"prefill {node.address} ready \d+ \d+ {bar} [\d,]+ of 1,024 {bar} \d+ of \d+ \S+ (s|min) \S+"
         assert [line for line in lines if re.fullmatch(row, line)], found.stdout
-        link = rf"{node.address} #[01] {decode} #0 ucx/\S+ [\d,]+ us [\d.]+ GB/s {bar} ([\d.]+ GB/s [\d.]+|idle)"
+        link = rf"{node.address} #[01] {decode} #0 ucx/\S+ [\d,]+ us [\d.]+ GB/s ({bar} [\d.]+ GB/s [\d.]+|idle)"
         assert [line for line in lines if re.fullmatch(link, line)], found.stdout
-    ring = rf"{decode} #0 [█░┃]{{24}} \S+ (B|KiB|MiB) \S+ MiB [\d,]+"
+    ring = rf"{decode} #0 [█░┃]{{24}} \S+ (B|KiB|MiB) \S+ (B|KiB|MiB) \S+ MiB [\d,]+"
     assert [line for line in lines if re.fullmatch(ring, line)], found.stdout
     progress = rf" generating {bar} 40/40 {bar} 1/1 {bar} \d+/400 "
     assert generating and all(re.search(progress, line) for line in generating), found.stdout

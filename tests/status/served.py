@@ -11,8 +11,8 @@ from typing import Final
 
 import pytest
 
+from node_runtime.cluster_view import Seen
 from node_runtime.health import HealthServer, Readiness
-from node_runtime.peer_look_client import PeerSeen
 from node_runtime.status_page import Picture, StatusPage
 from transfer.pb import kvferry_pb2 as pb
 
@@ -103,7 +103,7 @@ class Served:
     async def _picture(self) -> Picture:
         return self.picture
 
-    def set_status(self, status: pb.NodeStatus, requests: list[pb.RequestStatus], *others: PeerSeen) -> None:
+    def set_status(self, status: pb.NodeStatus, requests: list[pb.RequestStatus], *others: Seen) -> None:
         self.picture = Picture(
             address="127.0.0.1:7003",
             status=status,

@@ -1,4 +1,4 @@
-"""`kvferry top` derives links, requests, alerts, bars and tables from synthetic statuses of nodes."""
+"""Links, requests, alerts and bars of a cluster, from synthetic statuses of nodes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
-from kvferry.cli.text_bars import ring_bar
-from kvferry.top.cluster_view import SLOW_LOOKS, STALLED_S, Alerts, ClusterView, Seen, view_of
-from kvferry.top.view import picture, view_to_json
+from kvferry.cli.text_bars import bar
+from kvferry.top.alerts import SLOW_LOOKS, STALLED_S, Alerts
+from kvferry.top.view import view_to_json
+from node_runtime.cluster_view import Seen, view_of
+from node_runtime.view_cells import ring_meter
 from transfer.pb import kvferry_pb2 as pb
 
 P, D = 0x11, 0x22
@@ -139,22 +140,8 @@ def test_a_link_far_below_its_probe_is_an_alert_after_several_polls() -> None:
     ],
 )
 def test_live_bytes_of_a_ring_begin_at_the_watermark_and_go_around_its_end(live: int, watermark: int, cells: str) -> None:
-    assert ring_bar(live=live, capacity=1_000, watermark=watermark, width=10).plain == cells
-
-
-def shown(view: ClusterView, alerts: Alerts) -> list[str]:
-    alerts.update(view)
-    console = Console(width=200, no_color=True)
-    with console.capture() as capture:
-        console.print(picture(view, list(alerts.now.values())))
-    return [" ".join(line.split()) for line in capture.get().splitlines()]
-
-
-def test_control_characters_in_reported_text_do_not_reach_the_terminal() -> None:
-    gone = Seen(address="p:2", error="\x1b[2J\x1b]0;owned\x07 gone\nalert: all is well")
-    text = "\n".join(shown(view_of([gone]), Alerts()))
-    assert "\x1b" not in text and "\x07" not in text and "\ufffd[2J" in text
-    assert sum(line.startswith("alert:") for line in text.splitlines()) == 1
+    rank = pb.RankStatus(ring_live_bytes=live, ring_capacity=1_000, watermark_position=watermark)
+    assert bar(ring_meter(rank), 10).plain == cells
 
 
 def test_the_json_view_contains_nodes_requests_and_links() -> None:

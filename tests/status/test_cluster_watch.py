@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvferry.cli.text_bars import cell_text
 from kvferry.top import cluster_watch
-from kvferry.top.cluster_view import Alerts, Seen
+from kvferry.top.alerts import Alerts
 from kvferry.top.cluster_watch import ClusterWatch
-from kvferry.top.view import node_cells, summary
+from kvferry.top.view import summary, tables
+from node_runtime.cluster_view import ClusterView, Seen
 from tests.runtime.virtual_time import run_in_virtual_time
 from transfer.errors import PeerUnreachable, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
@@ -49,6 +51,12 @@ class FakeNode:
     async def list_requests(self) -> pb.ListRequestsResponse:
         await (asyncio.Event() if self.refusal else self.speaks).wait()
         return pb.ListRequestsResponse()
+
+
+def shown(view: ClusterView, address: str) -> list[str]:
+    """Return the text of a node's row."""
+    (row,) = [row for row in tables(view)["nodes"].rows if row.key == address]
+    return [cell_text(cell).plain for cell in row.cells]
 
 
 NODES: dict[str, FakeNode] = {}
@@ -107,7 +115,7 @@ def test_a_node_that_hangs_makes_no_other_row_old(in_virtual_time: InVirtualTime
                 assert late.status == before["hanging"].status and late.at_s == before["hanging"].at_s and late.late_s > 0
             assert asyncio.get_running_loop().time() < 1.0, "only the first look waits, for half a second"
             assert hanging.num_asked == 2, "it is asked once, and not again before it has answered"
-            cells = [cell.plain for cell in node_cells(late)]
+            cells = shown(view, "hanging")
             assert cells[2] == "silent" and cells[-1].startswith("no answer for ") and cells[-1].endswith("it was ready before")
             assert ", 1 silent;" in summary(view) and Alerts().update(view) == ([], [])
             hanging.speaks.set()
@@ -125,7 +133,7 @@ def test_a_node_that_never_speaks_is_unreachable_in_the_end_and_delays_no_other(
         async with ClusterWatch(["mute", "lively"], answer_s=1.5) as watch:
             view = await watch.look()
             (late,) = [node for node in view.nodes if node.address == "mute"]
-            assert late.status is None and late.late_s > 0 and node_cells(late)[2].plain == "silent"
+            assert late.status is None and late.late_s > 0 and shown(view, "mute")[2] == "silent"
             assert Alerts().update(view) == ([], []), "it was asked a moment ago"
             await asyncio.sleep(1.5)
             for _ in range(6):  # it stays so, while it is asked again

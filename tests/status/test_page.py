@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
 import time
+from types import SimpleNamespace
 
-from node_runtime.peer_look_client import PeerSeen
-from node_runtime.status_page import HEADERS, MAX_REQUESTS, PAGE, Picture
-from tests.status.served import REQUESTS, Served, decode_status, read, served, server
+import pytest
+
+from node_runtime import status_page
+from node_runtime.cluster_view import Seen
+from node_runtime.status_page import HEADERS, MAX_REQUESTS, PAGE, Picture, StatusPage
+from tests.status.served import DECODE_INCARNATION, REQUESTS, Served, decode_status, prefill_status, read, served, server
 from transfer.pb import kvferry_pb2 as pb
 
 __all__ = ["served", "server"]
@@ -32,7 +37,7 @@ def test_the_page_is_one_file_that_asks_for_nothing_else(served: Served) -> None
 def test_a_breakers_reason_which_may_name_a_request_is_not_told_unless_the_operator_says_so(served: Served) -> None:
     status = decode_status()
     status.peers[1].breaker_reason = "decode rank 0: chunk 3 of request alice.0f1e from prefill rank 0 arrived broken"
-    other = PeerSeen(address="127.0.0.1:7001", status=status, error="", seen_s=time.monotonic())
+    other = Seen(address="127.0.0.1:7001", status=status, error="", at_s=time.monotonic())
     served.picture = Picture(
         address="127.0.0.1:7003", status=status, requests=pb.ListRequestsResponse(), others={other.address: other}
     )
@@ -101,3 +106,34 @@ def test_numbers_that_json_has_no_word_for_do_not_break_it(served: Served) -> No
     served.set_status(status, [])
     links = json.loads(read(f"{served.serve()}status.json")[1])["node"]["links"]
     assert links[0]["bandwidth_bytes_per_s"] is None and links[1]["latency_s"] is None
+
+
+def test_the_speed_of_a_link_is_an_average_over_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, moved = 0.0, (10**9, 1.0, 0.5)
+    monkeypatch.setattr(status_page, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: 0.0))
+
+    async def look() -> Picture:
+        other = prefill_status()
+        use = other.ranks[0].link_uses.add(peer_incarnation=DECODE_INCARNATION, decode_rank=1)
+        use.written_bytes, use.busy_s, use.probe_s = moved
+        others = {"127.0.0.1:7001": Seen(address="127.0.0.1:7001", status=other)}
+        return Picture(address="d:1", status=decode_status(), requests=pb.ListRequestsResponse(), others=others)
+
+    page = StatusPage(look, shows_request_ids=False)
+
+    async def speed(at_s: float) -> list[str]:
+        nonlocal now_s
+        now_s = at_s
+        cells = json.loads(await page.json())["shown"]["links"]["rows"][1]
+        return [cell if isinstance(cell, str) else cell["text"] for cell in cells[-2:]]
+
+    async def looks() -> None:
+        nonlocal moved
+        assert await speed(1.0) == ["not known", ""]
+        assert await speed(2.0) == ["idle", ""]
+        moved = (10**9 + 150_000_000, 1.1, 0.55)
+        assert await speed(3.0) == ["1.50 GB/s", "0.50"]
+        assert await speed(5.9) == ["1.50 GB/s", "0.50"]
+        assert await speed(9.0) == ["idle", ""]
+
+    asyncio.run(looks())

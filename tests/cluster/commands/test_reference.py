@@ -13,9 +13,9 @@ from rich.console import Console
 from kvferry.cli.node_client import NodeClient
 from kvferry.demo.command import generate_one
 from kvferry.demo.prompts import BUILT_IN
-from kvferry.demo.reference_generate import generate_all
-from kvferry.demo.reference_run import ReferenceRun
-from kvferry.demo.view import PlainView, RequestProgress
+from kvferry.demo.reference import ReferenceRun, generate_all
+from kvferry.demo.report import DemoRequest
+from kvferry.demo.view import DemoView
 from kvferry.local_cluster.spec import child_environment
 from transfer.errors import EngineError, PeerUnreachable
 
@@ -48,10 +48,9 @@ async def test_the_reference_ends_as_soon_as_a_request_has_failed(model: Path) -
             yield
 
     with ReferenceRun(model, BUILT_IN * 100, 1000, child_environment()) as reference:
-        progress = RequestProgress(number=1, max_new_tokens=1000, token_ids=[])
-        view = PlainView(Console(quiet=True))
-        outcome = await generate_one(cast(NodeClient, Refusing()), BUILT_IN[0], progress, view, reference)
-        assert outcome.error == "no prefill node is joined"
+        request = DemoRequest(prompt=BUILT_IN[0], max_new_tokens=1000)
+        await generate_one(cast(NodeClient, Refusing()), request, DemoView(Console(quiet=True)), reference)
+        assert request.error == "no prefill node is joined"
         results = await reference.results()
     assert results == [None] * len(BUILT_IN) * 100
 

@@ -29,7 +29,7 @@ from kvferry.cli.node_client import NodeClient
 from kvferry.local_cluster.prometheus import Prometheus, prometheus
 from tests.cluster.calls import prompt
 from tests.cluster.conftest import model, reference
-from tests.deploy.monitoring.prometheus import program
+from tests.deploy.monitoring.prometheus import over, program
 from tests.deploy.monitoring.promql_check import selectors, text_of
 from tests.serving.conftest import Serving, serving
 from transfer.errors import TransferError
@@ -151,7 +151,7 @@ def until_scraped(server: Prometheus, num_targets: int) -> None:
     deadline_s = time.monotonic() + PENDING_S
     while time.monotonic() < deadline_s:
         now_s = time.time()
-        if len(server.over("up == 1", now_s, now_s)) == num_targets and not server.over("ALERTS", now_s, now_s):
+        if len(over(server, "up == 1", now_s, now_s)) == num_targets and not over(server, "ALERTS", now_s, now_s):
             return
         time.sleep(0.2)
     raise AssertionError(f"not {num_targets} targets within {PENDING_S:g} s, or alerts: {server.asked('alerts')}")
@@ -203,7 +203,7 @@ def missing(server: Prometheus, lines: list[Watched], begun_s: float) -> dict[st
     """Return the lines without the required data since `begun_s`, each with its expression and the reason."""
     found: dict[str, str] = {}
     for line in lines:
-        values = [value for series in server.over(line.expr, begun_s, time.time()) for value in series.values]
+        values = [value for series in over(server, line.expr, begun_s, time.time()) for value in series.values]
         finite = [value for value in values if math.isfinite(value)]
         if not finite or (line.must_move and max(finite) <= 0):
             found[line.name] = f"{line.expr}: {f'never above {max(finite)}' if finite else 'no data'}"
@@ -222,7 +222,7 @@ async def test_every_line_of_every_chart_has_data(watch: Watch) -> None:
         if task.done():
             await task  # raises the error that ended the load
     assert not left, "\n".join(f"{name}: {what}" for name, what in lacking.items())
-    pending = watch.server.over(f'ALERTS{{alertname!="{OF_A_BUSY_MACHINE}"}}', begun_s, time.time())
+    pending = over(watch.server, f'ALERTS{{alertname!="{OF_A_BUSY_MACHINE}"}}', begun_s, time.time())
     assert not pending, f"alerts of a healthy cluster: {[dict(series.labels) for series in pending]}"
 
 
@@ -233,7 +233,7 @@ def test_every_alert_is_evaluated_and_reads_existing_series(watch: Watch) -> Non
     assert {name: rule["lastError"] for name, rule in rules.items() if rule["health"] != "ok"} == {}
     read = {text_of(selector) for group in ALERTS for alert in group.alerts for selector in selectors(alert.expr)}
     ended_s = time.time()
-    assert [text for text in sorted(read) if not watch.server.over(text, ended_s - 60, ended_s)] == []
+    assert [text for text in sorted(read) if not over(watch.server, text, ended_s - 60, ended_s)] == []
 
 
 def test_a_row_of_charts_is_drawn_as_png(watch: Watch, tmp_path: Path) -> None:
@@ -271,9 +271,9 @@ async def test_the_alerts_of_a_killed_node_are_pending(watch: Watch) -> None:
     seen: set[tuple[str, str]] = set()
     while not expected <= seen and time.time() < killed_s + PENDING_S:
         await asyncio.sleep(0.5)
-        series = await asyncio.to_thread(watch.server.over, 'ALERTS{alertstate="pending"}', killed_s, time.time())
+        series = await asyncio.to_thread(over, watch.server, 'ALERTS{alertstate="pending"}', killed_s, time.time())
         seen = {(one.labels["alertname"], one.labels.get("instance", "")) for one in series}
     assert expected <= seen, expected - seen
     (line,) = [line for line in watched() if OF_WHAT_IS_WRONG in line.name]
     assert not missing(watch.server, [line], killed_s)
-    assert not watch.server.over(asked(ALERTS_THAT_FIRE), killed_s, time.time()), "an alert fires without its delay"
+    assert not over(watch.server, asked(ALERTS_THAT_FIRE), killed_s, time.time()), "an alert fires without its delay"

@@ -36,7 +36,7 @@ def draw_page(url: str, folder: Path) -> None:
             browser.size(width, height)
             browser.use_dark(is_dark)
             browser.open(url)
-            browser.until("[...document.querySelectorAll('#links td')].some(cell => cell.innerText.includes('of probe'))")
+            browser.until("document.querySelector('[aria-label=\"link now\"]')")
             time.sleep(4.0)
             browser.picture(folder / f"{name}.png")
 

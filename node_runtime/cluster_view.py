@@ -1,24 +1,22 @@
-"""What is seen of a cluster at one moment, put together from what each node says of itself: nodes, links, requests, alerts.
+"""Nodes, links and requests as people see them: the one view model of `kvferry top`, `kvferry status` and the status page.
 
-Pure: it asks nobody, and knows no terminal.
+Pure: it joins what each node reports of itself, asks nobody, and knows neither terminals nor HTML. `view_cells.py` turns its
+values into text and bars.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
-from transfer.pb import kvferry_pb2 as pb
+if TYPE_CHECKING:  # a node whose settings are wrong ends before it has loaded protobuf
+    from transfer.pb import kvferry_pb2 as pb
 
 SLOW_SHARE: Final = 0.5
-"""A link that is busy and slower than this share of its probe."""
-SLOW_LOOKS: Final = 3
-"""In so many looks one after the other; a busy machine makes any link slow for a moment."""
+"""A busy link below this share of its probe's speed is slow."""
 SILENT_LOOKS: Final = 2
-"""In so many looks one after the other without an answer."""
-STALLED_S: Final = 5.0
-"""A watermark that stands for so long while grants are live."""
+"""A node without an answer in so many looks in a row is silent; one that is only slow has answered in the second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +29,9 @@ class Seen:
         requests: In flight there.
         error: Why it did not answer.
         at_s: Monotonic seconds of the answer.
-        late_s: For so long it has been waited for in vain; what it said before is shown until it answers, or its time is over.
-        late_looks: In so many looks one after the other.
+        late_s: Seconds since it was asked, while the answer is outstanding; until then its last answer is shown.
+        late_looks: Looks in a row without an answer.
+        peer: What the node whose peer it is reports of it; None where nobody was asked.
     """
 
     address: str
@@ -42,15 +41,19 @@ class Seen:
     at_s: float = 0.0
     late_s: float = 0.0
     late_looks: int = 0
+    peer: pb.PeerStatus | None = None
 
     @property
     def sides(self) -> tuple[Seen, ...]:
         """Return one node for each side of an engine's instance that has both."""
         if self.status is None or not self.status.HasField("other_side"):
             return (self,)
+        first = type(self.status)()
+        first.CopyFrom(self.status)
+        first.ClearField("other_side")
         return tuple(
             replace(self, status=status, requests=tuple(one for one in self.requests if one.role == status.role))
-            for status in (self.status, self.status.other_side)
+            for status in (first, self.status.other_side)
         )
 
     @property
@@ -67,10 +70,14 @@ class Seen:
         return 0 if self.status is None else self.status.instance.incarnation
 
     @property
+    def version(self) -> str:
+        return "" if self.status is None else self.status.version or self.status.instance.version
+
+    @property
     def state(self) -> str:
-        """In one word, or two."""
+        """One or two words. A node whose ranks live but that cannot serve a request is not ready."""
         if self.status is None:
-            return "unreachable"
+            return "unreachable" if self.peer is None else self.peer.state
         return "not ready" if self.status.state == "ready" and not self.status.ready else self.status.state
 
     @property
@@ -79,12 +86,11 @@ class Seen:
 
     @property
     def is_silent(self) -> bool:
-        """It does not answer at the moment; one that is only slow is late in one look, and has answered in the next."""
+        """Whether the node has stopped answering, as opposed to being slow in one look."""
         return self.late_s > 0 and (self.status is None or self.late_looks >= SILENT_LOOKS)
 
     @property
     def shown_state(self) -> str:
-        """`state`, or that it does not answer at the moment."""
         return "silent" if self.is_silent else self.state
 
     @property
@@ -92,6 +98,10 @@ class Seen:
         if not self.late_s:
             return self.reason
         return f"no answer for {self.late_s:.1f} s" + ("" if self.status is None else f"; it was {self.state} before")
+
+    def sum(self, field: str) -> int:
+        """Return the sum of a field over the ranks."""
+        return 0 if self.status is None else sum(getattr(rank, field) for rank in self.status.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +111,8 @@ class LinkView:
     Args:
         prefill, decode: Addresses of the two nodes.
         status: As measured at attach.
-        now_bytes_per_s: What it moved while it was busy, between this look and the one before; None: not known; 0: idle.
-        share: Of the speed of its probe, for writes of the same sizes; None: not known, or idle.
+        now_bytes_per_s: Bytes per busy second since the look before; None: not known; 0: idle.
+        share: Its speed relative to the probe's for writes of the same sizes; None: not known, or idle.
     """
 
     prefill: str
@@ -111,15 +121,28 @@ class LinkView:
     now_bytes_per_s: float | None = None
     share: float | None = None
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Both ranks, the prefill rank first."""
+        return f"{self.prefill} #{self.status.prefill_rank}", f"{self.decode} #{self.status.decode_rank}"
+
+    @property
+    def name(self) -> str:
+        return " -> ".join(self.ends)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.share is not None and self.share < SLOW_SHARE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow:
     """A request as both nodes see it, joined by the name of its transfer.
 
     Args:
-        decode, prefill: Addresses; empty where that node does not speak of it.
-        at_decode, at_prefill: What each says.
-        num_ranks: Decode ranks, or where no decode node speaks of it, prefill ranks.
+        decode, prefill: Addresses; empty where that node does not report it.
+        at_decode, at_prefill: What each reports.
+        num_ranks: Decode ranks, or where no decode node reports it, prefill ranks.
     """
 
     decode: str = ""
@@ -140,14 +163,14 @@ class RequestRow:
 
     @property
     def stage(self) -> str:
-        """What it is at: of a request that waits for prefill, what prefill is at."""
+        """The stage on the decode node; of a request that waits there for prefill, the stage on the prefill node."""
         if self.at_decode is None or (self.at_decode.stage == "queued" and self.at_prefill is not None):
             return self.at_prefill.stage if self.at_prefill is not None else "queued"
         return self.at_decode.stage
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Tokens whose KV is there, of the prompt's: on the prefill node, and once that has forgotten the request all of them."""
+        """Prompt tokens whose KV is computed, of all; all of them once the prefill node has forgotten the request."""
         total = self.one.prompt_tokens
         if self.at_prefill is not None:
             return self.at_prefill.ready_tokens, total
@@ -156,17 +179,31 @@ class RequestRow:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Ranks whose part of the transfer is complete."""
+        """Ranks whose part of the transfer is complete, of all."""
         return (self.num_ranks if self.stage == "generating" else min(self.one.ranks_done, self.num_ranks)), self.num_ranks
 
     @property
     def generated(self) -> tuple[int, int]:
         return self.one.generated_tokens, self.one.max_new_tokens
 
+    @property
+    def progress(self) -> tuple[str, int, int] | None:
+        """What the present stage counts: label, part and whole; None for a stage that counts nothing."""
+        match self.stage:
+            case "computing":
+                return "computed tokens", *self.computed
+            case "receiving":
+                return "received by ranks", *self.moved
+            case "sending":
+                return "sent by ranks", *self.moved
+            case "generating":
+                return "generated tokens", *self.generated
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """All of it, at one moment."""
+    """Nodes, links and requests at one moment."""
 
     nodes: tuple[Seen, ...]
     links: tuple[LinkView, ...] = ()
@@ -175,30 +212,36 @@ class ClusterView:
     def tier(self, role: str) -> list[Seen]:
         return [node for node in self.nodes if node.role == role]
 
+    @property
+    def rings(self) -> list[tuple[str, pb.RankStatus]]:
+        """Name and status of each rank with a ring."""
+        found = ((node.address, rank) for node in self.nodes if node.status is not None for rank in node.status.ranks)
+        return [(f"{address} #{rank.rank}", rank) for address, rank in found if rank.ring_capacity]
 
-def view_of(nodes: Sequence[Seen], before: Mapping[str, Seen] | None = None) -> ClusterView:
-    """Puts together what nodes say.
+
+def view_of(nodes: Iterable[Seen], before: Iterable[Seen] = ()) -> ClusterView:
+    """Join what nodes report.
 
     Args:
         nodes: As they are shown.
-        before: The answer before that which is shown, by address: what has moved since tells how fast links are.
+        before: An earlier answer of each node; the difference is how fast links are.
     """
     sides = [side for node in nodes for side in node.sides]
-    earlier = {side.key: side for node in (before or {}).values() for side in node.sides}
+    earlier = {side.key: side for node in before for side in node.sides}
     return ClusterView(nodes=tuple(sides), links=tuple(_links(sides, earlier)), requests=tuple(_requests(sides)))
 
 
 def _links(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> Iterable[LinkView]:
-    """As the decode nodes name them; what prefill nodes name besides is to nodes that are not seen."""
+    """Links as decode nodes report them, then those of prefill nodes to nodes that are not seen."""
     by_life = {node.incarnation: node.address for node in nodes if node.incarnation}
     uses = _uses(nodes, before)
-    seen: set[tuple[int, int, int, int]] = set()
+    seen: set[_Key] = set()
     for node in sorted(nodes, key=lambda one: one.role != "decode"):
         if node.status is None:
             continue
         named = {peer.incarnation: peer.address for peer in node.status.peers}
         for link in node.status.links:
-            other = by_life.get(link.peer_incarnation) or named.get(link.peer_incarnation) or "?"
+            other = by_life.get(link.peer_incarnation) or named.get(link.peer_incarnation) or f"{link.peer_incarnation:#018x}"
             is_decode = node.role == "decode"
             lives = (link.peer_incarnation, node.incarnation) if is_decode else (node.incarnation, link.peer_incarnation)
             key = (lives[0], link.prefill_rank, lives[1], link.decode_rank)
@@ -211,11 +254,11 @@ def _links(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> Iterable[LinkVi
 
 
 _Key = tuple[int, int, int, int]
-"""Of a link: life and rank of the prefill side, and of the decode side."""
+"""Of a link: incarnation and rank of the prefill side, and of the decode side."""
 
 
 def _uses(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> dict[_Key, tuple[float, float | None]]:
-    """Bytes a second while busy and share of the probe's speed, of links of which two looks are known; 0 and None: idle."""
+    """Bytes per busy second, and share of the probe's speed, of links of which two looks are known; 0 and None: idle."""
     found: dict[_Key, tuple[float, float | None]] = {}
     for node in nodes:
         earlier = before.get(node.key)
@@ -255,105 +298,3 @@ def _requests(nodes: Sequence[Seen]) -> Iterable[RequestRow]:
     for node, request in at_prefill.values():
         ranks = len(node.status.ranks) if node.status is not None else 0
         yield RequestRow(decode=request.peer, prefill=node.address, at_prefill=request, num_ranks=ranks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Alert:
-    """Something that an operator should know.
-
-    Args:
-        what: Names it, the same as long as it lasts.
-        text: For people.
-        is_bad: Red rather than yellow.
-    """
-
-    what: str
-    text: str = field(compare=False)
-    is_bad: bool = field(default=False, compare=False)
-
-
-class Alerts:
-    """Finds what is wrong in view after view; owned by whoever looks."""
-
-    def __init__(self) -> None:
-        self._oldest: dict[tuple[str, int], tuple[int, float]] = {}  # of each ring's open grants, and since when it is
-        self._slow: dict[str, int] = {}  # looks in a row
-        self.now: dict[str, Alert] = {}
-
-    def update(self, view: ClusterView) -> tuple[list[Alert], list[Alert]]:
-        """What has begun with this view, and what has ended."""
-        found = {alert.what: alert for alert in self._find(view)}
-        begun = [alert for what, alert in found.items() if what not in self.now]
-        ended = [alert for what, alert in self.now.items() if what not in found]
-        self.now = found
-        return begun, ended
-
-    def _find(self, view: ClusterView) -> Iterable[Alert]:
-        for node in view.nodes:
-            yield from self._of_node(node)
-        slow = {_name(link): link.share for link in view.links if link.share is not None and link.share < SLOW_SHARE}
-        late = {node.address for node in view.nodes if node.late_s}  # what it says of its links was counted before
-        again = {_name(link) for link in view.links if link.prefill in late}
-        self._slow = {which: self._slow.get(which, 0) + (which not in again) for which in slow}
-        for which, share in slow.items():
-            if self._slow[which] >= SLOW_LOOKS:
-                yield Alert(what=f"slow {which}", text=f"link {which} has {share:.2f} of its probe's speed")
-
-    def _of_node(self, node: Seen) -> Iterable[Alert]:
-        if node.status is None and node.late_s:
-            return  # asked for the first time, a moment ago
-        if node.status is None:
-            yield Alert(what=f"unreachable {node.address}", text=node.error or f"{node.address} does not answer", is_bad=True)
-            return
-        if node.state != "ready":
-            reason = f": {node.reason}" if node.reason else ""
-            yield Alert(
-                what=f"state {node.address}",
-                text=f"{node.role} node {node.address} is {node.state}{reason}",
-                is_bad=node.state == "failed",
-            )
-        for peer in node.status.peers:
-            if peer.state == "lost":
-                yield Alert(
-                    what=f"peer {node.address} {peer.address}",
-                    text=f"{node.address} has lost {peer.address}: {peer.reason}",
-                    is_bad=True,
-                )
-            if peer.breaker == "open":
-                yield Alert(
-                    what=f"breaker {node.address} {peer.address}",
-                    text=f"{node.address} leaves {peer.address} out: {peer.breaker_reason}",
-                )
-        if node.role == "decode":  # the other side of an instance has the same address, and no ring
-            for rank in node.status.ranks:
-                yield from self._of_ring(node, rank)
-
-    def _of_ring(self, node: Seen, rank: pb.RankStatus) -> Iterable[Alert]:
-        which = f"{node.address} #{rank.rank}"
-        if rank.ring_quarantined_bytes:
-            text = f"ring of {which}: {rank.ring_quarantined_bytes:,} bytes in quarantine"
-            yield Alert(what=f"quarantine {which}", text=text)
-        key, oldest = (node.address, rank.rank), _oldest_open(rank)
-        if oldest is None:
-            self._oldest.pop(key, None)
-            return
-        before, since_s = self._oldest.get(key, (oldest, node.at_s))
-        if before != oldest:
-            since_s = node.at_s
-        self._oldest[key] = (oldest, since_s)
-        if node.at_s - since_s >= STALLED_S:
-            text = f"ring of {which}: the grant at {oldest:,} is not written, of {rank.ring_live_grants} live ones"
-            yield Alert(what=f"stalled {which}", text=text, is_bad=True)
-
-
-def _oldest_open(rank: pb.RankStatus) -> int | None:
-    """Where the oldest grant begins that may be written, in a ring; None: there is none, or it cannot be told."""
-    if rank.HasField("ring_oldest_open"):
-        return rank.ring_oldest_open
-    if rank.ring_live_grants and not rank.ring_quarantined_bytes:  # version 0.1: then it is what holds the watermark
-        return rank.watermark_position
-    return None
-
-
-def _name(link: LinkView) -> str:
-    return f"{link.prefill} #{link.status.prefill_rank} -> {link.decode} #{link.status.decode_rank}"
