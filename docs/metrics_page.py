@@ -6,17 +6,19 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from docs.counterparts import SGLANG, VLLM, Counterpart
-from transfer.metrics.loop_specs import LOOP_METRICS
-from transfer.metrics.node_specs import NODE_STATE_METRICS, OFFLOAD_METRICS, REQUEST_METRICS
-from transfer.metrics.rank_specs import (
+from transfer.metrics.specs import MetricSpec
+from transfer.metrics.table import (
     LINK_METRICS,
+    LOOP_METRICS,
+    NODE_STATE_METRICS,
+    OFFLOAD_METRICS,
     RANK_OFFLOAD_METRICS,
     RANK_STATE_METRICS,
+    REQUEST_METRICS,
     RING_METRICS,
+    STORE_METRICS,
     TRANSFER_METRICS,
 )
-from transfer.metrics.specs import MetricSpec
-from transfer.metrics.store_specs import STORE_METRICS
 
 RANK, LEADER, BOTH = "ranks", "leader", "ranks and leader"
 

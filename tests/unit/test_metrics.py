@@ -32,9 +32,8 @@ from transfer.metrics import (
     RankMetrics,
     outcome_of,
 )
-from transfer.metrics.loop_specs import TURN_BUCKETS_S
 from transfer.metrics.rank import LINK_WINDOW_S
-from transfer.metrics.specs import STAGE_BUCKETS_S
+from transfer.metrics.specs import STAGE_BUCKETS_S, TURN_BUCKETS_S
 from transfer.ring import Grant, StagingAllocator
 from transfer.storage.base import Outcome
 

@@ -21,12 +21,12 @@ from transfer.errors import (
     TransferError,
     TransportError,
 )
-from transfer.metrics.node_specs import NODE_METRICS
 from transfer.metrics.page import MetricFamily, exposition, merge
 from transfer.metrics.rank import CountedTurns
 from transfer.metrics.series import Series
 from transfer.metrics.specs import ABORT_REASONS, BREAKER_STATES, NODE_STATES, OUTCOMES, PEER_STATES
 from transfer.metrics.store import StoreMetrics
+from transfer.metrics.table import NODE_METRICS
 from transfer.metrics.tiers import TierMetrics
 
 _STARTED_AT_S: Final = time.time()  # of the process, whatever becomes of its ranks and of its role

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from transfer.metrics.rank_specs import RANK_METRICS
 from transfer.metrics.specs import MetricSpec
+from transfer.metrics.table import RANK_METRICS
 
 
 class MetricFamily(NamedTuple):

@@ -14,10 +14,10 @@ import structlog
 
 from transfer.errors import ConfigError
 from transfer.instance import Link
-from transfer.metrics.rank_specs import RANK_METRICS
 from transfer.metrics.series import Series
 from transfer.metrics.specs import RANK_STAGES
 from transfer.metrics.store import StoreMetrics
+from transfer.metrics.table import RANK_METRICS
 
 log = structlog.get_logger(__name__)
 
