@@ -36,7 +36,7 @@ from transfer.log_rate_limiter import LogRateLimiter
 from transfer.logs import log_level, set_log_level
 from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
-from transfer.metrics import NodeMetrics
+from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.refusals import log_refusal, say_request_refused
@@ -175,7 +175,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         """Begin what else the role does under the node's address; called once, before its first life."""
 
     def _open_outside(self, address: str) -> None:
-        self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
+        self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
         is_first, self._address = not self._address, address
         if is_first:
             self.go_outside(address)
@@ -243,7 +243,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
                 log.error("certificate_expired", names=str(certificate.names), problem=tls.files.problem)
 
     def _on_refused(self, refusal: Refusal) -> None:
-        self.metrics.call_refused(refusal.method)
+        self.metrics.counter("refused_calls", method=refusal.method).inc()
         log_refusal(refusal, self._refused)
 
     async def _set_serving(self, is_serving: bool) -> None:
@@ -287,8 +287,8 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         self.metrics.request_ended("refused")
         say_request_refused(error, self._refused)
 
-    def _render_metrics(self, peers: Mapping[str, int]) -> bytes:
-        """The exposition text of leader and ranks; `peers`: their number by state."""
+    def _collect_metrics(self, peers: Mapping[str, int]) -> Iterable[MetricFamily]:
+        """Return metrics of leader and ranks; `peers`: their number by state."""
         life = self._life
         self.metrics.node_state(
             state=self._state,
@@ -301,7 +301,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
             files = self.security.files
             self.metrics.certificate(not_after_s=files.current().not_after_s, is_stale=bool(files.problem))
         reports = self._supervisor.reports if self._supervisor is not None else {}
-        return self.metrics.render([report.metrics for report in reports.values()])
+        return self.metrics.collect([report.metrics for report in reports.values()])
 
     @property
     def _state(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import ConfigError, LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
+from transfer.metrics import MetricFamily
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.refusals import without_request
@@ -52,10 +53,10 @@ class _Life:
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)
         self.checks = PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size)
-        self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.step_out_of_memory, on_hopeless=node.lose)
+        self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.counter("out_of_memory_steps").inc, on_hopeless=node.lose)
         self.full_pool = FullPool(
             advice="raise memory.static_fraction or pool.num_pages, lower limits.max_running_requests, or add prefill nodes",
-            on_change=node.metrics.waiting_for_pages,
+            on_change=node.metrics.gauge("requests_waiting_for_pages").set,
         )
         self.requests = PrefillRequests(
             PrefillScheduler(
@@ -97,7 +98,7 @@ class _Life:
         assert client is not None, "asked for only where a store is set"
 
         def loaded(request_id: str, num_tokens: int) -> None:
-            node.metrics.tokens_loaded(num_tokens)
+            node.metrics.counter("loaded_prompt_tokens").inc(num_tokens)
             on_loaded(request_id, num_tokens)
 
         return PrefixLoads(
@@ -160,13 +161,13 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     def readiness(self) -> Readiness:
         return Readiness(is_ready=not self._draining.is_on, reason="the node is draining")
 
-    def render_metrics(self) -> bytes:
+    def collect_metrics(self) -> Iterable[MetricFamily]:
         life = self._life
         joins = [join for join in life.joins if join.is_joined] if life is not None else []
-        self.metrics.largest_piece(max(map(largest_piece_bytes, joins), default=0))
+        self.metrics.gauge("largest_piece_bytes").set(max(map(largest_piece_bytes, joins), default=0))
         if self.registration is not None:
             self._show_discovery(self.registration.view, interval_s=self.registration.interval_s)
-        return self._render_metrics({"joined": len(joins)})
+        return self._collect_metrics({"joined": len(joins)})
 
     async def close(self) -> None:
         if self.registration is not None:
@@ -241,7 +242,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             if span is not None:
                 span.end(without_request(error))
             await end_with(context, error)
-        self.metrics.prompt_accepted(len(accepted.token_ids))
+        self.metrics.counter("prompt_tokens").inc(len(accepted.token_ids))
         give_up = partial(life.requests.give_up, accepted)
         try:
             async with contextlib.aclosing(prefill_events(accepted, context, give_up=give_up, metrics=self.metrics)) as events:

@@ -27,7 +27,7 @@ import contextlib
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -60,7 +60,7 @@ from transfer.connector.outgoing import Transfer
 from transfer.connector.prefill_service import PrefillService
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.metrics import exposition
+from transfer.metrics import MetricFamily
 from transfer.registry.server import RegistryServer, host_port, serve
 
 START_TIMEOUT_S: Final = 60.0
@@ -323,7 +323,7 @@ class ConnectorLeader:
         self.address = host_port(config.server.advertised_host, server.port)
         # Whatever fails from here on is closed.
         opened = self._opened = _Opened(source=source, target=target, server=server, hellos=hellos)
-        opened.health = HealthServer(self._readiness, self._render_metrics)
+        opened.health = HealthServer(self._readiness, self._collect_metrics)
         opened.http_port = await opened.health.start(config.server.host, config.server.http_port)
         self.http_address = host_port(config.server.advertised_host, opened.http_port)
         if target is not None:
@@ -369,11 +369,9 @@ class ConnectorLeader:
             case _:
                 self.source.on_rank_message(rank, message)
 
-    def _render_metrics(self) -> bytes:
-        if self._opened is None:
-            return b""
-        sides = (self._opened.source, self._opened.target)
-        return exposition(metric for side in sides if side is not None for metric in side.collect_metrics())
+    def _collect_metrics(self) -> Iterable[MetricFamily]:
+        sides = () if self._opened is None else (self._opened.source, self._opened.target)
+        return [family for side in sides if side is not None for family in side.collect_metrics()]
 
     def _close_link(self) -> None:
         link, self._link = self._link, None

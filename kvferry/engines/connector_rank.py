@@ -226,7 +226,7 @@ class ConnectorRank:
             capabilities=CONNECTOR_CAPABILITIES,
         )
         metrics = self._metrics[side] = RankMetrics(role=role, rank=self._rank)
-        metrics.watch_loop(self._thread.loop.turns)
+        metrics.histogram("loop_turn_seconds").follow(self._thread.loop.turns)
         return RankContext(
             loop=self._thread.loop,
             instance=instance,

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import structlog
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvferry.router.api import CHAT, COMPLETIONS, ApiError, Backend, Call, Head
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.settings import RouterSettings
+from transfer.metrics import MetricsPage
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +36,7 @@ class RouterApp:
         self._backend = backend
         self._settings = settings
         self._metrics = metrics
+        self._metrics_page = MetricsPage()
         self._running: set[_Reply] = set()
         self._num_body_bytes = 0  # of those that run
         self._idle = asyncio.Event()
@@ -198,9 +199,10 @@ class RouterApp:
             return web.Response(text=f"{'the router is draining' if self._is_draining else state.reason}\n", status=503)
         return web.Response(text="ready\n")
 
-    async def _serve_metrics(self, _: web.Request) -> web.Response:
-        page = self._metrics.render(self._backend.num_servers())
-        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        families = self._metrics.collect(self._backend.num_servers())
+        text, content_type = self._metrics_page.render(families, request.headers.get("Accept", ""))
+        return web.Response(body=text, headers={"Content-Type": content_type})
 
 
 class _NoRoom(ApiError):

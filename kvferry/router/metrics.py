@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from transfer.metrics import TOKEN_BUCKETS_S, MetricFamily, MetricSpec, Series, exposition
+from transfer.metrics import TOKEN_BUCKETS_S, MetricFamily, MetricSpec, Series
 
 ENDPOINTS: Final = ("completions", "chat")
 OUTCOMES: Final = ("done", "client_error", "failed", "disconnected", "refused")
@@ -37,62 +37,63 @@ ROUTER_METRICS: Final = (
 
 
 class RouterMetrics:
-    """What the router counts, and the page that it serves. Owned by its loop."""
+    """What the router counts. Owned by its loop."""
 
     def __init__(self) -> None:
         self._series = Series(ROUTER_METRICS, labels={}, prefix="kvferry_router_")
-        for spec in ROUTER_METRICS:
-            if not spec.labels:
-                self._series(spec.name.removeprefix("kvferry_router_"))
+        for name in ("retries", "prefills_without_kv"):
+            self._series.counter(name)
+        for name in ("prefill_seconds", "time_to_first_token_seconds"):
+            self._series.histogram(name)
+        self._series.gauge("running_requests")
         for endpoint in ENDPOINTS:
             for outcome in OUTCOMES:
-                self._series("requests", endpoint=endpoint, outcome=outcome)
+                self._series.counter("requests", endpoint=endpoint, outcome=outcome)
 
     def request_began(self) -> None:
-        self._series("running_requests").inc()
+        self._series.gauge("running_requests").inc()
 
     def request_ended(self, endpoint: str, outcome: str) -> None:
         """A request that had begun is over."""
-        self._series("running_requests").inc(-1)
-        self._series("requests", endpoint=endpoint, outcome=outcome).inc()
+        self._series.gauge("running_requests").inc(-1)
+        self._series.counter("requests", endpoint=endpoint, outcome=outcome).inc()
 
     def request_refused(self, endpoint: str) -> None:
         """There was no room for a request, or the router is draining."""
-        self._series("requests", endpoint=endpoint, outcome="refused").inc()
+        self._series.counter("requests", endpoint=endpoint, outcome="refused").inc()
 
     def first_part(self, seconds: float) -> None:
         """This long after its arrival the first part of a request's answer is there."""
-        self._series("time_to_first_token_seconds").observe(seconds)
+        self._series.histogram("time_to_first_token_seconds").observe(seconds)
 
     def retried(self) -> None:
-        self._series("retries").inc()
+        self._series.counter("retries").inc()
 
     def attempt_began(self, flow: str) -> None:
         """An attempt begins: "concurrent", "sequential", "alone" or "node"."""
-        self._series("flows", flow=flow).inc()
+        self._series.counter("flows", flow=flow).inc()
 
     def decode_alone(self, reason: str) -> None:
-        self._series("decode_alone", reason=reason).inc()
+        self._series.counter("decode_alone", reason=reason).inc()
 
     def prefill_answered(self, seconds: float, *, has_kv: bool) -> None:
         """A prefill server has answered; `has_kv`: and said where the KV is."""
-        self._series("prefill_seconds").observe(seconds)
+        self._series.histogram("prefill_seconds").observe(seconds)
         if not has_kv:
-            self._series("prefills_without_kv").inc()
+            self._series.counter("prefills_without_kv").inc()
 
     def server_failed(self, tier: str, reason: str) -> None:
-        self._series("server_failures", tier=tier, reason=reason).inc()
+        self._series.counter("server_failures", tier=tier, reason=reason).inc()
 
     def breaker_opened(self, tier: str) -> None:
-        self._series("breaker_openings", tier=tier).inc()
+        self._series.counter("breaker_openings", tier=tier).inc()
 
-    def render(self, servers: Mapping[tuple[str, str], int]) -> bytes:
-        """The exposition text.
+    def collect(self, servers: Mapping[tuple[str, str], int]) -> list[MetricFamily]:
+        """Return all metrics, also those that have no series yet.
 
         Args:
             servers: How many there are, by tier and state.
         """
         for (tier, state), number in servers.items():
-            self._series("servers", tier=tier, state=state).set(number)
-        shown = [MetricFamily(spec, "") for spec in ROUTER_METRICS]  # also what has no series yet is told of
-        return exposition([*shown, *(MetricFamily(spec, text) for spec, text in self._series.texts())])
+            self._series.gauge("servers", tier=tier, state=state).set(number)
+        return [*(MetricFamily(spec, {}, (), ()) for spec in ROUTER_METRICS), *self._series.families()]

@@ -79,7 +79,7 @@ class PrefillService(pb_grpc.PrefillControlServicer):
         self._join_service = JoinService(security=security, draining=self._draining)
         self._reserve_client = ReserveClient(security)
         self.metrics = NodeMetrics(role="prefill")
-        self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
+        self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
         self.requests = OutgoingTransfers(
             num_ranks=len(hellos),
             limits=config.limits,
@@ -131,7 +131,7 @@ class PrefillService(pb_grpc.PrefillControlServicer):
 
     def collect_metrics(self) -> Iterable[MetricFamily]:
         joined = [join for join in self._joins if join.is_joined]
-        self.metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))
+        self.metrics.gauge("largest_piece_bytes").set(max(map(largest_piece_bytes, joined), default=0))
         self.metrics.node_state(
             state="draining" if self._draining.is_on else "ready",
             queued=self.requests.num_prompts,
@@ -180,7 +180,7 @@ class PrefillService(pb_grpc.PrefillControlServicer):
             self.metrics.request_ended("refused")
             say_request_refused(error, self._refused)
             await end_with(context, error)
-        self.metrics.prompt_accepted(len(request.token_ids))
+        self.metrics.counter("prompt_tokens").inc(len(request.token_ids))
         give_up = partial(self.requests.give_up, transfer)
         serving = prefill_events(transfer, context, give_up=give_up, metrics=self.metrics)
         async with contextlib.aclosing(serving) as events:

@@ -75,6 +75,11 @@ class MetricSpec:
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     @property
+    def num_samples(self) -> int:
+        """Samples of one series: one; of a histogram its buckets, the count and the sum."""
+        return len(self.buckets) + 3 if self.kind == "histogram" else 1
+
+    @property
     def unit(self) -> str:
         """The base unit that its name tells; empty for a number of things."""
         words = self.name.split("_")
