@@ -450,7 +450,7 @@ def _context(num_tokens: int, page_size: int) -> TierContext:
         admission=Admission(pool_pages=PageCounts((num_pages,)), needs=page_needs(groups, page_size), max_running=8),
         jobs=Jobs(1),
         broadcast=lambda message: None,
-        observer=NodeMetrics(role="decode").tiers,
+        metrics=NodeMetrics(role="decode"),
     )
 
 

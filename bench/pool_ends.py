@@ -6,7 +6,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import Range, Shard, wire_buffers
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
+from transfer.metrics.series import Histogram
 from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -75,25 +76,21 @@ class StageRecorder(RankMetrics):
     def _keep(self, stage: str, seconds: float) -> None:
         self._samples.setdefault(stage, []).append(Sample(seconds, time.monotonic()))
 
-    def credit_wait_seconds(self, seconds: float) -> None:
-        super().credit_wait_seconds(seconds)
-        self._keep("credit_wait", seconds)
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        found = super().histogram(name, **labels)
+        return RecordedHistogram(found, functools.partial(self._keep, labels["stage"])) if name == "stage_seconds" else found
 
-    def gather_seconds(self, seconds: float) -> None:
-        super().gather_seconds(seconds)
-        self._keep("gather", seconds)
 
-    def write_finished(self, seconds: float, num_bytes: int) -> None:
-        super().write_finished(seconds, num_bytes)
-        self._keep("write", seconds)
+class RecordedHistogram(Histogram):
+    """Passes values on to a histogram, and to `keep`."""
 
-    def ack_seconds(self, seconds: float) -> None:
-        super().ack_seconds(seconds)
-        self._keep("ack", seconds)
+    def __init__(self, histogram: Histogram, keep: Callable[[float], None]) -> None:
+        self._histogram = histogram
+        self._keep = keep
 
-    def scatter_finished(self, seconds: float, num_bytes: int) -> None:
-        super().scatter_finished(seconds, num_bytes)
-        self._keep("scatter", seconds)
+    def observe(self, value: float) -> None:
+        self._histogram.observe(value)
+        self._keep(value)
 
 
 def _data_plane(setting: Setting, lane: str, device: str) -> tuple[Transport, OpenCopyQueue]:

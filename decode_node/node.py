@@ -92,11 +92,11 @@ class _Life:
             ),
             max_running=config.limits.max_running_requests,
         )
-        self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.step_out_of_memory, on_hopeless=node.lose)
+        self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.counter("out_of_memory_steps").inc, on_hopeless=node.lose)
         self.full_pool = FullPool(
             advice=f"raise memory.static_fraction or pool.num_pages{', or offload.host_memory' if config.offload.is_on else ''}, "
             "lower limits.max_running_requests, or add decode nodes",
-            on_change=node.metrics.waiting_for_pages,
+            on_change=node.metrics.gauge("requests_waiting_for_pages").set,
         )
 
         def on_no_room(transfer_id: str) -> None:
@@ -110,7 +110,7 @@ class _Life:
                 hellos,
                 admission=admission,
                 broadcast=node.broadcast,
-                observer=node.metrics.tiers,
+                metrics=node.metrics,
                 client=store,
             )
         self.requests = DecodeRequests(
@@ -127,10 +127,10 @@ class _Life:
             on_broken=node.lose,
             observer=Observer(
                 on_outcome=node.metrics.request_ended,
-                on_queue_seconds=node.metrics.queue_seconds,
-                on_first_token=node.metrics.time_to_first_token,
-                on_token=node.metrics.time_per_output_token,
-                on_retry=node.metrics.request_retried,
+                on_queue_seconds=node.metrics.histogram("queue_seconds").observe,
+                on_first_token=node.metrics.histogram("time_to_first_token_seconds").observe,
+                on_token=node.metrics.histogram("time_per_output_token_seconds").observe,
+                on_retry=node.metrics.counter("retries").inc,
                 on_given_up=node.metrics.request_given_up,
                 on_no_room=on_no_room,
                 on_wait_over=self.full_pool.waits_no_more,
@@ -285,7 +285,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         finally:
             self._num_coming -= 1
         prompt_tokens = len(accepted.token_ids)
-        self.metrics.prompt_accepted(prompt_tokens)
+        self.metrics.counter("prompt_tokens").inc(prompt_tokens)
         generated = 0
         try:
             yield pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id=request_id, prompt_tokens=prompt_tokens))
@@ -293,7 +293,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                 match await accepted.progress.get():
                     case Tokens(token_ids=token_ids, text=text):
                         generated += len(token_ids)
-                        self.metrics.tokens_generated(len(token_ids))
+                        self.metrics.counter("generated_tokens").inc(len(token_ids))
                         yield pb.GenerateEvent(tokens=pb.GeneratedTokens(token_ids=token_ids, text=text))
                     case Done() as done:
                         yield pb.GenerateEvent(

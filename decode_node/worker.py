@@ -93,7 +93,7 @@ class DecodeWorker:
         self._link = link
         self._loop = loop
         self._metrics = RankMetrics(role="decode", rank=spec.rank)
-        self._metrics.watch_loop(turns_of(loop))
+        self._metrics.histogram("loop_turn_seconds").follow(turns_of(loop))
         self._tracer: Tracer | None = None
         self._rank_engine = engine
         self._engine_thread = engine.thread
@@ -321,7 +321,7 @@ class DecodeWorker:
 
     def _on_step_over(self, step: RunDecodeStep, outcome: DecodeStepDone | StepFailed) -> None:
         if isinstance(outcome, DecodeStepDone):
-            self._metrics.step_seconds(outcome.compute_s)
+            self._metrics.histogram("step_seconds").observe(outcome.compute_s)
         for part in step.parts:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1

@@ -28,6 +28,7 @@ from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
 from deploy.monitoring.grafana import dashboard_json
 from deploy.monitoring.rule_file import rules_yaml
 from docs import chart
+from docs.metrics_page import metrics_page
 from embedded_engine.architectures import ARCHITECTURES
 from kvferry.cli import exit_codes as command_codes
 from kvferry.router.metrics import ROUTER_METRICS
@@ -35,7 +36,6 @@ from node_runtime import exit_codes as node_codes
 from transfer.config import ChunkConfig, DecodeLimitsConfig, PrefillLimitsConfig, RingConfig, StagingConfig
 from transfer.config.__main__ import configuration_page
 from transfer.errors import TransferError
-from transfer.metrics.document import metrics_page
 from transfer.registry.status import error_of
 from transfer.sizes import ring_capacity_bytes
 from transfer.tracing import SPANS

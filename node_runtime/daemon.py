@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -28,6 +28,7 @@ from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, PeerUnreachable, TransferError
 from transfer.logs import rename_process
 from transfer.loop_turns import turns_of
+from transfer.metrics import MetricFamily
 
 STEADY_LIFE_S = 300.0  # ranks that served this long were no failed restart
 _MOST_DOUBLINGS = 64  # from any pause to the longest there can be; 2**1024 is more than a float holds
@@ -81,7 +82,7 @@ class RoleServer(Protocol):
         """Beyond being started: whether the role can serve a request."""
         ...
 
-    def render_metrics(self) -> bytes: ...
+    def collect_metrics(self) -> Iterable[MetricFamily]: ...
 
     @property
     def status_page(self) -> StatusPage | None:
@@ -146,7 +147,7 @@ class Daemon:
         self._lost_reason = ""
         self._health = HealthServer(
             self.readiness,
-            lambda: self._role.render_metrics(),
+            lambda: self._role.collect_metrics(),
             page=self._role.status_page,
             host_names=(config.server.advertised_host, *config.status_page.host_names),
         )

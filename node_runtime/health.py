@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,12 +15,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 from aiohttp.web_protocol import RequestHandler
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from node_runtime import status_page
 from node_runtime.status_page import StatusPage
 from transfer.errors import ConfigError
 from transfer.loop_turns import TimedSteps
+from transfer.metrics import MetricFamily, MetricsPage
 
 MAX_CONNECTIONS: Final = 128
 """At once. Probes and scrapers are a few; a stranger with more than that takes his own places, and none of the node's files."""
@@ -95,7 +95,7 @@ class HealthServer:
 
     Args:
         readiness: Asked at each `/readyz`.
-        metrics: Renders the exposition text at each `/metrics`.
+        metrics: Collects the metrics to show at each `/metrics`.
         page: What `/` and `/status.json` show; None: there is neither.
         host_names: By which browsers may ask for those, besides addresses and localhost.
     """
@@ -103,16 +103,17 @@ class HealthServer:
     def __init__(
         self,
         readiness: Callable[[], Readiness],
-        metrics: Callable[[], bytes],
+        metrics: Callable[[], Iterable[MetricFamily]],
         *,
         page: StatusPage | None = None,
         host_names: Collection[str] = (),
     ) -> None:
         self._readiness = readiness
         self._metrics = metrics
+        self._metrics_page = MetricsPage()
         self._page = page
         self._host_names = {name.lower() for name in ("localhost", *host_names)}
-        self._answers: dict[str, Callable[[], Coroutine[Any, Any, web.Response]]] = {
+        self._answers: dict[str, Callable[[web.BaseRequest], Coroutine[Any, Any, web.Response]]] = {
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/metrics": self._serve_metrics,
@@ -164,7 +165,7 @@ class HealthServer:
         if request.path in _PAGES and not self._is_own(request.headers.get("Host", "")):
             text = "this node is not known by that name; name it in status_page.host_names, or ask by an address\n"
             return web.Response(text=text, status=403)
-        return await TimedSteps(f"GET {request.path}", answer())
+        return await TimedSteps(f"GET {request.path}", answer(request))
 
     def _is_own(self, host: str) -> bool:
         """Whether a browser that has asked for `host` has asked for this node, and not for a website whose name leads here."""
@@ -174,19 +175,20 @@ class HealthServer:
             return True
         return name.lower() in self._host_names
 
-    async def _healthz(self) -> web.Response:
+    async def _healthz(self, _: web.BaseRequest) -> web.Response:
         return web.Response(text="ok\n")
 
-    async def _readyz(self) -> web.Response:
+    async def _readyz(self, _: web.BaseRequest) -> web.Response:
         state = self._readiness()
         return web.Response(text="ready\n" if state.is_ready else f"{state.reason}\n", status=200 if state.is_ready else 503)
 
-    async def _serve_metrics(self) -> web.Response:
-        return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def _serve_metrics(self, request: web.BaseRequest) -> web.Response:
+        text, content_type = self._metrics_page.render(self._metrics(), request.headers.get("Accept", ""))
+        return web.Response(body=text, headers={"Content-Type": content_type})
 
-    async def _serve_page(self) -> web.Response:
+    async def _serve_page(self, _: web.BaseRequest) -> web.Response:
         return web.Response(body=status_page.PAGE, content_type="text/html", charset="utf-8", headers=status_page.HEADERS)
 
-    async def _serve_status(self) -> web.Response:
+    async def _serve_status(self, _: web.BaseRequest) -> web.Response:
         assert self._page is not None
         return web.Response(body=await self._page.json(), content_type="application/json", headers=status_page.HEADERS)

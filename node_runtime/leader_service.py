@@ -131,7 +131,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         """Begin what else the role does under the node's address; called once, before its first life."""
 
     def _open_outside(self, address: str) -> None:
-        self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
+        self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
         is_first, self._address = not self._address, address
         if is_first:
             self.go_outside(address)

@@ -24,7 +24,7 @@ from transfer.errors import ConfigError
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.logs import log_level, set_log_level
 from transfer.messages import clip_reason
-from transfer.metrics import MetricFamily, exposition
+from transfer.metrics import MetricFamily
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.refusals import log_refusal
@@ -144,7 +144,7 @@ class NodeService(pb_grpc.NodeControlServicer):
                 log.error("certificate_expired", names=str(certificate.names), problem=tls.files.problem)
 
     def _on_refused(self, refusal: Refusal) -> None:
-        self.sides[0].metrics.call_refused(refusal.method)
+        self.sides[0].metrics.counter("refused_calls", method=refusal.method).inc()
         log_refusal(refusal, self._refused)
 
     async def _set_serving(self, is_serving: bool, *, absent: str | None = None) -> None:
@@ -229,9 +229,9 @@ class NodeService(pb_grpc.NodeControlServicer):
         others = await self._peer_look.look([peer.address for peer in peers if peer.state in ("joined", "draining")])
         return Picture(address=self._address, status=status, requests=self.requests_in_flight(MAX_REQUESTS), others=others)
 
-    def render_metrics(self) -> bytes:
-        """The exposition text of leader and ranks."""
-        return exposition(family for side in self.sides for family in self._collect(side))
+    def collect_metrics(self) -> Iterable[MetricFamily]:
+        """Return the metrics of leader and ranks."""
+        return [family for side in self.sides for family in self._collect(side)]
 
     def _collect(self, side: Side) -> list[MetricFamily]:
         requests, metrics = side.in_flight, side.metrics

@@ -52,10 +52,10 @@ class _Life:
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)
         self.checks = PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size)
-        self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.step_out_of_memory, on_hopeless=node.lose)
+        self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.counter("out_of_memory_steps").inc, on_hopeless=node.lose)
         self.full_pool = FullPool(
             advice="raise memory.static_fraction or pool.num_pages, lower limits.max_running_requests, or add prefill nodes",
-            on_change=node.metrics.waiting_for_pages,
+            on_change=node.metrics.gauge("requests_waiting_for_pages").set,
         )
         self.requests = PrefillRequests(
             PrefillScheduler(
@@ -97,7 +97,7 @@ class _Life:
         assert client is not None, "asked for only where a store is set"
 
         def loaded(request_id: str, num_tokens: int) -> None:
-            node.metrics.tokens_loaded(num_tokens)
+            node.metrics.counter("loaded_prompt_tokens").inc(num_tokens)
             on_loaded(request_id, num_tokens)
 
         return PrefixLoads(
@@ -248,7 +248,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             if span is not None:
                 span.end(without_request(error))
             await end_with(context, error)
-        self.metrics.prompt_accepted(len(accepted.token_ids))
+        self.metrics.counter("prompt_tokens").inc(len(accepted.token_ids))
         give_up = partial(life.requests.give_up, accepted)
         try:
             async with contextlib.aclosing(prefill_events(accepted, context, give_up=give_up, metrics=self.metrics)) as events:

@@ -105,7 +105,7 @@ class PrefillWorker:
         self._link = link
         self._loop = loop
         self._metrics = RankMetrics(role="prefill", rank=spec.rank)
-        self._metrics.watch_loop(turns_of(loop))
+        self._metrics.histogram("loop_turn_seconds").follow(turns_of(loop))
         self._rank_engine = engine
         self._engine_thread = engine.thread
         self._requests: dict[str, _Request] = {}
@@ -346,7 +346,7 @@ class PrefillWorker:
         # Before any page is given back: an id may be used again then, and its token must not be taken for the other's.
         self._link.send(outcome)
         if isinstance(outcome, PrefillStepDone):
-            self._metrics.step_seconds(outcome.compute_s)
+            self._metrics.histogram("step_seconds").observe(outcome.compute_s)
         for part in step.parts:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from transfer.metrics.loop_specs import TURN_BUCKETS_S
+from transfer.metrics.specs import TURN_BUCKETS_S
 
 LONG_TURN_S: Final = 0.25
 """Half a heartbeat interval. Six such turns in a row end every session of the process."""

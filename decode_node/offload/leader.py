@@ -119,7 +119,7 @@ class OffloadLeader:
         request.num_loading = bool(found.loads) + len(found.copies)
         if request.num_loading:
             self._to_load[request_id] = found
-        self._context.observer.looked_for(prompt_tokens)
+        self._context.metrics.counter("offload_prompt_tokens").inc(prompt_tokens)
         self._count_hits(found, prompt.fetched)
         if self._store is not None:
             # It may have been away when they were saved, or have let go of them.
@@ -134,7 +134,7 @@ class OffloadLeader:
         num_fetched = sum(page.page_hash in fetched for page in found.hits)
         hits = {"device": found.num_device_hits, "host": len(found.hits) - num_fetched, "storage": num_fetched}
         for tier, num_pages in hits.items():
-            self._context.observer.hit(tier, num_pages * self._rules.page_size)
+            self._context.metrics.counter("offload_hit_tokens", tier=tier).inc(num_pages * self._rules.page_size)
 
     def begin_loading(self, request_id: str) -> None:
         found = self._to_load.pop(request_id, None)
@@ -205,7 +205,7 @@ class OffloadLeader:
             self._has_stalled = True
             if request.stalled_at != position:  # it is asked again whenever somebody else has had a step
                 request.stalled_at = position
-                self._context.observer.stalled()
+                self._context.metrics.counter("offload_stalls").inc()
         return may
 
     def step_over(self) -> None:
@@ -314,7 +314,7 @@ class OffloadLeader:
         for page in pages:
             self._tier.ready(page)
         if pages:
-            self._context.observer.saved(source, sum(page.group == FULL for page in pages))
+            self._context.metrics.counter("offload_saved_pages", source=source).inc(sum(page.group == FULL for page in pages))
             if self._store is not None:
                 self._store.back_up(pages, asked_ns=request.asked_ns)
 
@@ -348,7 +348,7 @@ class OffloadLeader:
             request.is_moving, request.leaves_to = False, None
             if request.request_id not in self._requests:
                 return
-            self._context.observer.released_early(boundary - request.boundary)
+            self._context.metrics.counter("offload_released_pages").inc(boundary - request.boundary)
             request.boundary = boundary
             if give_back:
                 self._resize(request, -give_back)
@@ -401,7 +401,7 @@ class OffloadLeader:
                 return  # a rank may have forgotten it
             request.boundary = boundary
             self._context.broadcast(MoveBoundary(job=None, request_id=request.request_id, boundary=boundary))
-            self._context.observer.brought_back(count)
+            self._context.metrics.counter("offload_restored_pages").inc(count)
             self._go_on()
             self._tell_room()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from decode_node.admission import Admission
-from decode_node.offload.context import FULL, TierContext, TierObserver
+from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
@@ -19,6 +19,7 @@ from transfer.config.storage import OffloadConfig
 from transfer.connector.rank_report import RankReady
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
+from transfer.metrics import NodeMetrics
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import chain_seed, rounding, store_fingerprint, store_key
 
@@ -47,7 +48,7 @@ class LeaderTiers:
         hellos: What the ranks have said of themselves.
         admission: Counts device pages.
         broadcast: Sends a message to every rank.
-        observer: Hears what becomes of pages.
+        metrics: Of the leader.
         client: To ask the store with; None where there is none. Closed with this.
 
     Raises:
@@ -61,7 +62,7 @@ class LeaderTiers:
         *,
         admission: Admission,
         broadcast: Callable[[object], None],
-        observer: TierObserver,
+        metrics: NodeMetrics,
         client: StoreClient | None,
     ) -> None:
         instance, settings = hellos[0].instance, config.offload
@@ -69,7 +70,7 @@ class LeaderTiers:
         groups, fingerprint = layer_groups(layout), store_fingerprint(instance)
         self.tier = HostTier([min(counts) for counts in zip(*(hello.host_pages for hello in hellos), strict=True)])
         self._groups = groups
-        self._observer = observer
+        self._metrics = metrics
         self.jobs = Jobs(len(hellos))
         context = TierContext(
             rules=rules_of(settings, page_size=page_size, pool_pages=admission.pool_pages.by_group[FULL]),
@@ -79,7 +80,7 @@ class LeaderTiers:
             admission=admission,
             jobs=self.jobs,
             broadcast=broadcast,
-            observer=observer,
+            metrics=metrics,
         )
         self._client = client
 
@@ -121,8 +122,9 @@ class LeaderTiers:
         """Set the gauges to what there is now."""
         for index, group in enumerate(self._groups):
             counts = self.tier.counts(index)
-            self._observer.host_pages(group.name, free=counts.free, cached=counts.cached, held=counts.held)
-        self._observer.backup_queue(0 if self.store is None else self.store.num_queued)
+            for state, pages in (("free", counts.free), ("cached", counts.cached), ("held", counts.held)):
+                self._metrics.gauge("host_pages", group=group.name, state=state).set(pages)
+        self._metrics.gauge("offload_backup_queue").set(0 if self.store is None else self.store.num_queued)
 
     async def close(self) -> None:
         """End what is asked of the store, in bounded time."""

@@ -220,7 +220,8 @@ class StoreLeader:
                 elif place in new:
                     left.append(names[place])
                 self._tier.let_go(page, was_used=False)
-            self._context.observer.backed_up(len(new - failed), len(new & failed))
+            for outcome, places in (("stored", new - failed), ("failed", new & failed)):
+                self._context.metrics.counter("offload_backups", outcome=outcome).inc(len(places))
             self.delete(damaged)
             if len(failed) == len(pages):
                 self._wait_and_retry(dict.fromkeys(left, asked_ns))
@@ -323,7 +324,7 @@ class StoreLeader:
                 if page is None:
                     if not came.is_cut:
                         came.is_cut = True
-                        self._context.observer.host_full()
+                        self._context.metrics.counter("offload_host_full").inc()
                     return pages or None
                 pages.append(page)
         return pages

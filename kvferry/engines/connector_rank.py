@@ -235,7 +235,7 @@ class ConnectorRank:
         tracer = open_tracer(config.tracing, role=role, rank=self._rank)
         if tracer is not None:
             self._tracers.append(tracer)
-        metrics.watch_loop(self._thread.loop.turns)
+        metrics.histogram("loop_turn_seconds").follow(self._thread.loop.turns)
         return RankContext(
             loop=self._thread.loop,
             instance=instance,

@@ -84,7 +84,7 @@ class ConnectorNode(NodeService):
             )
         self._health = HealthServer(
             self.whole_readiness,
-            self.render_metrics,
+            self.collect_metrics,
             page=self.status_page,
             host_names=(config.server.advertised_host, *config.status_page.host_names),
         )

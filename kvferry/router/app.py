@@ -12,12 +12,12 @@ from typing import Final
 
 import structlog
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvferry.router.api import CHAT, COMPLETIONS, SSE_TYPE, Answer, ApiError, Call
 from kvferry.router.backend import Backend
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.settings import RouterSettings
+from transfer.metrics import MetricsPage
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +37,7 @@ class RouterApp:
         self._backend = backend
         self._settings = settings
         self._metrics = metrics
+        self._metrics_page = MetricsPage()
         self._running: set[_Reply] = set()
         self._num_body_bytes = 0  # of those that run
         self._idle = asyncio.Event()
@@ -95,7 +96,7 @@ class RouterApp:
         """Answer a request unless there is no room for it, and count it by its outcome."""
         endpoint = _ENDPOINTS[request.path]
         if self._is_draining or len(self._running) >= self._settings.max_requests:
-            self._metrics("requests", endpoint=endpoint, outcome="refused").inc()
+            self._metrics.counter("requests", endpoint=endpoint, outcome="refused").inc()
             reason = "the router is shutting down" if self._is_draining else (
                 f"{self._settings.max_requests} requests are under way, as many as the router takes (--max-requests)"
             )  # fmt: skip
@@ -103,7 +104,7 @@ class RouterApp:
         reply, outcome = _Reply(request, request_id), "failed"
         self._running.add(reply)
         self._idle.clear()
-        self._metrics("running_requests").inc()
+        self._metrics.gauge("running_requests").inc()
         try:
             response = await self._answered(request, reply)
             outcome = _outcome(response.status) if not reply.is_cut_off else "failed"
@@ -122,8 +123,8 @@ class RouterApp:
             self._num_body_bytes -= reply.num_body_bytes
             if not self._running:
                 self._idle.set()
-            self._metrics("running_requests").inc(-1)
-            self._metrics("requests", endpoint=endpoint, outcome=outcome).inc()
+            self._metrics.gauge("running_requests").inc(-1)
+            self._metrics.counter("requests", endpoint=endpoint, outcome=outcome).inc()
 
     async def _answered(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
         try:
@@ -149,7 +150,7 @@ class RouterApp:
         )
         async with self._backend.answer(call) as answer:
             if answer.status == 200:
-                self._metrics("time_to_first_token_seconds").observe(time.monotonic() - arrived_s)
+                self._metrics.histogram("time_to_first_token_seconds").observe(time.monotonic() - arrived_s)
             if answer.rest is None:
                 return _whole(answer)
             await reply.write(answer.content)
@@ -196,9 +197,10 @@ class RouterApp:
             return web.Response(text=f"{'the router is draining' if self._is_draining else state.reason}\n", status=503)
         return web.Response(text="ready\n")
 
-    async def _serve_metrics(self, _: web.Request) -> web.Response:
-        page = self._metrics.render(self._backend.num_servers())
-        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        families = self._metrics.collect(self._backend.num_servers())
+        text, content_type = self._metrics_page.render(families, request.headers.get("Accept", ""))
+        return web.Response(body=text, headers={"Content-Type": content_type})
 
 
 class _NoRoom(ApiError):

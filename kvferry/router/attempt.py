@@ -79,7 +79,7 @@ class Attempt:
                     flow, opening = "sequential", self._sequential(self.prefill, server)
                 else:
                     flow, opening = "concurrent", self._concurrent(self.prefill, server, source)
-            self.metrics("flows", flow=flow).inc()
+            self.metrics.counter("flows", flow=flow).inc()
             log.debug(
                 "try_began",
                 request_id=self.call.request_id,
@@ -142,9 +142,9 @@ class Attempt:
             lease.failed(failure)
             raise
         lease.succeeded()
-        self.metrics("prefill_seconds").observe(time.monotonic() - started_s)
+        self.metrics.histogram("prefill_seconds").observe(time.monotonic() - started_s)
         if params is None:
-            self.metrics("prefills_without_kv").inc()
+            self.metrics.counter("prefills_without_kv").inc()
         return params
 
     @contextlib.asynccontextmanager

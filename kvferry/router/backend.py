@@ -65,7 +65,7 @@ class Backend:
         return NodeServer(address, tier, self._security, self._model, **health)
 
     def _breaker_opened(self, tier: str) -> None:
-        self._metrics("breaker_openings", tier=tier).inc()
+        self._metrics.counter("breaker_openings", tier=tier).inc()
 
     @property
     def _tiers(self) -> tuple[Tier, ...]:
@@ -145,7 +145,7 @@ class Backend:
             ApiError: The answer is this error. While the answer is read: it was cut off.
         """
         if call.body.alone is not None:
-            self._metrics("decode_alone", reason=call.body.alone).inc()
+            self._metrics.counter("decode_alone", reason=call.body.alone).inc()
         failures: list[ServerFailed] = []
         while True:
             decode, prefill = self._lease(call.body, frozenset(failure.server for failure in failures if failure.kind != "stale"))
@@ -166,7 +166,7 @@ class Backend:
             except ServerFailed as failure:
                 if prefill is not None:
                     prefill.server.forget(is_stale=failure.kind == "stale")
-                self._metrics("server_failures", tier=failure.server.tier, reason=failure.kind).inc()
+                self._metrics.counter("server_failures", tier=failure.server.tier, reason=failure.kind).inc()
                 if is_open:
                     raise ApiError(502, f"the answer was cut off: {failure}") from failure
                 failures.append(failure)
@@ -191,7 +191,7 @@ class Backend:
                 raise ApiError(last.status or 503, text, retry_after_s=1) from last
             raise ApiError(502, text) from last
         log.warning("request_retried", request_id=call.request_id, reason=str(last), next_try=num_attempts + 1)
-        self._metrics("retries").inc()
+        self._metrics.counter("retries").inc()
         if not is_stale:
             await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_S * 2 ** (num_attempts - 1)))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from transfer.metrics import TOKEN_BUCKETS_S, MetricFamily, MetricSpec, Series, exposition
+from transfer.metrics import TOKEN_BUCKETS_S, MetricFamily, MetricSpec, Series
 
 ENDPOINTS: Final = ("completions", "chat")
 OUTCOMES: Final = ("done", "client_error", "failed", "disconnected", "refused")
@@ -37,33 +37,26 @@ ROUTER_METRICS: Final = (
 )  # fmt: skip
 
 
-class RouterMetrics:
-    """The router's series, and the page that it serves. Owned by its loop."""
+class RouterMetrics(Series):
+    """The router's series. Owned by its loop."""
 
     def __init__(self) -> None:
-        self._series = Series(ROUTER_METRICS, labels={}, prefix=_PREFIX)
-        for spec in ROUTER_METRICS:
-            if not spec.labels:
-                self(spec.name.removeprefix(_PREFIX))
+        super().__init__(ROUTER_METRICS, labels={}, prefix=_PREFIX)
+        for name in ("retries", "prefills_without_kv"):
+            self.counter(name)
+        for name in ("prefill_seconds", "time_to_first_token_seconds"):
+            self.histogram(name)
+        self.gauge("running_requests")
         for endpoint in ENDPOINTS:
             for outcome in OUTCOMES:
-                self("requests", endpoint=endpoint, outcome=outcome)
+                self.counter("requests", endpoint=endpoint, outcome=outcome)
 
-    def __call__(self, name: str, **labels: str) -> Any:
-        """Return one series of `ROUTER_METRICS`, by its name without the prefix.
-
-        Raises:
-            KeyError: It is not declared, or has other labels.
-        """
-        return self._series(name, **labels)
-
-    def render(self, servers: Mapping[tuple[str, str], int]) -> bytes:
-        """Return the exposition text.
+    def collect(self, servers: Mapping[tuple[str, str], int]) -> list[MetricFamily]:
+        """Return all metrics, also those that have no series yet.
 
         Args:
             servers: How many there are, by tier and state.
         """
         for (tier, state), number in servers.items():
-            self("servers", tier=tier, state=state).set(number)
-        shown = [MetricFamily(spec, "") for spec in ROUTER_METRICS]  # also what has no series yet is told of
-        return exposition([*shown, *(MetricFamily(spec, text) for spec, text in self._series.texts())])
+            self.gauge("servers", tier=tier, state=state).set(number)
+        return [*(MetricFamily(spec, {}, (), ()) for spec in ROUTER_METRICS), *self.families()]

@@ -69,7 +69,7 @@ class Node(pb_grpc.NodeControlServicer):
 
 
 async def test_a_real_server_is_looked_at() -> None:
-    health = HealthServer(lambda: Readiness(is_ready=True), lambda: b"")
+    health = HealthServer(lambda: Readiness(is_ready=True), lambda: ())
     port = await health.start("127.0.0.1", 0)
     server = await serve("127.0.0.1", 0, node_control=Node(port, 10.0))
     try:

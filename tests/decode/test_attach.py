@@ -10,14 +10,13 @@ from unittest.mock import AsyncMock
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.config import ServerConfig, TransportConfig
 from transfer.errors import ChunkTooLarge, LayoutError, ResourceExhausted
 from transfer.instance import AttachRequest, Instance, Link
-from transfer.metrics import RankMetrics
+from transfer.metrics import FamilyCollector, RankMetrics
 from transfer.piece import TransferTerms
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -113,9 +112,13 @@ class Rank:
     @property
     def labels(self) -> list[dict[str, str]]:
         """Of every series of a link."""
-        families = self.metrics.snapshot({})["families"]
-        text = "".join(lines for name, lines in families.items() if "_link_" in name)
-        return [sample.labels for family in text_string_to_metric_families(text) for sample in family.samples]
+        self.metrics.snapshot({})
+        return [
+            sample.labels
+            for family in FamilyCollector(self.metrics.families()).collect()
+            if "_link_" in family.name
+            for sample in family.samples
+        ]
 
 
 async def test_a_request_can_come_whole_from_all_its_writers_only() -> None:

@@ -109,7 +109,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "numpy": ("numpy", DEVICE_FILES),
     "obstore": ("obstore", ("transfer/storage/object_store.py",)),
     "opentelemetry": ("opentelemetry-sdk", ("node_runtime/tracing_client.py",)),
-    "prometheus_client": ("prometheus-client", ("node_runtime/*", "kvferry/*")),
+    "prometheus_client": ("prometheus-client", ("transfer/metrics/page.py", "kvferry/demo/*")),
     "pydantic": (
         "pydantic",
         (*_files("transfer", "messages config/* load_config"), "node_runtime/*link*.py", "kvferry/engines/*_settings.py"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
+from docs.counterparts import SGLANG, VLLM
+from docs.metrics_page import QUESTIONS, SECTIONS
 from transfer.metrics import NODE_METRICS, RANK_METRICS, STORE_METRICS
-from transfer.metrics.document import QUESTIONS, SECTIONS
-from transfer.metrics.other_names import SGLANG, VLLM
-from transfer.metrics.specs import ROLES
-from transfer.metrics.store_specs import STORE_OUTCOMES
+from transfer.metrics.specs import ROLES, STORE_OUTCOMES
 from transfer.storage.base import Outcome
 
 SPECS = {spec.shown_name: spec for spec in (*RANK_METRICS, *NODE_METRICS)}

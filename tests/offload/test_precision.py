@@ -38,15 +38,13 @@ NODES = (PLAIN, OTHER_PLAIN, NARROW, OTHER_NARROW, SCALED)
 
 def tiers_of(decode: Instance, folder: Path) -> LeaderTiers:
     config = decode_config(folder, offload={"host_memory": 1 << 20}, storage={"salt": "salt"})
-    observer = NodeMetrics(role="decode").tiers
-    assert observer is not None
     pages = PageCounts((40,))
     return LeaderTiers(
         config,
         (replace(hello(0, pool_pages=40), instance=decode, host_pages=(40,)),),
         admission=Admission(pool_pages=pages, needs=page_needs(layer_groups(decode.layout), PAGE), max_running=8),
         broadcast=lambda message: None,
-        observer=observer,
+        metrics=NodeMetrics(role="decode"),
         client=None,
     )
 

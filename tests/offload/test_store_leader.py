@@ -70,7 +70,7 @@ class Leader:
             admission=Admission(pool_pages=PageCounts((8,)), needs=needs, max_running=2),
             jobs=self.jobs,
             broadcast=lambda message: self.sent.append(cast(StoreJob, message)),
-            observer=NodeMetrics(role="decode").tiers,
+            metrics=NodeMetrics(role="decode"),
         )
         self.leader = StoreLeader(
             context,

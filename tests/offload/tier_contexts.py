@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceIndex
@@ -37,8 +35,6 @@ def context(
     """Of a model with full attention, and a sliding window where it is asked for."""
     groups = layer_groups(KVLayout(layers=(FULL_SPEC, WINDOW_SPEC) if has_window else (FULL_SPEC,), dtype=DType.FLOAT16))
     pool = PageCounts((device_pages, 30)[: len(groups)])
-    observer = NodeMetrics(role="decode").tiers
-    assert observer is not None
     return TierContext(
         rules=TierRules(
             page_size=PAGE,
@@ -54,7 +50,7 @@ def context(
         admission=Admission(pool_pages=pool, needs=page_needs(groups, PAGE), max_running=8),
         jobs=Jobs(1),
         broadcast=lambda message: None,
-        observer=observer,
+        metrics=NodeMetrics(role="decode"),
     )
 
 
@@ -99,15 +95,3 @@ def placed(
         may_skip=may_skip,
         accepted_s=accepted_s,
     )
-
-
-def number_on(page: str, name: str, **labels: str) -> float:
-    """Return the sum of the samples of a metric page that have these labels."""
-    found = [
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    ]
-    assert found, f"no sample of {name} with {labels}"
-    return sum(found)

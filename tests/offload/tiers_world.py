@@ -311,7 +311,6 @@ class World:
         self.stalled: set[tuple[str, int]] = set()  # requests and positions of steps that had to wait
         self.num_sleeps = 0  # there was no step to be made, although somebody runs
         self.metrics = NodeMetrics(role="decode")
-        assert self.metrics.tiers is not None
         needs = page_needs(self.groups, PAGE, slack_tokens=self.slack_tokens)
         self.admission = Admission(pool_pages=PageCounts(self.device_pages), needs=needs, max_running=8)
         self.tier = HostTier(self.host_pages)
@@ -332,7 +331,7 @@ class World:
             admission=self.admission,
             jobs=self.rank_jobs,
             broadcast=self._broadcast,
-            observer=self.metrics.tiers,
+            metrics=self.metrics,
         )
         store = StoreLeader(
             self.context,

@@ -27,6 +27,7 @@ from transfer.connector.messages import DecodeAttached
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferAborted
+from transfer.metrics import MetricsPage
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.peer_channel import PeerChannel
 
@@ -159,7 +160,7 @@ async def test_a_prompt_that_is_not_queued_counts_as_refused(leader: Leader, fie
     with pytest.raises(grpc.aio.AioRpcError, match=complaint):
         await leader.prefill(**fields)
     assert leader.requests.num_in_flight == 0
-    assert REFUSED.search(leader.node.metrics.render([]).decode())
+    assert REFUSED.search(MetricsPage().render(leader.node.metrics.collect([]))[0].decode())
 
 
 async def test_a_prompt_of_too_many_pieces_is_refused_before_it_is_queued(

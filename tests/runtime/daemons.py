@@ -18,6 +18,7 @@ from tests.runtime.instances import decode_config, prefill_config, until
 from transfer.config import NodeConfig
 from transfer.connector.rank_report import RankReady
 from transfer.errors import TransferError
+from transfer.metrics import MetricFamily
 
 ENDED_WITHIN_S = 60.0
 PRELOAD = ["tests.runtime.preloaded"]
@@ -118,8 +119,8 @@ class QuietRole:
     def readiness(self) -> Readiness:
         return Readiness(is_ready=True)
 
-    def render_metrics(self) -> bytes:
-        return b"a 1\n"
+    def collect_metrics(self) -> list[MetricFamily]:
+        return []
 
     async def close(self) -> None:
         self.history.append("close")

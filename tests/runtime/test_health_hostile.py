@@ -16,8 +16,9 @@ import pytest
 from node_runtime import health
 from node_runtime.health import MAX_CONNECTIONS, HealthServer, Readiness
 from tests.runtime.instances import until
+from transfer.metrics import MetricFamily, MetricSpec
 
-PAGE = b"# TYPE a gauge\na 1\n" * 200_000
+PAGE = MetricFamily(MetricSpec(name="a", kind="gauge", help="b" * 4_000_000), {}, [()], [1.0])
 """Far more than the buffers of a connection hold."""
 
 CONNECTIONS = 600
@@ -26,8 +27,8 @@ ALIVE_S = 30.0
 
 class Node:
     def __init__(self) -> None:
-        self.page = b"# TYPE a gauge\na 1\n"
-        self.server = HealthServer(lambda: Readiness(is_ready=True), lambda: self.page)
+        self.page = MetricFamily(MetricSpec(name="a", kind="gauge", help="b"), {}, [()], [1.0])
+        self.server = HealthServer(lambda: Readiness(is_ready=True), lambda: [self.page])
         self.port = 0
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -30,6 +30,7 @@ from transfer.connector.request_view import RequestView
 from transfer.errors import PeerUnreachable, TransferError
 from transfer.instance import Instance
 from transfer.logs import log_level, set_log_level
+from transfer.metrics import MetricsPage
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.security import MutualTls
@@ -147,7 +148,7 @@ class PlainLeader(Leader[ConfigT, Life]):
         return {}
 
     def page(self) -> str:
-        return self.render_metrics().decode()
+        return MetricsPage().render(self.collect_metrics())[0].decode()
 
     async def take_work(self) -> bool:
         """Whether there is a life for a call of a peer that brings new work."""

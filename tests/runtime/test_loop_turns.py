@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from transfer import loop_turns
 from transfer.loop_turns import LoopTurns, MeasuredLoop, run_measured, turns_of
-from transfer.metrics.loop_specs import TURN_BUCKETS_S
+from transfer.metrics.specs import TURN_BUCKETS_S
 from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.server import serve
 

@@ -25,7 +25,7 @@ def written(folder: Path, address: str) -> Path:
 
 async def test_it_waits_for_the_file_and_then_for_readyz(tmp_path: Path) -> None:
     said = Readiness(is_ready=False, reason="no prefill node is joined")
-    server = HealthServer(lambda: said, lambda: b"")
+    server = HealthServer(lambda: said, lambda: ())
     port = await server.start("127.0.0.1", 0)
     try:
         file = tmp_path / "ready.json"

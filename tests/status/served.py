@@ -84,7 +84,7 @@ class Served:
     def serve(self, *, shows_request_ids: bool = False, has_page: bool = True, host_names: tuple[str, ...] = ()) -> str:
         """Start another server of the same node; return its URL."""
         page = StatusPage(self._picture, shows_request_ids=shows_request_ids) if has_page else None
-        server = HealthServer(lambda: Readiness(is_ready=True), lambda: b"", page=page, host_names=host_names)
+        server = HealthServer(lambda: Readiness(is_ready=True), lambda: (), page=page, host_names=host_names)
         self._servers.append(server)
         port = asyncio.run_coroutine_threadsafe(server.start("127.0.0.1", 0), self._loop).result(10)
         return f"http://127.0.0.1:{port}/"

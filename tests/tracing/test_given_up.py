@@ -22,6 +22,7 @@ from tests.tracing.collector import Collector, listening
 from transfer.config import TracingConfig
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable, TransferAborted
+from transfer.metrics import MetricsPage
 from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import Span, Value
 
@@ -158,7 +159,7 @@ async def test_a_client_that_leaves_while_its_text_is_tokenised_is_counted(
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert span.error == "the client went away"
-    page = node.metrics.render(()).decode()
+    page = MetricsPage().render(node.metrics.collect(()))[0].decode()
     assert 'kvferry_requests_total{outcome="aborted",role="decode"} 1.0' in page
     assert 'kvferry_aborts_total{reason="caller",role="decode"} 1.0' in page
     gate.set()

@@ -10,6 +10,8 @@ from typing import Any
 import msgpack
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
@@ -28,13 +30,14 @@ from transfer.metrics import (
     ABORT_REASONS,
     BREAKER_STATES,
     MAX_REASONS,
+    FamilyCollector,
+    MetricsPage,
     NodeMetrics,
     RankMetrics,
     outcome_of,
 )
-from transfer.metrics.loop_specs import TURN_BUCKETS_S
-from transfer.metrics.rank import LINK_WINDOW_S
-from transfer.metrics.specs import STAGE_BUCKETS_S
+from transfer.metrics.links import LINK_WINDOW_S
+from transfer.metrics.specs import STAGE_BUCKETS_S, TURN_BUCKETS_S
 from transfer.ring import Grant, StagingAllocator
 from transfer.storage.base import Outcome
 
@@ -77,8 +80,18 @@ def value(page: bytes, name: str, **labels: str) -> float:
 
 def page_of(*ranks: RankMetrics, role: str = "decode", **status: int) -> bytes:
     """The leader's page, after the snapshots have travelled as they do between processes."""
-    snapshots = [msgpack.unpackb(msgpack.packb(rank.snapshot({**STATUS, **status}))) for rank in ranks]
-    return NodeMetrics(role=role).render(snapshots)
+    return rendered(NodeMetrics(role=role), *(as_sent(rank, **status) for rank in ranks))
+
+
+def as_sent(rank: RankMetrics, **status: int) -> dict[str, Any]:
+    """Return a rank's snapshot after it has travelled as it does between processes."""
+    snapshot: dict[str, Any] = msgpack.unpackb(msgpack.packb(rank.snapshot({**STATUS, **status})))
+    return snapshot
+
+
+def rendered(node: NodeMetrics, *snapshots: dict[str, Any] | None) -> bytes:
+    """Return the leader's page as text."""
+    return MetricsPage().render(node.collect(snapshots))[0]
 
 
 def link(
@@ -92,12 +105,12 @@ def link(
 
 def test_what_a_prefill_rank_counts_is_on_the_page() -> None:
     rank = RankMetrics(role="prefill", rank=2)
-    rank.credit_wait_seconds(0.001)
-    rank.gather_seconds(0.0001)
-    rank.gather_seconds(0.0003)
+    rank.histogram("stage_seconds", stage="credit_wait").observe(0.001)
+    rank.gather_finished(0.0001)
+    rank.gather_finished(0.0003)
     rank.write_finished(0.004, 1 << 20)
     rank.write_finished(0.004, 1 << 10)
-    rank.ack_seconds(0.002)
+    rank.histogram("stage_seconds", stage="ack").observe(0.002)
     rank.request_sent(Stats())
     rank.message_dropped("unknown_chunk")
     page = page_of(rank, role="prefill")
@@ -117,7 +130,7 @@ def test_what_a_prefill_rank_counts_is_on_the_page() -> None:
 def test_what_a_decode_rank_counts_is_on_the_page() -> None:
     rank = RankMetrics(role="decode", rank=0)
     rank.scatter_finished(0.01, 4096)
-    rank.chunk_broken()
+    rank.counter("broken_chunks").inc()
     page = page_of(rank)
     mine = {"role": "decode", "rank": "0"}
     assert value(page, "chunks_total", **mine) == 1
@@ -383,7 +396,7 @@ def test_an_end_has_one_reason_and_one_outcome(error: TransferError, reason: str
     assert outcome is None or outcome_of(error) == outcome
     node = NodeMetrics(role="prefill")
     node.request_given_up(error)
-    found = [one for one in ABORT_REASONS if value(node.render([]), "aborts_total", role="prefill", reason=one)]
+    found = [one for one in ABORT_REASONS if value(rendered(node), "aborts_total", role="prefill", reason=one)]
     assert reason is None or found == [reason]
 
 
@@ -429,13 +442,13 @@ def test_the_leaders_own_series() -> None:
     node = NodeMetrics(role="decode")
     node.request_ended("done")
     node.request_ended("failed")
-    node.queue_seconds(0.1)
-    node.time_to_first_token(0.2)
-    node.time_per_output_token(0.01)
+    node.histogram("queue_seconds").observe(0.1)
+    node.histogram("time_to_first_token_seconds").observe(0.2)
+    node.histogram("time_per_output_token_seconds").observe(0.01)
     node.node_state(state="ready", queued=2, running=3, peers={"joined": 1, "lost": 2}, restarts=1)
-    assert b"kvferry_max_" not in node.render([None]).replace(b"# ", b""), "a side that an engine hosts has no such limit"
+    assert b"kvferry_max_" not in rendered(node, None).replace(b"# ", b""), "a side that an engine hosts has no such limit"
     node.limits(max_queued=256, max_running=32)
-    page = node.render([None])
+    page = rendered(node, None)
     assert (value(page, "max_queued_requests", role="decode"), value(page, "max_running_requests", role="decode")) == (256, 32)
     assert value(page, "requests_total", role="decode", outcome="done") == 1
     assert value(page, "requests_total", role="decode", outcome="failed") == 1
@@ -455,33 +468,90 @@ def test_the_leaders_own_series() -> None:
 
 def test_retries_and_breakers_are_a_decode_nodes() -> None:
     node = NodeMetrics(role="decode")
-    page = node.render([])
+    page = rendered(node)
     assert value(page, "retries_total", role="decode") == value(page, "breaker_openings_total", role="decode") == 0
     assert value(page, "breakers", role="decode", state="half-open") == 0
-    node.request_retried()
+    node.counter("retries").inc()
     for _ in range(2):
-        node.breaker_opened()
+        node.counter("breaker_openings").inc()
     node.breakers({"open": 2, "closed": 1})
     node.breakers({"closed": 3})
-    page = node.render([])
+    page = rendered(node)
     assert (value(page, "retries_total", role="decode"), value(page, "breaker_openings_total", role="decode")) == (1, 2)
     assert [value(page, "breakers", role="decode", state=state) for state in BREAKER_STATES] == [3, 0, 0]
-    assert b"kvferry_retries_total{" not in NodeMetrics(role="prefill").render([])
+    assert b"kvferry_retries_total{" not in rendered(NodeMetrics(role="prefill"))
 
 
 def test_a_snapshot_of_another_build_is_taken_as_far_as_it_is_known() -> None:
-    snapshot: dict[str, Any] = RankMetrics(role="decode", rank=0).snapshot(STATUS)
-    snapshot["families"]["kvferry_unheard_of"] = 'kvferry_unheard_of{rank="0"} 1.0\n'
-    del snapshot["families"]["kvferry_sessions"]
-    page = NodeMetrics(role="decode").render([snapshot, None])
-    assert b"unheard" not in page and b"kvferry_sessions" not in page and b"kvferry_ring_live_bytes{" in page
+    snapshot = as_sent(RankMetrics(role="decode", rank=0))
+    families = snapshot["families"]
+    families["kvferry_unheard_of"] = [[[]], [1.0]]
+    families["kvferry_step_seconds"][1].pop()  # a bucket less
+    del families["kvferry_sessions"]
+    page = rendered(NodeMetrics(role="decode"), snapshot, None)
+    assert b"unheard" not in page and b"kvferry_sessions" not in page and b"kvferry_step_seconds" not in page
+    assert b"kvferry_ring_live_bytes{" in page
 
 
 def test_labels_of_any_text_are_read_as_they_were() -> None:
     node = NodeMetrics(role="decode")
     odd = 'a\\b "c"\nd{e="f"},g'
-    node.call_refused(odd)
-    assert value(node.render([]), "refused_calls_total", role="decode", method=odd) == 1
+    node.counter("refused_calls", method=odd).inc()
+    assert value(rendered(node), "refused_calls_total", role="decode", method=odd) == 1
+
+
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+
+
+@pytest.mark.parametrize("accept", ["", "text/plain; version=1.0.0", OPEN_METRICS])
+def test_a_page_is_what_the_client_writes_of_the_same_numbers_and_series(accept: str) -> None:
+    """The page replaces numbers in lines that the client wrote before. It must be what the client writes now."""
+    page, node, ranks = MetricsPage(), NodeMetrics(role="decode"), [RankMetrics(role="decode", rank=rank) for rank in range(2)]
+    encoder, content_type = choose_encoder(accept)
+
+    def check() -> None:
+        families = node.collect([as_sent(rank) for rank in ranks])
+        registry = CollectorRegistry()
+        registry.register(FamilyCollector(families))
+        assert page.render(families, accept) == (encoder(registry), content_type)
+
+    check()
+    ranks[0].scatter_finished(1234.5678, 10**15)
+    ranks[0].scatter_finished(1e-7, 0)
+    node.gauge("largest_piece_bytes").set(12345678)
+    check()
+    ranks[1].message_dropped("unknown_chunk")
+    ranks[0].link_measured(1, link())
+    node.counter("refused_calls", method='a\\b "c"\nd{e="f"} NaN\n').inc()
+    check()
+    ranks[0].link_closed(1)
+    node.gauge("largest_piece_bytes").set(math.nan)
+    check()
+    ranks.pop()
+    check()
+
+
+def test_open_metrics_has_the_samples_of_the_text_and_no_times_of_creation() -> None:
+    rank, node, page = RankMetrics(role="prefill", rank=0), NodeMetrics(role="prefill"), MetricsPage()
+    rank.request_sent(Stats())
+    families = node.collect([rank.snapshot(STATUS)])
+    text, open_metrics = page.render(families)[0], page.render(families, OPEN_METRICS)[0].decode()
+    found = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in open_metrics_families(open_metrics)
+        for sample in family.samples
+    }
+    assert found == samples(text)
+    assert not [name for name, _ in found if name.endswith("_created")]
+
+
+def test_a_header_that_asks_for_nonsense_gets_text() -> None:
+    page, families = MetricsPage(), NodeMetrics(role="prefill").collect([])
+    for accept in ("text/plain; version=x", f"{OPEN_METRICS}x", "application/openmetrics-text; version=1.x", ";=,,"):
+        text, content_type = page.render(families, accept)
+        assert text.startswith(b"# HELP ") and "version=" in content_type
+    for number in range(2, 20):  # each is a format of its own
+        assert page.render(families, f"application/openmetrics-text; version={number}.0.0")[0].endswith(b"# EOF\n")
 
 
 def test_a_page_of_prometheus_own_client_reads_the_same() -> None:
@@ -491,21 +561,21 @@ def test_a_page_of_prometheus_own_client_reads_the_same() -> None:
     ours = NodeMetrics(role="decode")
     for seconds in (0.0, 2e-5, 2.1e-5, 0.5, 59.9, 60.0, 1e9, 1e-9):
         theirs.observe(seconds)
-        ours.queue_seconds(seconds)
+        ours.histogram("queue_seconds").observe(seconds)
     wanted = samples(b"\n".join(line for line in generate_latest(registry).splitlines() if b"_created" not in line) + b"\n")
-    found = samples(ours.render([]))
+    found = samples(rendered(ours))
     assert {key: number for key, number in found.items() if key[0].startswith("kvferry_queue_seconds")} == wanted
 
 
 def test_what_rank_and_leader_see_of_the_store_is_on_one_page() -> None:
     rank, node = RankMetrics(role="prefill", rank=1), NodeMetrics(role="prefill")
-    shown = samples(node.render([rank.snapshot({})]))
+    shown = samples(rendered(node, rank.snapshot({})))
     assert not [name for name, _ in shown if "_store_" in name], "nothing of a store where there is none"
     rank.store.operation_finished("get", [Outcome.OK, Outcome.OK, Outcome.CORRUPT], num_bytes=4096, seconds=0.02)
     rank.store.queue_changed(3)
     rank.store.circuits_changed(read="closed", write="open")
     node.store.operation_finished("exists", [Outcome.TIMEOUT], num_bytes=0, seconds=2.0)
-    page = node.render([msgpack.unpackb(msgpack.packb(rank.snapshot({})))])
+    page = rendered(node, as_sent(rank))
     mine = {"role": "prefill", "rank": "1"}
     assert value(page, "store_operations_total", op="get", outcome="ok", **mine) == 2
     assert value(page, "store_operations_total", op="get", outcome="corrupt", **mine) == 1
@@ -528,14 +598,14 @@ class Turns:
 
 def test_turns_of_ranks_and_leader_are_on_one_page() -> None:
     rank, node = RankMetrics(role="decode", rank=1), NodeMetrics(role="decode")
-    shown = samples(node.render([rank.snapshot({})]))
+    shown = samples(rendered(node, rank.snapshot({})))
     assert not [name for name, _ in shown if "_loop_turn_" in name], "nothing without a measured loop"
     num_buckets = len(TURN_BUCKETS_S)
     of_rank = Turns([5, *[0] * (num_buckets - 1), 2], 30.5)
-    rank.watch_loop(of_rank)
-    node.watch_loop(Turns([7, *[0] * num_buckets], 0.001))
+    rank.histogram("loop_turn_seconds").follow(of_rank)
+    node.histogram("loop_turn_seconds").follow(Turns([7, *[0] * num_buckets], 0.001))
     of_rank.counts[0] += 1
-    page = node.render([msgpack.unpackb(msgpack.packb(rank.snapshot({})))])
+    page = rendered(node, as_sent(rank))
     mine = {"role": "decode", "rank": "1"}
     assert value(page, "loop_turn_seconds_bucket", le="0.001", **mine) == 6
     assert value(page, "loop_turn_seconds_bucket", le="10.0", **mine) == 6

@@ -70,7 +70,7 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         self._reports = reports
         self._tracer = tracer
         self._discovery = open_discovery(config.discovery, config.peers.prefill_nodes, security)
-        self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
+        self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
         self.peers: PrefillNodes
         self.requests: IncomingTransfers
         self._is_started = False
@@ -102,7 +102,7 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
             may_join=config.join_on_request,
             broadcast=self._broadcast,
             on_outcome=self.metrics.request_ended,
-            on_retry=self.metrics.request_retried,
+            on_retry=self.metrics.counter("retries").inc,
             on_given_up=self.metrics.request_given_up,
             tracer=self._tracer,
         )

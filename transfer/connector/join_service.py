@@ -143,7 +143,7 @@ def links_of(joins: Iterable[Join]) -> list[pb.LinkStatus]:
 def show_joins(joins: Iterable[Join], metrics: NodeMetrics) -> dict[str, int]:
     """Set the metrics of the given joins; return their number by state."""
     joined = [join for join in joins if join.is_joined]
-    metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))
+    metrics.gauge("largest_piece_bytes").set(max(map(largest_piece_bytes, joined), default=0))
     return {"joined": len(joined)}
 
 

@@ -135,7 +135,7 @@ async def prefill_events(
         while True:
             match await prompt.progress.get():
                 case PromptStarted(queue_s=queue_s):
-                    metrics.queue_seconds(queue_s)
+                    metrics.histogram("queue_seconds").observe(queue_s)
                     yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=queue_s))
                 case PromptFirstToken(token_id=token_id, compute_s=compute_s):
                     yield pb.PrefillEvent(first_token=pb.FirstToken(token_id=token_id, compute_s=compute_s))
@@ -152,7 +152,7 @@ async def prefill_events(
     finally:
         give_up(TransferAborted("the decode side gave the request up"))
         if not prompt.is_started:
-            metrics.queue_seconds(time.monotonic() - prompt.queued_s)
+            metrics.histogram("queue_seconds").observe(time.monotonic() - prompt.queued_s)
 
 
 def _stats_to_proto(parts: tuple[SentStats, ...]) -> pb.TransferStats:

@@ -215,8 +215,8 @@ class PrefillNodes:
             vocab_size=hellos[0].vocab_size,
             breaker=config.breaker.settings(),
             on_lost=on_instance_lost,
-            on_breaker_opened=metrics.breaker_opened,
-            on_fault=metrics.join_broke,
+            on_breaker_opened=metrics.counter("breaker_openings").inc,
+            on_fault=metrics.counter("join_faults").inc,
             on_change=on_change,
             grace_s=grace_s,
             view=view,
@@ -694,6 +694,6 @@ def _break(broken: asyncio.Future[str], reason: str) -> None:
 
 def show_peers(peers: Sequence[PrefillPeer], metrics: NodeMetrics) -> dict[str, int]:
     """Set the metrics of the given prefill nodes; return their number by state."""
-    metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
+    metrics.gauge("largest_piece_bytes").set(max((peer.largest_piece_bytes for peer in peers), default=0))
     metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
     return Counter(peer.state for peer in peers)

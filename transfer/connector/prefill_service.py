@@ -85,7 +85,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
         self._join_service = JoinService(security=security, draining=draining)
         self._reserve_client = ReserveClient(security)
         self._registration = open_registration(config.discovery)
-        self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
+        self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
         self.requests = OutgoingTransfers(
             num_ranks=len(hellos),
             limits=config.limits,
@@ -221,7 +221,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
             if span is not None:
                 span.end(without_request(error))
             await end_with(context, error)
-        self.metrics.prompt_accepted(len(request.token_ids))
+        self.metrics.counter("prompt_tokens").inc(len(request.token_ids))
         give_up = partial(self.requests.give_up, transfer)
         try:
             serving = prefill_events(transfer, context, give_up=give_up, metrics=self.metrics)

@@ -1,22 +1,18 @@
 """Metrics of ranks and leaders, and the page that shows them.
 
-`rank_specs`, `node_specs`, `store_specs` and `loop_specs` declare every one, and docs/metrics.md is made of them.
+`transfer.metrics.table` declares all of them. docs/metrics.md is made of it.
 
-Ranks are processes of their own: each keeps a `RankMetrics` and reports `snapshot()`s, which are
-plain values, to its leader; the leader's `NodeMetrics.render()` shows its own series and the ranks' newest ones together, each
-with the label ``rank``.
+A rank is a process of its own. It keeps a `RankMetrics` and reports its `snapshot()`, plain values, to its leader. The leader
+joins its `NodeMetrics` with the newest snapshots, which have the label ``rank``. A `MetricsPage` writes the result as text.
 """
 
-from transfer.metrics.loop_specs import LOOP_METRICS
 from transfer.metrics.node import NodeMetrics, abort_reason, outcome_of
-from transfer.metrics.node_specs import NODE_METRICS
-from transfer.metrics.page import MetricFamily, exposition
+from transfer.metrics.page import FamilyCollector, MetricsPage
 from transfer.metrics.rank import MAX_REASONS, RankMetrics
-from transfer.metrics.rank_specs import RANK_METRICS
-from transfer.metrics.series import Series
+from transfer.metrics.series import MetricFamily, Series
 from transfer.metrics.specs import ABORT_REASONS, BREAKER_STATES, TOKEN_BUCKETS_S, MetricSpec
 from transfer.metrics.store import StoreMetrics
-from transfer.metrics.store_specs import STORE_METRICS
+from transfer.metrics.table import LOOP_METRICS, NODE_METRICS, RANK_METRICS, STORE_METRICS
 
 __all__ = [
     "ABORT_REASONS",
@@ -27,13 +23,14 @@ __all__ = [
     "RANK_METRICS",
     "STORE_METRICS",
     "TOKEN_BUCKETS_S",
+    "FamilyCollector",
     "MetricFamily",
     "MetricSpec",
+    "MetricsPage",
     "NodeMetrics",
     "RankMetrics",
     "Series",
     "StoreMetrics",
     "abort_reason",
-    "exposition",
     "outcome_of",
 ]

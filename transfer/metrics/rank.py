@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import structlog
 
 from transfer.errors import ConfigError
 from transfer.instance import Link
-from transfer.metrics.rank_specs import RANK_METRICS
+from transfer.metrics.links import LinkSeries, LinkUse, SessionLink
 from transfer.metrics.series import Series
 from transfer.metrics.specs import RANK_STAGES
 from transfer.metrics.store import StoreMetrics
+from transfer.metrics.table import RANK_METRICS, TRANSFER_METRICS
 
 log = structlog.get_logger(__name__)
 
@@ -27,9 +25,6 @@ MAX_REASONS: Final = 32
 LINK_METRICS: Final = ("link_latency_seconds", "link_bandwidth_bytes_per_second")
 LINK_USES: Final = ("written_bytes", "busy_seconds", "probe_seconds")
 
-LINK_WINDOW_S: Final = 120.0
-"""What a link makes of its probe is looked at over so long, when it has been open for as long."""
-LINK_MARK_S: Final = 10.0
 SLOW_SHARE: Final = 0.2
 """A link is slow that is in use for more than this share of the time, at less than this share of its probe's speed ..."""
 SLOW_OF_BEST: Final = 1 / 3
@@ -66,123 +61,8 @@ class Ring(Protocol):
     def oldest_open(self) -> int | None: ...
 
 
-class CountedTurns(Protocol):
-    """Turns of a loop, counted by the buckets of `TURN_BUCKETS_S`."""
-
-    @property
-    def counts(self) -> Sequence[int]: ...
-    @property
-    def total_s(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkUse:
-    """What was written over a session's link so far.
-
-    Args:
-        num_bytes: Of payload, resent ones included.
-        busy_s: Seconds in which at least one write was under way, until now.
-        probe_s: Seconds that those writes would have taken one after the other, had each gone as its probe did.
-    """
-
-    num_bytes: int = 0
-    busy_s: float = 0.0
-    probe_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _BusyTime:
-    """Seconds in which at least one write was under way: each is counted once, however many writes there are in it."""
-
-    seconds: float = 0.0
-    num_writing: int = 0
-    _counted_until_s: float = -math.inf  # what came before is counted, or was idle
-
-    def began(self, now_s: float) -> None:
-        """A write is under way from now on."""
-        self.count_until(now_s)
-        self._counted_until_s = now_s
-        self.num_writing += 1
-
-    def ended(self, now_s: float, *, num_writes: int = 1) -> None:
-        """So many of those that are under way are over."""
-        self.count_until(now_s)
-        self.num_writing -= num_writes
-
-    def was_busy(self, seconds: float, now_s: float) -> None:
-        """A write has taken so long, until now, of which nothing was heard before."""
-        self.count_until(now_s)
-        self.seconds += max(0.0, min(seconds, now_s - self._counted_until_s))
-        self._counted_until_s = now_s
-
-    def count_until(self, now_s: float) -> None:
-        """Count what is under way now; it goes on."""
-        if self.num_writing:
-            self.seconds += max(0.0, now_s - self._counted_until_s)
-            self._counted_until_s = now_s
-
-
-@dataclass(slots=True, kw_only=True)
-class _LinkSeries:
-    """The counters of links with the same labels: of the same ranks' sessions, one for each instance of the other tier.
-
-    What is written adds up. Time does not: while two of them write, that is one second in a second.
-    """
-
-    written_bytes: Any
-    busy_seconds: Any
-    probe_seconds: Any
-    busy: _BusyTime = field(default_factory=_BusyTime)
-
-    def show(self, now_s: float) -> None:
-        """Let the counter have what the links were busy until now."""
-        self.busy.count_until(now_s)
-        self.busy_seconds.inc(max(0.0, self.busy.seconds - self.busy_seconds.value))
-
-
-@dataclass(slots=True, kw_only=True)
-class _LinkUse:
-    """What is written over one session's link."""
-
-    latency_s: float
-    seconds_per_byte: float
-    series: _LinkSeries
-    num_bytes: int = 0  # of this session alone; the series may be those of others, too
-    busy: _BusyTime = field(default_factory=_BusyTime)
-    probe_s: float = 0.0
-    peer: str = ""
-    is_slow: bool = False
-    marks: deque[tuple[float, float, float]] = field(default_factory=deque)  # when, busy and probe seconds until then
-
-    def lately(self, now_s: float) -> tuple[float, float] | None:
-        """Shares of the last `LINK_WINDOW_S`, in which it was busy, and of its probe's speed meanwhile; None: idle, or new."""
-        self.busy.count_until(now_s)
-        marks = self.marks
-        if not marks or now_s - marks[-1][0] >= LINK_MARK_S:
-            marks.append((now_s, self.busy.seconds, self.probe_s))
-        while len(marks) > 1 and now_s - marks[1][0] >= LINK_WINDOW_S:
-            marks.popleft()
-        since_s, busy_s, probe_s = marks[0]
-        window_s, busy_s = now_s - since_s, self.busy.seconds - busy_s
-        if window_s < LINK_WINDOW_S or not busy_s:
-            return None
-        return busy_s / window_s, (self.probe_s - probe_s) / busy_s
-
-    def count(self, num_bytes: int) -> None:
-        """A write of so many bytes ended well."""
-        self.num_bytes += num_bytes
-        self.series.written_bytes.inc(num_bytes)
-        probe_s = self.latency_s + num_bytes * self.seconds_per_byte
-        self.probe_s += probe_s
-        self.series.probe_seconds.inc(probe_s)
-
-    def forget_writes(self, now_s: float) -> None:
-        """The session is over; of writes that are under way nothing more is heard."""
-        self.series.busy.ended(now_s, num_writes=self.busy.num_writing)
-
-
-class RankMetrics:
-    """What one rank counts. Owned by the rank's loop.
+class RankMetrics(Series):
+    """The series of one rank, and what they are computed from. Owned by the rank's loop.
 
     Args:
         role: "prefill" or "decode".
@@ -193,47 +73,32 @@ class RankMetrics:
     def __init__(self, *, role: str, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         if role not in RANK_STAGES:
             raise ConfigError(f"role is {role}; it must be one of {', '.join(RANK_STAGES)}")
-        self._series = Series(RANK_METRICS, labels={"role": role, "rank": str(rank)})
-        self.store = StoreMetrics(self._series)
+        super().__init__(RANK_METRICS, labels={"role": role, "rank": str(rank)})
+        self.store = StoreMetrics(self)
         self._role = role
-        self._rank = rank
         self._clock = clock
         self._ring: Ring | None = None
-        self._turns: CountedTurns | None = None
         self._oldest_open: int | None = None  # grant, when the ring was looked at
         self._open_since_s = 0.0  # when it was first seen to be the oldest
-        self._uses: dict[int, _LinkUse] = {}  # by session
-        self._link_series: dict[frozenset[tuple[str, str]], _LinkSeries] = {}  # by labels
+        self._uses: dict[int, SessionLink] = {}  # by session
+        self._link_series: dict[frozenset[tuple[str, str]], LinkSeries] = {}  # by labels
         self._fallen_back: set[int] = set()  # sessions
         self._reasons: set[str] = set()
         self._links: dict[int, Link] = {}  # by session
-        self._num_acks = 0
-        self._num_strange = 0
-        self._num_refused = 0
-        for stage in RANK_STAGES[role]:
-            self._series("stage_seconds", stage=stage)
-        counters = ("transferred_bytes", "chunks", "watermark_acks", *(("broken_chunks",) if role == "decode" else ()))
-        of_role = {
-            "prefill": ("writes", "writes_avoided", "resends", "overlap_ratio"),
-            "decode": ("refused_connections", "links_fallen_back"),
-        }
-        for name in (*counters, "step_seconds", *of_role[role]):
-            self._series(name)
+        self.show_zeros(TRANSFER_METRICS, role, stage_seconds=RANK_STAGES[role])
+        if role == "decode":
+            self.gauge("links_fallen_back")
 
-    def credit_wait_seconds(self, seconds: float) -> None:
-        """A chunk was ready to be gathered, and waited this long for its grant."""
-        self._series("stage_seconds", stage="credit_wait").observe(seconds)
-
-    def gather_seconds(self, seconds: float) -> None:
+    def gather_finished(self, seconds: float) -> None:
         """Part of a chunk was gathered."""
-        self._series("chunks").inc()
-        self._series("stage_seconds", stage="gather").observe(seconds)
+        self.counter("chunks").inc()
+        self.histogram("stage_seconds", stage="gather").observe(seconds)
 
     def write_finished(self, seconds: float, num_bytes: int) -> None:
         """A bulk write ended well."""
-        self._series("writes").inc()
-        self._series("transferred_bytes").inc(num_bytes)
-        self._series("stage_seconds", stage="write").observe(seconds)
+        self.counter("writes").inc()
+        self.counter("transferred_bytes").inc(num_bytes)
+        self.histogram("stage_seconds", stage="write").observe(seconds)
 
     def link_write_began(self, session: int) -> None:
         """A write goes onto the session's link; `link_write_ended` follows."""
@@ -271,55 +136,38 @@ class RankMetrics:
         use.busy.count_until(self._clock())
         return LinkUse(num_bytes=use.num_bytes, busy_s=use.busy.seconds, probe_s=use.probe_s)
 
-    def step_seconds(self, seconds: float) -> None:
-        """A step of the engine took this long."""
-        self._series("step_seconds").observe(seconds)
-
-    def ack_seconds(self, seconds: float) -> None:
-        """A grant came back released, this long after its write had ended."""
-        self._series("stage_seconds", stage="ack").observe(seconds)
-
     def request_sent(self, stats: TransferStats) -> None:
         """A request's transfer is complete on this rank."""
-        self._series("writes_avoided").inc(max(0, stats.writes_without_staging - stats.writes))
-        self._series("resends").inc(stats.resends)
+        self.counter("writes_avoided").inc(max(0, stats.writes_without_staging - stats.writes))
+        self.counter("resends").inc(stats.resends)
         if not stats.transfer_s:
             return  # this rank had nothing of it to send
-        self._series("stage_seconds", stage="total").observe(stats.transfer_s)
-        self._series("stage_seconds", stage="exposed").observe(stats.exposed_s)
-        self._series("overlap_ratio").observe(1 - stats.exposed_s / stats.transfer_s)
+        self.histogram("stage_seconds", stage="total").observe(stats.transfer_s)
+        self.histogram("stage_seconds", stage="exposed").observe(stats.exposed_s)
+        self.histogram("overlap_ratio").observe(1 - stats.exposed_s / stats.transfer_s)
 
     def scatter_finished(self, seconds: float, num_bytes: int) -> None:
         """Part of a chunk was found intact, and was scattered."""
-        self._series("chunks").inc()
-        self._series("transferred_bytes").inc(num_bytes)
-        self._series("stage_seconds", stage="scatter").observe(seconds)
+        self.counter("chunks").inc()
+        self.counter("transferred_bytes").inc(num_bytes)
+        self.histogram("stage_seconds", stage="scatter").observe(seconds)
 
     def pages_copied(self, direction: str, num_bytes: int, seconds: float) -> None:
         """Pages were copied between device and host memory; `direction` is "save", "load" or "copy"."""
-        self._series("offload_copied_bytes", direction=direction).inc(num_bytes)
-        self._series("offload_copy_seconds", direction=direction).observe(seconds)
-
-    def chunk_broken(self) -> None:
-        """Bytes arrived that are not those that were sent."""
-        self._series("broken_chunks").inc()
-
-    def call_refused(self, method: str) -> None:
-        """Somebody called whose certificate does not allow it; `method` is one that the server has."""
-        self._series("rank_refused_calls", method=method).inc()
+        self.counter("offload_copied_bytes", direction=direction).inc(num_bytes)
+        self.histogram("offload_copy_seconds", direction=direction).observe(seconds)
 
     def message_dropped(self, reason: str) -> None:
         """A control message broke a rule; `reason` is one of a few constant words."""
         if _REASON.fullmatch(reason) is None or (reason not in self._reasons and len(self._reasons) >= MAX_REASONS):
             reason = "other"
         self._reasons.add(reason)
-        self._series("dropped_messages", reason=reason).inc()
+        self.counter("dropped_messages", reason=reason).inc()
 
     def strangers_dropped(self, total: int) -> None:
         """The control channel has dropped that many messages since the rank started, before anybody had to look at them."""
         self._reasons.add("stranger")
-        self._series("dropped_messages", reason="stranger").inc(max(0, total - self._num_strange))
-        self._num_strange = max(total, self._num_strange)
+        self.counter("dropped_messages", reason="stranger").reach(total)
 
     def link_measured(self, session: int, link: Link, peer: str = "") -> None:
         """A session's link was measured, for the first time or again.
@@ -336,8 +184,8 @@ class RankMetrics:
         if self._role == "prefill":
             key = frozenset(labels.items())
             if key not in self._link_series:
-                self._link_series[key] = _LinkSeries(**{name: self._series(f"link_{name}", **labels) for name in LINK_USES})
-            self._uses[session] = _LinkUse(
+                self._link_series[key] = LinkSeries(**{name: self.counter(f"link_{name}", **labels) for name in LINK_USES})
+            self._uses[session] = SessionLink(
                 latency_s=link.latency_s,
                 seconds_per_byte=1 / link.bandwidth_bytes_per_s if link.bandwidth_bytes_per_s else 0.0,
                 series=self._link_series[key],
@@ -347,20 +195,20 @@ class RankMetrics:
     def link_fell_back(self, session: int) -> None:
         """A session's bytes go over the network, although both ends are on one machine."""
         self._fallen_back.add(session)
-        self._series("links_fallen_back").set(len(self._fallen_back))
+        self.gauge("links_fallen_back").set(len(self._fallen_back))
 
     def memory(self, planned: Mapping[str, int], real: Mapping[str, int]) -> None:
         """What the memory plan gives to each of its lines, and what the measured ones came to; both in bytes."""
         for line, num_bytes in planned.items():
-            self._series("memory_planned_bytes", line=line).set(num_bytes)
+            self.gauge("memory_planned_bytes", line=line).set(num_bytes)
         for line, num_bytes in real.items():
-            self._series("memory_real_bytes", line=line).set(num_bytes)
+            self.gauge("memory_real_bytes", line=line).set(num_bytes)
 
     def link_closed(self, session: int) -> None:
         """The session is over, and its link is shown no more; a session without a measured link is none."""
         if session in self._fallen_back:
             self._fallen_back.remove(session)
-            self._series("links_fallen_back").set(len(self._fallen_back))
+            self.gauge("links_fallen_back").set(len(self._fallen_back))
         self._forget_link(session)
 
     def _forget_link(self, session: int) -> None:
@@ -375,17 +223,17 @@ class RankMetrics:
         if self._show_slowest(labels):
             return
         for name in LINK_METRICS:
-            self._series.remove(name, **labels)
+            self.remove(name, **labels)
         if self._link_series.pop(frozenset(labels.items()), None) is not None:
             for name in LINK_USES:
-                self._series.remove(f"link_{name}", **labels)
+                self.remove(f"link_{name}", **labels)
 
     def _show_slowest(self, labels: Mapping[str, str]) -> bool:
         """Of the links with these labels the worst latency and bandwidth. False: there is none."""
         links = [link for link in self._links.values() if _link_labels(link) == labels]
         if links:
-            self._series("link_latency_seconds", **labels).set(max(link.latency_s for link in links))
-            self._series("link_bandwidth_bytes_per_second", **labels).set(min(link.bandwidth_bytes_per_s for link in links))
+            self.gauge("link_latency_seconds", **labels).set(max(link.latency_s for link in links))
+            self.gauge("link_bandwidth_bytes_per_second", **labels).set(min(link.bandwidth_bytes_per_s for link in links))
         return bool(links)
 
     def snapshot(self, status: Mapping[str, Any]) -> dict[str, Any]:
@@ -402,9 +250,10 @@ class RankMetrics:
             self._look_at_links(now_s)
         if self._ring is not None:
             self._look_at_ring(self._ring)
-        if self._turns is not None:
-            self._series("loop_turn_seconds").show(self._turns.counts, self._turns.total_s)
-        return {"rank": self._rank, "families": {spec.name: text for spec, text in self._series.texts()}}
+        return {
+            "labels": self.labels,
+            "families": {family.spec.name: (family.keys, family.numbers) for family in self.families()},
+        }
 
     def _look_at_links(self, now_s: float) -> None:
         """Each by itself, for series of links to many nodes hide a slow one; the log says which, once for as long as it is."""
@@ -412,7 +261,7 @@ class RankMetrics:
         best = max((share for used, share in lately.values() if used > USED_SHARE), default=None)
         worst = min((share for used, share in lately.values() if used > SLOW_SHARE), default=None)
         for name, share in (("fastest_link_ratio", best), ("slowest_link_ratio", worst)):
-            self._series(name).set(-1.0 if share is None else share)
+            self.gauge(name).set(-1.0 if share is None else share)
         for session, use in self._uses.items():
             used, share = lately.get(session, (0.0, 1.0))
             ease = 2.0 if use.is_slow else 1.0  # one that is about at a bound is not news each time that it crosses it
@@ -423,10 +272,6 @@ class RankMetrics:
                 log.warning("link_slow", peer=use.peer, decode_rank=link.decode_rank, lane=link.lane, of_probe=round(share, 3))
             use.is_slow = is_slow
 
-    def watch_loop(self, turns: CountedTurns) -> None:
-        """Show the turns of the process's loop from now on."""
-        self._turns = turns
-
     def watch_ring(self, ring: Ring) -> None:
         """The rank's ring, to be looked at with each snapshot."""
         self._ring = ring
@@ -436,27 +281,24 @@ class RankMetrics:
         now_s, oldest = self._clock(), ring.oldest_open
         if oldest != self._oldest_open:
             self._oldest_open, self._open_since_s = oldest, now_s
-        self._series("ring_watermark_lag_bytes").set(ring.head - ring.position)
-        self._series("ring_watermark_stalled_seconds").set(0.0 if oldest is None else now_s - self._open_since_s)
+        self.gauge("ring_watermark_lag_bytes").set(ring.head - ring.position)
+        self.gauge("ring_watermark_stalled_seconds").set(0.0 if oldest is None else now_s - self._open_since_s)
 
     def _take_status(self, status: Mapping[str, Any]) -> None:
         for key, name in _GAUGES_OF_STATUS.items():
             if key in status:
-                self._series(name).set(status[key])
+                self.gauge(name).set(status[key])
         for pool in status.get("pools", ()):
             states = {"reserved": pool["reserved"], "bound": pool["bound"]}
             for state, pages in {"free": pool["pages"] - sum(states.values()), **states}.items():
-                self._series("pool_pages", group=pool["group"], state=state).set(pages)
+                self.gauge("pool_pages", group=pool["group"], state=state).set(pages)
         if "staging_slots" in status:
             used = status.get("staging_slots_used", 0)
             for state, slots in (("used", used), ("free", status["staging_slots"] - used)):
-                self._series("staging_slots", state=state).set(slots)
-        num_acks = status.get("watermark_acks", self._num_acks)
-        self._series("watermark_acks").inc(max(0, num_acks - self._num_acks))
-        self._num_acks = max(num_acks, self._num_acks)
-        if "refused_connections" in status:
-            self._series("refused_connections").inc(max(0, status["refused_connections"] - self._num_refused))
-            self._num_refused = max(status["refused_connections"], self._num_refused)
+                self.gauge("staging_slots", state=state).set(slots)
+        for name in ("watermark_acks", "refused_connections"):
+            if name in status:
+                self.counter(name).reach(status[name])
 
 
 def _link_labels(link: Link) -> dict[str, str]:

@@ -1,47 +1,83 @@
-"""The declared metrics of one process, and the text that Prometheus reads of them.
+"""Counters, gauges and histograms of one process: numbers that one thread owns.
 
-Written for what ranks do with them: count in hot paths, and say all of it a few times a second. A line but for its number never
-changes, so it is made once, with the series. (docs/adr/0035-metrics-of-our-own.md has what that spares.)
+A number is a plain attribute without a lock, so to count costs little in a hot path, and a process reports all numbers a few
+times a second. `transfer.metrics.page` gives them to `prometheus_client`, which writes the text
+(docs/adr/0035-metrics-of-our-own.md).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, product
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from transfer.metrics.specs import MetricSpec
 
 _PREFIX: Final = "kvferry_"
 
+_Labels = tuple[str, ...]
 
-class _Counter:
-    """Only grows."""
 
-    __slots__ = ("_line", "value")
+class MetricFamily(NamedTuple):
+    """Series of one metric that one process counts.
 
-    def __init__(self, spec: MetricSpec, labels: Mapping[str, str]) -> None:
-        self._line = f"{spec.name}_total{_labels_text(labels)} "
+    Args:
+        spec: The metric.
+        labels: Labels that all series of the process have.
+        keys: For each series, the values of the metric's own labels.
+        numbers: For each series, `MetricSpec.num_samples` numbers. Those of a histogram are the cumulative counts of its
+            buckets, the count and the sum.
+    """
+
+    spec: MetricSpec
+    labels: Mapping[str, str]
+    keys: Sequence[Sequence[str]]
+    numbers: Sequence[float]
+
+
+class CountedTurns(Protocol):
+    """Turns of a loop, counted by the buckets of `TURN_BUCKETS_S`, and their sum in seconds."""
+
+    @property
+    def counts(self) -> Sequence[int]: ...
+    @property
+    def total_s(self) -> float: ...
+
+
+class Counter:
+    """A number that only grows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, spec: MetricSpec) -> None:
         self.value = 0.0
 
     def inc(self, amount: float = 1) -> None:
-        """Raises ValueError when it would go back."""
+        """Add `amount`.
+
+        Raises:
+            ValueError: `amount` is negative.
+        """
         if amount < 0:
             raise ValueError(f"a counter was to grow by {amount}; it never goes back")
         self.value += amount
 
-    def text(self) -> str:
-        return f"{self._line}{float(self.value)!r}\n"
+    def reach(self, total: float) -> None:
+        """Grow to a total that another object counts. A lower total changes nothing."""
+        self.value = max(self.value, float(total))
+
+    def numbers(self) -> Sequence[float]:
+        return (self.value,)
 
 
-class _Gauge:
-    """A value now; one that is not finite is not shown."""
+class Gauge:
+    """A value now. A value that is not finite is not shown."""
 
-    __slots__ = ("_line", "value")
+    __slots__ = ("value",)
 
-    def __init__(self, spec: MetricSpec, labels: Mapping[str, str]) -> None:
-        self._line = f"{spec.name}{_labels_text(labels)} "
+    def __init__(self, spec: MetricSpec) -> None:
         self.value = 0.0
 
     def set(self, value: float) -> None:
@@ -50,100 +86,110 @@ class _Gauge:
     def inc(self, amount: float = 1) -> None:
         self.value += amount
 
-    def text(self) -> str:
-        return f"{self._line}{self.value!r}\n" if math.isfinite(self.value) else ""
+    def numbers(self) -> Sequence[float]:
+        return (self.value,) if math.isfinite(self.value) else ()
 
 
-class _Histogram:
-    """How many values were at most each bound, and their sum."""
+class Histogram:
+    """Numbers of values in buckets, and the sum of the values."""
 
-    __slots__ = ("_bounds", "_counts", "_lines", "_sum", "_sum_line")
+    __slots__ = ("_bounds", "_counts", "_followed", "_sum")
 
-    def __init__(self, spec: MetricSpec, labels: Mapping[str, str]) -> None:
+    def __init__(self, spec: MetricSpec) -> None:
         self._bounds = spec.buckets
         self._counts = [0] * (len(spec.buckets) + 1)
         self._sum = 0.0
-        bounds = [*map(repr, map(float, spec.buckets)), "+Inf"]
-        self._lines = [f"{spec.name}_bucket{_labels_text({**labels, 'le': bound})} " for bound in bounds]
-        self._lines.append(f"{spec.name}_count{_labels_text(labels)} ")
-        self._sum_line = f"{spec.name}_sum{_labels_text(labels)} "
+        self._followed: CountedTurns | None = None
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def show(self, counts: Sequence[int], total: float) -> None:
-        """Show values that another object counted by the same bounds.
+    def follow(self, turns: CountedTurns) -> None:
+        """Show values that another object counts, instead of values that were observed."""
+        self._followed = turns
 
-        Args:
-            counts: Number of values in each bucket, then the number above the highest bound.
-            total: Sum of all values.
-        """
-        self._counts[:] = counts
-        self._sum = total
-
-    def text(self) -> str:
-        total, parts = 0, []
-        for line, count in zip(self._lines, self._counts, strict=False):
-            total += count
-            parts.append(f"{line}{total}.0\n")
-        return f"{''.join(parts)}{self._lines[-1]}{total}.0\n{self._sum_line}{float(self._sum)!r}\n"
+    def numbers(self) -> Sequence[float]:
+        followed = self._followed
+        counts = list(accumulate(self._counts if followed is None else followed.counts))
+        return (*counts, counts[-1], self._sum if followed is None else followed.total_s)
 
 
-_KINDS: Final = {"counter": _Counter, "gauge": _Gauge, "histogram": _Histogram}
+_Cell = Counter | Gauge | Histogram
+_CellT = TypeVar("_CellT", Counter, Gauge, Histogram)
+_KINDS: Final[Mapping[str, type[_Cell]]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
 class Series:
-    """The declared metrics of one process. Owned by one thread.
+    """The series of one process. Owned by one thread.
+
+    `counter`, `gauge` and `histogram` return a series, which is shown from then on. They raise KeyError for a metric that is
+    not declared, is of another kind, or has other labels.
 
     Args:
-        specs: What is declared.
-        labels: Of every series besides its own.
-        prefix: What names begin with, and calls leave out.
+        specs: Metrics of the process.
+        labels: Labels of every series besides its own.
+        prefix: Beginning of all names, which calls leave out.
     """
 
     def __init__(self, specs: Sequence[MetricSpec], *, labels: Mapping[str, str], prefix: str = _PREFIX) -> None:
+        self._prefix = prefix
         self._specs = {spec.name.removeprefix(prefix): spec for spec in specs}
-        self._fixed = dict(labels)
-        self._children: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in self._specs}
+        self.labels = dict(labels)
+        self._cells: dict[str, dict[_Labels, _Cell]] = {name: {} for name in self._specs}
 
-    def __call__(self, name: str, **labels: str) -> Any:
-        """The series, which is there from now on.
+    def counter(self, name: str, **labels: str) -> Counter:
+        return self._cell(Counter, name, labels)
 
-        Raises:
-            KeyError: It is not declared, or has other labels.
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        return self._cell(Gauge, name, labels)
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        return self._cell(Histogram, name, labels)
+
+    def show_zeros(self, specs: Iterable[MetricSpec], role: str, **values: tuple[str, ...]) -> None:
+        """Show counters and histograms from the start, where the values of their labels are known.
+
+        Args:
+            specs: Metrics of which those that nodes of `role` serve are shown.
+            role: "prefill" or "decode".
+            values: For metrics by name, the values of their one label that `role` has.
         """
-        children = self._children[name]
+        for spec in specs:
+            name = spec.name.removeprefix(self._prefix)
+            of_labels = [values[name]] if name in values else spec.values
+            if role in spec.roles and spec.kind != "gauge" and not any(isinstance(one, str) for one in of_labels):
+                for key in product(*of_labels):
+                    self._cells[name].setdefault(key, _KINDS[spec.kind](spec))
+
+    def remove(self, name: str, **labels: str) -> None:
+        """Stop showing one series."""
+        del self._cells[name][tuple([labels[label] for label in self._specs[name].labels])]
+
+    def families(self) -> Iterator[MetricFamily]:
+        """Return the metrics that have series, in the order of their declarations."""
+        for name, cells in self._cells.items():
+            keys: list[_Labels] = []
+            numbers: list[float] = []
+            for key, cell in cells.items():
+                if shown := cell.numbers():
+                    keys.append(key)
+                    numbers += shown
+            if keys:
+                yield MetricFamily(self._specs[name], self.labels, keys, numbers)
+
+    def _cell(self, kind: type[_CellT], name: str, labels: dict[str, str]) -> _CellT:
+        cells = self._cells[name]
         key = tuple(labels.values())
-        child = children.get(key)
-        if child is None or len(key) > 1:  # several labels may be given in another order
+        cell = cells.get(key)
+        if cell is None or len(key) > 1:  # several labels may be given in another order
             spec = self._specs[name]
             if labels.keys() != set(spec.labels):
                 raise KeyError(f"{spec.name} has the labels {', '.join(spec.labels)}, and not {', '.join(labels)}")
             key = tuple([labels[label] for label in spec.labels])
-            child = children.get(key)
-            if child is None:
-                child = children[key] = _KINDS[spec.kind](spec, {**self._fixed, **labels})
-        return child
-
-    def remove(self, name: str, **labels: str) -> None:
-        """Show one series no more."""
-        del self._children[name][tuple([labels[label] for label in self._specs[name].labels])]
-
-    def texts(self) -> Iterator[tuple[MetricSpec, str]]:
-        """Of each metric that has series, their lines."""
-        for name, children in self._children.items():
-            text = "".join([child.text() for child in children.values()])
-            if text:
-                yield self._specs[name], text
-
-
-def _labels_text(labels: Mapping[str, str]) -> str:
-    if not labels:
-        return ""
-    parts = [f'{name}="{_escaped(value)}"' for name, value in sorted(labels.items())]
-    return f"{{{','.join(parts)}}}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+            cell = cells.get(key)
+            if cell is None:
+                cell = cells[key] = _KINDS[spec.kind](spec)
+        if not isinstance(cell, kind):
+            raise KeyError(f"{self._specs[name].name} is a {self._specs[name].kind}")
+        return cell

@@ -1,7 +1,6 @@
-"""Types of a metric's declaration, and the values of labels. Data alone; the metrics are in `rank_specs`, `node_specs`,
-`store_specs` and `loop_specs`.
+"""What `transfer.metrics.table` declares metrics with: their type, buckets, and values of labels.
 
-Labels have bounded sets of values; no request, session or peer ever is one.
+Labels have bounded sets of values. No request, session or peer is ever one.
 """
 
 from __future__ import annotations
@@ -17,6 +16,9 @@ STAGE_BUCKETS_S: Final = (
 """From a gather of one small chunk to a request that waited a minute."""
 
 TOKEN_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TURN_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Ordinary turns take less than the first bound. 0.05 is the bound of ``bench.loop``, 0.25 that of the warning and the alert."""
+
 RATIO_BUCKETS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 ROLES: Final = ("prefill", "decode")
@@ -36,6 +38,8 @@ NODE_STATES: Final = ("starting", "ready", "draining")
 PEER_STATES: Final = ("joining", "joined", "draining", "lost", "alias")
 REFUSED_ENTRIES: Final = ("malformed", "too_many", "plain_text")
 BREAKER_STATES: Final = ("closed", "open", "half-open")
+STORE_OPS: Final = ("exists", "get", "put", "delete")
+STORE_OUTCOMES: Final = ("ok", "missing", "corrupt", "foreign", "failed", "timeout", "refused", "circuit_open")
 
 Label = tuple[str, tuple[str, ...] | str]
 """A label's name, and its values; or, where nobody can list them here, what bounds them."""
@@ -71,6 +75,11 @@ class MetricSpec:
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     @property
+    def num_samples(self) -> int:
+        """Samples of one series: one; of a histogram its buckets, the count and the sum."""
+        return len(self.buckets) + 3 if self.kind == "histogram" else 1
+
+    @property
     def unit(self) -> str:
         """The base unit that its name tells; empty for a number of things."""
         words = self.name.split("_")
@@ -79,20 +88,36 @@ class MetricSpec:
         return words[-1] if words[-1] in ("bytes", "seconds", "ratio") else ""
 
 
-def declare(
+def counter(name: str, meaning: str, *labels: Label, advice: str, roles: tuple[str, ...] = ROLES) -> MetricSpec:
+    """Declare the counter ``kvferry_NAME_total``."""
+    return _declare("counter", name, meaning, labels, advice, roles)
+
+
+def gauge(name: str, meaning: str, *labels: Label, advice: str, roles: tuple[str, ...] = ROLES) -> MetricSpec:
+    """Declare the gauge ``kvferry_NAME``."""
+    return _declare("gauge", name, meaning, labels, advice, roles)
+
+
+def histogram(
+    name: str, meaning: str, *labels: Label, buckets: tuple[float, ...], advice: str, roles: tuple[str, ...] = ROLES
+) -> MetricSpec:
+    """Declare the histogram ``kvferry_NAME`` with upper bounds `buckets`."""
+    return _declare("histogram", name, meaning, labels, advice, roles, buckets)
+
+
+def _declare(
     kind: str,
     name: str,
-    help_text: str,
-    *labels: Label,
+    meaning: str,
+    labels: tuple[Label, ...],
     advice: str,
-    roles: tuple[str, ...] = ROLES,
+    roles: tuple[str, ...],
     buckets: tuple[float, ...] = (),
 ) -> MetricSpec:
-    """A metric ``kvferry_NAME``."""
     return MetricSpec(
         name=f"kvferry_{name}",
         kind=kind,
-        help=help_text,
+        help=meaning,
         labels=tuple(label for label, _ in labels),
         buckets=buckets,
         values=tuple(values for _, values in labels),

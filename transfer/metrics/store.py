@@ -21,16 +21,16 @@ class StoreMetrics:
     def operation_finished(self, op: str, outcomes: Sequence[str], *, num_bytes: int, seconds: float) -> None:
         """A call of the store is answered, each of its pages with an outcome."""
         for outcome in outcomes:
-            self._series("store_operations", op=op, outcome=str(outcome)).inc()
-        self._series("store_bytes", op=op).inc(num_bytes)
-        self._series("store_seconds", op=op).observe(seconds)
+            self._series.counter("store_operations", op=op, outcome=str(outcome)).inc()
+        self._series.counter("store_bytes", op=op).inc(num_bytes)
+        self._series.histogram("store_seconds", op=op).observe(seconds)
 
     def queue_changed(self, num_pages: int) -> None:
         """So many pages wait for the store, or for its answer."""
-        self._series("store_queue_depth").set(num_pages)
+        self._series.gauge("store_queue_depth").set(num_pages)
 
     def circuits_changed(self, *, read: str, write: str) -> None:
         """States of the circuit breakers of reads and of writes."""
         for direction, state in (("read", read), ("write", write)):
             for name in BREAKER_STATES:
-                self._series("store_circuit", direction=direction, state=name).set(name == state)
+                self._series.gauge("store_circuit", direction=direction, state=name).set(name == state)

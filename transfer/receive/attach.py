@@ -200,7 +200,7 @@ class PrefillSessions:
             task.cancel()
 
     def _on_refused(self, refusal: Refusal) -> None:
-        self._metrics.call_refused(refusal.method)
+        self._metrics.counter("rank_refused_calls", method=refusal.method).inc()
         log_refusal(refusal, self._refused)
 
     # For the owner

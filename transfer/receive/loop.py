@@ -306,7 +306,7 @@ class ReceiverLoop:
             case protocol.MessageDropped():
                 self._drop(action.reason)
             case protocol.ChunkBroken():
-                self._metrics.chunk_broken()
+                self._metrics.counter("broken_chunks").inc()
 
     def _drop(self, reason: str) -> None:
         self.num_dropped += 1

@@ -261,9 +261,9 @@ class SenderLoop:
                 self.copier.forget(action.request_id)
                 self._owner.on_source_released(action.request_id)
             case protocol.WaitGivenUp():
-                self._metrics.credit_wait_seconds(action.credit_wait_s)
+                self._metrics.histogram("stage_seconds", stage="credit_wait").observe(action.credit_wait_s)
             case protocol.PieceReleased():
-                self._metrics.ack_seconds(action.ack_s)
+                self._metrics.histogram("stage_seconds", stage="ack").observe(action.ack_s)
             case protocol.OutgoingSent():
                 self._metrics.request_sent(action.stats)
                 if self._spans:
@@ -326,12 +326,12 @@ class SenderLoop:
             return
         piece, session = action.piece, action.piece.session
         copy = self.copier.prepare(piece, self._owner.tables_of(piece.request_id))
-        self._metrics.credit_wait_seconds(action.credit_wait_s)
+        self._metrics.histogram("stage_seconds", stage="credit_wait").observe(action.credit_wait_s)
         traced = self._trace_gather(action) if self._spans else None
         is_direct = self._peers[session].is_direct
 
         def done(digest: int, seconds: float) -> None:
-            self._metrics.gather_seconds(seconds)
+            self._metrics.gather_finished(seconds)
             if is_direct:
                 self._metrics.write_finished(seconds, piece.num_bytes)
                 self._metrics.link_written(session, seconds, piece.num_bytes)

@@ -26,7 +26,7 @@ from tests.deploy.monitoring.prometheus import program
 from tests.deploy.monitoring.promql_check import DECLARED, selectors
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 from transfer.load_config import load_config
-from transfer.metrics import NodeMetrics, RankMetrics
+from transfer.metrics import MetricsPage, NodeMetrics, RankMetrics
 from transfer.peer_names import SubjectNames, first_match
 
 APPS = {"prefill": prefill_app, "decode": decode_app}
@@ -167,7 +167,7 @@ def test_a_plain_grpc_client_connects_by_the_names_of_services(variant: str, aut
 
 async def test_probes_and_scrapes_use_paths_that_the_nodes_serve() -> None:
     """The real HTTP server answers. A node without peers is not ready, but alive."""
-    server = HealthServer(lambda: Readiness(is_ready=False, reason="no prefill node is joined"), lambda: b"")
+    server = HealthServer(lambda: Readiness(is_ready=False, reason="no prefill node is joined"), lambda: ())
     port = await server.start("127.0.0.1", 0)
 
     def status(path: str) -> int:
@@ -300,7 +300,8 @@ def scraped(role: str, node: int, *, state: str = "ready", are_ranks_there: bool
     leader.limits(max_queued=256, max_running=128)
     leader.node_state(state=state, queued=0, running=0, peers={}, restarts=0)
     pools = {"pools": [{"group": "full", "pages": 100, "reserved": 0, "bound": 0}]}
-    page = leader.render([rank.snapshot(pools) if are_ranks_there else None]).decode()
+    families = leader.collect([rank.snapshot(pools) if are_ranks_there else None])
+    page = MetricsPage().render(families)[0].decode()
     found = re.findall(r"^(kvferry_\w+)\{(.*)\} ([0-9.e+-]+)$", page, re.M)
     return {f'{name}{{{labels},instance="10.0.0.{node}:7180"}}': f"{value}x40" for name, labels, value in found}
 

@@ -1,0 +1,639 @@
+"""Every metric of ranks and leaders, declared once. docs/metrics.md is made of this table.
+
+Leaders serve one series for a node. Ranks report theirs to their leader, which serves them with the label ``rank``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from transfer.metrics.specs import (
+    ABORT_REASONS,
+    BREAKER_STATES,
+    DECODE,
+    NODE_STATES,
+    OUTCOMES,
+    PEER_STATES,
+    PREFILL,
+    RANK_STAGES,
+    RATIO_BUCKETS,
+    REFUSED_ENTRIES,
+    STAGE_BUCKETS_S,
+    STORE_OPS,
+    STORE_OUTCOMES,
+    TOKEN_BUCKETS_S,
+    TURN_BUCKETS_S,
+    Label,
+    counter,
+    gauge,
+    histogram,
+)
+
+_OP: Final[Label] = ("op", STORE_OPS)
+
+STORE_METRICS: Final = (
+    counter(
+        "store_operations",
+        "Pages that the store was asked about, by what became of them.",
+        _OP,
+        ("outcome", STORE_OUTCOMES),
+        advice="missing is ordinary; anything else that is not ok is the store, its network, or its settings (docs/offload.md).",
+    ),
+    counter(
+        "store_bytes",
+        "Bytes of pages that were put into the store, or got from it.",
+        _OP,
+        advice="Its rate is the store's share of the network or disk.",
+    ),
+    histogram(
+        "store_seconds",
+        "Seconds until a call of the store was answered.",
+        _OP,
+        buckets=STAGE_BUCKETS_S,
+        advice="Compare get with what the same pages take to compute.",
+    ),
+    gauge(
+        "store_queue_depth",
+        "Pages that wait for the store, or for its answer.",
+        advice="Growing: the store is slower than what is written.",
+    ),
+    gauge(
+        "store_circuit",
+        "1 for the state of the circuit breaker of reads or writes.",
+        ("direction", ("read", "write")),
+        ("state", BREAKER_STATES),
+        advice="Open: the store is left alone for a while; requests go on without it.",
+    ),
+)
+
+LOOP_METRICS: Final = (
+    histogram(
+        "loop_turn_seconds",
+        "Wall-clock seconds of a turn of the event loop, counted since the process was first ready. The loop sends and notices no"
+        " heartbeat during a turn. An engine that hosts both sides in one process has one loop, which both roles report.",
+        buckets=TURN_BUCKETS_S,
+        advice="Turns above 0.25: loop_turn_long in the process's log names the longest event. See KvferryLoopTurnsLong in"
+        " docs/runbooks.md.",
+    ),
+)
+
+REQUEST_METRICS: Final = (
+    counter(
+        "requests",
+        "Requests that ended, by outcome: sent is a prefill node's good end, done a decode node's. Refused: turned away, by a"
+        " queue that is full, by a node that drains or has no ranks or peers, or for good; or without room for too long.",
+        ("outcome", tuple(dict.fromkeys(outcome for outcomes in OUTCOMES.values() for outcome in outcomes))),
+        advice="The share of failed in all but aborted is the error rate of the tier; many refused: too few nodes, or none.",
+    ),
+    counter(
+        "aborts",
+        "Requests that were queued and ended before they were whole, by why: their caller went away or gave them up, an operator"
+        " aborted them, no room in time, a rank or peer or the way to it was lost, the engine failed, bytes arrived broken twice,"
+        " the two sides do not fit.",
+        ("reason", ABORT_REASONS),
+        advice="caller is ordinary; lost comes with restarts; engine, data_loss and misfit want a look into the log.",
+    ),
+    counter(
+        "retries",
+        "Attempts of requests on another prefill node, after their own was lost before the first token.",
+        roles=DECODE,
+        advice="With breaker_openings: which prefill nodes come and go.",
+    ),
+    counter(
+        "prompt_tokens",
+        "Tokens of prompts that were accepted, each try by itself on a prefill node.",
+        advice="Its rate is what is asked of the tier.",
+    ),
+    counter(
+        "generated_tokens",
+        "Tokens that were generated and handed to callers.",
+        roles=DECODE,
+        advice="Its rate is the node's throughput.",
+    ),
+    counter(
+        "loaded_prompt_tokens",
+        "Tokens of prompts that were taken from the store, and not computed.",
+        roles=PREFILL,
+        advice="Over prompt_tokens: what the store spares the engine.",
+    ),
+    histogram(
+        "queue_seconds",
+        "Seconds that a request waited for room, or until it was given up without, each try by itself.",
+        buckets=STAGE_BUCKETS_S,
+        advice="Growing on both tiers: decode has no room. On prefill nodes alone: they are too few.",
+    ),
+    histogram(
+        "time_to_first_token_seconds",
+        "Seconds from acceptance to the first token.",
+        roles=DECODE,
+        buckets=TOKEN_BUCKETS_S,
+        advice="What the caller waits for: queue, prefill and the exposed part of the transfer.",
+    ),
+    histogram(
+        "time_per_output_token_seconds",
+        "Seconds between two tokens of a request.",
+        roles=DECODE,
+        buckets=TOKEN_BUCKETS_S,
+        advice="Growing with running_requests: the decode engine is full.",
+    ),
+    gauge(
+        "queued_requests",
+        "Requests that wait for room, on a decode node also for a prefill node to be joined.",
+        advice="Alarm when it grows, or nears max_queued_requests.",
+    ),
+    gauge(
+        "max_queued_requests",
+        "limits.max_queued_requests of the node. An engine that hosts its side has a queue of its own, and none of this.",
+        advice="What queued_requests is to be compared with: at it, requests are refused.",
+    ),
+    gauge(
+        "running_requests",
+        "Requests computed, transferred or generated.",
+        advice="At max_running_requests others wait, whatever the pool has free.",
+    ),
+    gauge(
+        "max_running_requests",
+        "limits.max_running_requests of the node. An engine that hosts its side has a limit of its own, and none of this.",
+        advice="running_requests over it: how full a decode node is, whatever it was given. The autoscalers of deploy/ go by it.",
+    ),
+    gauge(
+        "requests_waiting_for_pages",
+        "Requests that wait because the KV pool of this node has too few free pages for them.",
+        advice="If above 0 for minutes, the pool is the limit. Raise memory.static_fraction or pool.num_pages, or add nodes.",
+    ),
+    counter(
+        "out_of_memory_steps",
+        "Steps that failed because memory ran out. All requests of such a step failed.",
+        advice="Alert on any increase. The log names the work, the bytes and the settings to lower.",
+    ),
+)
+
+NODE_STATE_METRICS: Final = (
+    gauge(
+        "peers",
+        "Nodes of the other tier by state; a prefill node knows those that are joined.",
+        ("state", PEER_STATES),
+        advice="Alarm when none is joined, or one is lost for long.",
+    ),
+    gauge(
+        "discovery_addresses",
+        "Prefill nodes that discovery names now; of a prefill node that registers itself: 1 while it is registered, 0 otherwise.",
+        advice="0 on a decode node: it can reach nobody; kvferry status says where it has looked.",
+    ),
+    gauge(
+        "discovery_age_seconds",
+        "Seconds since what discovery names was last known to hold; -1: nothing was heard yet, 0: nothing can grow old.",
+        advice="Above a few times discovery_interval_seconds: the file, DNS or etcd is away; what was known goes on to be used.",
+    ),
+    gauge(
+        "discovery_interval_seconds",
+        "Seconds between two looks of discovery, or two renewals of a registration; "
+        "0: a list that is not looked at again, or a node that is not to be found: it loads, or was drained.",
+        advice="What discovery_age_seconds is to be compared with.",
+    ),
+    counter(
+        "discovery_failures",
+        "Looks of discovery, or renewals of a registration, that failed; of etcd, those where no member answered.",
+        advice="The log has the reason once for each time that it is away.",
+    ),
+    counter(
+        "discovery_refused_entries",
+        "Entries of discovery that could not be used, by why; each is counted once for as long as it is there.",
+        ("reason", REFUSED_ENTRIES),
+        roles=DECODE,
+        advice="Somebody else writes into the file or the prefix, or plain text is not allowed; the log names the entry.",
+    ),
+    gauge(
+        "breakers",
+        "Prefill nodes by the state of their circuit breakers.",
+        ("state", BREAKER_STATES),
+        roles=DECODE,
+        advice="Open ones are left out for a while; kvferry status says why.",
+    ),
+    counter(
+        "join_faults",
+        "Joins that a bug of this node ended; its log has it, and they are tried again.",
+        roles=DECODE,
+        advice="Any is worth a report.",
+    ),
+    counter(
+        "breaker_openings",
+        "Times that a circuit breaker opened: a prefill node was lost, or failed requests.",
+        roles=DECODE,
+        advice="An increase outside of roll-outs: find out which node, in the log.",
+    ),
+    gauge(
+        "largest_piece_bytes",
+        "Most bytes of a chunk between two ranks, over all joined nodes of the other tier.",
+        advice="The ring should hold two of them for each prefill rank that writes.",
+    ),
+    gauge(
+        "node_state",
+        "1 for the node's state, 0 for the others.",
+        ("state", NODE_STATES),
+        advice="Alarm when a node is long in another state than ready.",
+    ),
+    gauge(
+        "rank_restarts",
+        "Times that the rank group was started again.",
+        advice="An increase: the ranks' last log lines say why.",
+    ),
+    counter(
+        "refused_calls",
+        "Calls to the node that the caller's certificate does not allow.",
+        ("method", "methods of the node's gRPC services"),
+        advice="See TLS in docs/operations.md.",
+    ),
+    gauge(
+        "certificate_expiry_timestamp_seconds",
+        "When the node's certificate expires, in seconds since 1970.",
+        advice="Alarm a day ahead: kvferry_certificate_expiry_timestamp_seconds - time() < 86400.",
+    ),
+    gauge(
+        "certificate_stale",
+        "1 while the node's certificate files have changed and cannot be used; 0 otherwise.",
+        advice="Alarm at 1: the log says what is wrong with the files.",
+    ),
+    gauge(
+        "start_time_seconds",
+        "When the node's process started, in seconds since 1970; a restart of its ranks or a change of its role is none.",
+        advice="Alarm when it changes again and again: changes(kvferry_start_time_seconds[1h]).",
+    ),
+    gauge(
+        "build_info",
+        "Always 1; the labels say what runs.",
+        ("version", "version of kvferry"),
+        ("python", "version of Python"),
+        advice="Two versions for long: a roll-out that stands still.",
+    ),
+)
+
+OFFLOAD_METRICS: Final = (
+    counter(
+        "offload_prompt_tokens",
+        "Tokens of prompts that were looked for in the tiers, hits among them; once for each try.",
+        roles=DECODE,
+        advice="The whole that offload_hit_tokens are a part of.",
+    ),
+    counter(
+        "offload_hit_tokens",
+        "Tokens of prompts found in a tier, which did not come from prefill; once for each try.",
+        ("tier", ("device", "host", "storage")),
+        roles=DECODE,
+        advice="Over offload_prompt_tokens: the hit rate of each tier.",
+    ),
+    counter(
+        "offload_saved_pages",
+        "Pages saved into host memory, of the prompt or generated.",
+        ("source", ("prompt", "generated")),
+        roles=DECODE,
+        advice="What is kept.",
+    ),
+    counter(
+        "offload_released_pages",
+        "Device pages given back before their request ended.",
+        roles=DECODE,
+        advice="Room that offload makes for others.",
+    ),
+    counter(
+        "offload_restored_pages",
+        "Pages of running requests brought back onto the device.",
+        roles=DECODE,
+        advice="Rising together with released pages: the device's share is too small.",
+    ),
+    counter(
+        "offload_host_full",
+        "Attempts of requests that host memory had no room for: they wait, or pages are not kept. Each once, and its fetch once.",
+        roles=DECODE,
+        advice="Rising: offload.host_memory or offload.host_ratio is too small.",
+    ),
+    counter(
+        "offload_stalls",
+        "Steps that had to wait for their request's copies, each once.",
+        roles=DECODE,
+        advice="Rising: copies are slower than steps; see offload_copy_seconds.",
+    ),
+    counter(
+        "offload_backups",
+        "Pages put into the store on every rank, by outcome.",
+        ("outcome", ("stored", "failed")),
+        roles=DECODE,
+        advice="failed: see store_operations of the ranks.",
+    ),
+    gauge(
+        "offload_backup_queue",
+        "Pages that wait to be put into the store.",
+        roles=DECODE,
+        advice="Growing: the store is slower than what is generated.",
+    ),
+    gauge(
+        "host_pages",
+        "Pages of the host pools by group of layers and state.",
+        ("group", "groups of layers of the model: full, window_4096 and the like"),
+        ("state", ("free", "cached", "held")),
+        roles=DECODE,
+        advice="None free or cached: host memory is full of what running requests need.",
+    ),
+)
+
+NODE_METRICS: Final = (*REQUEST_METRICS, *NODE_STATE_METRICS, *OFFLOAD_METRICS, *STORE_METRICS, *LOOP_METRICS)
+
+_LINK: Final[tuple[Label, ...]] = (
+    ("prefill_rank", "ranks of the prefill node"),
+    ("decode_rank", "ranks of the decode node"),
+    ("lane", "transport/way, such as ucx/shm, ucx/net, nixl/shm, nixl/net, nixl/ipc, cuda_ipc/direct"),
+)
+_DIRECTION: Final[Label] = ("direction", ("save", "load", "copy"))
+_GROUP: Final[Label] = ("group", "groups of layers of the model: full, window_4096, state and the like")
+_LINE: Final[Label] = ("line", "lines of the memory plan, as kvferry plan prints them")
+
+TRANSFER_METRICS: Final = (
+    counter(
+        "transferred_bytes",
+        "Payload bytes written, resent ones included (prefill), or scattered (decode).",
+        advice="Its rate over the ranks of a tier is how fast KV moves; compare with the links' probes.",
+    ),
+    counter(
+        "chunks",
+        "Parts of chunks gathered (prefill) or scattered (decode); one per chunk and route.",
+        advice="Bytes per chunk that fall say that prompts are short, or cut finely (chunk.piece_bytes).",
+    ),
+    counter(
+        "writes",
+        "Bulk writes that ended well.",
+        roles=PREFILL,
+        advice="As many as chunks, resends aside.",
+    ),
+    counter(
+        "writes_avoided",
+        "Writes that sending each token, layer, K and V by itself would have taken on top.",
+        roles=PREFILL,
+        advice="With writes: what the same transfers would have cost in descriptors without staging.",
+    ),
+    counter(
+        "resends",
+        "Chunk sends that were repeated because the bytes arrived broken.",
+        roles=PREFILL,
+        advice="As broken_chunks, as the writer sees it.",
+    ),
+    counter(
+        "broken_chunks",
+        "Chunks that arrived with another digest than they were sent with.",
+        roles=DECODE,
+        advice="Any: memory, a network card or a cable is failing; see DATA_LOSS in docs/operations.md.",
+    ),
+    counter(
+        "dropped_messages",
+        "Control messages that broke a rule and were dropped.",
+        ("reason", "at most 32 constant words, and other"),
+        advice="A few beside restarts and lost peers are ordinary; a steady rate is a peer of another build, or a stranger.",
+    ),
+    counter(
+        "refused_connections",
+        "Connections to the control port that showed no key of an attached writer.",
+        roles=DECODE,
+        advice="Strangers reach the rank's control port: see Ports in docs/operations.md.",
+    ),
+    counter(
+        "watermark_acks",
+        "Watermark acks sent (decode) or received (prefill).",
+        advice="It never stands still while sessions are open, for heartbeats are acks too.",
+    ),
+    histogram(
+        "stage_seconds",
+        "Seconds that a stage of a transfer took: credit_wait, gather, write, ack and scatter of one part of a chunk; total, from"
+        " the first gather of a request to its last release, and exposed, what of it came after the last computed chunk.",
+        ("stage", tuple(stage for stages in RANK_STAGES.values() for stage in stages)),
+        buckets=STAGE_BUCKETS_S,
+        advice="The stage that grows under load is the bottleneck: credit_wait is the ring or a slow decode side, write the "
+        "link, scatter the decode side's memory. scatter is served by decode ranks, all others by prefill ranks.",
+    ),
+    histogram(
+        "overlap_ratio",
+        "Share of a request's transfer that was hidden behind its computation, 0 to 1; of each rank that sent any of it.",
+        roles=PREFILL,
+        buckets=RATIO_BUCKETS,
+        advice="Near 0 with long prompts: the link is slower than prefill, or chunks are too large (chunk.chunk_tokens).",
+    ),
+    histogram(
+        "step_seconds",
+        "Seconds of a step of the rank's engine.",
+        buckets=STAGE_BUCKETS_S,
+        advice="rate of its sum is the share of time that the engine computes: near 1, computing is the bottleneck.",
+    ),
+)
+
+RING_METRICS: Final = (
+    gauge(
+        "ring_capacity_bytes",
+        "Size of the ring.",
+        roles=DECODE,
+        advice="ring.capacity_bytes.",
+    ),
+    gauge(
+        "ring_live_bytes",
+        "Bytes of unreleased grants, those that wait for room too; may be above the capacity.",
+        roles=DECODE,
+        advice="Over the capacity: how full the ring is. Above 1 for long, with credit_wait growing: a larger ring.",
+    ),
+    gauge(
+        "ring_peak_bytes",
+        "Most of the ring that was granted at once since the rank started; at most the capacity.",
+        roles=DECODE,
+        advice="Well below the capacity after a day of load: the ring can be smaller.",
+    ),
+    gauge(
+        "ring_quarantined_bytes",
+        "Bytes that the writer of an ended transfer may still write.",
+        roles=DECODE,
+        advice="Alarm if it stays above 0, or grows: see Quarantine grows in docs/operations.md.",
+    ),
+    gauge(
+        "ring_live_grants",
+        "Unreleased grants.",
+        roles=DECODE,
+        advice="0 when nothing is under way.",
+    ),
+    gauge(
+        "ring_watermark_position_bytes",
+        "Position in the ring below which everything is released; only grows, and begins anew with the rank.",
+        roles=DECODE,
+        advice="Its derivative is what the ring turns over.",
+    ),
+    gauge(
+        "ring_watermark_lag_bytes",
+        "Positions that the watermark is behind the newest grant; released ranges in between count too.",
+        roles=DECODE,
+        advice="Near ring_live_bytes in ordinary traffic. Far above it: one old grant is stuck, and what came after it is done.",
+    ),
+    gauge(
+        "ring_watermark_stalled_seconds",
+        "Seconds for which the oldest live grant has been the oldest; 0 with no live grant. Grants in quarantine are left out:"
+        " others go around them. Looked at once a second.",
+        roles=DECODE,
+        advice="Alarm above the longest time that one chunk takes to compute: a writer is stuck.",
+    ),
+)
+
+LINK_METRICS: Final = (
+    gauge(
+        "link_latency_seconds",
+        "Latency of a small write, measured at attach. Of links with the same labels, to several nodes, the highest.",
+        *_LINK,
+        advice="Microseconds on shared memory and RDMA, tens of them on TCP.",
+    ),
+    gauge(
+        "link_bandwidth_bytes_per_second",
+        "Bandwidth of a large write, measured at attach: the link's probe. Of links with the same labels, to several nodes, the "
+        "lowest.",
+        *_LINK,
+        advice="Compare with what the machines should do, and between links: see A link is slow in docs/operations.md.",
+    ),
+    counter(
+        "link_written_bytes",
+        "Bytes of writes that ended well on the link; of links with the same labels, to several nodes, their sum.",
+        *_LINK,
+        roles=PREFILL,
+        advice="Over link_busy_seconds: the bandwidth that the link achieves while it is used.",
+    ),
+    counter(
+        "link_busy_seconds",
+        "Seconds in which at least one write was under way on the link, or on any of those with the same labels, to several "
+        "nodes. Counted while writes are under way.",
+        *_LINK,
+        roles=PREFILL,
+        advice="Its rate is the share of time that the link is in use, and at most 1.",
+    ),
+    counter(
+        "link_probe_seconds",
+        "Seconds that the writes of link_written_bytes would have taken by the probe of their link, one after another: a latency "
+        "each, and their bytes.",
+        *_LINK,
+        roles=PREFILL,
+        advice="Busy seconds of several times as many: the link is slower than it was when it was attached.",
+    ),
+    gauge(
+        "slowest_link_ratio",
+        "Of the links that were in use for more than a fifth of the last two minutes, each by itself: the lowest share of its"
+        " probe's speed while busy; -1: there is none.",
+        roles=PREFILL,
+        advice="Below 0.2 and a third of fastest_link_ratio: link_slow in the rank's log names the peer.",
+    ),
+    gauge(
+        "fastest_link_ratio",
+        "Likewise the highest, of the links that were in use for more than a hundredth of the time.",
+        roles=PREFILL,
+        advice="Low too: not one link is slow, but what all have in common is slow or full.",
+    ),
+    gauge(
+        "links_fallen_back",
+        "Open links between processes of one machine that go over the network because a faster way is not possible.",
+        roles=DECODE,
+        advice="Above 0: transport_fell_back in the rank's log names the obstacle; see A link is slow in docs/operations.md.",
+    ),
+)
+
+RANK_STATE_METRICS: Final = (
+    gauge(
+        "staging_slots",
+        "Staging slots by state.",
+        ("state", ("used", "free")),
+        roles=PREFILL,
+        advice="None free for long: writes, or their releases, are slower than gathers (staging.num_slots).",
+    ),
+    gauge(
+        "pool_pages",
+        "Pages of the KV pool by group of layers and state.",
+        _GROUP,
+        ("state", ("free", "reserved", "bound")),
+        advice="None free, and requests queue: that tier's pool is the limit.",
+    ),
+    gauge(
+        "memory_planned_bytes",
+        "Bytes of the device that the memory plan gives to a line.",
+        _LINE,
+        advice="See docs/memory.md.",
+    ),
+    gauge(
+        "memory_real_bytes",
+        "Bytes that a line of the memory plan came to, where it was measured.",
+        _LINE,
+        advice="More than 5 % off the plan is in the log as well.",
+    ),
+    counter(
+        "rank_refused_calls",
+        "Calls to a decode rank that the caller's certificate does not allow.",
+        ("method", "methods of the rank's gRPC services"),
+        roles=DECODE,
+        advice="See TLS in docs/operations.md: a name is missing in tls.peer_names, or somebody tries doors.",
+    ),
+    gauge(
+        "rank_requests",
+        "Requests that the rank keeps any state of.",
+        advice="0 when the node is idle: what stays is a leak.",
+    ),
+    gauge(
+        "sessions",
+        "Open sessions with ranks of the other tier.",
+        advice="One for each rank of the other tier with a route to this one, of each joined node.",
+    ),
+    gauge(
+        "ending_sessions",
+        "Closed sessions whose writer may still write.",
+        roles=DECODE,
+        advice="Above 0 for long: see ring_quarantined_bytes.",
+    ),
+    gauge(
+        "pending_transfers",
+        "Writes, receives and declines that the data plane has not settled.",
+        advice="0 when the node is idle.",
+    ),
+    gauge(
+        "rank_open_files",
+        "Open file descriptors of the rank's process.",
+        advice="Growing without new sessions is a leak.",
+    ),
+    gauge(
+        "rank_threads",
+        "Threads of the rank's process.",
+        advice="Growing without end is a leak.",
+    ),
+    gauge(
+        "rank_resident_bytes",
+        "Bytes of the rank's process that are in memory, shared ones included.",
+        advice="Growing without end is a leak.",
+    ),
+    gauge(
+        "rank_idle_checks",
+        "Times that the rank, with no request in flight, has proven its invariants.",
+        advice="It grows by about one a second on an idle rank.",
+    ),
+)
+
+RANK_OFFLOAD_METRICS: Final = (
+    counter(
+        "offload_copied_bytes",
+        "Bytes copied to host memory (save), from it (load), or on the device (copy).",
+        _DIRECTION,
+        roles=DECODE,
+        advice="Its rate is the share of the host link that offload takes.",
+    ),
+    histogram(
+        "offload_copy_seconds",
+        "Seconds of such a copy.",
+        _DIRECTION,
+        roles=DECODE,
+        buckets=STAGE_BUCKETS_S,
+        advice="Growing under load: the host link is full.",
+    ),
+)
+
+RANK_METRICS: Final = (
+    *TRANSFER_METRICS,
+    *RING_METRICS,
+    *LINK_METRICS,
+    *RANK_STATE_METRICS,
+    *RANK_OFFLOAD_METRICS,
+    *STORE_METRICS,
+    *LOOP_METRICS,
+)
