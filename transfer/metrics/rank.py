@@ -23,7 +23,7 @@ MAX_REASONS: Final = 32
 """Reasons of dropped messages that have series of their own; more are counted as "other"."""
 
 LINK_METRICS: Final = ("link_latency_seconds", "link_bandwidth_bytes_per_second")
-LINK_USES: Final = ("written_bytes", "busy_seconds", "probe_seconds")
+LINK_USES: Final = ("link_written_bytes", "link_busy_seconds", "link_probe_seconds")
 
 SLOW_SHARE: Final = 0.2
 """A link is slow that is in use for more than this share of the time, at less than this share of its probe's speed ..."""
@@ -184,7 +184,8 @@ class RankMetrics(Series):
         if self._role == "prefill":
             key = frozenset(labels.items())
             if key not in self._link_series:
-                self._link_series[key] = LinkSeries(**{name: self.counter(f"link_{name}", **labels) for name in LINK_USES})
+                written, busy, probe = (self.counter(name, **labels) for name in LINK_USES)
+                self._link_series[key] = LinkSeries(written_bytes=written, busy_seconds=busy, probe_seconds=probe)
             self._uses[session] = SessionLink(
                 latency_s=link.latency_s,
                 seconds_per_byte=1 / link.bandwidth_bytes_per_s if link.bandwidth_bytes_per_s else 0.0,
@@ -226,7 +227,7 @@ class RankMetrics(Series):
             self.remove(name, **labels)
         if self._link_series.pop(frozenset(labels.items()), None) is not None:
             for name in LINK_USES:
-                self.remove(f"link_{name}", **labels)
+                self.remove(name, **labels)
 
     def _show_slowest(self, labels: Mapping[str, str]) -> bool:
         """Of the links with these labels the worst latency and bandwidth. False: there is none."""

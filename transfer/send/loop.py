@@ -24,7 +24,7 @@ from transfer.event_pump import EventPump
 from transfer.instance import Link
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
-from transfer.metrics.rank import LinkUse
+from transfer.metrics.links import LinkUse
 from transfer.piece import Piece, RankRequest
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
