@@ -61,8 +61,9 @@ def text_table(table: CellTable) -> Table:
     title = Text(table.title, style="table.title") if table.title else None
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in table.columns:
-        justify = "right" if column.is_right else "left"
-        drawn.add_column(heading(column), justify=justify, overflow="fold", no_wrap=column.is_right)
+        drawn.add_column(
+            heading(column), justify="right" if column.is_right else "left", overflow="fold", no_wrap=column.is_right
+        )
     for row in table.rows:
         drawn.add_row(*map(cell_text, row.cells))
     return drawn
