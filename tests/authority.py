@@ -17,6 +17,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from transfer.config import TlsConfig
+from transfer.registry.certificates import CertificateFiles
+from transfer.registry.security import MutualTls
 
 BOTH = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
 
@@ -41,6 +43,20 @@ class Files:
 
     def tls(self, **settings: Any) -> TlsConfig:
         return TlsConfig(cert_file=self.cert, key_file=self.key, ca_file=self.ca, **settings)
+
+    def settings(self, *, peers: str, clients: str) -> dict[str, object]:
+        """Return a node's settings by path, which let callers with these names in."""
+        return {
+            "tls.cert_file": self.cert,
+            "tls.key_file": self.key,
+            "tls.ca_file": self.ca,
+            "tls.peer_names": peers,
+            "tls.client_names": clients,
+        }
+
+    def security(self, *peer_names: str) -> MutualTls:
+        """Return the credentials of a caller with these files."""
+        return MutualTls(files=CertificateFiles(self.tls(), is_server=False), peer_names=peer_names)
 
     def put(self, *, cert: bytes | None = None, key: bytes | None = None, ca: bytes | None = None) -> None:
         """Replace files, each in one step; None leaves one as it is."""

@@ -31,16 +31,14 @@ def bar(meter: Meter, width: int) -> Text:
     style = _STYLES[meter.tone] or "blue"
     share = min(1.0, max(0.0, meter.value / meter.whole)) if meter.whole > 0 else 0.0
     cells = max(round(share * width), 1 if share else 0)
-    if meter.begin is None:
-        return Text.assemble((FULL * cells, style), (EMPTY * (width - cells), "dim"))
-    mark = int(meter.begin * width // meter.whole)
+    mark = None if meter.begin is None else int(meter.begin * width // meter.whole)
     text = Text(no_wrap=True, overflow="crop")  # on a narrow terminal the bar is cut, and no number is
     for cell in range(width):
-        is_live = (cell - mark) % width < cells
+        is_full = (cell - (mark or 0)) % width < cells
         if cell == mark:
-            text.append(MARK, f"bold {style}" if is_live else "bold")
+            text.append(MARK, f"bold {style}" if is_full else "bold")
         else:
-            text.append(FULL if is_live else EMPTY, style if is_live else "dim")
+            text.append(FULL if is_full else EMPTY, style if is_full else "dim")
     return text
 
 
@@ -63,8 +61,9 @@ def text_table(table: CellTable) -> Table:
     title = Text(table.title, style="table.title") if table.title else None
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in table.columns:
-        justify = "right" if column.is_right else "left"
-        drawn.add_column(heading(column), justify=justify, overflow="fold", no_wrap=column.is_right)
+        drawn.add_column(
+            heading(column), justify="right" if column.is_right else "left", overflow="fold", no_wrap=column.is_right
+        )
     for row in table.rows:
         drawn.add_row(*map(cell_text, row.cells))
     return drawn

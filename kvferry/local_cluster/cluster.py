@@ -25,11 +25,12 @@ from typing import Final, Self
 
 from kvferry.local_cluster import process_guard
 from kvferry.local_cluster.node import ClusterNode, NodeFailed
-from kvferry.local_cluster.spec import ROLES, ClusterSpec, ClusterTls, Role, TierSpec, TlsFiles, child_environment
+from kvferry.local_cluster.spec import ROLES, ClusterSpec, Role, TierSpec, child_environment
 from node_runtime import exit_codes
 from transfer.errors import TransferError
+from transfer.registry.security import PlainText
 
-__all__ = ["ClusterNode", "ClusterSpec", "ClusterTls", "LocalCluster", "NodeFailed", "StopReport", "TierSpec", "TlsFiles"]
+__all__ = ["ClusterNode", "ClusterSpec", "LocalCluster", "NodeFailed", "StopReport", "TierSpec"]
 
 _HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.05
@@ -76,7 +77,7 @@ class LocalCluster:
     def __init__(self, spec: ClusterSpec, *, environment: Mapping[str, str] | None = None) -> None:
         self.spec = spec
         self.stop_report: StopReport | None = None
-        self._security = spec.client_security()
+        self._security = spec.security or PlainText()
         self._token = secrets.token_hex(16)
         self._extra_environment = dict(environment or {})
         self._folder: Path | None = None

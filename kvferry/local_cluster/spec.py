@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 import kvferry
-from transfer.config import ENVIRONMENT_PREFIX, ClientConfig
+from transfer.config import ENVIRONMENT_PREFIX
 from transfer.errors import ConfigError
-from transfer.load_config import load_config
 from transfer.plain_text import ON_LOOPBACK
-from transfer.registry.security import PlainText, Security, security_of
+from transfer.registry.security import Security
 
 Role = Literal["prefill", "decode"]
 
@@ -53,40 +52,6 @@ class TierSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """One side's certificate.
-
-    Args:
-        cert_file, key_file, ca_file: As the settings of the same names.
-        names: Those of its names by which the others know it.
-    """
-
-    cert_file: Path
-    key_file: Path
-    ca_file: Path
-    names: tuple[str, ...]
-
-    def settings(self, *, peer_names: tuple[str, ...], client_names: tuple[str, ...] = ()) -> dict[str, object]:
-        """Settings by path; `peer_names` and `client_names` are let in."""
-        given: dict[str, object] = {
-            "tls.cert_file": self.cert_file,
-            "tls.key_file": self.key_file,
-            "tls.ca_file": self.ca_file,
-            "tls.peer_names": ",".join(peer_names),
-        }
-        return given | ({"tls.client_names": ",".join(client_names)} if client_names else {})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterTls:
-    """The certificates of a cluster: of each tier, and of whoever starts it and calls it."""
-
-    prefill: TlsFiles
-    decode: TlsFiles
-    client: TlsFiles
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """Both tiers and what they share. None leaves a setting at the node's default.
 
@@ -94,7 +59,7 @@ class ClusterSpec:
         prefill, decode: The tiers; their models may differ, for a test of what happens then.
         num_prefill, num_decode: Nodes of each tier; every decode node uses every prefill node.
         transport: Name of the data plane.
-        tls: Certificates; without, everything is plain text on the loopback device.
+        security: How nodes are called whose settings have certificates; None: all is plain text on the loopback device.
         chunk_tokens: Tokens per chunk.
         layers_per_group: Layers per chunk; 0 for all.
         staging_slots: Staging slots of each prefill rank.
@@ -109,7 +74,7 @@ class ClusterSpec:
     num_prefill: int = 1
     num_decode: int = 1
     transport: str = "ucx"
-    tls: ClusterTls | None = None
+    security: Security | None = None
     chunk_tokens: int | None = None
     layers_per_group: int | None = None
     staging_slots: int | None = None
@@ -146,24 +111,8 @@ class ClusterSpec:
         else:
             own = {"ring.capacity_bytes": self.ring_bytes}
         given = {path: value for path, value in (shared | own).items() if value is not None}
-        return given | self._tls_settings(role) | self.tier(role).all_settings()
-
-    def _tls_settings(self, role: Role) -> dict[str, object]:
-        if self.tls is None:
-            return {"tls.insecure": ON_LOOPBACK}
-        one, other = (self.tls.prefill, self.tls.decode) if role == "prefill" else (self.tls.decode, self.tls.prefill)
-        return one.settings(peer_names=other.names, client_names=self.tls.client.names)
-
-    def client_security(self) -> Security:
-        """How the cluster's nodes are called.
-
-        Raises:
-            ConfigError: The client's files cannot be used.
-        """
-        if self.tls is None:
-            return PlainText()
-        settings = self.tls.client.settings(peer_names=(*self.tls.prefill.names, *self.tls.decode.names))
-        return security_of(load_config(ClientConfig, flags=settings))
+        plain_text = {"tls.insecure": ON_LOOPBACK} if self.security is None else {}
+        return given | plain_text | self.tier(role).all_settings()
 
     def command(self, role: Role, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
         """The command line of a node of that tier.

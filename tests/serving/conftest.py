@@ -16,12 +16,10 @@ import pytest
 
 from kvferry.cli.node_client import NodeClient
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
-from kvferry.local_cluster.spec import ClusterTls, TlsFiles
 from tests.authority import Authority, Files
 from tests.cluster.calls import Caller, prompt, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, model, reference, running
 from tests.tracing.collector import Collector, listening
-from transfer.registry.certificates import CertificateFiles
 from transfer.registry.security import MutualTls
 
 __all__ = ["model", "reference"]
@@ -53,8 +51,7 @@ class Serving:
 
     def security(self, side: str = "client", files: Files | None = None) -> MutualTls:
         """Return credentials for calls to the nodes, with the certificate of a side, or with `files`."""
-        certificates = CertificateFiles((files or self.files[side]).tls(), is_server=False)
-        return MutualTls(files=certificates, peer_names=(NAMES["prefill"], NAMES["decode"]))
+        return (files or self.files[side]).security(NAMES["prefill"], NAMES["decode"])
 
     def caller(self) -> Caller:
         """Return a client of the decode node."""
@@ -127,9 +124,6 @@ def open_serving(model: Path, folder: Path) -> Iterator[Serving]:
     authority, store = Authority(), folder / "store"
     store.mkdir()
     files = {side: authority.files(folder / side, name, "localhost", days=30) for side, name in NAMES.items()}
-    tls = {
-        side: TlsFiles(cert_file=one.cert, key_file=one.key, ca_file=one.ca, names=(NAMES[side],)) for side, one in files.items()
-    }
     collector = Collector()
     with _held_port() as port, contextlib.ExitStack() as collecting:
         collecting.enter_context(listening(collector, port))
@@ -141,9 +135,20 @@ def open_serving(model: Path, folder: Path) -> Iterator[Serving]:
         }
         offload = {"offload.host_ratio": 8, "offload.device_window": 64, "offload.stride_tokens": 16}
         spec = ClusterSpec(
-            prefill=TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=8192, settings=both),
-            decode=TierSpec(model=model, page_size=32, pool_tokens=512, settings=both | offload),
-            tls=ClusterTls(prefill=tls["prefill"], decode=tls["decode"], client=tls["client"]),
+            prefill=TierSpec(
+                model=model,
+                tp_size=2,
+                page_size=16,
+                pool_tokens=8192,
+                settings=both | files["prefill"].settings(peers=NAMES["decode"], clients=NAMES["client"]),
+            ),
+            decode=TierSpec(
+                model=model,
+                page_size=32,
+                pool_tokens=512,
+                settings=both | offload | files["decode"].settings(peers=NAMES["prefill"], clients=NAMES["client"]),
+            ),
+            security=files["client"].security(NAMES["prefill"], NAMES["decode"]),
             chunk_tokens=CHUNK_TOKENS,
             heartbeat_s=HEARTBEAT_S,
             start_timeout_s=START_TIMEOUT_S,

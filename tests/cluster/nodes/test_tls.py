@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.node_client import NodeClient
-from kvferry.local_cluster.cluster import ClusterSpec, ClusterTls, LocalCluster, TierSpec, TlsFiles
+from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from tests.authority import Authority, Files
 from tests.cluster.calls import Reference, prompt, until
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
 from transfer.errors import PeerUnreachable, TransferError
 from transfer.pb import kvferry_pb2 as pb
-from transfer.registry.certificates import CertificateFiles
 from transfer.registry.security import MutualTls
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,24 +42,21 @@ class Sides:
         return NodeClient(self.cluster.decode.address, security=self.security(files or self.files["client"]))
 
     def security(self, files: Files) -> MutualTls:
-        return MutualTls(
-            files=CertificateFiles(files.tls(), is_server=False), peer_names=(NAMES["prefill"][1], NAMES["decode"][0])
-        )
+        return files.security(NAMES["prefill"][1], NAMES["decode"][0])
 
 
 @pytest.fixture(scope="module")
 def sides(model: Path, start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
     folder, authority = tmp_path_factory.mktemp("tls"), Authority()
     files = {side: authority.files(folder / side, *names) for side, names in NAMES.items()}
-    known = {
-        side: TlsFiles(cert_file=one.cert, key_file=one.key, ca_file=one.ca, names=NAMES[side][-1:])
-        for side, one in files.items()
-    }
     settings = {"restart.backoff_s": 0.1, "restart.max_restarts": 10}
+    names = {side: known[-1] for side, known in NAMES.items()}
+    of_prefill = files["prefill"].settings(peers=names["decode"], clients=names["client"])
+    of_decode = files["decode"].settings(peers=names["prefill"], clients=names["client"])
     spec = ClusterSpec(
-        prefill=TierSpec(model=model, tp_size=2, pool_tokens=POOL_TOKENS, settings=settings),
-        decode=TierSpec(model=model, tp_size=1, page_size=32, pool_tokens=POOL_TOKENS, settings=settings),
-        tls=ClusterTls(prefill=known["prefill"], decode=known["decode"], client=known["client"]),
+        prefill=TierSpec(model=model, tp_size=2, pool_tokens=POOL_TOKENS, settings=settings | of_prefill),
+        decode=TierSpec(model=model, tp_size=1, page_size=32, pool_tokens=POOL_TOKENS, settings=settings | of_decode),
+        security=files["client"].security(names["prefill"], names["decode"]),
         heartbeat_s=HEARTBEAT_S,
         start_timeout_s=START_TIMEOUT_S,
     )
