@@ -448,7 +448,7 @@ class PrefillRequests:
         request.holding = set(range(self._num_ranks))
         self._broadcast(
             StartRequest(
-                request_id=request.request_id,
+                transfer_id=request.request_id,
                 decode_incarnation=request.join.incarnation,
                 num_tokens=len(request.token_ids),
                 start_token=request.start_token,

@@ -33,7 +33,7 @@ from node_runtime.rank_socket import rank_socket_address
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import BoundPages, IncomingRank, Settled
 from transfer.connector.incoming_sessions import IncomingSessions
-from transfer.connector.outgoing_rank import OutgoingRank, TransferEvent
+from transfer.connector.outgoing_rank import OfferedPages, TransferEvent
 from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from transfer.engine_types import DeviceEvent
@@ -75,7 +75,7 @@ class ConnectorRank:
         self._engine = engine
         self._security = security_for(config, sides)
         self._news: deque[TransferEvent | Settled] = deque()
-        self._source: OutgoingRank | None = None
+        self._source: OfferedPages | None = None
         self._pages: BoundPages | None = None
         self._target: IncomingRank | None = None
         self._metrics: dict[Sides, RankMetrics] = {}
@@ -241,18 +241,18 @@ class ConnectorRank:
 
     def _open_prefill(self, context: RankContext) -> Instance:
         engine, config = self._engine, self._config
-        source = OutgoingRank(loop=self._thread.loop, send=self._send, on_news=self._news.append)
+        source = OfferedPages(loop=self._thread.loop, send=self._send, on_news=self._news.append)
         num_slots = config.staging.num_slots
         slot_bytes = staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard)
         sender = SenderLoop(
             context=context,
-            owner=source,
+            owner=source.rank,
             pool=engine.pool,
             staging=StagingBuffer(num_bytes=num_slots * slot_bytes, device=engine.pool.device),
             settings=SenderSettings(num_slots=num_slots),
         )
         sessions = OutgoingSessions(context=context, sender=sender, plan=finest_chunk_plan(config.chunk), send=self._send)
-        source.begin(sender, sessions)
+        source.rank.begin(sender, sessions)
         self._source = source
         return context.instance
 

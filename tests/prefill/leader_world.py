@@ -113,12 +113,12 @@ class World:
         for rank in self.ranks:
             match message:
                 case StartRequest():
-                    assert message.request_id not in rank.unsent | rank.holding, "an id that a rank still knows"
+                    assert message.transfer_id not in rank.unsent | rank.holding, "an id that a rank still knows"
                     assert message.plan.layers_per_group == message.decode_incarnation, "cut as for another decode instance"
-                    rank.unsent.add(message.request_id)
-                    rank.holding.add(message.request_id)
-                    rank.aborted.discard(message.request_id)
-                    rank.computed.discard(message.request_id)
+                    rank.unsent.add(message.transfer_id)
+                    rank.holding.add(message.transfer_id)
+                    rank.aborted.discard(message.transfer_id)
+                    rank.computed.discard(message.transfer_id)
                 case CancelOutgoing():
                     rank.aborted.add(message.transfer_id)
                 case LoadPrefix():

@@ -135,7 +135,7 @@ async def test_salts_keep_prompts_apart() -> None:
         for name, salt in (("a", "tenant"), ("b", "other")):
             tokens = tuple(range(NUM_TOKENS))
             world.accepted.append(world.leader.submit(name, tokens, 0, SamplingParams(), world.join, cache_salt=salt))
-            await until(lambda name=name: name in [m.request_id for m in world.sent if isinstance(m, StartRequest)])
+            await until(lambda name=name: name in [m.transfer_id for m in world.sent if isinstance(m, StartRequest)])
             await until(lambda: world.orders() or world.steps)
             assert bool(world.orders()) is (name == "a")
             world.settle()

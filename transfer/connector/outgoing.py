@@ -26,7 +26,7 @@ from transfer.connector.messages import (
     FreePrompt,
     PromptIdle,
     PromptWanted,
-    StartTransfer,
+    StartOffered,
     TransferNotSent,
     TransferSent,
 )
@@ -425,7 +425,7 @@ class OutgoingTransfers:
         transfer.unsent = set(range(self._num_ranks))
         transfer.is_started = True
         self._broadcast(
-            StartTransfer(
+            StartOffered(
                 transfer_id=transfer.transfer_id,
                 name=prompt.name,
                 decode_incarnation=transfer.join.incarnation,
