@@ -19,27 +19,24 @@ from node_runtime.rank_messages import PagesReleased, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, check_step_fits
-from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests, PromptRequest
+from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.config import PrefillNodeConfig
-from transfer.connector.decode_instances import DecodeInstances, Join, Reservation
+from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
 from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
-from transfer.connector.prefill_calls import PromptChecks, prefill_events
+from transfer.connector.prefill_calls import PrefillCalls, PromptChecks
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
-from transfer.errors import ConfigError, LocalProtocolError, TransferError
+from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.refusals import without_request
-from transfer.registry.convert import link_to_proto, sampling_from_proto
+from transfer.registry.convert import link_to_proto
 from transfer.registry.discovery import open_registration
-from transfer.registry.status import end_with
 from transfer.sizes import choose_cut
 from transfer.storage.open import open_store_client
-from transfer.tracing import Span, traceparent_in
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +48,6 @@ class _Life:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)
-        self.checks = PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size)
         self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.step_out_of_memory, on_hopeless=node.lose)
         self.full_pool = FullPool(
             advice="raise memory.static_fraction or pool.num_pages, lower limits.max_running_requests, or add prefill nodes",
@@ -74,7 +70,7 @@ class _Life:
             queue_timeout_s=config.limits.queue_timeout_s,
             step_timeout_s=config.limits.step_timeout_s,
             broadcast=node.broadcast,
-            reserve=node.reserve,
+            reserve=partial(node.reserving.reserve, prefill_incarnation=first.instance.incarnation),
             on_broken=node.lose,
             on_outcome=node.metrics.request_ended,
             on_given_up=node.metrics.request_given_up,
@@ -88,6 +84,13 @@ class _Life:
             lambda join: choose_cut(
                 config.chunk, self.instance, join.instance, join.links, join.ring_bytes, device=config.device
             ),
+        )
+        self.calls = PrefillCalls(
+            checks=PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size),
+            joins=self.joins,
+            requests=self.requests,
+            metrics=node.metrics,
+            tracer=node.tracer,
         )
         self._forget_address = node.reserving.forget_address
 
@@ -199,20 +202,13 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             case TransferSent():
                 life.requests.on_sent(rank, message)
             case TransferNotSent():
-                life.requests.on_failed(rank, message)
+                life.requests.on_not_sent(rank, message)
             case DecodeAttached():
                 life.joins.on_attached(rank, message)
             case DecodeLost():
                 life.joins.on_rank_lost(rank, message)
             case _:
                 raise LocalProtocolError(f"a prefill leader cannot serve {type(message).__name__}")
-
-    async def reserve(self, join: Join, request_id: str) -> Reservation:
-        """Ask the decode leader for room."""
-        life = self._life
-        if life is None:
-            return Reservation(is_reserved=False)
-        return await self.reserving.reserve(join, request_id, prefill_incarnation=life.instance.incarnation)
 
     # PrefillControl
 
@@ -230,42 +226,9 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
         life = await self._life_for_request(context)
-        span = None
-        if self.tracer is not None and (told := traceparent_in(context.invocation_metadata())):
-            # Only what a decode node traces; a trace of its own would tell half of a request.
-            span = self.tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
-        try:
-            accepted = self._submit(life, request, span)
-        except TransferError as error:
-            self._count_refused(error)
-            if span is not None:
-                span.end(without_request(error))
-            await end_with(context, error)
-        self.metrics.prompt_accepted(len(accepted.token_ids))
-        give_up = partial(life.requests.give_up, accepted)
-        try:
-            async with contextlib.aclosing(prefill_events(accepted, context, give_up=give_up, metrics=self.metrics)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            if span is not None:
-                span.end()  # unless what failed it has ended it
-
-    def _submit(self, life: _Life, request: pb.PrefillRequest, span: Span | None = None) -> PromptRequest:
-        if request.engine_request:
-            raise ConfigError(
-                f"engine_request is {request.engine_request[:128]!r}; this node has prompts computed itself, so it must be empty"
-            )
-        token_ids, join = life.checks.check(request, life.joins)
-        return life.requests.submit(
-            request.request_id,
-            token_ids,
-            request.start_token,
-            sampling_from_proto(request.sampling),
-            join,
-            cache_salt=request.cache_salt,
-            span=span,
-        )
+        async with contextlib.aclosing(life.calls.events(request, context)) as events:
+            async for event in events:
+                yield event
 
     def status(self) -> pb.NodeStatus:
         joins = list(self._life.joins) if self._life is not None else []

@@ -84,11 +84,6 @@ class OutgoingRank:
         if peer is None:
             self._send(TransferNotSent(transfer_id=transfer_id, reason="the decode instance is gone", is_passing=True))
             return False
-        if transfer_id in self._outgoing:
-            # Ids are the decode side's choice. The sender, which knows each once, would take it for a bug of this process.
-            reason = "a transfer of that id is still under way; each attempt needs an id of its own"
-            self._send(TransferNotSent(transfer_id=transfer_id, reason=reason))
-            return False
         chunks = split_into_chunks(
             message.plan, num_tokens=message.num_tokens, num_layers=peer.layout.num_layers, start_token=message.start_token
         )

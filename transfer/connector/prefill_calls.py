@@ -2,73 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import grpc
 
 from transfer.chunk import check_num_pieces
-from transfer.connector.decode_instances import DecodeInstances, Join
+from transfer.connector.decode_instances import DecodeInstances
+from transfer.connector.outgoing import EngineNote, OutgoingTransfers, PromptFirstToken, PromptSent, PromptStarted, Transfer
 from transfer.connector.prompt import check_cache_salt, checked_prompt
 from transfer.errors import ConfigError, PeerUnreachable, Preempted, TransferAborted, TransferError
 from transfer.instance import Instance
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
+from transfer.refusals import say_request_refused, without_request
+from transfer.registry.convert import sampling_from_proto
 from transfer.registry.status import end_with
 from transfer.send.events import SentStats
+from transfer.tracing import Tracer, traceparent_in
 
 MAX_ID_CHARS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptStarted:
-    """Room is reserved on the decode side, and the ranks have been told."""
-
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineNote:
-    """What the engine has to tell the decode side's."""
-
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptFirstToken:
-    token_id: int
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSent:
-    """All KV has arrived. `stats` has the statistics of each rank."""
-
-    stats: tuple[SentStats, ...]
-
-
-Progress = PromptStarted | EngineNote | PromptFirstToken | PromptSent | TransferError
-"""Progress events for the caller, in order. The last one is `PromptSent` or an error."""
-
-
-class CalledPrompt(Protocol):
-    """The prompt of a `Prefill` call."""
-
-    @property
-    def progress(self) -> asyncio.Queue[Progress]: ...
-
-    @property
-    def queued_s(self) -> float:
-        """When it was accepted, by the monotonic clock."""
-        ...
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the decode side has reserved room and the ranks were sent the request."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +43,8 @@ class PromptChecks:
     max_context_tokens: int
     vocab_size: int
 
-    def check(self, request: pb.PrefillRequest, joins: DecodeInstances) -> tuple[tuple[int, ...], Join]:
-        """Return the prompt's tokens and the decode instance that asks for it.
+    def check(self, request: pb.PrefillRequest, joins: DecodeInstances) -> Transfer:
+        """Return the transfer that the call asks for.
 
         Raises:
             ConfigError: A field is missing, too long or out of range.
@@ -95,6 +53,8 @@ class PromptChecks:
         """
         if not 1 <= len(request.request_id) <= MAX_ID_CHARS:
             raise ConfigError(f"request_id has {len(request.request_id)} characters; it must have 1 to {MAX_ID_CHARS}")
+        if len(request.engine_request) > MAX_ID_CHARS:
+            raise ConfigError(f"engine_request has {len(request.engine_request)} characters; it can have {MAX_ID_CHARS}")
         check_cache_salt(request.cache_salt)
         token_ids = checked_prompt(request.token_ids, max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size)
         if request.start_token >= len(token_ids):
@@ -106,11 +66,71 @@ class PromptChecks:
         check_num_pieces(
             join.plan, own.layout, own.shard, decode.shard, num_tokens=len(token_ids), start_token=request.start_token
         )
-        return token_ids, join
+        return Transfer(
+            transfer_id=request.request_id,
+            token_ids=token_ids,
+            join=join,
+            start_token=request.start_token,
+            sampling=sampling_from_proto(request.sampling),
+            cache_salt=request.cache_salt,
+            engine_request=request.engine_request,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCalls:
+    """Serve `PrefillControl.Prefill` in one life of an instance.
+
+    Args:
+        checks: Check each prompt.
+        joins: The decode instances that may call.
+        requests: Accepts the transfers.
+        metrics: Count them.
+        tracer: Records the spans of calls whose caller traces them; None if this instance does not trace.
+    """
+
+    checks: PromptChecks
+    joins: DecodeInstances
+    requests: OutgoingTransfers
+    metrics: NodeMetrics
+    tracer: Tracer | None = None
+    refused: LogRateLimiter = field(default_factory=LogRateLimiter)
+
+    async def events(
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[pb.PrefillEvent, None]:
+        """Yield the events of the call; end it if the prompt is refused. The caller must close the iterator."""
+        span = None
+        if self.tracer is not None and (told := traceparent_in(context.invocation_metadata())):
+            # Only what a decode node traces; a trace of its own would tell half of a request.
+            span = self.tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
+        try:
+            transfer = self.checks.check(request, self.joins)
+            transfer.span = span
+            self.requests.submit(transfer)
+        except TransferError as error:
+            self._refuse(error)
+            if span is not None:
+                span.end(without_request(error))
+            await end_with(context, error)
+        self.metrics.prompt_accepted(len(transfer.token_ids))
+        give_up = partial(self.requests.fail, transfer)
+        try:
+            async with contextlib.aclosing(prefill_events(transfer, context, give_up=give_up, metrics=self.metrics)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if span is not None:
+                span.end()  # unless what failed it has ended it
+
+    def _refuse(self, error: TransferError) -> None:
+        """A request is turned away before it was accepted."""
+        self.metrics.request_ended("refused")
+        say_request_refused(error, self.refused)
 
 
 async def prefill_events(
-    prompt: CalledPrompt,
+    prompt: Transfer,
     context: grpc.aio.ServicerContext[Any, Any],
     *,
     give_up: Callable[[TransferError], None],

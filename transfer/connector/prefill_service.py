@@ -17,31 +17,23 @@ from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
 from transfer.connector.messages import DecodeAttached, DecodeLost, PromptIdle, TransferNotSent, TransferSent
-from transfer.connector.outgoing import OutgoingTransfers, Transfer
-from transfer.connector.prefill_calls import MAX_ID_CHARS, PromptChecks, prefill_events
+from transfer.connector.offered_prompts import OfferedPrompts
+from transfer.connector.outgoing import Transfer
+from transfer.connector.prefill_calls import MAX_ID_CHARS, PrefillCalls, PromptChecks
 from transfer.connector.rank_report import RankReady, RankReport
 from transfer.connector.reserve_client import ReserveClient
-from transfer.errors import (
-    ConfigError,
-    LocalProtocolError,
-    NodeDraining,
-    PeerUnreachable,
-    RemoteProtocolError,
-    TransferAborted,
-    TransferError,
-)
+from transfer.errors import LocalProtocolError, NodeDraining, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
-from transfer.log_rate_limiter import LogRateLimiter
 from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.refusals import say_request_refused
-from transfer.registry.convert import instance_to_proto, link_to_proto, sampling_from_proto
+from transfer.registry.convert import instance_to_proto, link_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 from transfer.sizes import choose_cut
+from transfer.tracing import Tracer
 from transfer.transfer_ids import is_attempt_of
 
 log = structlog.get_logger(__name__)
@@ -56,7 +48,8 @@ class PrefillService(pb_grpc.PrefillControlServicer):
         security: How decode sides are spoken to.
         broadcast: Sends a message to every rank.
         reports: What the ranks said last.
-        compute: See `OutgoingTransfers`.
+        compute: See `OfferedPrompts`.
+        tracer: Records spans of calls; None disables tracing.
     """
 
     def __init__(
@@ -68,23 +61,22 @@ class PrefillService(pb_grpc.PrefillControlServicer):
         broadcast: Callable[[object], None],
         reports: Callable[[], Iterable[RankReport]],
         compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         first = hellos[0]
         self._instance: Instance = first.instance
-        self._checks = PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size)
         self._reports = reports
         self._started_s = time.monotonic()
         self._draining = Draining()
-        self._refused = LogRateLimiter()
         self._join_service = JoinService(security=security, draining=self._draining)
         self._reserve_client = ReserveClient(security)
         self.metrics = NodeMetrics(role="prefill")
         self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
-        self.requests = OutgoingTransfers(
+        self.requests = OfferedPrompts(
             num_ranks=len(hellos),
             limits=config.limits,
             broadcast=broadcast,
-            reserve=self._reserve,
+            reserve=partial(self._reserve_client.reserve, prefill_incarnation=first.instance.incarnation),
             compute=compute,
             on_outcome=self.metrics.request_ended,
             on_given_up=self.metrics.request_given_up,
@@ -96,6 +88,13 @@ class PrefillService(pb_grpc.PrefillControlServicer):
             lambda join: choose_cut(
                 config.chunk, self._instance, join.instance, join.links, join.ring_bytes, device=config.device
             ),
+        )
+        self._calls = PrefillCalls(
+            checks=PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size),
+            joins=self._joins,
+            requests=self.requests,
+            metrics=self.metrics,
+            tracer=tracer,
         )
 
     async def close(self) -> None:
@@ -147,13 +146,6 @@ class PrefillService(pb_grpc.PrefillControlServicer):
         if all(other.address != join.address for other in self._joins):
             self._reserve_client.forget_address(join.address)
 
-    async def _reserve(self, join: Join, transfer_id: str) -> bool:
-        """Raises RemoteProtocolError for a start token, which only a peer with another list of capabilities may be told."""
-        answer = await self._reserve_client.reserve(join, transfer_id, prefill_incarnation=self._instance.incarnation)
-        if answer.start_token is not None:
-            raise RemoteProtocolError(f"{join.address} told a start_token in Reserve to a side without late_start_token")
-        return answer.is_reserved
-
     # PrefillControl
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
@@ -164,7 +156,7 @@ class PrefillService(pb_grpc.PrefillControlServicer):
             context,
             own=self._instance,
             joins=self._joins,
-            is_idle=lambda join: not self.requests.num_transfers,
+            is_idle=self.requests.is_idle,
             others_tokens=self.requests.others_tokens,
         )
         async with contextlib.aclosing(events):
@@ -174,33 +166,9 @@ class PrefillService(pb_grpc.PrefillControlServicer):
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
-        try:
-            transfer = self._submit(request)
-        except TransferError as error:
-            self.metrics.request_ended("refused")
-            say_request_refused(error, self._refused)
-            await end_with(context, error)
-        self.metrics.prompt_accepted(len(request.token_ids))
-        give_up = partial(self.requests.give_up, transfer)
-        serving = prefill_events(transfer, context, give_up=give_up, metrics=self.metrics)
-        async with contextlib.aclosing(serving) as events:
+        async with contextlib.aclosing(self._calls.events(request, context)) as events:
             async for event in events:
                 yield event
-
-    def _submit(self, request: pb.PrefillRequest) -> Transfer:
-        if len(request.engine_request) > MAX_ID_CHARS:
-            raise ConfigError(f"engine_request has {len(request.engine_request)} characters; it can have {MAX_ID_CHARS}")
-        token_ids, join = self._checks.check(request, self._joins)
-        sampling = sampling_from_proto(request.sampling)
-        return self.requests.submit(
-            request.request_id,
-            request.engine_request,
-            token_ids,
-            request.start_token,
-            sampling,
-            join,
-            cache_salt=request.cache_salt,
-        )
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         reason = clip_reason(request.reason) or "aborted by an operator"
