@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-import structlog
 
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
@@ -22,10 +21,8 @@ from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, che
 from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.config import PrefillNodeConfig
-from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
-from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
-from transfer.connector.prefill_calls import PrefillCalls, PromptChecks
+from transfer.connector.prefill_calls import PrefillCalls
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import LocalProtocolError, TransferError
@@ -35,10 +32,7 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import link_to_proto
 from transfer.registry.discovery import open_registration
-from transfer.sizes import choose_cut
 from transfer.storage.open import open_store_client
-
-log = structlog.get_logger(__name__)
 
 
 class _Life:
@@ -77,22 +71,17 @@ class _Life:
             on_short=self.full_pool.only,
             loads=partial(self._loads, node) if config.storage.is_set else None,
         )
-        self.joins = DecodeInstances(
-            len(hellos),
-            node.broadcast,
-            self._on_join_lost,
-            lambda join: choose_cut(
-                config.chunk, self.instance, join.instance, join.links, join.ring_bytes, device=config.device
-            ),
-        )
         self.calls = PrefillCalls(
-            checks=PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size),
-            joins=self.joins,
+            hello=first,
+            num_ranks=len(hellos),
+            config=config,
+            broadcast=node.broadcast,
             requests=self.requests,
+            reserve_client=node.reserving,
             metrics=node.metrics,
             tracer=node.tracer,
         )
-        self._forget_address = node.reserving.forget_address
+        self.joins = self.calls.joins
 
     def _loads(self, node: PrefillNode, on_loaded: OnLoaded, on_task_over: OnTaskOver) -> PrefixLoads:
         storage = node.config.storage
@@ -112,12 +101,6 @@ class _Life:
             on_loaded=loaded,
             on_task_over=on_task_over,
         )
-
-    def _on_join_lost(self, join: Join, error: TransferError) -> None:
-        log.warning("decode_instance_lost", address=join.address, reason=str(error))
-        self.requests.abort_join(join, error)
-        if all(other.address != join.address for other in self.joins):
-            self._forget_address(join.address)
 
 
 class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServicer):
@@ -199,26 +182,14 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                     life.requests.on_step_failed(message)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
-            case TransferSent():
-                life.requests.on_sent(rank, message)
-            case TransferNotSent():
-                life.requests.on_not_sent(rank, message)
-            case DecodeAttached():
-                life.joins.on_attached(rank, message)
-            case DecodeLost():
-                life.joins.on_rank_lost(rank, message)
-            case _:
+            case _ if not life.calls.on_rank_message(rank, message):
                 raise LocalProtocolError(f"a prefill leader cannot serve {type(message).__name__}")
 
     # PrefillControl
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         life = await self._life_or_end(context, is_new_work=True)
-        requests = life.requests
-        serving = self._join_service.events(
-            request, context, own=life.instance, joins=life.joins, is_idle=requests.is_idle, others_tokens=requests.others_tokens
-        )
-        async with contextlib.aclosing(serving) as events:
+        async with contextlib.aclosing(life.calls.join(request, context, self._join_service)) as events:
             async for event in events:
                 yield event
 
@@ -226,7 +197,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
         life = await self._life_for_request(context)
-        async with contextlib.aclosing(life.calls.events(request, context)) as events:
+        async with contextlib.aclosing(life.calls.prefill(request, context)) as events:
             async for event in events:
                 yield event
 

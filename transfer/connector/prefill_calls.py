@@ -1,20 +1,26 @@
-"""Check a `Prefill` call and return its events to the caller; used by every prefill leader."""
+"""Serve the calls of decode instances in the leader of a prefill side, for daemons and engines alike."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import grpc
+import structlog
 
 from transfer.chunk import check_num_pieces
-from transfer.connector.decode_instances import DecodeInstances
+from transfer.config import ConnectorConfig, PrefillNodeConfig
+from transfer.connector.decode_instances import DecodeInstances, Join
+from transfer.connector.join_service import JoinService
+from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
 from transfer.connector.outgoing import EngineNote, OutgoingTransfers, PromptFirstToken, PromptSent, PromptStarted, Transfer
 from transfer.connector.prompt import check_cache_salt, checked_prompt
+from transfer.connector.rank_report import RankReady
+from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import ConfigError, PeerUnreachable, Preempted, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.log_rate_limiter import LogRateLimiter
@@ -24,9 +30,12 @@ from transfer.refusals import say_request_refused, without_request
 from transfer.registry.convert import sampling_from_proto
 from transfer.registry.status import end_with
 from transfer.send.events import SentStats
+from transfer.sizes import Cut, choose_cut
 from transfer.tracing import Tracer, traceparent_in
 
 MAX_ID_CHARS = 128
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,46 +86,102 @@ class PromptChecks:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCalls:
-    """Serve `PrefillControl.Prefill` in one life of an instance.
+    """Serve the calls and the joins of decode instances in one life of a prefill instance's ranks.
 
     Args:
-        checks: Check each prompt.
-        joins: The decode instances that may call.
+        hello: What rank 0 said of itself.
+        num_ranks: Ranks of this instance.
+        config: Says how prompts are divided.
+        broadcast: Sends a message to every rank.
         requests: Accepts the transfers.
-        metrics: Count them.
+        reserve_client: Keeps a channel to the leader of each joined instance.
+        metrics: Count the calls.
         tracer: Records the spans of calls whose caller traces them; None if this instance does not trace.
     """
 
-    checks: PromptChecks
-    joins: DecodeInstances
-    requests: OutgoingTransfers
-    metrics: NodeMetrics
-    tracer: Tracer | None = None
-    refused: LogRateLimiter = field(default_factory=LogRateLimiter)
+    def __init__(
+        self,
+        *,
+        hello: RankReady,
+        num_ranks: int,
+        config: PrefillNodeConfig | ConnectorConfig,
+        broadcast: Callable[[object], None],
+        requests: OutgoingTransfers,
+        reserve_client: ReserveClient,
+        metrics: NodeMetrics,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._own = hello.instance
+        self._checks = PromptChecks(own=hello.instance, max_context_tokens=hello.max_context_tokens, vocab_size=hello.vocab_size)
+        self._config = config
+        self._requests = requests
+        self._reserve_client = reserve_client
+        self._metrics = metrics
+        self._tracer = tracer
+        self._refused = LogRateLimiter()
+        self.joins = DecodeInstances(num_ranks, broadcast, self._on_join_lost, self._cut_of)
+        """The decode instances that may call."""
 
-    async def events(
+    def _cut_of(self, join: Join) -> Cut:
+        config = self._config
+        return choose_cut(config.chunk, self._own, join.instance, join.links, join.ring_bytes, device=config.device)
+
+    def _on_join_lost(self, join: Join, error: TransferError) -> None:
+        log.warning("decode_instance_lost", address=join.address, reason=str(error))
+        self._requests.abort_join(join, error)
+        if all(other.address != join.address for other in self.joins):
+            self._reserve_client.forget_address(join.address)
+
+    def on_rank_message(self, rank: int, message: Any) -> bool:
+        """Handle a message that ranks of daemons and connectors send. Return False if it is another one."""
+        match message:
+            case TransferSent():
+                self._requests.on_sent(rank, message)
+            case TransferNotSent():
+                self._requests.on_not_sent(rank, message)
+            case DecodeAttached():
+                self.joins.on_attached(rank, message)
+            case DecodeLost():
+                self.joins.on_rank_lost(rank, message)
+            case _:
+                return False
+        return True
+
+    def join(
+        self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any], service: JoinService
+    ) -> AsyncGenerator[pb.JoinEvent, None]:
+        """Return the events of a `PrefillControl.Join` call. The caller must close the iterator (`contextlib.aclosing`)."""
+        return service.events(
+            request,
+            context,
+            own=self._own,
+            joins=self.joins,
+            is_idle=self._requests.is_idle,
+            others_tokens=self._requests.others_tokens,
+        )
+
+    async def prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[pb.PrefillEvent, None]:
-        """Yield the events of the call; end it if the prompt is refused. The caller must close the iterator."""
+        """Yield the events of a `PrefillControl.Prefill` call, or end it if the prompt is refused; close it as `join`."""
         span = None
-        if self.tracer is not None and (told := traceparent_in(context.invocation_metadata())):
+        if self._tracer is not None and (told := traceparent_in(context.invocation_metadata())):
             # Only what a decode node traces; a trace of its own would tell half of a request.
-            span = self.tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
+            span = self._tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
         try:
-            transfer = self.checks.check(request, self.joins)
+            transfer = self._checks.check(request, self.joins)
             transfer.span = span
-            self.requests.submit(transfer)
+            self._requests.submit(transfer)
         except TransferError as error:
             self._refuse(error)
             if span is not None:
                 span.end(without_request(error))
             await end_with(context, error)
-        self.metrics.prompt_accepted(len(transfer.token_ids))
-        give_up = partial(self.requests.fail, transfer)
+        self._metrics.prompt_accepted(len(transfer.token_ids))
+        give_up = partial(self._requests.fail, transfer)
         try:
-            async with contextlib.aclosing(prefill_events(transfer, context, give_up=give_up, metrics=self.metrics)) as events:
+            async with contextlib.aclosing(prefill_events(transfer, context, give_up=give_up, metrics=self._metrics)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -125,8 +190,8 @@ class PrefillCalls:
 
     def _refuse(self, error: TransferError) -> None:
         """A request is turned away before it was accepted."""
-        self.metrics.request_ended("refused")
-        say_request_refused(error, self.refused)
+        self._metrics.request_ended("refused")
+        say_request_refused(error, self._refused)
 
 
 async def prefill_events(

@@ -10,19 +10,17 @@ from functools import partial
 from typing import Any
 
 import grpc
-import structlog
 
 from transfer.config import ConnectorConfig
-from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService, largest_piece_bytes, peer_status
-from transfer.connector.messages import DecodeAttached, DecodeLost, PromptIdle, TransferNotSent, TransferSent
+from transfer.connector.messages import PromptIdle
 from transfer.connector.offered_prompts import OfferedPrompts
 from transfer.connector.outgoing import Transfer
-from transfer.connector.prefill_calls import MAX_ID_CHARS, PrefillCalls, PromptChecks
+from transfer.connector.prefill_calls import MAX_ID_CHARS, PrefillCalls
 from transfer.connector.rank_report import RankReady, RankReport
 from transfer.connector.reserve_client import ReserveClient
-from transfer.errors import LocalProtocolError, NodeDraining, PeerUnreachable, TransferAborted, TransferError
+from transfer.errors import LocalProtocolError, NodeDraining, PeerUnreachable, TransferAborted
 from transfer.instance import Instance
 from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
@@ -32,11 +30,8 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import instance_to_proto, link_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
-from transfer.sizes import choose_cut
 from transfer.tracing import Tracer
 from transfer.transfer_ids import is_attempt_of
-
-log = structlog.get_logger(__name__)
 
 
 class PrefillService(pb_grpc.PrefillControlServicer):
@@ -81,21 +76,17 @@ class PrefillService(pb_grpc.PrefillControlServicer):
             on_outcome=self.metrics.request_ended,
             on_given_up=self.metrics.request_given_up,
         )
-        self._joins = DecodeInstances(
-            len(hellos),
-            broadcast,
-            self._on_join_lost,
-            lambda join: choose_cut(
-                config.chunk, self._instance, join.instance, join.links, join.ring_bytes, device=config.device
-            ),
-        )
         self._calls = PrefillCalls(
-            checks=PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size),
-            joins=self._joins,
+            hello=first,
+            num_ranks=len(hellos),
+            config=config,
+            broadcast=broadcast,
             requests=self.requests,
+            reserve_client=self._reserve_client,
             metrics=self.metrics,
             tracer=tracer,
         )
+        self._joins = self._calls.joins
 
     async def close(self) -> None:
         error = PeerUnreachable("the prefill side's engine shuts down")
@@ -104,19 +95,10 @@ class PrefillService(pb_grpc.PrefillControlServicer):
         await self._reserve_client.close()
 
     def on_rank_message(self, rank: int, message: Any) -> None:
-        match message:
-            case TransferSent():
-                self.requests.on_sent(rank, message)
-            case TransferNotSent():
-                self.requests.on_not_sent(rank, message)
-            case PromptIdle():
-                self.requests.on_idle(rank, message)
-            case DecodeAttached():
-                self._joins.on_attached(rank, message)
-            case DecodeLost():
-                self._joins.on_rank_lost(rank, message)
-            case _:
-                raise LocalProtocolError(f"a connector's prefill leader cannot serve {type(message).__name__}")
+        if isinstance(message, PromptIdle):
+            self.requests.on_idle(rank, message)
+        elif not self._calls.on_rank_message(rank, message):
+            raise LocalProtocolError(f"a connector's prefill leader cannot serve {type(message).__name__}")
 
     @property
     def num_joined(self) -> int:
@@ -140,33 +122,19 @@ class PrefillService(pb_grpc.PrefillControlServicer):
         )
         return self.metrics.collect([report.metrics for report in self._reports()])
 
-    def _on_join_lost(self, join: Join, error: TransferError) -> None:
-        log.warning("decode_instance_lost", address=join.address, reason=str(error))
-        self.requests.abort_join(join, error)
-        if all(other.address != join.address for other in self._joins):
-            self._reserve_client.forget_address(join.address)
-
     # PrefillControl
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         if self._draining.is_on:
             await end_with(context, NodeDraining("the prefill side is draining"))
-        events = self._join_service.events(
-            request,
-            context,
-            own=self._instance,
-            joins=self._joins,
-            is_idle=self.requests.is_idle,
-            others_tokens=self.requests.others_tokens,
-        )
-        async with contextlib.aclosing(events):
+        async with contextlib.aclosing(self._calls.join(request, context, self._join_service)) as events:
             async for event in events:
                 yield event
 
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
-        async with contextlib.aclosing(self._calls.events(request, context)) as events:
+        async with contextlib.aclosing(self._calls.prefill(request, context)) as events:
             async for event in events:
                 yield event
 
