@@ -38,7 +38,7 @@ from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
-from transfer.instance import CONNECTOR_CAPABILITIES, Instance
+from transfer.instance import Instance
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -218,13 +218,7 @@ class ConnectorRank:
         """Return the context of one side, with a transport and metrics of its own."""
         config, device = self._config, self._engine.pool.device
         transport = open_transport(config.transport, host=config.server.host, device_index=device.index)
-        instance = own_instance(
-            self._engine,
-            transport,
-            incarnation=incarnation,
-            device_type=device.type,
-            capabilities=CONNECTOR_CAPABILITIES,
-        )
+        instance = own_instance(self._engine, transport, incarnation=incarnation, device_type=device.type)
         metrics = self._metrics[side] = RankMetrics(role=role, rank=self._rank)
         metrics.watch_loop(self._thread.loop.turns)
         return RankContext(
