@@ -141,14 +141,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def own_instance(
-    engine: Engine,
-    transport: Transport,
-    *,
-    incarnation: int,
-    device_type: str,
-    capabilities: frozenset[str] = CAPABILITIES,
-) -> Instance:
+def own_instance(engine: Engine, transport: Transport, *, incarnation: int, device_type: str) -> Instance:
     """This rank's instance, as it tells its peers; its pool is on a device of that type."""
     # Loads torch, for which a command line with wrong settings does not wait.
     from transfer.copy.digest import digests_for
@@ -161,7 +154,7 @@ def own_instance(
         transport=transport.name,
         digests=digests_for(device_type),
         protocol_versions=PROTOCOL_VERSIONS,
-        capabilities=capabilities,
+        capabilities=CAPABILITIES,
         version=transfer.__version__,
         kv_scales=tuple((float(k), float(v)) for k, v in getattr(engine, "kv_scales", ())),
     )

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-import structlog
 
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
@@ -19,29 +18,21 @@ from node_runtime.rank_messages import PagesReleased, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, check_step_fits
-from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests, PromptRequest
+from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.config import PrefillNodeConfig
-from transfer.connector.decode_instances import DecodeInstances, Join, Reservation
+from transfer.connector.decode_instances import Join
 from transfer.connector.join_service import JoinService, links_of, peer_status, show_joins
-from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
-from transfer.connector.prefill_calls import PromptChecks, begin_prefill_span, prefill_events
+from transfer.connector.prefill_calls import PrefillCalls
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
-from transfer.errors import ConfigError, LocalProtocolError, TransferError
+from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.refusals import without_request
-from transfer.registry.convert import sampling_from_proto
 from transfer.registry.discovery import DiscoveryView, open_registration
-from transfer.registry.status import end_with
-from transfer.sizes import choose_cut
 from transfer.storage.open import open_store_client
-from transfer.tracing import Span
-
-log = structlog.get_logger(__name__)
 
 
 class _Life:
@@ -51,7 +42,6 @@ class _Life:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)
-        self.checks = PromptChecks(own=first.instance, max_context_tokens=first.max_context_tokens, vocab_size=first.vocab_size)
         self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.counter("out_of_memory_steps").inc, on_hopeless=node.lose)
         self.full_pool = FullPool(
             advice="raise memory.static_fraction or pool.num_pages, lower limits.max_running_requests, or add prefill nodes",
@@ -74,22 +64,24 @@ class _Life:
             queue_timeout_s=config.limits.queue_timeout_s,
             step_timeout_s=config.limits.step_timeout_s,
             broadcast=node.broadcast,
-            reserve=node.reserve,
+            reserve=partial(node.reserving.reserve, prefill_incarnation=first.instance.incarnation),
             on_broken=node.lose,
             on_outcome=node.metrics.request_ended,
             on_given_up=node.metrics.request_given_up,
             on_short=self.full_pool.only,
             loads=partial(self._loads, node) if config.storage.is_set else None,
         )
-        self.joins = DecodeInstances(
-            len(hellos),
-            node.broadcast,
-            self._on_join_lost,
-            lambda join: choose_cut(
-                config.chunk, self.instance, join.instance, join.links, join.ring_bytes, device=config.device
-            ),
+        self.calls = PrefillCalls(
+            hello=first,
+            num_ranks=len(hellos),
+            config=config,
+            broadcast=node.broadcast,
+            requests=self.requests,
+            reserve_client=node.reserving,
+            metrics=node.metrics,
+            tracer=node.tracer,
         )
-        self._forget_address = node.reserving.forget_address
+        self.joins = self.calls.joins
 
     def _loads(self, node: PrefillNode, on_loaded: OnLoaded, on_task_over: OnTaskOver) -> PrefixLoads:
         storage = node.config.storage
@@ -109,12 +101,6 @@ class _Life:
             on_loaded=loaded,
             on_task_over=on_task_over,
         )
-
-    def _on_join_lost(self, join: Join, error: TransferError) -> None:
-        log.warning("decode_instance_lost", address=join.address, reason=str(error))
-        self.requests.abort_join(join, error)
-        if all(other.address != join.address for other in self.joins):
-            self._forget_address(join.address)
 
 
 class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServicer):
@@ -190,23 +176,8 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                     life.requests.on_step_failed(message)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
-            case TransferSent():
-                life.requests.on_sent(rank, message)
-            case TransferNotSent():
-                life.requests.on_failed(rank, message)
-            case DecodeAttached():
-                life.joins.on_attached(rank, message)
-            case DecodeLost():
-                life.joins.on_rank_lost(rank, message)
-            case _:
+            case _ if not life.calls.on_rank_message(rank, message):
                 raise LocalProtocolError(f"a prefill leader cannot serve {type(message).__name__}")
-
-    async def reserve(self, join: Join, request_id: str) -> Reservation:
-        """Ask the decode leader for room."""
-        life = self._life
-        if life is None:
-            return Reservation(is_reserved=False)
-        return await self.reserving.reserve(join, request_id, prefill_incarnation=life.instance.incarnation)
 
     # As operators see it
 
@@ -228,11 +199,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         life = await self._life_or_end(context, is_new_work=True)
-        requests = life.requests
-        serving = self._join_service.events(
-            request, context, own=life.instance, joins=life.joins, is_idle=requests.is_idle, others_tokens=requests.others_tokens
-        )
-        async with contextlib.aclosing(serving) as events:
+        async with contextlib.aclosing(life.calls.join(request, context, self._join_service)) as events:
             async for event in events:
                 yield event
 
@@ -240,36 +207,6 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
         life = await self._life_for_request(context)
-        span = begin_prefill_span(self.tracer, request, context)
-        try:
-            accepted = self._submit(life, request, span)
-        except TransferError as error:
-            self._count_refused(error)
-            if span is not None:
-                span.end(without_request(error))
-            await end_with(context, error)
-        self.metrics.counter("prompt_tokens").inc(len(accepted.token_ids))
-        give_up = partial(life.requests.give_up, accepted)
-        try:
-            async with contextlib.aclosing(prefill_events(accepted, context, give_up=give_up, metrics=self.metrics)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            if span is not None:
-                span.end()  # unless what failed it has ended it
-
-    def _submit(self, life: _Life, request: pb.PrefillRequest, span: Span | None = None) -> PromptRequest:
-        if request.engine_request:
-            raise ConfigError(
-                f"engine_request is {request.engine_request[:128]!r}; this node has prompts computed itself, so it must be empty"
-            )
-        token_ids, join = life.checks.check(request, life.joins)
-        return life.requests.submit(
-            request.request_id,
-            token_ids,
-            request.start_token,
-            sampling_from_proto(request.sampling),
-            join,
-            cache_salt=request.cache_salt,
-            span=span,
-        )
+        async with contextlib.aclosing(life.calls.prefill(request, context)) as events:
+            async for event in events:
+                yield event

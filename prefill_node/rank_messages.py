@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepFailed
-from transfer.chunk import ChunkPlan
 from transfer.config import PrefillNodeConfig
 from transfer.connector.messages import (
     AttachDecode,
@@ -14,6 +13,7 @@ from transfer.connector.messages import (
     DecodeAttached,
     DecodeLost,
     DetachDecode,
+    StartTransfer,
     TransferNotSent,
     TransferSent,
 )
@@ -29,20 +29,10 @@ PART_BYTES = 4 * 128 + 128  # a part of a step without its tokens: an id of 128 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartRequest:
-    """Take pages for the whole prompt and begin to ask for grants.
+class StartRequest(StartTransfer):
+    """Take pages for the whole prompt, too; steps follow that compute it."""
 
-    Args:
-        traceparent: Of the span that sending it lies in; empty where it is not traced.
-    """
-
-    request_id: str
-    decode_incarnation: int
-    num_tokens: int
-    start_token: int
-    plan: ChunkPlan
     sampling: SamplingParams
-    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

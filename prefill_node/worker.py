@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -29,13 +28,9 @@ from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
 from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import page_needs
 from prefill_node.stored_prefix import StoredPrefix
-from transfer.chunk import Chunks, split_into_chunks
 from transfer.config import PrefillNodeConfig
-from transfer.connector.messages import (
-    CancelOutgoing,
-    TransferNotSent,
-    TransferSent,
-)
+from transfer.connector.messages import CancelOutgoing
+from transfer.connector.outgoing_rank import OutgoingRank
 from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
@@ -48,7 +43,7 @@ from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.security import security_of
-from transfer.send.events import SenderSettings, SentStats
+from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, staging_slot_bytes
 from transfer.storage.client import StoreClient
@@ -67,13 +62,10 @@ class _Request:
 
     num_tokens: int
     sampling: SamplingParams
-    chunks: Chunks
     steps_under_way: int = 0  # a load of its beginning counts as one
     num_prepared: int = 0  # tokens that have pages because they were to be loaded
     is_begun: bool = False  # its first step was sent
     is_computed: bool = False  # its last step is done, or the leader will send no more of them
-    is_source_released: bool = False
-    reported: set[int] = field(default_factory=set)  # chunks that the sender has been told of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +102,10 @@ class PrefillWorker:
         self._engine_thread = engine.thread
         self._requests: dict[str, _Request] = {}
         self._loads: set[asyncio.Task[None]] = set()
+        self.outgoing = OutgoingRank(engine=self, send=link.send)
+        """What the rank sends."""
         self._engine: PrefillEngine
         self._allocator: GroupAllocator
-        self._sender: SenderLoop
         self._sessions: OutgoingSessions
         self._store: StoreClient | None = None
         self._loader: PrefixLoader | None = None
@@ -159,7 +152,9 @@ class PrefillWorker:
             on_crash=self._crash,
             tracer=self._tracer,
         )
-        sender = SenderLoop(context=context, owner=self, pool=pool, staging=staging, settings=SenderSettings(num_slots=num_slots))
+        sender = SenderLoop(
+            context=context, owner=self.outgoing, pool=pool, staging=staging, settings=SenderSettings(num_slots=num_slots)
+        )
         opening.pop_all()  # the sender closes it
         undo.callback(sender.close)
         sessions = OutgoingSessions(
@@ -196,8 +191,8 @@ class PrefillWorker:
         """Serve requests with these parts, as `start` does with those that it opens."""
         self._engine = parts.engine
         self._allocator = parts.allocator
-        self._sender = parts.sender
         self._sessions = parts.sessions
+        self.outgoing.begin(parts.sender, parts.sessions)
         self._loader = parts.loader
 
     def _crash(self, error: BaseException) -> None:
@@ -214,9 +209,9 @@ class PrefillWorker:
             case RunPrefillStep():
                 self._run_step(message)
             case CancelOutgoing():
-                self._abort(message)
+                self._cancel(message)
             case _:
-                if not self._sessions.on_message(message):
+                if not self.outgoing.on_message(message):
                     raise LocalProtocolError(f"a prefill rank cannot serve {type(message).__name__}")
 
     def _on_load_over(self, task: asyncio.Task[None]) -> None:
@@ -225,28 +220,9 @@ class PrefillWorker:
             self._crash(error)  # the leader would wait for an answer that never comes
 
     def _start_request(self, message: StartRequest) -> None:
-        layout = self._engine.layout
-        chunks = split_into_chunks(
-            message.plan, num_tokens=message.num_tokens, num_layers=layout.num_layers, start_token=message.start_token
-        )
-        self._reserve(message.request_id, message.num_tokens)
-        self._requests[message.request_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling, chunks=chunks)
-        peer = self._sessions.of(message.decode_incarnation)
-        if peer is None:
-            self.on_source_released(message.request_id)
-            self._link.send(
-                TransferNotSent(transfer_id=message.request_id, reason="the decode instance is gone", is_passing=True)
-            )
-            return
-        self._sender.start_request(
-            peer.terms.request(
-                message.request_id,
-                plan=message.plan,
-                num_tokens=message.num_tokens,
-                start_token=message.start_token,
-                traceparent=message.traceparent,
-            )
-        )
+        self._reserve(message.transfer_id, message.num_tokens)
+        self._requests[message.transfer_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling)
+        self.outgoing.start(message)
 
     def _reserve(self, request_id: str, num_tokens: int) -> None:
         if not self._allocator.reserve(request_id, num_tokens):
@@ -281,9 +257,7 @@ class PrefillWorker:
             # Windows have no pages for what was to be loaded, and now they need them: as if nothing had been prepared.
             self._allocator.release(request_id)
             self._reserve(request_id, request.num_tokens)
-        for chunk in itertools.takewhile(lambda chunk: chunk.tokens.end <= first_token, request.chunks):
-            request.reported.add(chunk.index)
-            self._sender.chunk_computed(request_id, chunk.index, None)
+        self.outgoing.progress(request_id, first_token)
 
     def _run_step(self, message: RunPrefillStep) -> None:
         items: list[PrefillItem] = []
@@ -331,16 +305,11 @@ class PrefillWorker:
 
     def _on_layers_written(self, step: RunPrefillStep, layers_done: int, event: DeviceEvent | None) -> None:
         """The first `layers_done` layers of this rank have the step's KV: tell the sender which chunks that completes."""
-        mine = self._engine.shard.layers(self._engine.layout)  # other pipeline stages compute the rest of a chunk's layers
-        end_layer = mine.begin + layers_done
+        layout = self._engine.layout
+        mine = self._engine.shard.layers(layout)  # other pipeline stages compute the rest of a chunk's layers
+        end_layer = None if layers_done == len(mine) else mine.begin + layers_done
         for part in step.parts:
-            request = self._requests.get(part.request_id)
-            if request is None:
-                continue
-            for chunk in request.chunks.beside(part.first_token):
-                if min(chunk.layers.end, mine.end) <= end_layer and chunk.index not in request.reported:
-                    request.reported.add(chunk.index)
-                    self._sender.chunk_computed(part.request_id, chunk.index, event)
+            self.outgoing.progress(part.request_id, part.first_token + len(part.token_ids), event, end_layer=end_layer)
 
     def _on_step_over(self, step: RunPrefillStep, outcome: PrefillStepDone | StepFailed) -> None:
         # Before any page is given back: an id may be used again then, and its token must not be taken for the other's.
@@ -352,70 +321,58 @@ class PrefillWorker:
             request.steps_under_way -= 1
             request.is_computed = request.is_computed or part.is_last
             if isinstance(outcome, StepFailed):
-                self._sender.abort_request(part.request_id, outcome.reason)
+                self.outgoing.cancel(part.request_id, outcome.reason)
             self._release_if_over(part.request_id, request)
             if part.request_id in self._requests:
                 # Of the next step, nothing below its window is read; of the prompt, the last window still has to be gathered.
                 end = part.first_token + len(part.token_ids)
-                kept_from = None if request.is_source_released else request.num_tokens
+                kept_from = request.num_tokens if self.outgoing.is_reading(part.request_id) else None
                 self._allocator.advance(part.request_id, end, kept_from=kept_from)
 
-    def _abort(self, message: CancelOutgoing) -> None:
+    def _cancel(self, message: CancelOutgoing) -> None:
         request = self._requests.get(message.transfer_id)
-        if request is None:
-            return
-        request.is_computed = True  # the leader sends no more steps of it
-        self._sender.abort_request(message.transfer_id, message.reason)
-        self._release_if_over(message.transfer_id, request)
+        if request is not None:
+            request.is_computed = True  # the leader sends no more steps of it
+        self.outgoing.cancel(message.transfer_id, message.reason)
+        if request is not None:
+            self._release_if_over(message.transfer_id, request)
 
-    # What the sender says
+    # What the rank's transfers ask and say
 
-    def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
-        return self._allocator.tables(request_id)
+    def tables_of(self, transfer_id: str) -> Sequence[Sequence[int]]:
+        return self._allocator.tables(transfer_id)
 
-    def on_source_released(self, request_id: str) -> None:
-        request = self._requests[request_id]
-        request.is_source_released = True
-        self._release_if_over(request_id, request)
+    def on_released(self, transfer_id: str) -> None:
+        """See `OutgoingEngine.on_released`."""
+        self._release_if_over(transfer_id, self._requests[transfer_id])
 
     def _release_if_over(self, request_id: str, request: _Request) -> None:
         """Pages go back, once, when no gather and no step can read them any more."""
         if self._requests.get(request_id) is not request:
             return  # the sender gave the source back at once, and that released it
-        if request.is_source_released and request.is_computed and not request.steps_under_way:
+        if not self.outgoing.is_reading(request_id) and request.is_computed and not request.steps_under_way:
             del self._requests[request_id]
             self._allocator.release(request_id)
             if not self._requests:
                 self._allocator.check_idle()
             self._link.send(PagesReleased(request_id=request_id))
 
-    def on_sent(self, request_id: str, stats: SentStats) -> None:
-        self._link.send(TransferSent(transfer_id=request_id, stats=stats))
-
-    def on_failed(self, request_id: str, reason: str) -> None:
-        self._link.send(TransferNotSent(transfer_id=request_id, reason=reason, is_passing=True))
-
     # Reports and end
 
     def status(self) -> dict[str, Any]:
+        outgoing = self.outgoing.status()
         return {
             "rank": self._spec.rank,
             "pid": os.getpid(),
             **pool_status(self._allocator),
+            **outgoing,
             "staging_slots": self._config.staging.num_slots,
-            "staging_slots_used": self._sender.num_slots_used,
-            "requests": len(self._requests) + self._sender.num_requests,
-            "sessions": self._sender.num_sessions,
-            "pending_transfers": self._sender.driver.num_watches,
-            "watermark_acks": self._sessions.num_acks,
-            "dropped_messages": self._sender.num_dropped,
-            "link_uses": self._sessions.link_uses(),
+            "requests": len(self._requests) + outgoing["requests"],
         }
 
     def check_idle(self) -> bool:
-        if self._requests or self._sender.num_requests:
+        if self._requests or not self.outgoing.check_idle():
             return False
-        self._sender.check_idle()
         self._allocator.check_idle()
         return True
 
@@ -425,8 +382,7 @@ class PrefillWorker:
     async def close(self) -> None:
         for load in list(self._loads):
             load.cancel()
-        await self._sessions.close_all("the prefill node shuts down")
-        self._sender.close()
+        await self.outgoing.close()
         if self._store is not None:
             await self._store.close()
         await self._rank_engine.rest()

@@ -101,12 +101,6 @@ class Chunks(Sequence[Chunk]):
         """Return the number of the token range that ends after `token`: 0 for the first one, `num_ranges` if there is none."""
         return max(0, token // self._plan.chunk_tokens - self._first_range) if token < self._num_tokens else self.num_ranges
 
-    def beside(self, token: int) -> list[Chunk]:
-        """Return the chunks of the token range in which `token` lies, one for each group of layers, or none outside."""
-        at = token // self._plan.chunk_tokens - self._first_range
-        first = at * len(self.groups)
-        return [self._make(index) for index in range(first, first + len(self.groups))] if 0 <= at < self.num_ranges else []
-
     def _make(self, index: int) -> Chunk:
         at, group = divmod(index, len(self.groups))
         begin = (self._first_range + at) * self._plan.chunk_tokens

@@ -29,9 +29,6 @@ layer_groups, resend_once and selective_release.
 - undrain: a decode side is told in its join that the prefill side takes requests again.
 """
 
-CONNECTOR_CAPABILITIES: Final = CAPABILITIES - {"late_start_token"}
-"""Of a side that an engine hosts: which pages of a prompt are needed it has to know before the engine computes them."""
-
 CONTROL_KEY_BYTES: Final = 32
 """Of a public key of the control plane (Curve25519)."""
 

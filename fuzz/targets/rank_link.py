@@ -24,7 +24,7 @@ MESSAGES: tuple[tuple[RankCodec, object], ...] = (
     (
         prefill_messages.CODEC,
         prefill_messages.StartRequest(
-            request_id="r", decode_incarnation=7, num_tokens=9, start_token=0, plan=PLAN, sampling=SAMPLING
+            transfer_id="r", decode_incarnation=7, num_tokens=9, start_token=0, plan=PLAN, sampling=SAMPLING
         ),
     ),
     (

@@ -75,7 +75,7 @@ class ConnectorLeader:
         instance: Name of this life of the instance, as its ranks have it.
         num_ranks: Of the instance.
         sides: What the instance does.
-        compute: Has the engine compute a prompt for a decode node that no router has told of it; see `OutgoingTransfers`.
+        compute: Has the engine compute a prompt for a decode node that no router has told of it; see `OfferedPrompts`.
 
     Raises:
         ConfigError: TLS, or plain text, cannot be had as set; or the name is another's, who lives.
@@ -145,7 +145,7 @@ class ConnectorLeader:
         self._call(self.source.requests.pause, name)
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
-        """The engine has computed all of it; see `OutgoingTransfers.finish`."""
+        """The engine has computed all of it; see `OfferedPrompts.finish`."""
         self._call(lambda: self.source.requests.finish(name, first_token=first_token, note=note))
 
     def withdraw(self, name: str, reason: str) -> None:

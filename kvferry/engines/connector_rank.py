@@ -35,12 +35,12 @@ from node_runtime.rank_socket import rank_socket_address
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import BoundPages, IncomingRank, Settled
 from transfer.connector.incoming_sessions import IncomingSessions
-from transfer.connector.outgoing_rank import OutgoingRank, TransferEvent
+from transfer.connector.outgoing_rank import OfferedPages, TransferEvent
 from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
-from transfer.instance import CONNECTOR_CAPABILITIES, Instance
+from transfer.instance import Instance
 from transfer.logs import configure_engine_logging, set_log_level
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
@@ -80,7 +80,7 @@ class ConnectorRank:
         self._engine = engine
         self._security = security_for(config, sides)
         self._news: deque[TransferEvent | Settled] = deque()
-        self._source: OutgoingRank | None = None
+        self._source: OfferedPages | None = None
         self._pages: BoundPages | None = None
         self._target: IncomingRank | None = None
         self._metrics: dict[Sides, RankMetrics] = {}
@@ -224,13 +224,7 @@ class ConnectorRank:
         """Return the context of one side, with a transport and metrics of its own."""
         config, device = self._config, self._engine.pool.device
         transport = open_transport(config.transport, host=config.server.host, device_index=device.index)
-        instance = own_instance(
-            self._engine,
-            transport,
-            incarnation=incarnation,
-            device_type=device.type,
-            capabilities=CONNECTOR_CAPABILITIES,
-        )
+        instance = own_instance(self._engine, transport, incarnation=incarnation, device_type=device.type)
         metrics = self._metrics[side] = RankMetrics(role=role, rank=self._rank)
         tracer = open_tracer(config.tracing, role=role, rank=self._rank)
         if tracer is not None:
@@ -251,18 +245,18 @@ class ConnectorRank:
 
     def _open_prefill(self, context: RankContext) -> Instance:
         engine, config = self._engine, self._config
-        source = OutgoingRank(loop=self._thread.loop, send=self._send, on_news=self._news.append)
+        source = OfferedPages(loop=self._thread.loop, send=self._send, on_news=self._news.append)
         num_slots = config.staging.num_slots
         slot_bytes = staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard)
         sender = SenderLoop(
             context=context,
-            owner=source,
+            owner=source.rank,
             pool=engine.pool,
             staging=StagingBuffer(num_bytes=num_slots * slot_bytes, device=engine.pool.device),
             settings=SenderSettings(num_slots=num_slots),
         )
         sessions = OutgoingSessions(context=context, sender=sender, plan=finest_chunk_plan(config.chunk), send=self._send)
-        source.begin(sender, sessions)
+        source.rank.begin(sender, sessions)
         self._source = source
         return context.instance
 

@@ -23,7 +23,7 @@ _KINDS: Final[dict[int, type[TransferError]]] = {
 
 
 class ComputeByApi:
-    """See the module's docstring; `OutgoingTransfers.compute`.
+    """See the module's docstring; the `compute` of `OfferedPrompts`.
 
     Args:
         url: Of the OpenAI API, without a path.

@@ -16,14 +16,9 @@ from kvferry.engines.connector import PREFILL
 from node_runtime.rank_socket import rank_socket_address
 from tests.connector.conftest import Start
 from tests.connector.instances import PROMPT, TIMEOUT_S, Instance, hand_over, wait_for
-from transfer.config.connector import ConnectorLimitsConfig
-from transfer.connector import outgoing as source_requests
+from transfer.connector import offered_prompts as source_prompts
 from transfer.connector import prefill_nodes as peers_module
-from transfer.connector.decode_instances import Join, Reservation
-from transfer.connector.messages import ClosePrompt, FreePrompt, PromptIdle
-from transfer.connector.outgoing import OutgoingTransfers
 from transfer.connector.prefill_peer import PrefillPeer
-from transfer.connector.reserve_client import ReserveClient
 from transfer.copy.piece_copier import PieceCopy
 from transfer.errors import LocalProtocolError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
@@ -49,7 +44,7 @@ async def ask_again(source: Instance, decode: Instance, request_id: str) -> str:
         assert (await stub.Abort(pb.AbortRequest(request_id=request_id, reason="try again"))).found
         try:
             async for event in stub.Prefill(request):
-                assert event.HasField("started")
+                raise AssertionError(f"the attempt was accepted: {event}")
         except grpc.aio.AioRpcError as error:
             return error.details() or ""
     return ""
@@ -58,18 +53,8 @@ async def ask_again(source: Instance, decode: Instance, request_id: str) -> str:
 def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the sender reported a bug of its own process, which ended the engine."""
     source, decode = pair()
-    reserve, gather = ReserveClient.reserve, PieceCopy.gather
-    has_room: set[str] = set()
+    gather = PieceCopy.gather
     is_held, let_go = Event(), Event()
-
-    async def reserve_once(client: ReserveClient, join: Join, request_id: str, **named: Any) -> Reservation:
-        """Ask the decode side once for each id; return success for the same id later."""
-        if request_id in has_room:
-            return Reservation(is_reserved=True)
-        answer = await reserve(client, join, request_id, **named)
-        if answer.is_reserved:
-            has_room.add(request_id)
-        return answer
 
     def held_gather(piece: PieceCopy, *args: Any) -> None:
         is_held.set()
@@ -79,7 +64,6 @@ def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatc
     async def unreachable(peer: PrefillPeer) -> object:
         raise PeerUnreachable("the network is cut")
 
-    monkeypatch.setattr(ReserveClient, "reserve", reserve_once)
     monkeypatch.setattr(PieceCopy, "gather", held_gather)
     decode.fetches("b", "t", source)
     source.computes("a", "t", end=64)
@@ -88,7 +72,7 @@ def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatc
     with monkeypatch.context() as cut:
         cut.setattr(PrefillPeer, "stub", unreachable)  # so that the decode side cannot report first that it gave up the prompt
         error = asyncio.run(ask_again(source, decode, request_id))
-    assert "a transfer of that id is still under way" in error
+    assert "is in flight already" in error
     let_go.set()
     source.leader.withdraw("a", "enough")
     for rank in source.ranks:
@@ -101,7 +85,7 @@ def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatc
 def test_a_note_above_the_limit_fails_only_its_own_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a note above the limit of the link to the ranks ended the decode side's engine."""
     source, decode = pair()
-    monkeypatch.setattr(source_requests, "MAX_NOTE_BYTES", 8 << 20)
+    monkeypatch.setattr(source_prompts, "MAX_NOTE_BYTES", 8 << 20)
     for name, num_bytes, message in (("largest", 1 << 20, ""), ("larger", (1 << 20) + 1, "it can have 1048576")):
         source.computes(name, name)
         source.finish(name, note=bytes(num_bytes))
@@ -135,30 +119,6 @@ def test_requests_add_only_a_bounded_number_of_prefill_nodes(pair: Pair, monkeyp
 
 
 # Calls of the engine
-
-
-async def test_a_repeated_report_does_not_release_pages_of_the_next_prompt() -> None:
-    """Regression: a second idle report of a rank released the pages of the next prompt of that name."""
-    sent: list[object] = []
-
-    async def never(*_: object) -> bool:
-        return False
-
-    requests = OutgoingTransfers(
-        num_ranks=2, limits=ConnectorLimitsConfig(), broadcast=sent.append, reserve=never, on_outcome=lambda outcome: None
-    )
-    requests.offer("a", "t1", PROMPT)
-    requests.withdraw("a", "given up")
-    for rank in (0, 1):
-        requests.on_idle(rank, PromptIdle(name="a"))
-    assert sent[-1] == FreePrompt(name="a")
-    requests.offer("a", "t2", PROMPT)
-    requests.on_idle(1, PromptIdle(name="a"))
-    assert requests.num_prompts == 1
-    requests.withdraw("a", "given up")
-    requests.on_idle(1, PromptIdle(name="a"))
-    requests.on_idle(1, PromptIdle(name="a"))
-    assert requests.num_prompts == 1 and isinstance(sent[-1], ClosePrompt)
 
 
 def test_a_prompt_that_ends_early_fails_its_transfer(pair: Pair) -> None:

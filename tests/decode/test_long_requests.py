@@ -16,14 +16,14 @@ from decode_node.admission import page_needs as decode_needs
 from decode_node.offload.tiers import DeviceOnly, Prompt
 from prefill_node import requests as requests_module
 from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep
-from prefill_node.requests import PrefillRequests, PromptRequest
+from prefill_node.requests import PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.prefill.leader_world import new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.connector import outgoing as outgoing_module
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import TransferSent
-from transfer.connector.prefill_calls import PromptStarted
-from transfer.engine_types import SamplingParams
+from transfer.connector.outgoing import PromptStarted, Transfer
 from transfer.errors import PeerUnreachable
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
@@ -75,11 +75,13 @@ class Cluster:
             node.start()
             self.nodes.append(node)
 
-    def submit(self, name: str, num_pages: int) -> PromptRequest:
+    def submit(self, name: str, num_pages: int) -> Transfer:
         num_tokens = num_pages * PAGE_SIZE - NEW_TOKENS
         self._accepted_s[name], self._num_tokens[name] = self._loop.now_s, num_tokens
         node = self._chance.choice(self.nodes)
-        return node.submit(name, (1,) * num_tokens, 0, SamplingParams(), self._join)
+        request = Transfer(transfer_id=name, token_ids=(1,) * num_tokens, join=self._join)
+        node.submit(request)
+        return request
 
     async def _reserve(self, join: Join, request_id: str) -> Reservation:
         await asyncio.sleep(self._chance.uniform(0.001, 0.01))  # the call
@@ -153,7 +155,7 @@ def test_it_waits_no_longer_than_twice_the_time_of_first_come_first_served(
             waits_s.append(await wait_of_a_long_request(cluster, has_others_later=has_others_later))
             await cluster.close()
 
-        run_in_virtual_time(main, monkeypatch, requests_module)
+        run_in_virtual_time(main, monkeypatch, requests_module, outgoing_module)
     fair_s, wait_s = waits_s
     assert 0.1 < fair_s < 2 * GENERATES_S[1]
     assert wait_s <= 2 * fair_s

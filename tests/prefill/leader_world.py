@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from node_runtime.rank_messages import StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefixLoaded, RunPrefillStep, StartRequest
-from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests, PromptRequest
+from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.decode.leader_world import told_of
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, TransferNotSent, TransferSent
-from transfer.connector.prefill_calls import PromptFirstToken, PromptSent, PromptStarted
-from transfer.engine_types import SamplingParams
+from transfer.connector.outgoing import PromptFirstToken, PromptSent, PromptStarted, Transfer
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
@@ -85,7 +85,7 @@ class World:
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.asked: list[str] = []
         self.answers: dict[str, bool | int | TransferError | asyncio.Future[bool]] = {}  # a number: reserved, from that token on
-        self.accepted: list[PromptRequest] = []
+        self.accepted: list[Transfer] = []
         self.join = new_join()
         self.leader = PrefillRequests(
             self.scheduler,
@@ -101,8 +101,10 @@ class World:
         )
         self.leader.start()
 
-    def submit(self, name: str, num_tokens: int, *, join: Join | None = None, start_token: int = 0) -> PromptRequest:
-        request = self.leader.submit(name, tuple(range(num_tokens)), start_token, SamplingParams(), join or self.join)
+    def submit(self, name: str, num_tokens: int, *, join: Join | None = None, **fields: Any) -> Transfer:
+        """Submit a prompt; `fields` are those of its transfer."""
+        request = Transfer(transfer_id=name, token_ids=tuple(range(num_tokens)), join=join or self.join, **fields)
+        self.leader.submit(request)
         self.accepted.append(request)
         return request
 
@@ -113,12 +115,12 @@ class World:
         for rank in self.ranks:
             match message:
                 case StartRequest():
-                    assert message.request_id not in rank.unsent | rank.holding, "an id that a rank still knows"
+                    assert message.transfer_id not in rank.unsent | rank.holding, "an id that a rank still knows"
                     assert message.plan.layers_per_group == message.decode_incarnation, "cut as for another decode instance"
-                    rank.unsent.add(message.request_id)
-                    rank.holding.add(message.request_id)
-                    rank.aborted.discard(message.request_id)
-                    rank.computed.discard(message.request_id)
+                    rank.unsent.add(message.transfer_id)
+                    rank.holding.add(message.transfer_id)
+                    rank.aborted.discard(message.transfer_id)
+                    rank.computed.discard(message.transfer_id)
                 case CancelOutgoing():
                     rank.aborted.add(message.transfer_id)
                 case LoadPrefix():
@@ -178,7 +180,7 @@ class World:
 
     def fail_part(self, rank: int, name: str) -> None:
         self.ranks[rank].unsent.discard(name)
-        self.leader.on_failed(rank, TransferNotSent(transfer_id=name, reason="a session is lost"))
+        self.leader.on_not_sent(rank, TransferNotSent(transfer_id=name, reason="a session is lost", is_passing=True))
 
     def release(self, rank: int, name: str) -> None:
         self.ranks[rank].holding.discard(name)
@@ -204,7 +206,7 @@ class World:
 
     def assert_nothing_is_left(self) -> None:
         assert not self.broken
-        assert self.leader.num_in_flight == self.leader.num_queued == self.leader.num_running == 0
+        assert self.leader.num_transfers == self.leader.num_queued == self.leader.num_running == 0
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         self.scheduler.check_idle()
         assert not self.leader.request_ids and not self.steps
@@ -212,7 +214,7 @@ class World:
         for request in self.accepted:
             self.assert_told_once(request)
 
-    def assert_told_once(self, request: PromptRequest) -> None:
+    def assert_told_once(self, request: Transfer) -> None:
         told = told_of(request)
         *before, last = told
         assert isinstance(last, PromptSent | TransferError), told

@@ -10,6 +10,7 @@ import pytest
 from prefill_node import requests as requests_module
 from tests.prefill.leader_world import World, new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.connector import outgoing as outgoing_module
 from transfer.connector.decode_instances import Join, Reservation
 
 PAUSE_S, ROUNDED_UP_S, ANSWER_S = 0.05, 0.01, 0.002
@@ -48,4 +49,4 @@ def test_a_request_is_asked_about_twenty_times_a_second_at_most_whatever_wakes_t
             assert len(pauses_s) > 15 and all(ANSWER_S + PAUSE_S <= pause_s <= MOST_S for pause_s in pauses_s)
         await world.close()
 
-    run_in_virtual_time(main, monkeypatch, requests_module)
+    run_in_virtual_time(main, monkeypatch, requests_module, outgoing_module)

@@ -69,7 +69,7 @@ def test_a_chunk_is_computed_with_the_last_of_its_layers_here(
     )
     plan = ChunkPlan(chunk_tokens=16, layers_per_group=layers_per_group)
     worker.on_message(
-        StartRequest(request_id="r", decode_incarnation=2, num_tokens=16, start_token=0, plan=plan, sampling=SamplingParams())
+        StartRequest(transfer_id="r", decode_incarnation=2, num_tokens=16, start_token=0, plan=plan, sampling=SamplingParams())
     )
     worker.on_message(STEP)
     thread.run_next()

@@ -30,6 +30,7 @@ from transfer.layout import KVLayout, Shard
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.send.attach import DecodePeer
+from transfer.send.events import SentStats
 from transfer.storage.base import Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
@@ -97,7 +98,7 @@ class Rank:
             plan, num_tokens=NUM_TOKENS, num_layers=self.prompt.layout.num_layers, start_token=start_token
         )
         start = StartRequest(
-            request_id="a",
+            transfer_id="a",
             decode_incarnation=5,
             num_tokens=NUM_TOKENS,
             start_token=start_token,
@@ -155,12 +156,13 @@ class Rank:
     def assert_over(self) -> None:
         """Everything was told, and is given back."""
         assert sorted(self.sent) == [chunk.index for chunk in self.chunks]
-        self.worker.on_source_released("a")
+        self.worker.outgoing.on_source_released("a")
         self.assert_released()
 
     def assert_released(self) -> None:
         assert [type(message) for message in self.said].count(PagesReleased) == 1
         assert isinstance(self.said[-1], PagesReleased)
+        self.worker.outgoing.on_sent("a", SentStats())
         assert self.worker.check_idle() and not self.crashes
         self.allocator.check_invariants()
 
@@ -224,11 +226,11 @@ async def test_pages_of_what_is_given_up_are_kept_until_nothing_is_written_into_
         await until(lambda: store.num_calls)
         rank.worker.on_message(CancelOutgoing(transfer_id="a", reason="the client left"))
         if order == "gathers end first":
-            rank.worker.on_source_released("a")
+            rank.worker.outgoing.on_source_released("a")
             assert rank.said == []
         store.gate.set()
         await until(rank.loaded)
         if order == "load ends first":
             assert [type(message) for message in rank.said] == [PrefixLoaded]
-            rank.worker.on_source_released("a")
+            rank.worker.outgoing.on_source_released("a")
         rank.assert_released()

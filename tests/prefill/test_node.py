@@ -17,15 +17,15 @@ from node_runtime.daemon import Daemon, NodeState
 from node_runtime.rank_messages import StepFailed
 from prefill_node.node import PrefillNode
 from prefill_node.rank_messages import CODEC, PrefillStepPart, RunPrefillStep, check_step_fits
-from prefill_node.requests import PrefillRequests, PromptRequest
+from prefill_node.requests import PrefillRequests
 from tests.decode.leader_world import turns
 from tests.decode.local_nodes import LocalContext
 from tests.runtime.instances import hello, instance, prefill_config
 from transfer import chunk as chunk_module
 from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.messages import DecodeAttached
+from transfer.connector.outgoing import Transfer
 from transfer.control.base import MAX_PAYLOAD_BYTES
-from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferAborted
 from transfer.metrics import MetricsPage
 from transfer.pb import kvferry_pb2 as pb
@@ -93,7 +93,7 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
     monkeypatch.setattr(PeerChannel, "close", noted)
     joins = [await leader.joined(number, NOWHERE) for number in (1, 2)]
     with pytest.raises(PeerUnreachable):
-        await leader.node.reserve(joins[0], "a")
+        await leader.node.reserving.reserve(joins[0], "a", prefill_incarnation=1)
     leader.joins.leave(joins[0], PeerUnreachable("it left"))
     assert leader.node.reserving.addresses == (NOWHERE,), "the other join has that address as well"
     leader.joins.leave(joins[1], PeerUnreachable("it left"))
@@ -103,10 +103,11 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
 
 
 async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_that_id(leader: Leader) -> None:
-    join, following = await leader.joined(1), list[PromptRequest]()
+    join, following = await leader.joined(1), list[Transfer]()
 
     async def abort(*details: Any, **values: Any) -> None:
-        following.append(leader.requests.submit("a", (1, 2), 0, SamplingParams(), join))
+        following.append(Transfer(transfer_id="a", token_ids=(1, 2), join=join))
+        leader.requests.submit(following[0])
         raise RuntimeError("the call is over")
 
     reading = leader.prefill(SimpleNamespace(abort=abort, invocation_metadata=tuple))
@@ -127,7 +128,7 @@ async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader
     assert leader.requests.request_ids == ("a",)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    assert leader.requests.num_in_flight == 0
+    assert leader.requests.num_transfers == 0
     assert len(waits) == 1, "it has waited, and found no room"
 
 
@@ -135,9 +136,9 @@ async def test_a_salt_goes_with_its_request(leader: Leader, monkeypatch: pytest.
     await leader.joined(1)
     submit, salts = leader.requests.submit, list[str]()
 
-    def noted(*args: Any, cache_salt: str, **more: Any) -> PromptRequest:
-        salts.append(cache_salt)
-        return submit(*args, cache_salt=cache_salt, **more)
+    def noted(transfer: Transfer) -> None:
+        salts.append(transfer.cache_salt)
+        submit(transfer)
 
     monkeypatch.setattr(leader.requests, "submit", noted)
     reading = leader.prefill(cache_salt="é" * 128)
@@ -159,7 +160,7 @@ async def test_a_prompt_that_is_not_queued_counts_as_refused(leader: Leader, fie
     await leader.joined(1)
     with pytest.raises(grpc.aio.AioRpcError, match=complaint):
         await leader.prefill(**fields)
-    assert leader.requests.num_in_flight == 0
+    assert leader.requests.num_transfers == 0
     assert REFUSED.search(MetricsPage().render(leader.node.metrics.collect([]))[0].decode())
 
 
@@ -170,7 +171,7 @@ async def test_a_prompt_of_too_many_pieces_is_refused_before_it_is_queued(
     monkeypatch.setattr(chunk_module, "MAX_PIECES", 0)
     with pytest.raises(grpc.aio.AioRpcError, match=r"2 tokens .* layers are 2 chunks; a request on 1 routes can have 0"):
         await leader.prefill()
-    assert leader.requests.num_in_flight == 0
+    assert leader.requests.num_transfers == 0
 
 
 async def test_a_node_that_drains_takes_neither_prompts_nor_joins(leader: Leader) -> None:
@@ -188,7 +189,8 @@ async def test_a_group_that_broke_ends_its_requests_as_unreachable_and_one_faile
 ) -> None:
     lost: list[str] = []
     monkeypatch.setattr(leader.node, "lose", lost.append)
-    request = leader.requests.submit("a", (1, 2), 0, SamplingParams(), await leader.joined(1))
+    request = Transfer(transfer_id="a", token_ids=(1, 2), join=await leader.joined(1))
+    leader.requests.submit(request)
     failed = StepFailed(step=1, request_ids=("a",), reason="connection closed by peer", is_fatal=is_fatal)
     leader.node.ranks.on_message(0, failed)
     assert lost == (["rank 0: connection closed by peer"] if is_fatal else [])

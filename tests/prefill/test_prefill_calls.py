@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from transfer.connector.prefill_calls import EngineNote, Progress, PromptFirstToken, PromptSent, PromptStarted, prefill_events
+from transfer.connector.outgoing import EngineNote, Progress, PromptFirstToken, PromptSent, PromptStarted
+from transfer.connector.prefill_calls import prefill_events
 from transfer.errors import Preempted, TransferAborted, TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.send.events import SentStats

@@ -14,7 +14,7 @@ import pytest
 from prefill_node import requests as requests_module
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import LoadPrefix, PrefixLoaded, RunPrefillStep, StartRequest
-from prefill_node.requests import OnLoaded, OnTaskOver, PromptRequest
+from prefill_node.requests import OnLoaded, OnTaskOver
 from tests.decode.leader_world import turns
 from tests.prefill.leader_world import CHUNK, World, new_join
 from tests.prefill.stored_pages import prefix_of
@@ -22,9 +22,10 @@ from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance, until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
+from transfer.connector import outgoing as outgoing_module
 from transfer.connector.decode_instances import Join
 from transfer.connector.messages import CancelOutgoing
-from transfer.engine_types import SamplingParams
+from transfer.connector.outgoing import Transfer
 from transfer.errors import PeerUnreachable, TransferAborted
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
@@ -133,9 +134,8 @@ async def test_salts_keep_prompts_apart() -> None:
     async with opened(store_salt="node") as world:
         world.put(5, request_salt="tenant")
         for name, salt in (("a", "tenant"), ("b", "other")):
-            tokens = tuple(range(NUM_TOKENS))
-            world.accepted.append(world.leader.submit(name, tokens, 0, SamplingParams(), world.join, cache_salt=salt))
-            await until(lambda name=name: name in [m.request_id for m in world.sent if isinstance(m, StartRequest)])
+            world.submit(name, NUM_TOKENS, cache_salt=salt)
+            await until(lambda name=name: name in [m.transfer_id for m in world.sent if isinstance(m, StartRequest)])
             await until(lambda: world.orders() or world.steps)
             assert bool(world.orders()) is (name == "a")
             world.settle()
@@ -145,7 +145,7 @@ async def test_salts_keep_prompts_apart() -> None:
 
 @pytest.mark.parametrize("what", ["hangs", "raises"])
 async def test_a_store_that_fails_costs_its_deadline_and_no_request(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    clock, store = HandClock(monkeypatch, requests_module), MemoryStore()
+    clock, store = HandClock(monkeypatch, requests_module, outgoing_module), MemoryStore()
     async with opened(store) as world:
         world.put(5)
         if what == "hangs":
@@ -188,7 +188,7 @@ async def test_a_request_that_ends_while_it_is_loaded_is_released_once(when: str
         await turns()
         assert not world.computed()
         world.settle()
-        await until(lambda: not world.leader.num_in_flight)
+        await until(lambda: not world.leader.num_transfers)
         again = world.submit("a", NUM_TOKENS)  # the id is free, and what comes late of the first is not the second's
         await until(lambda: len(world.orders()) == (1 if when == "looked up" else 2))
         world.leader.on_prefix_loaded(0, PrefixLoaded(request_id="b", num_tokens=4))
@@ -197,13 +197,13 @@ async def test_a_request_that_ends_while_it_is_loaded_is_released_once(when: str
         world.assert_nothing_is_left()
 
 
-def end_request(world: Loading, request: PromptRequest, how: str) -> None:
+def end_request(world: Loading, request: Transfer, how: str) -> None:
     if how == "abort":
-        assert world.leader.abort(request.request_id, TransferAborted("gone"))
+        assert world.leader.abort(request.transfer_id, TransferAborted("gone"))
     elif how == "join":
         world.leader.abort_join(world.join, PeerUnreachable("decode is gone"))
     else:
-        world.fail_part(1, request.request_id)
+        world.fail_part(1, request.transfer_id)
 
 
 async def test_the_end_of_the_life_ends_loads_too() -> None:

@@ -15,8 +15,9 @@ from prefill_node.scheduler import STEPS_AHEAD
 from tests.decode.leader_world import take, turns
 from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join
 from tests.runtime.hand_clock import HandClock
+from transfer.connector import outgoing as outgoing_module
 from transfer.connector.messages import CancelOutgoing
-from transfer.connector.prefill_calls import PromptFirstToken, PromptSent, PromptStarted
+from transfer.connector.outgoing import PromptFirstToken, PromptSent, PromptStarted
 from transfer.errors import (
     EngineError,
     LocalProtocolError,
@@ -37,7 +38,7 @@ async def world() -> AsyncIterator[World]:
 
 @pytest.fixture
 async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    return HandClock(monkeypatch, requests_module)
+    return HandClock(monkeypatch, requests_module, outgoing_module)
 
 
 async def test_a_request_is_started_computed_in_cells_sent_and_forgotten(world: World) -> None:
@@ -54,7 +55,7 @@ async def test_a_request_is_started_computed_in_cells_sent_and_forgotten(world: 
     assert isinstance(sent, PromptSent)
     assert sorted((part.num_bytes, part.writes, part.transfer_s) for part in sent.stats) == [(10, 1, 0.5), (10, 1, 1.5)]
     assert world.outcomes == ["sent"]
-    assert world.leader.num_in_flight == 0
+    assert world.leader.num_transfers == 0
 
 
 async def test_pages_that_are_back_do_not_end_what_still_travels(world: World) -> None:
@@ -64,7 +65,7 @@ async def test_pages_that_are_back_do_not_end_what_still_travels(world: World) -
     for rank in range(2):
         world.release(rank, "a")
     assert world.scheduler.num_running == 0
-    assert world.leader.num_in_flight == world.leader.num_running == 1, "a drain must wait for its last bytes"
+    assert world.leader.num_transfers == world.leader.num_running == 1, "a drain must wait for its last bytes"
     world.settle()
     world.assert_nothing_is_left()
 
@@ -84,7 +85,7 @@ async def test_a_decode_instance_is_told_of_the_tokens_of_others_until_they_are_
     assert others() == [3, 16, 16, 19], "what is computed"
     world.settle()
     assert others() == [3, 0, 0, 3], "not what is sent"
-    world.leader.give_up(waiting, TransferAborted("given up"))
+    world.leader.fail(waiting, TransferAborted("given up"))
     assert others() == [0, 0, 0, 0]
     world.assert_nothing_is_left()
 
@@ -168,7 +169,7 @@ async def test_a_failed_step_fails_its_requests_and_the_others_go_on(
     assert type(error) is kind and error.spares_kv, "nobody knows whose fault it was"
     world.settle()
     assert sorted(world.outcomes) == ["failed", "sent"]
-    assert world.leader.num_in_flight == 0
+    assert world.leader.num_transfers == 0
 
 
 async def test_a_request_that_a_step_names_fails_alone_and_its_kv_is_blamed(world: World) -> None:
@@ -194,7 +195,7 @@ async def test_a_lost_session_fails_the_request_once_and_has_all_ranks_give_it_u
     assert [type(item) for item in take(request)] == [PromptStarted, PromptFirstToken, PeerUnreachable]
     assert sum(isinstance(message, CancelOutgoing) for message in world.sent) == 1
     world.settle()
-    assert world.outcomes == ["failed"] and world.leader.num_in_flight == 0
+    assert world.outcomes == ["failed"] and world.leader.num_transfers == 0
 
 
 async def test_an_id_is_free_again_only_when_no_rank_knows_it(world: World) -> None:
@@ -260,7 +261,7 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
     assert sorted(world.outcomes) == ["aborted", "failed", "failed"]
     for request in world.accepted:
         world.assert_told_once(request)
-    assert world.leader.num_in_flight == 0
+    assert world.leader.num_transfers == 0
 
 
 MOVES = ("submit", "turn", "step", "fail step", "send", "fail", "release", "abort", "refuse", "later", "lose join")
@@ -292,14 +293,14 @@ async def _play(moves: list[tuple[str, int]]) -> None:
             ):
                 world.release(rank, names[pick % len(names)])
             case "abort" if world.accepted:
-                world.leader.abort(world.accepted[pick % len(world.accepted)].request_id, TransferAborted("gone"))
+                world.leader.abort(world.accepted[pick % len(world.accepted)].transfer_id, TransferAborted("gone"))
             case "refuse" | "later":
                 world.answers[f"r{len(world.accepted)}"] = PeerUnreachable("no") if move == "refuse" else False
             case "lose join" if pick % 10 == 0:
                 world.leader.abort_join(world.join, PeerUnreachable("decode is gone"))
     world.answers.clear()
     async with asyncio.timeout(60):
-        while world.leader.num_in_flight:
+        while world.leader.num_transfers:
             world.settle()
             await asyncio.sleep(0)
     world.assert_nothing_is_left()

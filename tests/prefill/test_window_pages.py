@@ -15,11 +15,12 @@ from tests.prefill.workers import Sender, decode_peer, new_worker
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan
-from transfer.connector.messages import CancelOutgoing
+from transfer.connector.messages import CancelOutgoing, TransferNotSent
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.layer_groups import PageCounts
 from transfer.layout import routes
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.send.events import SentStats
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
 NEEDS = page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)
@@ -87,7 +88,7 @@ class Rank:
         for request_id in started:
             self.worker.on_message(
                 StartRequest(
-                    request_id=request_id,
+                    transfer_id=request_id,
                     decode_incarnation=1,
                     num_tokens=NUM_TOKENS,
                     start_token=0,
@@ -129,7 +130,8 @@ class Rank:
         """The last window of a prompt, and everything of the other layers."""
         tables = self.worker.tables_of(request_id)
         self.memory.read(request_id, tables, NUM_TOKENS, window_tokens=WINDOW_TOKENS)
-        self.worker.on_source_released(request_id)
+        self.worker.outgoing.on_source_released(request_id)
+        self.worker.outgoing.on_sent(request_id, SentStats())
 
     def released(self) -> list[str]:
         return [message.request_id for message in self.said if isinstance(message, PagesReleased)]
@@ -179,15 +181,18 @@ def test_an_abort_in_the_middle_gives_everything_back_once(num_steps_over: int, 
     rank.worker.on_message(CancelOutgoing(transfer_id="a", reason="the client left"))
     assert rank.sender.aborted == ["a"] and not rank.released()
     if order == "gathers end first":
-        rank.worker.on_source_released("a")
+        rank.worker.outgoing.on_source_released("a")
         assert not rank.released(), "steps that were sent still use its pages"
     while "a" not in rank.released() and len(rank.thread):
         rank.thread.run_next()
         rank.allocator.check_invariants()
     if order == "steps end first":
         assert not rank.released(), "a gather may still read its pages"
-        rank.worker.on_source_released("a")
+        rank.worker.outgoing.on_source_released("a")
     assert rank.released() == ["a"]
+    assert not any(isinstance(message, TransferNotSent) for message in rank.said), "its last bytes may still be under way"
+    rank.worker.outgoing.on_failed("a", "the client left")
+    assert rank.said[-1] == TransferNotSent(transfer_id="a", reason="the client left")
     rank.compute_all()
     rank.gather("b")
     assert rank.released() == ["a", "b"]

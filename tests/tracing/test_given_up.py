@@ -19,44 +19,12 @@ from tests.decode.local_nodes import LocalContext
 from tests.prefill.leader_world import World as PrefillWorld
 from tests.runtime.instances import decode_config, hello
 from tests.tracing.collector import Collector, listening
+from tests.tracing.told_span import ToldSpan
 from transfer.config import TracingConfig
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable, TransferAborted
 from transfer.metrics import MetricsPage
 from transfer.pb import kvferry_pb2 as pb
-from transfer.tracing import Span, Value
-
-
-class ToldSpan:
-    """A `Span` that keeps what it is told: its spans as name and error, open ones with None."""
-
-    def __init__(self, name: str = "root") -> None:
-        self.name = name
-        self.error: str | None = None
-        self.within: list[ToldSpan] = []
-        self.values: dict[str, Value] = {}
-        self.traceparent = ""
-
-    def begin(self, name: str, **attributes: Value) -> Span:
-        made = ToldSpan(name)
-        self.within.append(made)
-        return made
-
-    def record(self, name: str, *, begun_s: float, ended_s: float, error: str = "", **attributes: Value) -> None:
-        assert begun_s <= ended_s and self.error is None, "nothing is told of a span that is over"
-        self.within.append(ToldSpan(name))
-        self.within[-1].end(error)
-
-    def set(self, **attributes: Value) -> None:
-        self.values |= attributes
-
-    def end(self, error: str = "") -> None:
-        if self.error is None:
-            self.error = error
-
-    @property
-    def told(self) -> list[tuple[str, str | None]]:
-        return [(one.name, one.error) for one in self.within]
 
 
 @pytest.fixture
@@ -122,7 +90,7 @@ async def test_each_try_has_its_wait(decode: DecodeWorld) -> None:
 async def test_a_prompt_that_found_no_room_has_waited_in_vain(prefill: PrefillWorld) -> None:
     span = ToldSpan()
     prefill.answers["a"] = False
-    prefill.leader.submit("a", (1, 2, 3), 0, SamplingParams(), prefill.join, span=span)
+    prefill.submit("a", 3, span=span)
     async with asyncio.timeout(10):
         while not prefill.outcomes:
             await asyncio.sleep(0.01)
@@ -132,7 +100,7 @@ async def test_a_prompt_that_found_no_room_has_waited_in_vain(prefill: PrefillWo
 
 async def test_a_prompt_whose_step_fails_has_a_span_of_that(prefill: PrefillWorld) -> None:
     span = ToldSpan()
-    prefill.leader.submit("a", (1, 2, 3), 0, SamplingParams(), prefill.join, span=span)
+    prefill.submit("a", 3, span=span)
     await turns()
     prefill.fail_step()
     assert span.told == [("kvferry.queue", ""), ("kvferry.compute", "the engine failed")]

@@ -1,7 +1,8 @@
 """Move the KV of prompts between two instances, for daemons and for engines that load a connector.
 
-Leader: `outgoing` and `incoming` track the prompts that a connector's engine computes or fetches. `prefill_service` and
-`decode_service` serve the calls of the other tier for a connector; `prefill_calls` serves `Prefill` for daemons, too.
+Leader: `outgoing` tracks the transfers of a prefill side; `offered_prompts` adds the prompts of a connector's engine to it.
+`incoming` tracks the prompts that a connector's engine fetches. `prefill_service` and `decode_service` serve the calls of the
+other tier for a connector; `prefill_calls` serves `Prefill` for daemons, too.
 `decode_instances` and `prefill_nodes` track the joined instances.
 
 Rank: `outgoing_rank` and `incoming_rank` send and receive. `outgoing_sessions` and `incoming_sessions` keep the sessions.

@@ -70,17 +70,31 @@ class PromptWanted:
 class StartTransfer:
     """Begin to send the KV of a prompt; answer `TransferSent` or `TransferNotSent`.
 
+    Subclasses add the fields that one kind of engine needs.
+
     Args:
+        start_token: First token whose KV is sent.
+        plan: How the prompt is divided.
         traceparent: Span in which sending it lies; empty if it is not traced.
     """
 
     transfer_id: str
-    name: str
     decode_incarnation: int
     num_tokens: int
     start_token: int
     plan: ChunkPlan
     traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOffered(StartTransfer):
+    """Send a prompt that the engine was given, and schedules itself.
+
+    Args:
+        name: The engine's own for the prompt.
+    """
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +157,7 @@ class PromptIdle:
 
 OUTGOING_MESSAGES = (
     PromptWanted,
-    StartTransfer,
+    StartOffered,
     CancelOutgoing,
     ClosePrompt,
     FreePrompt,

@@ -1,8 +1,8 @@
-"""One rank of a connector's prefill side: it sends the KV of prompts that the engine computes as it likes.
+"""Send the KV of prompts from one prefill rank, for daemons and engines alike.
 
-The engine schedules, and owns its pages. It says which pages a prompt has and how much of it is computed (`progress`), and that
-it will say no more of it (`finish`). In return it is told when nothing reads those pages any more (`Free`): not before they may
-hold anything else. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.connector_rank`.
+The leader starts each transfer and decides its outcome for all ranks. A rank reports only its own part.
+`OutgoingRank` tracks the transfers. Its engine owns the pages and reports what is computed.
+`OfferedPages` is the engine of a connector: vLLM and SGLang schedule by themselves, and a prompt can have several attempts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import structlog
+from typing import Any, Protocol
 
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.connector.messages import (
@@ -21,6 +19,7 @@ from transfer.connector.messages import (
     FreePrompt,
     PromptIdle,
     PromptWanted,
+    StartOffered,
     StartTransfer,
     TransferNotSent,
     TransferSent,
@@ -32,9 +31,181 @@ from transfer.messages import clip_reason
 from transfer.send.events import SentStats
 from transfer.send.loop import SenderLoop
 
-log = structlog.get_logger(__name__)
-
 Tables = Sequence[Sequence[int]]
+
+
+class OutgoingEngine(Protocol):
+    """The owner of the pages that an `OutgoingRank` reads."""
+
+    def tables_of(self, transfer_id: str) -> Tables:
+        """See `transfer.send.loop.SenderOwner`."""
+        ...
+
+    def on_released(self, transfer_id: str) -> None:
+        """No gather of the transfer reads its pages any more; its last bytes may still be under way."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Outgoing:
+    message: StartTransfer
+    chunks: Chunks
+    num_reported: int = 0  # of them; they are in the order in which they are computed
+    is_reading: bool = True
+    reason: str = ""  # why it was cancelled here
+    is_preempted: bool = False
+
+
+class OutgoingRank:
+    """Send the transfers that the leader starts; implements `transfer.send.loop.SenderOwner`.
+
+    Args:
+        engine: Owns the pages that are read.
+        send: Called with each message to the leader.
+    """
+
+    def __init__(self, *, engine: OutgoingEngine, send: Callable[[object], None]) -> None:
+        self._engine = engine
+        self._send = send
+        self._outgoing: dict[str, _Outgoing] = {}  # by transfer, until it is sent or has failed
+        self._sender: SenderLoop
+        self._sessions: OutgoingSessions
+
+    def begin(self, sender: SenderLoop, sessions: OutgoingSessions) -> None:
+        """Take over what was opened with this rank as its owner."""
+        self._sender = sender
+        self._sessions = sessions
+
+    # What the leader says
+
+    def start(self, message: StartTransfer) -> bool:
+        """Ask for grants. Return False if the transfer cannot start: the leader is told why, and the engine is not called."""
+        transfer_id, peer = message.transfer_id, self._sessions.of(message.decode_incarnation)
+        if peer is None:
+            self._send(TransferNotSent(transfer_id=transfer_id, reason="the decode instance is gone", is_passing=True))
+            return False
+        chunks = split_into_chunks(
+            message.plan, num_tokens=message.num_tokens, num_layers=peer.layout.num_layers, start_token=message.start_token
+        )
+        self._outgoing[transfer_id] = _Outgoing(message=message, chunks=chunks)
+        self._sender.start_request(
+            peer.terms.request(
+                transfer_id,
+                plan=message.plan,
+                num_tokens=message.num_tokens,
+                start_token=message.start_token,
+                traceparent=message.traceparent,
+            )
+        )
+        return True
+
+    def cancel(self, transfer_id: str, reason: str, *, is_preempted: bool = False) -> None:
+        """Send nothing more of a transfer; no-op if it is over. The first reason is the one that the leader is told.
+
+        Args:
+            is_preempted: See `TransferNotSent`.
+        """
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is not None and not outgoing.reason:
+            outgoing.reason, outgoing.is_preempted = clip_reason(reason), is_preempted
+            self._sender.abort_request(transfer_id, outgoing.reason)
+
+    def on_message(self, message: Any) -> bool:
+        """Handle a message about sessions. Return False if the message is about something else."""
+        return self._sessions.on_message(message)
+
+    # What the engine says
+
+    def progress(
+        self, transfer_id: str, num_tokens: int, event: DeviceEvent | None = None, *, end_layer: int | None = None
+    ) -> bool:
+        """Report the chunks that are in the pool, to be gathered behind `event`; no-op if the transfer is over.
+
+        Args:
+            num_tokens: The prompt's first tokens that are computed.
+            end_layer: Layers below it are written; None means all of them.
+
+        Returns:
+            Whether all chunks of the transfer are computed.
+        """
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None:
+            return True
+        while outgoing.num_reported < len(outgoing.chunks) and not outgoing.reason:
+            chunk = outgoing.chunks[outgoing.num_reported]
+            if chunk.tokens.end > num_tokens or (end_layer is not None and chunk.layers.end > end_layer):
+                return False
+            outgoing.num_reported += 1
+            self._sender.chunk_computed(transfer_id, chunk.index, event)
+        return True
+
+    # What the sender says
+
+    def tables_of(self, request_id: str) -> Tables:
+        return self._engine.tables_of(request_id)
+
+    def on_source_released(self, request_id: str) -> None:
+        self._outgoing[request_id].is_reading = False
+        self._engine.on_released(request_id)
+
+    def on_sent(self, request_id: str, stats: SentStats) -> None:
+        del self._outgoing[request_id]
+        self._send(TransferSent(transfer_id=request_id, stats=stats))
+
+    def on_failed(self, request_id: str, reason: str) -> None:
+        outgoing = self._outgoing.pop(request_id)
+        self._send(
+            TransferNotSent(
+                transfer_id=request_id,
+                reason=outgoing.reason or reason,
+                is_passing=not outgoing.reason,
+                is_preempted=outgoing.is_preempted,
+            )
+        )
+
+    # Reports and end
+
+    def status(self) -> dict[str, Any]:
+        """Fields of the wire contract's RankStatus; `requests` are those of the sender."""
+        return {
+            "staging_slots_used": self._sender.num_slots_used,
+            "requests": self._sender.num_requests,
+            "sessions": self._sender.num_sessions,
+            "pending_transfers": self._sender.driver.num_watches,
+            "watermark_acks": self._sessions.num_acks,
+            "link_uses": self._sessions.link_uses(),
+            "dropped_messages": self._sender.num_dropped,
+        }
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._outgoing)
+
+    def started(self, transfer_id: str) -> StartTransfer:
+        """Return the message that started a transfer that is not over."""
+        return self._outgoing[transfer_id].message
+
+    def is_reading(self, transfer_id: str) -> bool:
+        """Whether something may read the transfer's pages."""
+        outgoing = self._outgoing.get(transfer_id)
+        return outgoing is not None and outgoing.is_reading
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer is known."""
+        return not self._outgoing and not self._sender.num_requests
+
+    def check_idle(self) -> bool:
+        """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
+        if not self.is_idle:
+            return False
+        self._sender.check_idle()
+        return True
+
+    async def close(self) -> None:
+        """End the sessions, then the sender."""
+        await self._sessions.close_all("the prefill side shuts down")
+        self._sender.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +247,8 @@ class _Source:
     tables: Tables = ()
     num_computed: int = 0
     event: DeviceEvent | None = None  # behind which `num_computed` tokens are in the pool
-    transfers: dict[str, _Transfer] = field(default_factory=dict)  # those that may still read
-    paused: list[asyncio.Future[None]] = field(default_factory=list)  # who waits until nothing reads
+    transfers: set[str] = field(default_factory=set)  # those that may still read
+    paused: list[asyncio.Future[None]] = field(default_factory=list)  # done when nothing reads
     wanted_from: int | None = None  # the token that a decode side asked for last
     is_finished: bool = False
     is_closed: bool = False
@@ -86,22 +257,15 @@ class _Source:
     failure: str = ""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Transfer:
-    """An attempt to send it."""
+class OfferedPages:
+    """Serve as `OutgoingEngine` of a connector: the engine reports the pages and the progress of each prompt by its name.
 
-    chunks: Chunks
-    num_told: int = 0  # of them; they are in the order of their tokens
-    reason: str = ""  # why it was ended here
-    is_preempted: bool = False
-
-
-class OutgoingRank:
-    """See the module's docstring; a `transfer.send.loop.SenderOwner`.
+    A prompt can have several attempts, one after the other or while the last bytes of an earlier one travel. Its pages are free
+    when the leader has closed it and no gather of any attempt reads them.
 
     Args:
         loop: The owner's.
-        send: To the leader.
+        send: Called with each message to the leader.
         on_news: Hears what the engine has to be told.
     """
 
@@ -112,19 +276,11 @@ class OutgoingRank:
         send: Callable[[object], None],
         on_news: Callable[[TransferEvent], None],
     ) -> None:
+        self.rank = OutgoingRank(engine=self, send=send)
         self._loop = loop
         self._send = send
         self._on_news = on_news
         self._sources: dict[str, _Source] = {}
-        self._names: dict[str, str] = {}  # transfer -> name, as long as the sender may ask for its tables
-        self._sending: set[str] = set()  # transfers that the sender knows; their last bytes travel when nothing reads any more
-        self._sender: SenderLoop
-        self._sessions: OutgoingSessions
-
-    def begin(self, sender: SenderLoop, sessions: OutgoingSessions) -> None:
-        """Take over what was opened with this rank as its owner."""
-        self._sender = sender
-        self._sessions = sessions
 
     # What the engine says
 
@@ -136,15 +292,13 @@ class OutgoingRank:
         """
         source = self._sources.setdefault(name, _Source())
         source.tables, source.num_computed, source.event = tables, num_computed, event
-        for transfer_id in list(source.transfers):
-            self._tell_computed(source, transfer_id)
+        self._report(source)
 
     def finish(self, name: str) -> None:
         """The engine is done with the prompt: no more `progress` of it follows."""
         source = self._sources.setdefault(name, _Source())
         source.is_finished = True
-        for transfer_id in list(source.transfers):
-            self._tell_computed(source, transfer_id)
+        self._report(source)
         self._free_if_over(name, source)
 
     def pause(self, name: str, reason: str) -> asyncio.Future[None]:
@@ -156,7 +310,7 @@ class OutgoingRank:
             return idle
         source.num_computed, source.event = 0, None
         source.paused.append(idle)
-        self._end_transfers(source, reason, is_preempted=True)
+        self._cancel_all(source, reason, is_preempted=True)
         self._on_reading_over(name, source)
         return idle
 
@@ -169,109 +323,65 @@ class OutgoingRank:
                 if source.wanted_from != message.start_token:  # else it is another attempt, which is no news
                     source.wanted_from = message.start_token
                     self._on_news(Wanted(name=message.name, start_token=message.start_token))
-            case StartTransfer():
+            case StartOffered():
                 self._start(message)
             case CancelOutgoing():
-                self._abort(message)
+                self.rank.cancel(message.transfer_id, message.reason)
             case ClosePrompt():
                 source = self._sources.setdefault(message.name, _Source())
                 source.is_closed, source.failure = True, message.reason
                 if message.reason and not source.is_finished:
                     self._on_news(GivenUp(name=message.name, failure=message.reason))
-                self._end_transfers(source, message.reason or "the prompt was given up")
+                self._cancel_all(source, message.reason or "the prompt was given up")
                 self._on_reading_over(message.name, source)
             case FreePrompt():
                 source = self._sources[message.name]
                 source.is_free = True
                 self._free_if_over(message.name, source)
             case _:
-                if not self._sessions.on_message(message):
+                if not self.rank.on_message(message):
                     raise LocalProtocolError(f"a connector's prefill rank cannot serve {type(message).__name__}")
 
-    def _start(self, message: StartTransfer) -> None:
-        peer = self._sessions.of(message.decode_incarnation)
+    def _start(self, message: StartOffered) -> None:
         source = self._sources.setdefault(message.name, _Source())
-        if peer is None or source.is_closed:
-            reason = "the decode instance is gone" if peer is None else "the prompt was given up"
-            self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason, is_passing=peer is None))
-            return
-        if message.transfer_id in self._sending:
-            # Ids are the decode side's choice. The sender, which knows each once, would take it for a bug of this process.
-            reason = "a transfer of that id is still under way; each attempt needs an id of its own"
-            self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason))
-            return
-        chunks = split_into_chunks(
-            message.plan, num_tokens=message.num_tokens, num_layers=peer.layout.num_layers, start_token=message.start_token
-        )
-        source.transfers[message.transfer_id] = _Transfer(chunks=chunks)
-        self._names[message.transfer_id] = message.name
-        self._sending.add(message.transfer_id)
-        self._sender.start_request(
-            peer.terms.request(
-                message.transfer_id,
-                plan=message.plan,
-                num_tokens=message.num_tokens,
-                start_token=message.start_token,
-                traceparent=message.traceparent,
-            )
-        )
-        if message.transfer_id in source.transfers:
-            self._tell_computed(source, message.transfer_id)
+        if source.is_closed:
+            self._send(TransferNotSent(transfer_id=message.transfer_id, reason="the prompt was given up"))
+        elif self.rank.start(message) and self.rank.is_reading(message.transfer_id):
+            source.transfers.add(message.transfer_id)
+            self._report(source)
 
-    def _tell_computed(self, source: _Source, transfer_id: str) -> None:
-        """Tell the sender of the chunks whose tokens are all there; give up what is never going to be."""
-        transfer = source.transfers[transfer_id]
-        while transfer.num_told < len(transfer.chunks) and not transfer.reason:
-            chunk = transfer.chunks[transfer.num_told]
-            if chunk.tokens.end > source.num_computed:
-                if source.is_finished:
-                    reason = (
-                        f"the prefill side's engine has ended the prompt with {source.num_computed} of "
-                        f"{transfer.chunks[-1].tokens.end} tokens computed"
-                    )
-                    self._end_transfer(source, transfer_id, reason)
-                return
-            transfer.num_told += 1
-            self._sender.chunk_computed(transfer_id, chunk.index, source.event)
+    # What the rank asks and says
 
-    def _abort(self, message: CancelOutgoing) -> None:
-        name = self._names.get(message.transfer_id)
-        if name is not None:
-            self._end_transfer(self._sources[name], message.transfer_id, message.reason)
+    def tables_of(self, transfer_id: str) -> Tables:
+        return self._sources[self._name_of(transfer_id)].tables
 
-    def _end_transfers(self, source: _Source, reason: str, *, is_preempted: bool = False) -> None:
-        for transfer_id in list(source.transfers):
-            self._end_transfer(source, transfer_id, reason, is_preempted=is_preempted)
-
-    def _end_transfer(self, source: _Source, transfer_id: str, reason: str, *, is_preempted: bool = False) -> None:
-        transfer = source.transfers[transfer_id]
-        if not transfer.reason:
-            transfer.reason, transfer.is_preempted = reason, is_preempted
-            self._sender.abort_request(transfer_id, clip_reason(reason))
-
-    # What the sender says
-
-    def tables_of(self, request_id: str) -> Tables:
-        return self._sources[self._names[request_id]].tables
-
-    def on_source_released(self, request_id: str) -> None:
-        name = self._names.pop(request_id)
+    def on_released(self, transfer_id: str) -> None:
+        """See `OutgoingEngine.on_released`."""
+        name = self._name_of(transfer_id)
         source = self._sources[name]
-        transfer = source.transfers.pop(request_id)
-        if transfer.reason:
-            # Its last writes may still be under way, of which `on_failed` hears; the reason is the better one here.
-            self._send(TransferNotSent(transfer_id=request_id, reason=transfer.reason, is_preempted=transfer.is_preempted))
+        source.transfers.discard(transfer_id)
         self._on_reading_over(name, source)
 
-    def on_sent(self, request_id: str, stats: SentStats) -> None:
-        self._sending.discard(request_id)
-        self._send(TransferSent(transfer_id=request_id, stats=stats))
-
-    def on_failed(self, request_id: str, reason: str) -> None:
-        self._sending.discard(request_id)
-        self._send(TransferNotSent(transfer_id=request_id, reason=reason, is_passing=True))
-
     # Inside
+
+    def _name_of(self, transfer_id: str) -> str:
+        message = self.rank.started(transfer_id)
+        assert isinstance(message, StartOffered), "a connector's rank starts nothing else"
+        return message.name
+
+    def _report(self, source: _Source) -> None:
+        """Report what is computed to each attempt; cancel those whose rest will never be."""
+        for transfer_id in list(source.transfers):
+            if not self.rank.progress(transfer_id, source.num_computed, source.event) and source.is_finished:
+                num_tokens = self.rank.started(transfer_id).num_tokens
+                reason = (
+                    f"the prefill side's engine has ended the prompt with {source.num_computed} of {num_tokens} tokens computed"
+                )
+                self.rank.cancel(transfer_id, reason)
+
+    def _cancel_all(self, source: _Source, reason: str, *, is_preempted: bool = False) -> None:
+        for transfer_id in list(source.transfers):
+            self.rank.cancel(transfer_id, reason, is_preempted=is_preempted)
 
     def _on_reading_over(self, name: str, source: _Source) -> None:
         """Perhaps nothing reads its pages any more."""
@@ -294,32 +404,21 @@ class OutgoingRank:
 
     def status(self) -> dict[str, Any]:
         """Fields of the wire contract's RankStatus."""
-        return {
-            "staging_slots_used": self._sender.num_slots_used,
-            "requests": len(self._sources) + self._sender.num_requests,
-            "sessions": self._sender.num_sessions,
-            "pending_transfers": self._sender.driver.num_watches,
-            "watermark_acks": self._sessions.num_acks,
-            "link_uses": self._sessions.link_uses(),
-            "dropped_messages": self._sender.num_dropped,
-        }
+        status = self.rank.status()
+        return status | {"requests": len(self._sources) + status["requests"]}
 
     @property
     def num_transfers(self) -> int:
-        return len(self._names)
+        return self.rank.num_transfers
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is known of any prompt."""
-        return not self._sources and not self._sender.num_requests
+        return not self._sources and self.rank.is_idle
 
     def check_idle(self) -> bool:
-        """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
-        if not self.is_idle:
-            return False
-        self._sender.check_idle()
-        return True
+        """See `OutgoingRank.check_idle`."""
+        return not self._sources and self.rank.check_idle()
 
     async def close(self) -> None:
-        await self._sessions.close_all("the prefill side's engine shuts down")
-        self._sender.close()
+        await self.rank.close()

@@ -1,75 +1,41 @@
-"""Check a `Prefill` call and return its events to the caller; used by every prefill leader."""
+"""Serve the calls of decode instances in the leader of a prefill side, for daemons and engines alike."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn
 
 import grpc
+import structlog
 
 from transfer.chunk import check_num_pieces
+from transfer.config import ConnectorConfig, PrefillNodeConfig
 from transfer.connector.decode_instances import DecodeInstances, Join
+from transfer.connector.join_service import JoinService
+from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
+from transfer.connector.outgoing import EngineNote, OutgoingTransfers, PromptFirstToken, PromptSent, PromptStarted, Transfer
 from transfer.connector.prompt import check_cache_salt, checked_prompt
+from transfer.connector.rank_report import RankReady
+from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import ConfigError, PeerUnreachable, Preempted, TransferAborted, TransferError
 from transfer.instance import Instance
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
+from transfer.refusals import say_request_refused, without_request
+from transfer.registry.convert import sampling_from_proto
 from transfer.registry.status import end_with
 from transfer.send.events import SentStats
-from transfer.tracing import Span, Tracer, traceparent_in
+from transfer.sizes import Cut, choose_cut
+from transfer.tracing import Tracer, traceparent_in
 
 MAX_ID_CHARS = 128
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptStarted:
-    """Room is reserved on the decode side, and the ranks have been told."""
-
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineNote:
-    """What the engine has to tell the decode side's."""
-
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptFirstToken:
-    token_id: int
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSent:
-    """All KV has arrived. `stats` has the statistics of each rank."""
-
-    stats: tuple[SentStats, ...]
-
-
-Progress = PromptStarted | EngineNote | PromptFirstToken | PromptSent | TransferError
-"""Progress events for the caller, in order. The last one is `PromptSent` or an error."""
-
-
-class CalledPrompt(Protocol):
-    """The prompt of a `Prefill` call."""
-
-    @property
-    def progress(self) -> asyncio.Queue[Progress]: ...
-
-    @property
-    def queued_s(self) -> float:
-        """When it was accepted, by the monotonic clock."""
-        ...
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the decode side has reserved room and the ranks were sent the request."""
-        ...
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +52,8 @@ class PromptChecks:
     max_context_tokens: int
     vocab_size: int
 
-    def check(self, request: pb.PrefillRequest, joins: DecodeInstances) -> tuple[tuple[int, ...], Join]:
-        """Return the prompt's tokens and the decode instance that asks for it.
+    def check(self, request: pb.PrefillRequest, joins: DecodeInstances) -> Transfer:
+        """Return the transfer that the call asks for.
 
         Raises:
             ConfigError: A field is missing, too long or out of range.
@@ -96,6 +62,8 @@ class PromptChecks:
         """
         if not 1 <= len(request.request_id) <= MAX_ID_CHARS:
             raise ConfigError(f"request_id has {len(request.request_id)} characters; it must have 1 to {MAX_ID_CHARS}")
+        if len(request.engine_request) > MAX_ID_CHARS:
+            raise ConfigError(f"engine_request has {len(request.engine_request)} characters; it can have {MAX_ID_CHARS}")
         check_cache_salt(request.cache_salt)
         token_ids = checked_prompt(request.token_ids, max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size)
         if request.start_token >= len(token_ids):
@@ -107,20 +75,127 @@ class PromptChecks:
         check_num_pieces(
             join.plan, own.layout, own.shard, decode.shard, num_tokens=len(token_ids), start_token=request.start_token
         )
-        return token_ids, join
+        return Transfer(
+            transfer_id=request.request_id,
+            token_ids=token_ids,
+            join=join,
+            start_token=request.start_token,
+            sampling=sampling_from_proto(request.sampling),
+            cache_salt=request.cache_salt,
+            engine_request=request.engine_request,
+        )
 
 
-def begin_prefill_span(
-    tracer: Tracer | None, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
-) -> Span | None:
-    """Begin the span of a call that the decode side traces; None for others: a trace of its own would tell half of a request."""
-    if tracer is None or not (told := traceparent_in(context.invocation_metadata())):
-        return None
-    return tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
+class PrefillCalls:
+    """Serve the calls and the joins of decode instances in one life of a prefill instance's ranks.
+
+    Args:
+        hello: What rank 0 said of itself.
+        num_ranks: Ranks of this instance.
+        config: Says how prompts are divided.
+        broadcast: Sends a message to every rank.
+        requests: Accepts the transfers.
+        reserve_client: Keeps a channel to the leader of each joined instance.
+        metrics: Count the calls.
+        tracer: Records the spans of calls whose caller traces them; None if this instance does not trace.
+    """
+
+    def __init__(
+        self,
+        *,
+        hello: RankReady,
+        num_ranks: int,
+        config: PrefillNodeConfig | ConnectorConfig,
+        broadcast: Callable[[object], None],
+        requests: OutgoingTransfers,
+        reserve_client: ReserveClient,
+        metrics: NodeMetrics,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._own = hello.instance
+        self._checks = PromptChecks(own=hello.instance, max_context_tokens=hello.max_context_tokens, vocab_size=hello.vocab_size)
+        self._config = config
+        self._requests = requests
+        self._reserve_client = reserve_client
+        self._metrics = metrics
+        self._tracer = tracer
+        self._refused = LogRateLimiter()
+        self.joins = DecodeInstances(num_ranks, broadcast, self._on_join_lost, self._cut_of)
+        """The decode instances that may call."""
+
+    def _cut_of(self, join: Join) -> Cut:
+        config = self._config
+        return choose_cut(config.chunk, self._own, join.instance, join.links, join.ring_bytes, device=config.device)
+
+    def _on_join_lost(self, join: Join, error: TransferError) -> None:
+        log.warning("decode_instance_lost", address=join.address, reason=str(error))
+        self._requests.abort_join(join, error)
+        if all(other.address != join.address for other in self.joins):
+            self._reserve_client.forget_address(join.address)
+
+    def on_rank_message(self, rank: int, message: Any) -> bool:
+        """Handle a message that ranks of daemons and connectors send. Return False if it is another one."""
+        match message:
+            case TransferSent():
+                self._requests.on_sent(rank, message)
+            case TransferNotSent():
+                self._requests.on_not_sent(rank, message)
+            case DecodeAttached():
+                self.joins.on_attached(rank, message)
+            case DecodeLost():
+                self.joins.on_rank_lost(rank, message)
+            case _:
+                return False
+        return True
+
+    def join(
+        self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any], service: JoinService
+    ) -> AsyncGenerator[pb.JoinEvent, None]:
+        """Return the events of a `PrefillControl.Join` call. The caller must close the iterator (`contextlib.aclosing`)."""
+        return service.events(
+            request,
+            context,
+            own=self._own,
+            joins=self.joins,
+            is_idle=self._requests.is_idle,
+            others_tokens=self._requests.others_tokens,
+        )
+
+    async def prefill(
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[pb.PrefillEvent, None]:
+        """Yield the events of a `PrefillControl.Prefill` call, or end it if the prompt is refused; close it as `join`."""
+        span = None
+        if self._tracer is not None and (told := traceparent_in(context.invocation_metadata())):
+            # Only what a decode node traces; a trace of its own would tell half of a request.
+            span = self._tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
+        try:
+            transfer = self._checks.check(request, self.joins)
+            transfer.span = span
+            self._requests.submit(transfer)
+        except TransferError as error:
+            if span is not None:
+                span.end(without_request(error))
+            await self.refuse(error, context)
+        self._metrics.counter("prompt_tokens").inc(len(transfer.token_ids))
+        give_up = partial(self._requests.fail, transfer)
+        try:
+            async with contextlib.aclosing(prefill_events(transfer, context, give_up=give_up, metrics=self._metrics)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if span is not None:
+                span.end()  # unless what failed it has ended it
+
+    async def refuse(self, error: TransferError, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        """End the call of a prompt that is not accepted, and count it."""
+        self._metrics.request_ended("refused")
+        say_request_refused(error, self._refused)
+        await end_with(context, error)
 
 
 async def prefill_events(
-    prompt: CalledPrompt,
+    prompt: Transfer,
     context: grpc.aio.ServicerContext[Any, Any],
     *,
     give_up: Callable[[TransferError], None],
