@@ -186,19 +186,41 @@ class PrefillRequest(_message.Message):
     cache_salt: str
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., start_token: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., engine_request: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
+class PrefillMessage(_message.Message):
+    __slots__ = ("request", "room")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    request: PrefillRequest
+    room: PrefillRoom
+    def __init__(self, request: _Optional[_Union[PrefillRequest, _Mapping]] = ..., room: _Optional[_Union[PrefillRoom, _Mapping]] = ...) -> None: ...
+
+class PrefillRoom(_message.Message):
+    __slots__ = ("start_token",)
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    start_token: int
+    def __init__(self, start_token: _Optional[int] = ...) -> None: ...
+
 class PrefillEvent(_message.Message):
-    __slots__ = ("started", "first_token", "sent", "note", "preempted")
+    __slots__ = ("started", "first_token", "sent", "note", "preempted", "room_wanted")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    ROOM_WANTED_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     first_token: FirstToken
     sent: PrefillSent
     note: EngineNote
     preempted: PrefillPreempted
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ..., note: _Optional[_Union[EngineNote, _Mapping]] = ..., preempted: _Optional[_Union[PrefillPreempted, _Mapping]] = ...) -> None: ...
+    room_wanted: PrefillRoomWanted
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ..., note: _Optional[_Union[EngineNote, _Mapping]] = ..., preempted: _Optional[_Union[PrefillPreempted, _Mapping]] = ..., room_wanted: _Optional[_Union[PrefillRoomWanted, _Mapping]] = ...) -> None: ...
+
+class PrefillRoomWanted(_message.Message):
+    __slots__ = ("chunk_plan",)
+    CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
+    chunk_plan: ChunkPlanInfo
+    def __init__(self, chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ...) -> None: ...
 
 class PrefillPreempted(_message.Message):
     __slots__ = ()

@@ -413,6 +413,11 @@ class PrefillControlStub(object):
                 request_serializer=transfer_dot_pb_dot_kvferry__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.PrefillIntoRoom = channel.stream_stream(
+                '/kvferry.v1.PrefillControl/PrefillIntoRoom',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.PrefillMessage.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/kvferry.v1.PrefillControl/Abort',
                 request_serializer=transfer_dot_pb_dot_kvferry__pb2.AbortRequest.SerializeToString,
@@ -461,6 +466,17 @@ class PrefillControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrefillIntoRoom(self, request_iterator, context):
+        """As `Prefill`, but the decode side gives room in the same stream, and nobody calls `Reserve`. The first message has `request`.
+        When this side could begin, it sends `room_wanted` once; the decode side answers with `room` when it has room, however long
+        that takes. Only between sides with the capability "room_in_stream".
+
+        Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Give a request up. OK also when it is unknown or over (`found` says which).
 
@@ -497,6 +513,11 @@ def add_PrefillControlServicer_to_server(servicer, server):
             'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=transfer_dot_pb_dot_kvferry__pb2.PrefillRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.SerializeToString,
+            ),
+            'PrefillIntoRoom': grpc.stream_stream_rpc_method_handler(
+                    servicer.PrefillIntoRoom,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.PrefillMessage.FromString,
                     response_serializer=transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
@@ -569,6 +590,33 @@ class PrefillControl(object):
             target,
             '/kvferry.v1.PrefillControl/Prefill',
             transfer_dot_pb_dot_kvferry__pb2.PrefillRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefillIntoRoom(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvferry.v1.PrefillControl/PrefillIntoRoom',
+            transfer_dot_pb_dot_kvferry__pb2.PrefillMessage.SerializeToString,
             transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.FromString,
             options,
             channel_credentials,

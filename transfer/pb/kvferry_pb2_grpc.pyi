@@ -297,6 +297,17 @@ class PrefillControlStub:
     failed.
     """
 
+    PrefillIntoRoom: grpc.StreamStreamMultiCallable[
+        transfer.pb.kvferry_pb2.PrefillMessage,
+        transfer.pb.kvferry_pb2.PrefillEvent,
+    ]
+    """As `Prefill`, but the decode side gives room in the same stream, and nobody calls `Reserve`. The first message has `request`.
+    When this side could begin, it sends `room_wanted` once; the decode side answers with `room` when it has room, however long
+    that takes. Only between sides with the capability "room_in_stream".
+
+    Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
+    """
+
     Abort: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
@@ -349,6 +360,17 @@ class PrefillControlAsyncStub:
     RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
     the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
     failed.
+    """
+
+    PrefillIntoRoom: grpc.aio.StreamStreamMultiCallable[
+        transfer.pb.kvferry_pb2.PrefillMessage,
+        transfer.pb.kvferry_pb2.PrefillEvent,
+    ]
+    """As `Prefill`, but the decode side gives room in the same stream, and nobody calls `Reserve`. The first message has `request`.
+    When this side could begin, it sends `room_wanted` once; the decode side answers with `room` when it has room, however long
+    that takes. Only between sides with the capability "room_in_stream".
+
+    Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -407,6 +429,19 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
         the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
         failed.
+        """
+
+    @abc.abstractmethod
+    def PrefillIntoRoom(
+        self,
+        request_iterator: _MaybeAsyncIterator[transfer.pb.kvferry_pb2.PrefillMessage],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[transfer.pb.kvferry_pb2.PrefillEvent], collections.abc.AsyncIterator[transfer.pb.kvferry_pb2.PrefillEvent]]:
+        """As `Prefill`, but the decode side gives room in the same stream, and nobody calls `Reserve`. The first message has `request`.
+        When this side could begin, it sends `room_wanted` once; the decode side answers with `room` when it has room, however long
+        that takes. Only between sides with the capability "room_in_stream".
+
+        Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
         """
 
     @abc.abstractmethod

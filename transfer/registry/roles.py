@@ -33,6 +33,7 @@ METHOD_ROLES: Final[dict[str, frozenset[CallerRole]]] = {
     # A decode node's part; it may also give up a transfer that it asked for.
     "/kvferry.v1.PrefillControl/Join": _PEER,
     "/kvferry.v1.PrefillControl/Prefill": _PEER,
+    "/kvferry.v1.PrefillControl/PrefillIntoRoom": _PEER,
     "/kvferry.v1.PrefillControl/Abort": _BOTH,
     "/kvferry.v1.PrefillControl/Status": _CLIENT,
     "/kvferry.v1.PrefillControl/Drain": _CLIENT,
