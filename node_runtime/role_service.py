@@ -62,7 +62,7 @@ class RoleServices:
         name: str = method.name
         if name in _SERVICES["NodeControl"].methods_by_name and method.full_name not in _OF_PEERS:
             role = None  # an operator's: it does the same whatever the node is
-        assert not method.client_streaming, f"{name} takes a stream; no leader of a node has such a method"
+        assert method.server_streaming or not method.client_streaming, f"{name} has a stream of requests and one answer"
 
         async def target(context: grpc.aio.ServicerContext[Any, Any]) -> Callable[..., Any]:
             if role is not None and self.leader.config.role != role:

@@ -210,3 +210,11 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         async with contextlib.aclosing(life.calls.prefill(request, context)) as events:
             async for event in events:
                 yield event
+
+    async def PrefillIntoRoom(
+        self, request_iterator: AsyncIterator[pb.PrefillMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        life = await self._life_for_request(context)
+        async with contextlib.aclosing(life.calls.prefill_into_room(request_iterator, context)) as events:
+            async for event in events:
+                yield event

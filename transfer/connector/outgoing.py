@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, StartTransfer, TransferNotSent, TransferSent
 from transfer.connector.request_view import RequestView
@@ -30,6 +31,13 @@ RETRY_RESERVE_S: Final = 0.05
 
 PAUSES_END_EVERY_S: Final = 0.01
 """Pauses end together, on multiples of this: after each pause, a daemon checks all waiting requests, which can be thousands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomWanted:
+    """The prompt could begin, and waits for room on the decode side. `plan` says how it is divided."""
+
+    plan: ChunkPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,7 @@ class PromptSent:
     stats: tuple[SentStats, ...]
 
 
-Progress = PromptStarted | EngineNote | PromptFirstToken | PromptSent | TransferError
+Progress = RoomWanted | PromptStarted | EngineNote | PromptFirstToken | PromptSent | TransferError
 """Progress events for the caller, in order. The last one is `PromptSent` or an error."""
 
 
@@ -73,6 +81,7 @@ class Transfer:
         sampling: How the first token is chosen, if the prompt is computed for this transfer.
         cache_salt: Stored KV is shared only with prompts of the same salt.
         span: Span of the call, which its caller ends; None if it is not traced.
+        room: Result of `RoomWanted`, which its caller sets. None means that the decode leader is asked with `Reserve`.
         queued_s: When it was accepted, by the monotonic clock.
     """
 
@@ -84,10 +93,12 @@ class Transfer:
     cache_salt: str = ""
     engine_request: str = ""
     span: Span | None = None
+    room: asyncio.Future[Reservation] | None = None
     queued_s: float = field(default_factory=lambda: time.monotonic())
     started_s: float | None = None
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
     is_only_attempt: bool = True  # the prompt is computed for this transfer, and ends with it
+    is_room_wanted: bool = False  # `RoomWanted` was reported
     is_computed: bool = False
     is_over: bool = False  # its caller has the last event; ranks may still be busy with it
     unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
@@ -257,12 +268,19 @@ class OutgoingTransfers:
     # The way of a transfer
 
     async def _reserve_room(self, transfer: Transfer) -> bool:
-        """Ask the decode leader once; False is "not yet", and comes after a pause.
+        """Ask the decode leader for room. False means "not yet", and comes after a pause.
+
+        Where the caller gives room itself, the result is True, however long that takes.
 
         Raises:
             TransferError: It cannot be asked, or its answer fails the transfer.
         """
-        answer = await self._reserve(transfer.join, transfer.transfer_id)
+        if transfer.room is None:
+            answer = await self._reserve(transfer.join, transfer.transfer_id)
+        else:
+            transfer.is_room_wanted = True
+            transfer.progress.put_nowait(RoomWanted(plan=transfer.join.plan))
+            answer = await transfer.room
         if not answer.is_reserved:
             await asyncio.sleep(_pause_s())
         elif answer.start_token is not None:
@@ -332,6 +350,8 @@ class OutgoingTransfers:
 
     def _end(self, transfer: Transfer, error: TransferError) -> None:
         transfer.is_over = True
+        if transfer.room is not None:
+            transfer.room.cancel()  # and with it the task that waits for it
         transfer.progress.put_nowait(error)
         self._on_outcome(outcome_of(error))
         self._on_given_up(error)
@@ -369,7 +389,7 @@ def _checked_start_token(transfer: Transfer, start_token: int) -> int:
     """Raises RemoteProtocolError for one that the decode side must not tell."""
     if not transfer.start_token <= start_token < len(transfer.token_ids):
         raise RemoteProtocolError(
-            f"{transfer.join.address} told start_token {start_token} in Reserve; it must be at least the request's "
+            f"{transfer.join.address} gave room with start_token {start_token}; it must be at least the request's "
             f"{transfer.start_token} and below the prompt's {len(transfer.token_ids)} tokens"
         )
     return start_token

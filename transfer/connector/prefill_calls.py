@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -14,20 +15,29 @@ import structlog
 
 from transfer.chunk import check_num_pieces
 from transfer.config import ConnectorConfig, PrefillNodeConfig
-from transfer.connector.decode_instances import DecodeInstances, Join
+from transfer.connector.decode_instances import DecodeInstances, Join, Reservation
+from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService
 from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
-from transfer.connector.outgoing import EngineNote, OutgoingTransfers, PromptFirstToken, PromptSent, PromptStarted, Transfer
+from transfer.connector.outgoing import (
+    EngineNote,
+    OutgoingTransfers,
+    PromptFirstToken,
+    PromptSent,
+    PromptStarted,
+    RoomWanted,
+    Transfer,
+)
 from transfer.connector.prompt import check_cache_salt, checked_prompt
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
-from transfer.errors import ConfigError, PeerUnreachable, Preempted, TransferAborted, TransferError
+from transfer.errors import ConfigError, NodeDraining, PeerUnreachable, Preempted, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.refusals import say_request_refused, without_request
-from transfer.registry.convert import sampling_from_proto
+from transfer.registry.convert import chunk_plan_to_proto, sampling_from_proto
 from transfer.registry.status import end_with
 from transfer.send.events import SentStats
 from transfer.sizes import Cut, choose_cut
@@ -98,6 +108,7 @@ class PrefillCalls:
         reserve_client: Keeps a channel to the leader of each joined instance.
         metrics: Count the calls.
         tracer: Records the spans of calls whose caller traces them; None if this instance does not trace.
+        draining: While it is on, prompts that would be computed for the call alone are refused. None refuses nothing here.
     """
 
     def __init__(
@@ -111,6 +122,7 @@ class PrefillCalls:
         reserve_client: ReserveClient,
         metrics: NodeMetrics,
         tracer: Tracer | None = None,
+        draining: Draining | None = None,
     ) -> None:
         self._own = hello.instance
         self._checks = PromptChecks(own=hello.instance, max_context_tokens=hello.max_context_tokens, vocab_size=hello.vocab_size)
@@ -119,6 +131,7 @@ class PrefillCalls:
         self._reserve_client = reserve_client
         self._metrics = metrics
         self._tracer = tracer
+        self._draining = draining
         self._refused = LogRateLimiter()
         self.joins = DecodeInstances(num_ranks, broadcast, self._on_join_lost, self._cut_of)
         """The decode instances that may call."""
@@ -161,17 +174,39 @@ class PrefillCalls:
             others_tokens=self._requests.others_tokens,
         )
 
-    async def prefill(
-        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    async def prefill_into_room(
+        self, messages: AsyncIterator[pb.PrefillMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[pb.PrefillEvent, None]:
-        """Yield the events of a `PrefillControl.Prefill` call, or end it if the prompt is refused; close it as `join`."""
+        """Yield the events of a `PrefillControl.PrefillIntoRoom` call; as `prefill`, but the caller gives room in `messages`."""
+        first = await anext(messages, None)
+        if first is None or not first.HasField("request"):
+            await self.refuse(ConfigError("the first message of PrefillIntoRoom must have request"), context)
+        async with contextlib.aclosing(self.prefill(first.request, context, messages)) as events:
+            async for event in events:
+                yield event
+
+    async def prefill(
+        self,
+        request: pb.PrefillRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+        messages: AsyncIterator[pb.PrefillMessage] | None = None,
+    ) -> AsyncGenerator[pb.PrefillEvent, None]:
+        """Yield the events of a `PrefillControl.Prefill` call, or end it if the prompt is refused; close it as `join`.
+
+        Args:
+            messages: What the caller says besides; None means that it is asked for room with `Reserve`.
+        """
         span = None
         if self._tracer is not None and (told := traceparent_in(context.invocation_metadata())):
             # Only what a decode node traces; a trace of its own would tell half of a request.
             span = self._tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
         try:
+            if self._draining is not None and self._draining.is_on and not request.engine_request:
+                raise NodeDraining("the prefill side is draining")
             transfer = self._checks.check(request, self.joins)
             transfer.span = span
+            if messages is not None:
+                transfer.room = asyncio.get_running_loop().create_future()
             self._requests.submit(transfer)
         except TransferError as error:
             if span is not None:
@@ -179,13 +214,28 @@ class PrefillCalls:
             await self.refuse(error, context)
         self._metrics.counter("prompt_tokens").inc(len(transfer.token_ids))
         give_up = partial(self._requests.fail, transfer)
+        reading = None if messages is None else asyncio.ensure_future(self._read_room(transfer, messages))
         try:
             async with contextlib.aclosing(prefill_events(transfer, context, give_up=give_up, metrics=self._metrics)) as events:
                 async for event in events:
                     yield event
         finally:
+            if reading is not None:
+                reading.cancel()
             if span is not None:
                 span.end()  # unless what failed it has ended it
+
+    async def _read_room(self, transfer: Transfer, messages: AsyncIterator[pb.PrefillMessage]) -> None:
+        """Take the room that the caller gives. A message that is out of order fails the transfer."""
+        assert transfer.room is not None
+        try:
+            async for message in messages:
+                if not (message.HasField("room") and transfer.is_room_wanted) or transfer.room.done():
+                    raise ConfigError("PrefillIntoRoom takes one message after the first: room, once room_wanted was sent")
+                start_token = message.room.start_token if message.room.HasField("start_token") else None
+                transfer.room.set_result(Reservation(is_reserved=True, start_token=start_token))
+        except TransferError as error:
+            self._requests.fail(transfer, error)
 
     async def refuse(self, error: TransferError, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
         """End the call of a prompt that is not accepted, and count it."""
@@ -209,6 +259,9 @@ async def prefill_events(
     try:
         while True:
             match await prompt.progress.get():
+                case RoomWanted(plan=plan):
+                    wanted = pb.PrefillRoomWanted(chunk_plan=chunk_plan_to_proto(plan))
+                    yield pb.PrefillEvent(room_wanted=wanted)
                 case PromptStarted(queue_s=queue_s):
                     metrics.histogram("queue_seconds").observe(queue_s)
                     yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=queue_s))

@@ -87,6 +87,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
             reserve_client=self._reserve_client,
             metrics=self.metrics,
             tracer=tracer,
+            draining=draining,
         )
         self._joins = self._calls.joins
 
@@ -168,8 +169,13 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
-        if self._draining.is_on and not request.engine_request:  # others finish a prompt that the engine has
-            await self._calls.refuse(NodeDraining("the prefill side is draining"), context)
         async with contextlib.aclosing(self._calls.prefill(request, context)) as events:
+            async for event in events:
+                yield event
+
+    async def PrefillIntoRoom(
+        self, request_iterator: AsyncIterator[pb.PrefillMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        async with contextlib.aclosing(self._calls.prefill_into_room(request_iterator, context)) as events:
             async for event in events:
                 yield event
