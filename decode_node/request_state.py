@@ -13,9 +13,9 @@ from typing import Final
 
 from decode_node.offload.tiers import Prompt
 from decode_node.text import TextStream
-from node_runtime.request_view import RequestView
 from transfer.breaker import Permit
 from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.request_view import RequestView
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb

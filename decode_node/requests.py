@@ -21,13 +21,13 @@ from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequ
 from decode_node.request_state import Attempt, Done, GenerationRequest, GenerationStage, Observer, Tokens
 from decode_node.text import TextCodec
 from node_runtime.rank_messages import StepFailed
-from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from transfer.breaker import Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
 from transfer.connector.messages import CancelIncoming, TransferBroken, TransferExpected
 from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.request_view import RequestView
 from transfer.connector.retry_rules import is_retried, verdict_of
 from transfer.engine_types import SamplingParams
 from transfer.errors import (

@@ -23,13 +23,13 @@ from node_runtime.peer_look_client import PeerLook
 from node_runtime.preloading import preloaded_modules
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_worker import RankSpec
-from node_runtime.request_view import RequestView
 from node_runtime.role_service import RoleServices, service_of
 from node_runtime.status_page import MAX_REQUESTS, Picture, StatusPage
 from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor
 from transfer.config import NodeConfig
 from transfer.connector.draining import Draining, DrainReason
 from transfer.connector.rank_report import RankMemory
+from transfer.connector.request_view import RequestView
 from transfer.errors import ConfigError, NodeDraining, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.log_rate_limiter import LogRateLimiter

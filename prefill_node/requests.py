@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import structlog
 
 from node_runtime.rank_messages import StepFailed
-from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import PrefillStepDone, PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
@@ -18,6 +17,7 @@ from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, TransferNotSent, TransferSent
 from transfer.connector.prefill_calls import Progress, PromptFirstToken, PromptSent, PromptStarted
+from transfer.connector.request_view import RequestView
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,

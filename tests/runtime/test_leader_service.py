@@ -21,12 +21,12 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import ConfigT, Leader
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_worker import RankSpec
-from node_runtime.request_view import RequestView
 from node_runtime.supervisor import RankStartError, RankSupervisor
 from tests.authority import Authority
 from tests.runtime.instances import decode_config, instance, prefill_config, until
 from transfer.config import NodeConfig, PrefillNodeConfig
 from transfer.connector.rank_report import RankMemory
+from transfer.connector.request_view import RequestView
 from transfer.errors import PeerUnreachable, TransferError
 from transfer.instance import Instance
 from transfer.logs import log_level, set_log_level
