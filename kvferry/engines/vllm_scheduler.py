@@ -20,7 +20,7 @@ import structlog
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
-from transfer.connector.incoming import PromptState
+from transfer.connector.bound_prompts import PromptState
 from transfer.utf8 import is_utf8
 
 MAX_TRANSFER_ID_CHARS: Final = 96

@@ -15,7 +15,7 @@ from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_scheduler import SchedulerSide, StepMessage
 from kvferry.engines.vllm_worker import Results, WorkerSide
 from tests.connector.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
-from transfer.connector import incoming as target_requests
+from transfer.connector import bound_prompts
 from transfer.connector.outgoing_rank import Free
 
 Pair = Callable[..., tuple[Instance, Instance]]
@@ -354,7 +354,7 @@ def test_what_only_this_engine_can_compute_is_not_fetched(
 def test_blocks_that_are_lacking_come_from_a_request_that_prefill_has_preempted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.3)
+    monkeypatch.setattr(bound_prompts, "YIELD_AFTER_S", 0.3)
     source, target = pair()
     prefill, decode = Vllm(source), Vllm(target)
     first = decode.wanted(source)

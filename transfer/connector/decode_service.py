@@ -13,15 +13,9 @@ import grpc
 import structlog
 
 from transfer.config import ConnectorConfig
+from transfer.connector.attempt import IncomingObserver
+from transfer.connector.bound_prompts import BoundPrompt, BoundPrompts
 from transfer.connector.incoming import IncomingTransfers
-from transfer.connector.messages import (
-    LinkProbed,
-    PrefillRankLost,
-    TransferBroken,
-    TransferDrained,
-    TransferExpected,
-    TransferWhole,
-)
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
 from transfer.connector.prefill_peer import links_of, peer_status
 from transfer.connector.rank_report import RankReady, RankReport
@@ -70,7 +64,8 @@ class DecodeService(pb_grpc.DecodeControlServicer):
         self.metrics = NodeMetrics(role="decode")
         self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
         self.peers: PrefillNodes
-        self.requests: IncomingTransfers
+        self.prompts: BoundPrompts
+        self.requests: IncomingTransfers[BoundPrompt]
         self._is_started = False
 
     def start(self, address: str) -> None:
@@ -89,45 +84,35 @@ class DecodeService(pb_grpc.DecodeControlServicer):
             metrics=self.metrics,
             broadcast=self._broadcast,
             on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
+            on_change=lambda: self.requests.peers_changed(),
         )
-        self.requests = IncomingTransfers(
+        self.prompts = BoundPrompts(
             peers=self.peers,
             limits=config.limits,
             own=self._instance,
             may_join=config.join_on_request,
             broadcast=self._broadcast,
-            on_outcome=self.metrics.request_ended,
-            on_retry=self.metrics.request_retried,
-            on_given_up=self.metrics.request_given_up,
+            observer=IncomingObserver(
+                on_outcome=self.metrics.request_ended,
+                on_queue_seconds=self.metrics.queue_seconds,
+                on_retry=self.metrics.request_retried,
+                on_given_up=self.metrics.request_given_up,
+            ),
         )
+        self.requests = self.prompts.transfers
         self._is_started = True
         self.peers.start()
 
     async def close(self) -> None:
         if self._is_started:
-            await self.requests.close()
+            await self.prompts.close()
             await self.peers.close()
 
     def on_rank_message(self, rank: int, message: Any) -> None:
         if not self._is_started:
             return  # of strangers that have attached to a rank: nobody has joined before
-        match message:
-            case TransferExpected():
-                self.requests.on_expected(rank, message)
-            case TransferWhole():
-                self.requests.on_whole(rank, message)
-            case TransferBroken():
-                self.requests.on_broken(rank, message)
-            case TransferDrained():
-                self.requests.on_drained(rank, message)
-            case PrefillRankLost():
-                self.peers.break_join(
-                    message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
-                )
-            case LinkProbed():
-                pass  # the join brings every link's measure
-            case _:
-                raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
+        if not self.requests.on_message(rank, message):
+            raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
 
     @property
     def num_joined(self) -> int:
@@ -153,13 +138,9 @@ class DecodeService(pb_grpc.DecodeControlServicer):
         try:
             if not self._is_started:
                 raise PeerUnreachable("the decode side is starting")
-            plan = self.peers.plan_of(request)
-            reserved = await self.requests.reserve(
-                request.request_id, request.prefill_incarnation, request.decode_incarnation, plan
-            )
+            return await self.requests.answer(request)
         except TransferError as error:
             await end_with(context, error)
-        return pb.ReserveResponse(reserved=reserved)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -180,7 +161,7 @@ class DecodeService(pb_grpc.DecodeControlServicer):
 
     @property
     def _num_prompts(self) -> int:
-        return self.requests.num_prompts if self._is_started else 0
+        return self.prompts.num_prompts if self._is_started else 0
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         reason = clip_reason(request.reason) or "aborted by an operator"
