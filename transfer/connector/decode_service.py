@@ -85,6 +85,7 @@ class DecodeService(pb_grpc.DecodeControlServicer):
             broadcast=self._broadcast,
             on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
             on_change=lambda: self.requests.peers_changed(),
+            prefix_tokens=config.placement.prefix_tokens or 0,
         )
         self.prompts = BoundPrompts(
             peers=self.peers,
