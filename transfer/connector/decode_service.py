@@ -90,6 +90,7 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
             grace_s=config.discovery.grace_s,
             view=(lambda: self._discovery.view) if config.discovery.finds_nodes else None,
             on_change=lambda: self.requests.peers_changed(),
+            prefix_tokens=config.placement.prefix_tokens or 0,
         )
         self.prompts = BoundPrompts(
             peers=self.peers,
