@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kvferry.__main__ import app
 from kvferry.cli import exit_codes
 from kvferry.cli.generate import make_request, run_generate
 from kvferry.cli.node_client import NodeClient
-from kvferry.cli.node_commands import node_app
 from kvferry.cli.signals import run_until_signalled
 from kvferry.cli.status_view import run_status, status_to_json
 from tests.authority import Authority
@@ -216,7 +216,7 @@ async def test_generating_at_a_prefill_node_says_so() -> None:
 def test_a_timeout_that_is_no_time_is_refused(command: tuple[str, ...], timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
     """0 seconds would mean to a node that changes its role: as long as its own settings allow."""
     with pytest.raises(SystemExit) as ended:
-        node_app([*command, "--insecure", "--target", "127.0.0.1:1", f"--timeout={timeout}"])
+        app(["node", *command, "--insecure", "--target", "127.0.0.1:1", f"--timeout={timeout}"])
     said = capsys.readouterr().err
     assert ended.value.code == exit_codes.BAD_INPUT
     *warnings, line = said.splitlines()
