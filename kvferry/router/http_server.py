@@ -34,6 +34,8 @@ class HttpServer(Server):
         connect_timeout_s: Longest wait for a connection. Answers have no limit: a prompt can wait long for its turn.
     """
 
+    flow_alone = "alone"
+
     def __init__(
         self, url: str, tier: str, *, connect_timeout_s: float, lost_after_s: float, on_opened: Callable[[str], None]
     ) -> None:
@@ -68,15 +70,6 @@ class HttpServer(Server):
 
     @contextlib.asynccontextmanager
     async def open(self, call: Call, params: Mapping[str, Any] | None) -> AsyncIterator[Answer]:
-        """Open the answer of a decode server, from its first token on. The end of the context ends the request there.
-
-        Args:
-            params: `kv_transfer_params`. None means that the server computes the prompt itself.
-
-        Raises:
-            PassedOn: The server rejected the request.
-            ServerFailed: The server failed before the first token. While the answer is read: it broke off.
-        """
         assert isinstance(call.body, VllmBody)
         async with self._post(call.path, call.body.decode(params), call.headers) as response:
             if response.content_type != SSE_TYPE:
@@ -86,20 +79,11 @@ class HttpServer(Server):
                 yield _answer(response, await anext(parts), parts)
 
     async def models(self, headers: Mapping[str, str]) -> Answer:
-        """Return its `/v1/models`.
-
-        Raises:
-            ServerFailed: It did not answer.
-        """
         async with self._checked(), self._session.get(f"{self.url}/v1/models", headers=headers) as response:
             return _answer(response, await response.read())
 
     async def check(self) -> None:
-        """Ask for its health, and where they may have changed for the names of its models.
-
-        Raises:
-            ServerFailed: It is not healthy, or does not answer.
-        """
+        """Ask for its health, and where they may have changed for the names of its models."""
         async with self._checked(), self._session.get(f"{self.url}/health", allow_redirects=False) as response:
             if response.status != 200:
                 raise ServerFailed(self, "status", f"GET /health is answered with {response.status}", status=response.status)

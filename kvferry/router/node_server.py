@@ -40,6 +40,8 @@ class NodeServer(Server):
         model: The model of decode nodes; None for prefill nodes.
     """
 
+    flow_alone = "node"
+
     def __init__(
         self,
         address: str,
@@ -58,9 +60,6 @@ class NodeServer(Server):
         await self._client.close()
 
     async def check(self) -> None:
-        """Raises:
-        ServerFailed: It cannot serve requests, or does not answer.
-        """
         try:
             status = await self._client.status(timeout_s=CHECK_TIMEOUT_S)
         except TransferError as error:
@@ -71,26 +70,15 @@ class NodeServer(Server):
             raise ServerFailed(self, "status", status.not_ready_reason or f"it is {status.state}")
 
     async def models(self, headers: Mapping[str, str]) -> Answer:
-        """Return the list of the one model."""
         assert self._model is not None
         return self._model.listed()
 
     def params(self) -> dict[str, Any]:
-        """Return `kv_transfer_params` by which a vLLM decode server has this prefill node compute a prompt."""
         return {"do_remote_prefill": True, "do_remote_decode": False, "remote_address": self._client.address}
 
     @contextlib.asynccontextmanager
     async def open(self, call: Call, params: Mapping[str, Any] | None) -> AsyncIterator[Answer]:
-        """Open the answer of a decode node, from its first token on. The end of the context cancels the request there.
-
-        Args:
-            params: Not used: a decode node finds its prefill node by itself.
-
-        Raises:
-            ApiError: The request is wrong, or was aborted.
-            ServerFailed: The node failed before the first token. While the answer is read: it broke off.
-        """
-        assert isinstance(call.body, NodeBody)
+        assert isinstance(call.body, NodeBody)  # without `params`: a decode node finds its prefill node by itself
         async with (
             contextlib.aclosing(self._generated(call.body.request)) as events,
             contextlib.aclosing(self._parts(call, call.body, events)) as parts,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Final, Generic, TypeVar
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, ClassVar, Final
 
 import structlog
 
+from kvferry.router.api import Answer, Call
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 
 log = structlog.get_logger(__name__)
@@ -43,8 +45,10 @@ class ServerFailed(Exception):
         self.is_counted = is_counted
 
 
-class Server:
+class Server(ABC):
     """One server: its load, its health, its breaker.
+
+    A kind of servers knows how to ask one.
 
     Args:
         url: As it is called, and shown.
@@ -53,6 +57,9 @@ class Server:
         clock: Seconds that never go back.
         on_opened: Told the tier, when its breaker opens.
     """
+
+    flow_alone: ClassVar[str]
+    """Flow of an attempt without a prefill server."""
 
     def __init__(
         self,
@@ -77,6 +84,42 @@ class Server:
         self._lost_after_s = lost_after_s
         self._failing_since_s: float | None = None
         self._waits: dict[asyncio.Timeout, float] = {}  # since when they wait for it
+
+    @abstractmethod
+    def open(self, call: Call, params: Mapping[str, Any] | None) -> AbstractAsyncContextManager[Answer]:
+        """Open the answer of a decode server, from its first token on. The end of the context ends the request there.
+
+        Args:
+            params: `kv_transfer_params`. None means that the server computes the prompt itself, or has it computed.
+
+        Raises:
+            ApiError: The request is wrong, or was aborted.
+            ServerFailed: The server failed before the first token. While the answer is read: it broke off.
+        """
+
+    def params(self) -> dict[str, Any] | None:
+        """Return `kv_transfer_params` by which decode servers have this prefill server compute a prompt; None if they cannot."""
+        return None
+
+    @abstractmethod
+    async def models(self, headers: Mapping[str, str]) -> Answer:
+        """Return the answer of a decode server to `/v1/models`.
+
+        Raises:
+            ServerFailed: It did not answer.
+        """
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Check the server's health.
+
+        Raises:
+            ServerFailed: It cannot serve requests, or does not answer.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close all connections."""
 
     @property
     def state(self) -> str:
@@ -150,17 +193,14 @@ class Server:
             self._on_opened(self.tier)
 
 
-AnyServer = TypeVar("AnyServer", bound=Server)
-
-
-class Lease(Generic[AnyServer]):
+class Lease:
     """A request at a server, from its choice to `end()`; without a word on how it went, it says nothing of the server.
 
     Args:
         weight: What it adds to what the server has outstanding.
     """
 
-    def __init__(self, server: AnyServer, weight: int) -> None:
+    def __init__(self, server: Server, weight: int) -> None:
         self.server = server
         self._weight = weight
         self._permit: Permit | None = server.breaker.begin()
@@ -185,19 +225,19 @@ class Lease(Generic[AnyServer]):
             self.server.breaker.end(permit, self._verdict)
 
 
-class Tier(Generic[AnyServer]):
+class Tier:
     """The servers of one side."""
 
-    def __init__(self, servers: Sequence[AnyServer]) -> None:
+    def __init__(self, servers: Sequence[Server]) -> None:
         self.servers = tuple(servers)
         self._num_picks = 0
 
-    def lease(self, weight: int, *, tried: frozenset[Server] = frozenset()) -> Lease[AnyServer] | None:
+    def lease(self, weight: int, *, tried: frozenset[Server] = frozenset()) -> Lease | None:
         """A place for a request at the server that `pick()` gives; None: at none."""
         server = self.pick(tried=tried)
         return None if server is None else Lease(server, weight)
 
-    def pick(self, *, tried: frozenset[Server] = frozenset()) -> AnyServer | None:
+    def pick(self, *, tried: frozenset[Server] = frozenset()) -> Server | None:
         """The server for a request: the one with the least outstanding of the best that are left; None: none fits at all.
 
         One that has to be tried again gets the next new request, and no second attempt. Servers that have failed this request

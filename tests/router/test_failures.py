@@ -73,7 +73,7 @@ async def test_a_failed_decode_cancels_its_prefill_at_once() -> None:
 
 
 async def test_a_prefill_that_hangs_after_decode_is_done_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.backend.PREFILL_GRACE_S", 0.3)
+    monkeypatch.setattr("kvferry.router.attempt.PREFILL_GRACE_S", 0.3)
 
     def alone(_: list[VllmServer], decode: list[VllmServer]) -> None:
         decode[0].ignores_kv = True

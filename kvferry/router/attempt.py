@@ -1,0 +1,168 @@
+"""One attempt of a request, at a decode server and, where one is to compute the prompt, a prefill server.
+
+The kinds of servers differ in how decode learns where the KV is:
+
+- vLLM prefill servers, *sequential*: decode is asked once prefill has answered, with the `kv_transfer_params` of that answer.
+  Any connector will do.
+- vLLM prefill servers, *concurrent*: both are asked at once, decode with the parameters that prefill's answer would have. The
+  router learns the source of the KV from the server's answers: the first request goes there sequentially, and so does the first
+  after a failure (docs/adr/0025-concurrent-prefill-and-decode.md).
+- kvferry's own prefill nodes, *fetched*: only decode is asked. kvferry's connector has the named node compute the prompt.
+- kvferry's own decode nodes, *node*: they find their prefill nodes by themselves.
+- *alone*: the decode server computes a prompt that cannot be handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from kvferry.router.api import Answer, Call
+from kvferry.router.http_server import HttpServer
+from kvferry.router.kv_source import KVSource, source_of
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.servers import Lease, ServerFailed
+
+log = structlog.get_logger(__name__)
+
+PREFILL_GRACE_S: Final = 10.0
+"""How long a prefill request may take to end by itself once decode has all the KV: its answer is milliseconds behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairAttempt:
+    """See the module's docstring.
+
+    Args:
+        decode: Place at the decode server.
+        prefill: Place at the prefill server; None if decode computes the prompt, or has it computed.
+        may_guess: Whether decode may be asked before prefill has answered.
+        ending: Prefill requests that go on after their attempt.
+        transfer_id: Names the hand-off at both servers.
+    """
+
+    call: Call
+    decode: Lease
+    prefill: Lease | None
+    may_guess: bool
+    metrics: RouterMetrics
+    ending: set[asyncio.Task[Any]]
+    transfer_id: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Answer]:
+        """Open the answer. However the context ends, nothing that is of no more use goes on at either server.
+
+        Raises:
+            ApiError: The request is wrong.
+            ServerFailed: A server failed. It is "stale" if decode was asked for KV that is elsewhere.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.decode.end)
+            if self.prefill is None:
+                flow, opening = self.decode.server.flow_alone, self._decode(None)
+            elif (params := self.prefill.server.params()) is not None:
+                stack.callback(self.prefill.end)
+                flow, opening = "fetched", self._decode(params)
+            else:
+                server = self.prefill.server
+                assert isinstance(server, HttpServer)
+                source = server.learnt.guess if self.may_guess else None
+                if source is None:
+                    flow, opening = "sequential", self._sequential(self.prefill, server)
+                else:
+                    flow, opening = "concurrent", self._concurrent(self.prefill, server, source)
+            self.metrics("flows", flow=flow).inc()
+            log.debug(
+                "try_began",
+                request_id=self.call.request_id,
+                transfer_id=self.transfer_id,
+                flow=flow,
+                prefill=None if self.prefill is None else self.prefill.server.url,
+                decode=self.decode.server.url,
+            )
+            yield await stack.enter_async_context(opening)
+
+    @contextlib.asynccontextmanager
+    async def _sequential(self, prefill: Lease, server: HttpServer) -> AsyncIterator[Answer]:
+        """Open the answer of decode once prefill has answered."""
+        try:
+            params = await self._prefill(prefill, server, is_sequential=True)
+        finally:
+            prefill.end()
+        async with self._decode(params) as answer:
+            yield answer
+
+    @contextlib.asynccontextmanager
+    async def _concurrent(self, prefill: Lease, server: HttpServer, source: KVSource) -> AsyncIterator[Answer]:
+        """Open the answer of decode, which is given `source` before prefill has answered."""
+        prefilling = asyncio.create_task(self._prefill(prefill, server, is_sequential=False))
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            self.ending.discard(task)
+            prefill.end()
+            if not task.cancelled() and isinstance(task.exception(), ServerFailed):
+                server.learnt.failed()
+
+        prefilling.add_done_callback(ended)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                decode = self._decode(source.params(self.transfer_id), is_guess=True)
+                opening = asyncio.create_task(stack.enter_async_context(decode))
+                try:
+                    await asyncio.wait({prefilling, opening}, return_when=asyncio.FIRST_COMPLETED)
+                    if not opening.done() and source_of(prefilling.result()) != source:  # the result raises where prefill failed
+                        raise ServerFailed(server, "stale", f"the KV of its prompts is no longer at {source.address}")
+                    answer = await opening
+                finally:
+                    opening.cancel()
+                    await asyncio.gather(opening, return_exceptions=True)
+                server.learnt.was_right()
+                yield answer
+        except BaseException:  # the attempt is given up, and the prefill request with it
+            prefilling.cancel()
+            await asyncio.gather(prefilling, return_exceptions=True)
+            raise
+        if not prefilling.done():
+            self.ending.add(prefilling)
+            asyncio.get_running_loop().call_later(PREFILL_GRACE_S, prefilling.cancel)
+
+    async def _prefill(self, lease: Lease, server: HttpServer, *, is_sequential: bool) -> dict[str, Any] | None:
+        started_s = time.monotonic()
+        try:
+            params = await server.prefill(self.call, self.transfer_id, is_sequential=is_sequential)
+        except ServerFailed as failure:
+            lease.failed(failure)
+            raise
+        lease.succeeded()
+        self.metrics("prefill_seconds").observe(time.monotonic() - started_s)
+        if params is None:
+            self.metrics("prefills_without_kv").inc()
+        return params
+
+    @contextlib.asynccontextmanager
+    async def _decode(self, params: Mapping[str, Any] | None, *, is_guess: bool = False) -> AsyncIterator[Answer]:
+        """Open the answer of the decode server, and report to its breaker how it went.
+
+        Args:
+            is_guess: `params` come from an earlier answer of the prefill server. If decode fails before its first token they can
+                be wrong: the decode server is not blamed, and the failure is "stale".
+        """
+        is_open = False
+        try:
+            async with self.decode.server.open(self.call, params) as answer:
+                is_open = True
+                self.decode.succeeded()
+                yield answer
+        except ServerFailed as failure:
+            if is_guess and not is_open and failure.kind == "status":
+                raise ServerFailed(failure.server, "stale", failure.reason, status=failure.status) from failure
+            self.decode.failed(failure)
+            raise
