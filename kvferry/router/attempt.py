@@ -109,7 +109,7 @@ class PairAttempt:
             self.ending.discard(task)
             prefill.end()
             if not task.cancelled() and isinstance(task.exception(), ServerFailed):
-                server.learnt.failed()
+                server.forget()
 
         prefilling.add_done_callback(ended)
         try:

@@ -93,8 +93,8 @@ class Backend:
                 await server.check()
             except ServerFailed as failure:
                 server.check_failed(failure.reason)
-                if failure.kind == "unreachable" and isinstance(server, HttpServer):
-                    server.learnt.failed()
+                if failure.kind == "unreachable":
+                    server.forget()
             else:
                 server.check_succeeded()
                 compare_names((*self.decode.servers, *self.prefill.servers))
@@ -164,8 +164,8 @@ class Backend:
                     yield answer
                 return
             except ServerFailed as failure:
-                if prefill is not None and isinstance(prefill.server, HttpServer):
-                    prefill.server.learnt.failed(is_stale=failure.kind == "stale")
+                if prefill is not None:
+                    prefill.server.forget(is_stale=failure.kind == "stale")
                 self._metrics("server_failures", tier=failure.server.tier, reason=failure.kind).inc()
                 if is_open:
                     raise ApiError(502, f"the answer was cut off: {failure}") from failure

@@ -68,6 +68,9 @@ class HttpServer(Server):
         self.learnt.learn(params)
         return params
 
+    def forget(self, *, is_stale: bool = False) -> None:
+        self.learnt.failed(is_stale=is_stale)
+
     @contextlib.asynccontextmanager
     async def open(self, call: Call, params: Mapping[str, Any] | None) -> AsyncIterator[Answer]:
         assert isinstance(call.body, VllmBody)

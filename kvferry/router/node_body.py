@@ -58,19 +58,8 @@ _OF_NO_EFFECT: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "session_id"}
 )
 _TAKEN: Final = frozenset(
-    {
-        "model",
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "stop_token_ids",
-        "ignore_eos",
-        "cache_salt",
-    }
+    {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed"}
+    | {"stop_token_ids", "ignore_eos", "cache_salt"}
 )
 MAX_CHAT_VALUES: Final = 10_000
 """Of a chat that is costly to read: a thousand messages of some parts. To unpickle so many takes the router 2 ms."""

@@ -101,6 +101,9 @@ class Server(ABC):
         """Return `kv_transfer_params` by which decode servers have this prefill server compute a prompt; None if they cannot."""
         return None
 
+    def forget(self, *, is_stale: bool = False) -> None:  # noqa: B027
+        """Forget where the KV of the next prompt is expected: the server failed, or the place was wrong (`is_stale`)."""
+
     @abstractmethod
     async def models(self, headers: Mapping[str, str]) -> Answer:
         """Return the answer of a decode server to `/v1/models`.
