@@ -10,7 +10,7 @@ import typer
 
 import transfer
 from kvferry.cli.node_commands import node_app
-from kvferry.cli.options import JsonFlag, Target, TlsOptions, with_tls
+from kvferry.cli.options import JsonFlag, Target, TlsOptions, member, with_tls
 from kvferry.cli.text_command import TextTyper
 from kvferry.demo.kinds import ModelKind
 from transfer.errors import ConfigError
@@ -267,21 +267,21 @@ def bench_serve(
     from kvferry.bench_serve.arrivals import ArrivalKind
     from kvferry.bench_serve.command import run_bench_serve
     from kvferry.bench_serve.generator import Choice
-    from kvferry.bench_serve.options import LoadOptions, fresh_seed, named, parse_rates, shape_of
+    from kvferry.bench_serve.options import LoadOptions, fresh_seed, parse_rates, shape_of
     from kvferry.bench_serve.summary import Objectives
     from kvferry.cli.signals import run_until_signalled
 
     options = LoadOptions(
         targets=tuple(target or ()),
         rates=parse_rates(rate) if rate else (),
-        arrivals=named(ArrivalKind, "--arrivals", arrivals),
+        arrivals=member(ArrivalKind, "--arrivals", arrivals),
         shape=shape_of(prompt_tokens, output_tokens, shared_prefix=shared_prefix, num_prefixes=prefixes),
         trace=trace,
         num_requests=requests,
         duration_s=duration,
         num_warm_up=warmup,
         timeout_s=timeout,
-        choice=named(Choice, "--choice", choice),
+        choice=member(Choice, "--choice", choice),
         objectives=Objectives(ttft_s=slo_ttft, tpot_s=slo_tpot),
         seed=fresh_seed() if seed is None else seed,
         max_lateness_s=max_lateness,

@@ -6,8 +6,9 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _LONGEST_S: Final = 86_400
 """As of every setting in seconds; to gRPC a deadline of 1e300 s is one that has passed."""
+
+AnyEnum = TypeVar("AnyEnum", bound=StrEnum)
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
@@ -82,3 +85,25 @@ def with_tls(command: Callable[..., None]) -> Callable[..., None]:
     with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {one.name: one.annotation for one in parameters}
     return with_options
+
+
+def check_range(option: str, number: int, least: int, most: int) -> None:
+    """Check that a number is in a range.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not least <= number <= most:
+        raise ConfigError(f"{option} is {number}; it must be in [{least}, {most}]")
+
+
+def member(kind: type[AnyEnum], option: str, text: str) -> AnyEnum:
+    """Return the member with that value.
+
+    Raises:
+        ConfigError: There is none; the message lists the values.
+    """
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}; it must be one of {', '.join(kind)}") from None
