@@ -234,7 +234,7 @@ async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None
         assert json.loads(capsys.readouterr().out) == status_to_json(STATUS)
         assert await run_status(address, is_json=False, is_watching=False) == 0
         shown = capsys.readouterr().out
-    for text in ("ready", "0x00000000000000ff", "512.0 KiB", "1.0 MiB", "1 -> 0", "ucx/shm", "2.15 GB/s", "[bold]it died[/bold]"):
+    for text in ("ready", "0x00000000000000ff", "512.0 KiB", "1.0 MiB", "h:1 #1", "ucx/shm", "2.15 GB/s", "[bold]it died[/bold]"):
         assert text in shown
     assert "capabilities: layer_groups, resend_once" in shown
 
