@@ -15,9 +15,7 @@ from kvferry.cli.text_command import TextTyper
 from kvferry.demo.kinds import ModelKind
 from transfer.errors import ConfigError
 
-app = TextTyper(
-    add_completion=False, no_args_is_help=True, help="Moves the KV cache of prompts from prefill to decode nodes, and shows it."
-)
+app = TextTyper(no_args_is_help=True, help="Moves the KV cache of prompts from prefill to decode nodes, and shows it.")
 model_app = TextTyper(no_args_is_help=True, help="Model directories.")
 app.add_typer(model_app, name="model")
 bench_app = TextTyper(no_args_is_help=True, help="Load on a running cluster.")
