@@ -14,9 +14,10 @@ from bench.loop_turns import Watch
 from bench.timing import ROOT
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.request_state import Observer
+from decode_node.request_state import GenerationObserver
 from decode_node.requests import DecodeRequests
 from transfer.breaker import BreakerSettings
+from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable
@@ -156,13 +157,10 @@ def placed_together(watch: Watch, *, number: int = NUM_PLACED, num_tokens: int =
                 prefill_retries=0,
                 broadcast=lambda message: None,
                 on_broken=lambda reason: None,
-                observer=Observer(
-                    on_outcome=outcomes.append,
-                    on_queue_seconds=lambda seconds: None,
-                    on_first_token=lambda seconds: None,
-                    on_token=lambda seconds: None,
-                    on_retry=lambda: None,
+                observer=IncomingObserver(
+                    on_outcome=outcomes.append, on_queue_seconds=lambda seconds: None, on_retry=lambda: None
                 ),
+                generation=GenerationObserver(on_first_token=lambda seconds: None, on_token=lambda seconds: None),
             )
             for request in range(number):
                 tokens = tuple(range(request, request + num_tokens))
@@ -170,7 +168,7 @@ def placed_together(watch: Watch, *, number: int = NUM_PLACED, num_tokens: int =
             watch.start()
             peers.start()
             await _until(lambda: len(peers.peers) == sum(peer.state == "joined" for peer in peers.peers))
-            requests.peers_changed()
+            requests.transfers.peers_changed()
             await _until(lambda: len(outcomes) == number)
             await requests.close(PeerUnreachable("the bench is over"))
             await peers.close()

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 import grpc
@@ -17,7 +16,7 @@ from decode_node.offload.open import LeaderTiers
 from decode_node.offload.tiers import DeviceOnly
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import CODEC, DecodeStepDone, JobDone, check_step_fits
-from decode_node.request_state import Done, GenerationRequest, Observer, Tokens
+from decode_node.request_state import Done, GenerationObserver, GenerationRequest, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
@@ -26,13 +25,7 @@ from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.rank_messages import PagesReleased, StepFailed
 from transfer.config import DecodeNodeConfig
-from transfer.connector.messages import (
-    LinkProbed,
-    PrefillRankLost,
-    TransferBroken,
-    TransferExpected,
-    TransferWhole,
-)
+from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
 from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
 from transfer.connector.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
@@ -69,7 +62,7 @@ class _Life:
         self.max_context_tokens = first.max_context_tokens
         self.vocab_size = first.vocab_size
         self.eos_token_ids = frozenset(first.eos_token_ids)
-        self.requests: DecodeRequests
+        self.generation: DecodeRequests
         self.peers = PrefillNodes.of(
             config,
             hellos,
@@ -113,7 +106,7 @@ class _Life:
                 metrics=node.metrics,
                 client=store,
             )
-        self.requests = DecodeRequests(
+        self.generation = DecodeRequests(
             tiers=DeviceOnly(admission) if self.tiers is None else self.tiers.leader,
             peers=self.peers,
             text=node.text,
@@ -125,17 +118,20 @@ class _Life:
             prefill_retries=config.limits.prefill_retries,
             broadcast=node.broadcast,
             on_broken=node.lose,
-            observer=Observer(
+            observer=IncomingObserver(
                 on_outcome=node.metrics.request_ended,
                 on_queue_seconds=node.metrics.histogram("queue_seconds").observe,
-                on_first_token=node.metrics.histogram("time_to_first_token_seconds").observe,
-                on_token=node.metrics.histogram("time_per_output_token_seconds").observe,
                 on_retry=node.metrics.counter("retries").inc,
                 on_given_up=node.metrics.request_given_up,
                 on_no_room=on_no_room,
                 on_wait_over=self.full_pool.waits_no_more,
             ),
+            generation=GenerationObserver(
+                on_first_token=node.metrics.histogram("time_to_first_token_seconds").observe,
+                on_token=node.metrics.histogram("time_per_output_token_seconds").observe,
+            ),
         )
+        self.requests = self.generation.transfers
         self._address = address
 
     def use(self, addresses: Iterable[str]) -> None:
@@ -188,7 +184,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         await self._set_serving(False)
         if life is not None:
             self.discovery.unlisten(life.use)
-            await life.requests.close(error)
+            await life.generation.close(error)
             life.full_pool.close()
             await life.peers.close()
             if life.tiers is not None:
@@ -227,7 +223,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         match message:
             case DecodeStepDone():
                 life.memory_watch.step_done()
-                life.requests.on_step_done(message)
+                life.generation.on_step_done(message)
             case StepFailed():
                 if message.is_out_of_memory:
                     life.memory_watch.step_failed(f"rank {rank}: {message.reason}")
@@ -235,26 +231,14 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.
                     self.lose(f"rank {rank}: {message.reason}")
                 else:
-                    life.requests.on_step_failed(message)
-            case TransferExpected():
-                life.requests.on_expected(rank, message)
-            case TransferWhole():
-                life.requests.on_transfer_complete(rank, message.transfer_id)
-            case TransferBroken():
-                life.requests.on_transfer_failed(rank, message)
+                    life.generation.on_step_failed(message)
             case JobDone():
                 if life.tiers is None:
                     raise LocalProtocolError(f"rank {rank} has done job {message.job}; this node keeps nothing in host memory")
                 life.tiers.job_done(rank, message)
             case PagesReleased():
-                life.requests.on_pages_released(rank, message.request_id)
-            case PrefillRankLost():
-                life.peers.break_join(
-                    message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
-                )
-            case LinkProbed():
-                log.info("link_probed", **asdict(message.link))
-            case _:
+                life.requests.on_drained(rank, message.request_id)
+            case _ if not life.requests.on_message(rank, message):
                 raise LocalProtocolError(f"a decode leader cannot serve {type(message).__name__}")
 
     # DecodeControl
@@ -347,7 +331,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             raise PeerUnreachable("the decode ranks have died")
         if request_id in self._in_flight:
             raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
-        accepted = life.requests.submit(
+        accepted = life.generation.submit(
             request_id,
             token_ids,
             request.max_new_tokens,
@@ -380,13 +364,9 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
         life = await self._life_or_end(context, is_new_work=False)
         try:
-            plan = life.peers.plan_of(request)
-            start_token = await life.requests.reserve(
-                request.request_id, request.prefill_incarnation, request.decode_incarnation, plan
-            )
+            return await life.requests.answer(request)
         except TransferError as error:
             await end_with(context, error)
-        return pb.ReserveResponse(reserved=start_token is not None, start_token=start_token or None)
 
     # As operators see it
 

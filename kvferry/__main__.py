@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 import transfer
-from kvferry.cli import exit_codes
 from kvferry.cli.node_commands import node_app
-from kvferry.cli.options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey
+from kvferry.cli.options import JsonFlag, Target, TlsOptions, member, with_tls
 from kvferry.cli.text_command import TextTyper
 from kvferry.demo.kinds import ModelKind
-from transfer.errors import ConfigError, TransferError
+from transfer.errors import ConfigError
 
-app = TextTyper(
-    add_completion=False, no_args_is_help=True, help="Moves the KV cache of prompts from prefill to decode nodes, and shows it."
-)
+app = TextTyper(no_args_is_help=True, help="Moves the KV cache of prompts from prefill to decode nodes, and shows it.")
 model_app = TextTyper(no_args_is_help=True, help="Model directories.")
 app.add_typer(model_app, name="model")
 bench_app = TextTyper(no_args_is_help=True, help="Load on a running cluster.")
@@ -70,27 +66,24 @@ def demo(
     from kvferry.cli.signals import run_until_signalled
     from kvferry.demo.command import DemoOptions, run_demo
 
-    try:
-        options = DemoOptions(
-            prefill_tp=prefill_tp,
-            decode_tp=decode_tp,
-            prefill_page_size=prefill_page_size,
-            decode_page_size=decode_page_size,
-            prefill_order=prefill_order,
-            decode_order=decode_order,
-            transport=transport,
-            device=device,
-            model=model,
-            model_kind=model_kind,
-            dtype=dtype,
-            prompts_file=prompts,
-            num_requests=requests,
-            max_new_tokens=max_new_tokens,
-            offload=offload,
-            json_file=json,
-        )
-    except TransferError as error:
-        _fail("demo", error)
+    options = DemoOptions(
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_page_size=prefill_page_size,
+        decode_page_size=decode_page_size,
+        prefill_order=prefill_order,
+        decode_order=decode_order,
+        transport=transport,
+        device=device,
+        model=model,
+        model_kind=model_kind,
+        dtype=dtype,
+        prompts_file=prompts,
+        num_requests=requests,
+        max_new_tokens=max_new_tokens,
+        offload=offload,
+        json_file=json,
+    )
     raise typer.Exit(run_until_signalled(lambda: run_demo(options)))
 
 
@@ -107,12 +100,7 @@ def demo_cluster(
     from kvferry.cli.signals import run_until_signalled
     from kvferry.demo.cluster import DemoClusterOptions, run_demo_cluster
 
-    try:
-        options = DemoClusterOptions(
-            num_prefill=prefill, num_decode=decode, rate=rate, seconds=seconds, is_kept=keep, json_file=json
-        )
-    except TransferError as error:
-        _fail("demo-cluster", error)
+    options = DemoClusterOptions(num_prefill=prefill, num_decode=decode, rate=rate, seconds=seconds, is_kept=keep, json_file=json)
     raise typer.Exit(run_until_signalled(lambda: run_demo_cluster(options)))
 
 
@@ -130,11 +118,8 @@ def model_make(
         from kvferry.demo.model import make_demo_model
 
         made = make_demo_model(directory, kind=kind, seed=seed)
-    except TransferError as error:
-        _fail("model make", error)
     except OSError as error:
-        print(f"kvferry model make: {directory} cannot be written: {error.strerror}", file=sys.stderr)
-        raise typer.Exit(exit_codes.BAD_INPUT) from None
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
     print(made)
 
 
@@ -178,14 +163,12 @@ def plan(
     from kvferry.plan.options import PlanOptions
 
     options = PlanOptions(**{one.name: context.params[one.name] for one in fields(PlanOptions)})
-    try:
-        code = run_plan(model, options, is_json=json, png=png, compare=compare)
-    except TransferError as error:
-        _fail("plan", error)
+    code = run_plan(model, options, is_json=json, png=png, compare=compare)
     raise typer.Exit(code)
 
 
 @app.command()
+@with_tls
 def generate(
     target: Target,
     prompt: Annotated[str | None, typer.Argument(help="The prompt, tokenised by the decode node.")] = None,
@@ -197,67 +180,49 @@ def generate(
     seed: Annotated[int, typer.Option(help="Same seed, same tokens.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end token.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
     json: JsonFlag = False,
 ) -> None:
     """Generate at a decode node; the text streams. Ctrl-C cancels the request."""
-    from kvferry.cli.client_settings import client_security
     from kvferry.cli.generate import make_request, run_generate
     from kvferry.cli.signals import run_until_signalled
 
-    try:
-        request = make_request(
-            prompt=prompt,
-            token_ids=token_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            ignore_eos=ignore_eos,
-        )
-        security = client_security(
-            "generate", target, file=config, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name, insecure=insecure
-        )
-    except TransferError as error:
-        _fail("generate", error)
+    request = make_request(
+        prompt=prompt,
+        token_ids=token_ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    security = tls.security("generate", target)
     raise typer.Exit(
         run_until_signalled(lambda: run_generate(target, request, security=security, timeout_s=timeout, is_json=json))
     )
 
 
 @app.command()
+@with_tls
 def status(
     target: Target,
     json: JsonFlag = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Show a node of either kind: state, ranks, pool, ring, peers, links."""
-    from kvferry.cli.client_settings import client_security
     from kvferry.cli.signals import run_until_signalled
     from kvferry.cli.status_view import run_status
 
-    try:
-        security = client_security(
-            "status", target, file=config, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name, insecure=insecure
-        )
-    except TransferError as error:
-        _fail("status", error)
+    security = tls.security("status", target)
     raise typer.Exit(run_until_signalled(lambda: run_status(target, security=security, is_json=json, is_watching=watch)))
 
 
 @bench_app.command("serve")
+@with_tls
 def bench_serve(
     target: Annotated[
         list[str] | None, typer.Option(metavar="HOST:PORT", help="A decode node's gRPC address; once for each.")
@@ -293,56 +258,40 @@ def bench_serve(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file as JSON; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture to this .png file.")] = None,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Send requests at a rate, whatever becomes of them (open loop), and report TTFT, TPOT, goodput and what moved."""
     from kvferry.bench_serve.arrivals import ArrivalKind
     from kvferry.bench_serve.command import run_bench_serve
     from kvferry.bench_serve.generator import Choice
-    from kvferry.bench_serve.options import LoadOptions, fresh_seed, named, parse_rates, shape_of
+    from kvferry.bench_serve.options import LoadOptions, fresh_seed, parse_rates, shape_of
     from kvferry.bench_serve.summary import Objectives
-    from kvferry.cli.client_settings import client_security
     from kvferry.cli.signals import run_until_signalled
 
-    try:
-        options = LoadOptions(
-            targets=tuple(target or ()),
-            rates=parse_rates(rate) if rate else (),
-            arrivals=named(ArrivalKind, "--arrivals", arrivals),
-            shape=shape_of(prompt_tokens, output_tokens, shared_prefix=shared_prefix, num_prefixes=prefixes),
-            trace=trace,
-            num_requests=requests,
-            duration_s=duration,
-            num_warm_up=warmup,
-            timeout_s=timeout,
-            choice=named(Choice, "--choice", choice),
-            objectives=Objectives(ttft_s=slo_ttft, tpot_s=slo_tpot),
-            seed=fresh_seed() if seed is None else seed,
-            max_lateness_s=max_lateness,
-            vocab_size=vocab_size,
-            temperature=temperature,
-        )
-        security = client_security(
-            "bench serve",
-            *options.targets,
-            file=config,
-            cert=tls_cert,
-            key=tls_key,
-            ca=tls_ca,
-            peer_names=peer_name,
-            insecure=insecure,
-        )
-    except TransferError as error:
-        _fail("bench serve", error)
+    options = LoadOptions(
+        targets=tuple(target or ()),
+        rates=parse_rates(rate) if rate else (),
+        arrivals=member(ArrivalKind, "--arrivals", arrivals),
+        shape=shape_of(prompt_tokens, output_tokens, shared_prefix=shared_prefix, num_prefixes=prefixes),
+        trace=trace,
+        num_requests=requests,
+        duration_s=duration,
+        num_warm_up=warmup,
+        timeout_s=timeout,
+        choice=member(Choice, "--choice", choice),
+        objectives=Objectives(ttft_s=slo_ttft, tpot_s=slo_tpot),
+        seed=fresh_seed() if seed is None else seed,
+        max_lateness_s=max_lateness,
+        vocab_size=vocab_size,
+        temperature=temperature,
+    )
+    security = tls.security("bench serve", *options.targets)
     raise typer.Exit(run_until_signalled(lambda: run_bench_serve(options, security=security, json_file=json, plot=plot)))
 
 
 @app.command()
+@with_tls
 def route(
     prefill: Annotated[
         list[str] | None,
@@ -388,12 +337,8 @@ def route(
         str | None, typer.Option(help="Name of the model of kvferry decode nodes; by default that of --tokenizer, or kvferry.")
     ] = None,
     ready_file: Annotated[Path | None, typer.Option(help="Written once the router takes requests.")] = None,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
 ) -> None:
@@ -401,33 +346,30 @@ def route(
     from kvferry.router.serve import run_route
     from kvferry.router.settings import router_settings
 
-    try:
-        settings = router_settings(
-            prefill=prefill or (),
-            decode=decode or (),
-            flow=flow,
-            max_body=max_body,
-            max_body_total=max_body_total,
-            host=host,
-            port=port,
-            retries=retries,
-            max_requests=max_requests,
-            connect_timeout_s=connect_timeout,
-            health_interval_s=health_interval,
-            lost_after_s=lost_after,
-            drain_timeout_s=drain_timeout,
-            tokenizer=tokenizer,
-            model_name=model_name,
-            ready_file=ready_file,
-        )
-        tls = {"file": config, "cert": tls_cert, "key": tls_key, "ca": tls_ca, "peer_names": peer_name, "insecure": insecure}
-        code = run_route(settings, tls=tls, log_level=log_level, log_format=log_format)
-    except TransferError as error:
-        _fail("route", error)
+    settings = router_settings(
+        prefill=prefill or (),
+        decode=decode or (),
+        flow=flow,
+        max_body=max_body,
+        max_body_total=max_body_total,
+        host=host,
+        port=port,
+        retries=retries,
+        max_requests=max_requests,
+        connect_timeout_s=connect_timeout,
+        health_interval_s=health_interval,
+        lost_after_s=lost_after,
+        drain_timeout_s=drain_timeout,
+        tokenizer=tokenizer,
+        model_name=model_name,
+        ready_file=ready_file,
+    )
+    code = run_route(settings, tls=asdict(tls), log_level=log_level, log_format=log_format)
     raise typer.Exit(code)
 
 
 @app.command()
+@with_tls
 def top(
     addresses: Annotated[
         list[str], typer.Argument(metavar="HOST:PORT...", help="gRPC addresses of nodes; they name the others.")
@@ -435,38 +377,21 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="One plain picture, for scripts.")] = False,
     json: JsonFlag = False,
     every: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds from one look to the next.")] = 1.0,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Show a cluster live: nodes, rings, links against their probe, requests in flight; drain nodes and abort requests."""
-    from kvferry.cli.client_settings import client_security
     from kvferry.cli.signals import run_until_signalled
     from kvferry.top.command import run_top
 
-    try:
-        security = client_security(
-            "top",
-            *addresses,
-            what="HOST:PORT",
-            file=config,
-            cert=tls_cert,
-            key=tls_key,
-            ca=tls_ca,
-            peer_names=peer_name,
-            insecure=insecure,
-        )
-    except TransferError as error:
-        _fail("top", error)
+    security = tls.security("top", *addresses, what="HOST:PORT")
     raise typer.Exit(
         run_until_signalled(lambda: run_top(addresses, security=security, is_once=once, is_json=json, every_s=every))
     )
 
 
 @app.command()
+@with_tls
 def doctor(
     json: JsonFlag = False,
     node: Annotated[
@@ -477,37 +402,20 @@ def doctor(
         list[Path] | None,
         typer.Option(help="Also look whether a node with this configuration can have its ports here; once for each."),
     ] = None,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Check what this machine offers; exit code 1 if something is missing that kvferry cannot do without."""
-    from kvferry.cli.client_settings import client_security
     from kvferry.doctor.command import run_doctor
     from kvferry.doctor.ports import server_of
 
     nodes = node or []
-    try:
-        security = None
-        if nodes:
-            security = client_security(
-                "doctor", *nodes, what="--node", file=config, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name,
-                insecure=insecure,
-            )  # fmt: skip
-        servers = [server_of(file) for file in node_config or ()]
-        code = run_doctor(is_json=json, nodes=nodes, security=security, servers=servers)
-    except TransferError as error:
-        _fail("doctor", error)
+    security = None
+    if nodes:
+        security = tls.security("doctor", *nodes, what="--node")
+    servers = [server_of(file) for file in node_config or ()]
+    code = run_doctor(is_json=json, nodes=nodes, security=security, servers=servers)
     raise typer.Exit(code)
-
-
-def _fail(command: str, error: TransferError) -> NoReturn:
-    for line in str(error).splitlines():
-        print(f"kvferry {command}: {line}", file=sys.stderr)
-    raise typer.Exit(exit_codes.exit_code_of(error))
 
 
 def main() -> None:

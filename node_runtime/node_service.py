@@ -88,7 +88,7 @@ class NodeService(pb_grpc.NodeControlServicer):
 
     @property
     def life_state(self) -> str:
-        """ "starting" or "ready", whether it drains or not."""
+        """The state apart from a drain: "starting" or "ready"."""
         raise NotImplementedError
 
     def whole_readiness(self) -> Readiness:

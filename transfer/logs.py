@@ -102,7 +102,7 @@ def configure_engine_logging(config: LogConfig) -> None:
     set_log_level(config.level)
     if not structlog.is_configured():
         *shared, for_people = structlog.get_config()["processors"]
-        finish = (
+        finish: list[Processor] = (
             [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
             if config.format == "json"
             else [for_people]
@@ -111,7 +111,7 @@ def configure_engine_logging(config: LogConfig) -> None:
 
 
 def _drop_below_level(_: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    if not _levels.isEnabledFor(structlog.stdlib.NAME_TO_LEVEL[method]):
+    if not _levels.isEnabledFor(structlog.processors.NAME_TO_LEVEL[method]):
         raise structlog.DropEvent
     return event
 

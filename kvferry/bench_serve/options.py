@@ -6,23 +6,21 @@ import math
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvferry.bench_serve.arrivals import ArrivalKind
 from kvferry.bench_serve.generator import Choice
 from kvferry.bench_serve.lengths import Lengths
 from kvferry.bench_serve.summary import Objectives
 from kvferry.bench_serve.workload import Planned, Shape, number_within, plan_requests, read_trace
+from kvferry.cli.options import check_range
 from transfer.errors import ConfigError
 
 MAX_REQUESTS = 1_000_000
 MAX_RATE = 100_000
 MAX_SECONDS = 86_400
 _FRESH_SEEDS = 1 << 31
-
-_Name = TypeVar("_Name", bound=StrEnum)
 
 
 def fresh_seed() -> int:
@@ -119,8 +117,8 @@ class LoadOptions:
             ("--vocab-size", self.vocab_size, 2, 1 << 31),
             ("--seed", self.seed, 0, (1 << 63) - 1),
         ):
-            if number is not None and not least <= number <= most:
-                raise ConfigError(f"{name} is {number}; it must be in [{least}, {most}]")
+            if number is not None:
+                check_range(name, number, least, most)
         if not 0 <= self.shape.shared_prefix <= 1:
             raise ConfigError(f"--shared-prefix is {self.shape.shared_prefix:g}; it must be a part of each prompt, from 0 to 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -220,18 +218,6 @@ def parse_rates(texts: list[str]) -> tuple[float, ...]:
         except ValueError:
             raise ConfigError(f"--rate has {part!r}; give requests a second, several with commas for a sweep, as 1,2,4") from None
     return tuple(rates)
-
-
-def named(kind: type[_Name], what: str, text: str) -> _Name:
-    """The member of that value.
-
-    Raises:
-        ConfigError: There is none; the values are named.
-    """
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{what} is {text!r}; it must be one of {', '.join(kind)}") from None
 
 
 def shape_of(prompt_tokens: str, output_tokens: str, *, shared_prefix: float, num_prefixes: int) -> Shape:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json as json_module
 import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from kvferry.cli import exit_codes
-from kvferry.cli.options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey, check_timeout
+from kvferry.cli.options import JsonFlag, Target, TlsOptions, check_timeout, with_tls
 from kvferry.cli.text_command import TextTyper
-from transfer.errors import PeerUnreachable, TransferError
+from transfer.errors import PeerUnreachable
 
 if TYPE_CHECKING:
     from kvferry.cli.node_client import NodeClient
@@ -26,15 +25,12 @@ RequestId = Annotated[str, typer.Argument(help="The client's request id, or a tr
 
 
 @node_app.command()
+@with_tls
 def drain(
     target: Target,
     timeout: Annotated[float, typer.Option(help="Seconds that requests in flight get.")] = 30.0,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Take no new requests, and wait until those in flight are over; exit code 6 where some are left. The node stays drained."""
 
@@ -55,18 +51,15 @@ def drain(
         print(f"{target} is drained")
         return exit_codes.OK
 
-    _run("drain", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)
+    _run("drain", target, tls, work)
 
 
 @node_app.command()
+@with_tls
 def undrain(
     target: Target,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Take requests again."""
 
@@ -75,20 +68,17 @@ def undrain(
         print(f"{target} takes requests again" if was_draining else f"{target} was not draining")
         return exit_codes.OK
 
-    _run("undrain", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)
+    _run("undrain", target, tls, work)
 
 
 @node_app.command()
+@with_tls
 def requests(
     target: Target,
     limit: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The oldest so many; 0: as many as an answer holds.")] = 0,
     json: JsonFlag = False,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Show the requests in flight, the oldest first."""
 
@@ -104,20 +94,17 @@ def requests(
             Console().print(request_table(answer, target))
         return exit_codes.OK
 
-    _run("requests", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)
+    _run("requests", target, tls, work)
 
 
 @node_app.command()
+@with_tls
 def abort(
     target: Target,
     request_id: RequestId,
     reason: Annotated[str, typer.Option(help="One line, for whoever waits for the request.")] = "",
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Give a request up; exit code 1 where no such request is in flight."""
 
@@ -128,20 +115,17 @@ def abort(
         print(f"{target} has no request {request_id} in flight", file=sys.stderr)
         return exit_codes.FAILED
 
-    _run("abort", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)
+    _run("abort", target, tls, work)
 
 
 @node_app.command("switch-role")
+@with_tls
 def switch_role(
     target: Target,
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
     timeout: Annotated[float, typer.Option(help="Seconds that requests in flight get.")] = 60.0,
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Make a prefill node a decode node, or the other way about, where it has settings for that (other_role)."""
 
@@ -154,19 +138,16 @@ def switch_role(
             print(f"it was told to drain, and takes no requests: kvferry node undrain --target {target}")
         return exit_codes.OK
 
-    _run("switch-role", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)
+    _run("switch-role", target, tls, work)
 
 
 @node_app.command("log-level")
+@with_tls
 def log_level(
     target: Target,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
-    config: ConfigFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    peer_name: PeerName = None,
-    insecure: Insecure = 0,
+    *,
+    tls: TlsOptions,
 ) -> None:
     """Change what the node and its ranks write to their logs."""
 
@@ -175,38 +156,20 @@ def log_level(
         print(f"{target} writes {level} (before: {before})")
         return exit_codes.OK
 
-    _run("log-level", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)
+    _run("log-level", target, tls, work)
 
 
-def _run(
-    command: str,
-    target: str,
-    work: Callable[[NodeClient], Awaitable[int]],
-    config: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    ca: Path | None,
-    peer_names: list[str] | None,
-    insecure: int,
-) -> None:
-    """Call the node; ends the command with the exit code of `work`, or of its error."""
-    from kvferry.cli.client_settings import client_security
+def _run(command: str, target: str, tls: TlsOptions, work: Callable[[NodeClient], Awaitable[int]]) -> NoReturn:
+    """Call the node; end the command with the exit code of `work`.
+
+    Raises:
+        TransferError: The call failed.
+    """
     from kvferry.cli.node_client import NodeClient
     from kvferry.cli.signals import run_until_signalled
 
     async def call() -> int:
-        security = client_security(
-            f"node {command}", target, file=config, cert=cert, key=key, ca=ca, peer_names=peer_names, insecure=insecure
-        )
-        async with NodeClient(target, security=security) as client:
+        async with NodeClient(target, security=tls.security(f"node {command}", target)) as client:
             return await work(client)
 
-    async def told() -> int:
-        try:
-            return await call()
-        except TransferError as error:
-            for line in str(error).splitlines():
-                print(f"kvferry node {command}: {line}", file=sys.stderr)
-            return exit_codes.exit_code_of(error)
-
-    raise typer.Exit(run_until_signalled(told))
+    raise typer.Exit(run_until_signalled(call))

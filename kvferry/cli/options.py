@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 from transfer.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transfer.registry.security import Security
+
 _LONGEST_S: Final = 86_400
 """As of every setting in seconds; to gRPC a deadline of 1e300 s is one that has passed."""
 
+AnyEnum = TypeVar("AnyEnum", bound=StrEnum)
+
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with a section tls, as a node has it.")]
-TlsCert = Annotated[Path | None, typer.Option(help="PEM certificate of the caller (tls.cert_file).")]
-TlsKey = Annotated[Path | None, typer.Option(help="Its PEM private key (tls.key_file).")]
-TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities of the node's certificate (tls.ca_file).")]
-PeerName = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME", help="Name that the node's certificate may have (tls.peer_names); by default the target's host."
-    ),
-]
-Insecure = Annotated[
-    int, typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure).")
-]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
@@ -37,3 +34,76 @@ def check_timeout(timeout_s: float) -> None:
     """
     if not 0 < timeout_s <= _LONGEST_S:
         raise ConfigError(f"--timeout is {timeout_s:g}; it must be above 0 and at most {_LONGEST_S} seconds")
+
+
+def _tls_option(*names: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Security", **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsOptions:
+    """How a command calls nodes. Each field is an option of the command, and an argument of `client_security`."""
+
+    file: Annotated[Path | None, _tls_option("--config", help="YAML file with a section tls, as a node has it.")] = None
+    cert: Annotated[Path | None, _tls_option("--tls-cert", help="PEM certificate of the caller (tls.cert_file).")] = None
+    key: Annotated[Path | None, _tls_option("--tls-key", help="Its PEM private key (tls.key_file).")] = None
+    ca: Annotated[Path | None, _tls_option("--tls-ca", help="PEM authorities of the node's certificate (tls.ca_file).")] = None
+    peer_names: Annotated[
+        list[str] | None,
+        _tls_option(
+            "--peer-name",
+            metavar="NAME",
+            help="Name that the node's certificate may have (tls.peer_names); by default the target's host.",
+        ),
+    ] = None
+    insecure: Annotated[
+        int, _tls_option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure).")
+    ] = 0
+
+    def security(self, command: str, *targets: str, what: str = "--target") -> Security:
+        """Return how `command` calls `targets`; see `client_security`."""
+        from kvferry.cli.client_settings import client_security
+
+        return client_security(command, *targets, what=what, **asdict(self))
+
+
+_TLS_PARAMETERS: Final = tuple(inspect.signature(TlsOptions, eval_str=True).parameters.values())
+
+
+def with_tls(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `TlsOptions` in place of its keyword `tls`."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        parameters += _TLS_PARAMETERS if one.name == "tls" else (one,)
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        tls = TlsOptions(**{one.name: given.pop(one.name) for one in _TLS_PARAMETERS})
+        command(**given, tls=tls)
+
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {one.name: one.annotation for one in parameters}
+    return with_options
+
+
+def check_range(option: str, number: int, least: int, most: int) -> None:
+    """Check that a number is in a range.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not least <= number <= most:
+        raise ConfigError(f"{option} is {number}; it must be in [{least}, {most}]")
+
+
+def member(kind: type[AnyEnum], option: str, text: str) -> AnyEnum:
+    """Return the member with that value.
+
+    Raises:
+        ConfigError: There is none; the message lists the values.
+    """
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}; it must be one of {', '.join(kind)}") from None

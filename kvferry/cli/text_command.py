@@ -1,7 +1,8 @@
-"""A command line whose commands refuse arguments that are no text."""
+"""A command line whose commands refuse arguments that are not text, and report an error in lines and an exit code."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from kvferry.cli import exit_codes
+from transfer.errors import TransferError
 from transfer.utf8 import is_utf8
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -18,6 +21,7 @@ class TextCommand(TyperCommand):
     """A command that is given UTF-8 only.
 
     With others it would end wherever it first sent or wrote them, in a traceback that names no argument.
+    A `TransferError` ends it with the error's lines on standard error, and with the exit code of the error.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -25,6 +29,7 @@ class TextCommand(TyperCommand):
 
         Raises:
             typer.BadParameter: An argument is not UTF-8.
+            typer.Exit: The command failed.
         """
         parameter: Any  # whose type Typer keeps to itself
         for parameter in self.params:
@@ -32,7 +37,13 @@ class TextCommand(TyperCommand):
             for value in given if isinstance(given, list | tuple) else (given,):
                 if isinstance(value, str | Path) and not is_utf8(str(value)):
                     raise typer.BadParameter(f"{str(value)!r} is not UTF-8; it must be", ctx=ctx, param=parameter)
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except TransferError as error:
+            command = ctx.command_path.removeprefix(ctx.find_root().command_path)
+            for line in str(error).splitlines():
+                print(f"kvferry{command}: {line}", file=sys.stderr)
+            raise typer.Exit(exit_codes.exit_code_of(error)) from None
 
 
 class TextTyper(typer.Typer):

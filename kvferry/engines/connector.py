@@ -13,7 +13,7 @@ import structlog
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_messages import RankLogLevel
 from transfer.config import ConnectorConfig
-from transfer.connector.incoming import PromptState, PromptView
+from transfer.connector.bound_prompts import PromptState, PromptView
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.messages import (
     INCOMING_MESSAGES,

@@ -53,8 +53,8 @@ from node_runtime.rank_link import LeaderLink, RankAddress
 from node_runtime.rank_socket import rank_socket_address
 from node_runtime.supervisor import check_alike
 from transfer.config import ConnectorConfig
+from transfer.connector.bound_prompts import PromptState, PromptView
 from transfer.connector.decode_service import DecodeService
-from transfer.connector.incoming import PromptState, PromptView
 from transfer.connector.outgoing import Transfer
 from transfer.connector.prefill_service import PrefillService
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
@@ -165,7 +165,7 @@ class ConnectorLeader:
         needs_note: bool = False,
         traceparent: str = "",
     ) -> None:
-        """Fetch the KV of a prompt's tokens from `start_token` on; see `IncomingTransfers.want`."""
+        """Fetch the KV of a prompt's tokens from `start_token` on; see `BoundPrompts.want`."""
         if self._is_closed:
             return
         self._wanted.add(name)
@@ -177,28 +177,30 @@ class ConnectorLeader:
             return None
         if name in self._wanted:
             return PromptView(state=PromptState.WAITING)
-        return self.target.requests.view(name)
+        return self.target.prompts.view(name)
 
-    def bind(self, name: str, tables: Sequence[Sequence[int]]) -> None:
+    def bind(self, name: str, tables: Sequence[Sequence[int]], *, start_token: int | None = None) -> None:
         """The engine has taken pages for the whole prompt; `Settled` follows on every rank.
 
         Args:
             tables: Its page table in each group of layers, from token 0 on; what lies before the start token is not touched.
+            start_token: First token whose KV is needed, where the view says `can_start_late` and it is a later one than the
+                prompt was wanted from.
         """
-        self._call(self.target.requests.bind, name, tuple(tuple(table) for table in tables))
+        self._call(self.target.prompts.bind, name, tuple(tuple(table) for table in tables), start_token)
 
     def report_page_shortage(self, name: str) -> None:
         """The engine has no pages for a prompt that is `READY`; it may say so as often as it finds it. If that lasts, another one
-        gives its own, which prefill has preempted; see `IncomingTransfers.report_page_shortage`."""
-        self._call(self.target.requests.report_page_shortage, name)
+        gives its own, which prefill has preempted; see `BoundPrompts.report_page_shortage`."""
+        self._call(self.target.prompts.report_page_shortage, name)
 
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
-        """The engine gives it up: `Settled` follows if it is bound, else nothing; see `IncomingTransfers.cancel`."""
-        self._call(lambda: self.target.requests.cancel(name, reason, is_wanted_again=is_wanted_again))
+        """The engine gives it up: `Settled` follows if it is bound, else nothing; see `BoundPrompts.cancel`."""
+        self._call(lambda: self.target.prompts.cancel(name, reason, is_wanted_again=is_wanted_again))
 
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
         """The engine will never want the prompt of that id, which the prefill side at `source` may hold for it."""
-        self._call(self.target.requests.decline, transfer_id, source, reason)
+        self._call(self.target.prompts.decline, transfer_id, source, reason)
 
     @property
     def incarnation(self) -> int:
@@ -242,17 +244,8 @@ class ConnectorLeader:
 
     # On the loop
 
-    def _want(
-        self,
-        name: str,
-        transfer_id: str,
-        source: str,
-        token_ids: tuple[int, ...],
-        start_token: int,
-        needs_note: bool,
-        traceparent: str,
-    ) -> None:
-        self.target.requests.want(name, transfer_id, source, token_ids, start_token, needs_note, traceparent)
+    def _want(self, name: str, *arguments: Any) -> None:
+        self.target.prompts.want(name, *arguments)
         self._wanted.discard(name)
 
     @property

@@ -20,7 +20,7 @@ import structlog
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
-from transfer.connector.incoming import PromptState
+from transfer.connector.bound_prompts import PromptState
 from transfer.tracing import TRACEPARENT
 from transfer.utf8 import is_utf8
 
@@ -198,6 +198,8 @@ class SchedulerSide:
             log.warning("prompt_recomputed", request_id=request.request_id, reason=view.failure)
             self._settle_locally(request)
             return 0, False
+        if wanted is not None and view is not None and view.can_start_late and num_computed > wanted.start_token:
+            wanted.start_token = num_computed  # the prefix cache has more of it by now
         if wanted is None or (wanted.start_token != num_computed and not wanted.is_bound):
             self._ask(request, num_computed)
             return None, False
@@ -255,7 +257,7 @@ class SchedulerSide:
         wanted = self._wanted.get(request.request_id)
         if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
             wanted.is_bound = True
-            self._leader.bind(wanted.name, self._page_tables(blocks))
+            self._leader.bind(wanted.name, self._page_tables(blocks), start_token=wanted.start_token)
             _set(request, do_remote_prefill=False)  # whatever comes of it, it is not asked for again
 
     # Of steps

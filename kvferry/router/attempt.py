@@ -37,7 +37,7 @@ PREFILL_GRACE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class PairAttempt:
     """See the module's docstring.
 
     Args:

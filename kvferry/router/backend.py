@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from kvferry.router.api import Answer, ApiError, Body, Call
-from kvferry.router.attempt import Attempt
+from kvferry.router.attempt import PairAttempt
 from kvferry.router.body_reader import BodyReader
 from kvferry.router.http_server import HttpServer
 from kvferry.router.metrics import RouterMetrics
@@ -149,7 +149,7 @@ class Backend:
         failures: list[ServerFailed] = []
         while True:
             decode, prefill = self._lease(call.body, frozenset(failure.server for failure in failures if failure.kind != "stale"))
-            attempt = Attempt(
+            attempt = PairAttempt(
                 call=call,
                 decode=decode,
                 prefill=prefill,

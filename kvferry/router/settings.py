@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from kvferry.cli.options import check_range, member
 from transfer.config import parse_size
 from transfer.config.values import checked_host_port
 from transfer.errors import ConfigError
@@ -70,8 +71,7 @@ class RouterSettings:
             ("--max-body", self.max_body_bytes, 1024, 1 << 30),
             ("--max-body-total", self.max_body_total_bytes, self.max_body_bytes, 1 << 40),
         ):
-            if not least <= number <= most:
-                raise ConfigError(f"{name} is {number}; it must be in [{least}, {most}]")
+            check_range(name, number, least, most)
         for name, seconds in (
             ("--connect-timeout", self.connect_timeout_s),
             ("--lost-after", self.lost_after_s),
@@ -134,7 +134,7 @@ def router_settings(
         decode=tuple(servers["--decode"]),
         are_nodes=are_nodes,
         are_prefill_nodes=are_prefill_nodes,
-        flow=_flow(flow),
+        flow=FlowKind.CONCURRENT if flow is None else member(FlowKind, "--flow", flow),
         max_body_bytes=_size("--max-body", max_body),
         max_body_total_bytes=_size("--max-body-total", max_body_total),
         tokenizer=tokenizer,
@@ -150,13 +150,6 @@ def _size(option: str, given: str) -> int:
         raise ConfigError(f"{option} is {given!r}; {error}") from None
     assert isinstance(size, int)  # of a text
     return size
-
-
-def _flow(given: str | None) -> FlowKind:
-    try:
-        return FlowKind.CONCURRENT if given is None else FlowKind(given)
-    except ValueError:
-        raise ConfigError(f"--flow is {given!r}; it must be one of {', '.join(FlowKind)}") from None
 
 
 def _are_nodes(option: str, urls: Sequence[str]) -> bool:

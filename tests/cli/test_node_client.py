@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kvferry.__main__ import app
 from kvferry.cli import exit_codes
 from kvferry.cli.generate import make_request, run_generate
 from kvferry.cli.node_client import NodeClient
-from kvferry.cli.node_commands import node_app
 from kvferry.cli.signals import run_until_signalled
 from kvferry.cli.status_view import run_status, status_to_json
 from tests.authority import Authority
@@ -216,7 +216,7 @@ async def test_generating_at_a_prefill_node_says_so() -> None:
 def test_a_timeout_that_is_no_time_is_refused(command: tuple[str, ...], timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
     """0 seconds would mean to a node that changes its role: as long as its own settings allow."""
     with pytest.raises(SystemExit) as ended:
-        node_app([*command, "--insecure", "--target", "127.0.0.1:1", f"--timeout={timeout}"])
+        app(["node", *command, "--insecure", "--target", "127.0.0.1:1", f"--timeout={timeout}"])
     said = capsys.readouterr().err
     assert ended.value.code == exit_codes.BAD_INPUT
     *warnings, line = said.splitlines()
@@ -234,7 +234,7 @@ async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None
         assert json.loads(capsys.readouterr().out) == status_to_json(STATUS)
         assert await run_status(address, is_json=False, is_watching=False) == 0
         shown = capsys.readouterr().out
-    for text in ("ready", "0x00000000000000ff", "512.0 KiB", "1.0 MiB", "1 -> 0", "ucx/shm", "2.15 GB/s", "[bold]it died[/bold]"):
+    for text in ("ready", "0x00000000000000ff", "512.0 KiB", "1.0 MiB", "h:1 #1", "ucx/shm", "2.15 GB/s", "[bold]it died[/bold]"):
         assert text in shown
     assert "capabilities: layer_groups, resend_once" in shown
 

@@ -17,7 +17,7 @@ from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
 from transfer.config import ConnectorConfig
 from transfer.config.connector import ConnectorLimitsConfig
-from transfer.connector.incoming import PromptState
+from transfer.connector.bound_prompts import PromptState
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.outgoing import Transfer
 from transfer.connector.outgoing_rank import Free

@@ -281,6 +281,6 @@ def test_a_fetch_that_fails_ends_its_span_with_the_reason(start: Start) -> None:
         decode = start(DECODE, settings={"tracing.endpoint": f"http://127.0.0.1:{port}"})
         decode.leader.want("b", "t", "127.0.0.1:1", PROMPT, traceparent=f"00-{TRACE}-00f067aa0ba902b7-01")
         reason = decode.wait_until_failed("b")
-        [span] = collector.until(TRACE, ["kvferry.fetch"])
+        (span,) = [span for span in collector.until(TRACE, ["kvferry.fetch"]) if span.name == "kvferry.fetch"]
         assert span.is_error and span.attributes["kvferry.error"] == reason
         decode.close()

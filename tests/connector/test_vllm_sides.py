@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +15,8 @@ from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_scheduler import SchedulerSide, StepMessage
 from kvferry.engines.vllm_worker import Results, WorkerSide
 from tests.connector.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
-from transfer.connector import incoming as target_requests
+from transfer.connector import bound_prompts
+from transfer.connector.bound_prompts import PromptState, PromptView
 from transfer.connector.outgoing_rank import Free
 
 Pair = Callable[..., tuple[Instance, Instance]]
@@ -354,7 +355,7 @@ def test_what_only_this_engine_can_compute_is_not_fetched(
 def test_blocks_that_are_lacking_come_from_a_request_that_prefill_has_preempted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.3)
+    monkeypatch.setattr(bound_prompts, "YIELD_AFTER_S", 0.3)
     source, target = pair()
     prefill, decode = Vllm(source), Vllm(target)
     first = decode.wanted(source)
@@ -473,3 +474,33 @@ def test_the_clients_trace_is_that_of_the_fetch(headers: dict[str, str] | None, 
     )
     assert scheduler.matched(request, 0) == (None, False)
     assert leader.traceparents == [told]
+
+
+@pytest.mark.parametrize("can_start_late", [True, False])
+def test_a_prefix_cache_that_grows_before_there_are_blocks(can_start_late: bool) -> None:
+    """The prompt starts late if its prefill node can do that, and is asked for again otherwise."""
+    told: list[object] = []
+    leader = SimpleNamespace(
+        check=lambda: None,
+        want=lambda name, transfer_id, source, token_ids, **said: told.append(said),
+        view=lambda name: PromptView(state=PromptState.READY, can_start_late=can_start_late),
+        cancel=lambda name, reason, *, is_wanted_again: told.append(reason),
+        bind=lambda name, tables, *, start_token: told.append((tables, start_token)),
+    )
+    scheduler = SchedulerSide(cast(Any, leader), tables, sides=DECODE, engine_id="engine-1", recomputes=True)
+    request = SimpleNamespace(
+        request_id="b",
+        prompt_token_ids=list(PROMPT),
+        kv_transfer_params={"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"},
+        mm_features=[],
+        prompt_embeds=None,
+        trace_headers={"traceparent": "00-1-2-01"},
+    )
+    assert scheduler.matched(request, 32) == (None, False)
+    assert told == [{"start_token": 32, "traceparent": "00-1-2-01"}]
+    if not can_start_late:
+        assert scheduler.matched(request, 48) == (None, False)
+        assert told[1:] == ["its start in the prompt has changed", {"start_token": 48, "traceparent": "00-1-2-01"}]
+    assert scheduler.matched(request, 48) == (52, True)
+    scheduler.allocated(request, ([4, 5],), 52)
+    assert told[-1] == ([[4, 5]], 48)

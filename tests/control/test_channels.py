@@ -224,10 +224,10 @@ def test_a_bad_address_is_unreachable(channels: Channels) -> None:
 def test_watch_loses_no_wake_up_under_ping_pong(channels: Channels) -> None:
     """Both ends send from inside their callbacks, which is where an edge-triggered descriptor loses its edge."""
     rounds = 1000
+    server, client = joined(channels)
 
     async def play() -> tuple[int, list[bytes]]:
         loop = asyncio.get_running_loop()
-        server, client = joined(channels)
         done = loop.create_future()
         echoed: list[bytes] = []
 

@@ -6,12 +6,25 @@ import asyncio
 from collections.abc import Iterable
 
 from decode_node.rank_messages import RunDecodeStep
-from decode_node.request_state import GenerationStage
 from tests.decode.leader_world import OTHER_LIFE, World, has_room, turns
-from transfer.errors import PeerUnreachable, TransferAborted
+from transfer.connector.attempt import AttemptStage
+from transfer.errors import PeerUnreachable, Preempted, TransferAborted
 
 MOVES = (
-    *("submit", "turn", "reserve", "expected", "refused", "complete", "broken", "token", "sent", "call fails", "abort"),
+    *(
+        "submit",
+        "turn",
+        "reserve",
+        "expected",
+        "refused",
+        "complete",
+        "broken",
+        "token",
+        "sent",
+        "call fails",
+        "preempted",
+        "abort",
+    ),
     *("step", "fail step", "release", "lose peer", "rejoin", "drain", "clock"),
 )
 
@@ -19,7 +32,7 @@ MOVES = (
 async def drained(world: World) -> None:
     """Have everybody say what is left to say, until every request is over; nothing may be left then."""
     async with asyncio.timeout(60):
-        while world.leader.request_ids:
+        while world.transfers.request_ids:
             await world.settle()
             await asyncio.sleep(0)
     await turns()
@@ -49,7 +62,7 @@ def is_started(world: World, name: str) -> bool:
 
 async def move(world: World, kind: str, pick: int) -> None:
     rank = pick % 2
-    attempts = [one for request in world.accepted for one in request.attempts if one.stage is not GenerationStage.GONE]
+    attempts = [one for request in world.accepted for one in request.attempts if one.stage is not AttemptStage.GONE]
     live = [one.transfer_id for one in attempts]
     started = [name for name in live if is_started(world, name)]
     sent = [one.transfer_id for one in attempts if one.peer is not None]
@@ -75,8 +88,10 @@ async def move(world: World, kind: str, pick: int) -> None:
             waiting[pick % len(waiting)].sent()
         case "call fails" if waiting := [call for call in calls if "sent" not in call.has_said]:
             waiting[pick % len(waiting)].fail(PeerUnreachable("prefill failed"))
+        case "preempted" if waiting := [call for call in calls if "sent" not in call.has_said]:
+            waiting[pick % len(waiting)].fail(Preempted("prefill's engine took its pages back"))
         case "abort" if live:
-            world.leader.abort(live[pick % len(live)], TransferAborted("gone"))
+            world.transfers.abort(live[pick % len(live)], TransferAborted("gone"))
         case "step" | "fail step" if world.step is not None:
             world.finish_step() if kind == "step" else world.fail_step()
         case "release" if names := world.releasable(rank):

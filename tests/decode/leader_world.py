@@ -10,13 +10,14 @@ from weakref import WeakKeyDictionary
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import DeviceOnly
 from decode_node.rank_messages import DecodeStepDone, ExpectRequest, FinishRequest, RunDecodeStep
-from decode_node.request_state import Done, GenerationRequest, GenerationStage, Observer, Tokens
+from decode_node.request_state import Done, GenerationObserver, GenerationRequest, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
 from node_runtime.rank_messages import StepFailed
 from tests.runtime.instances import instance
 from transfer.breaker import Breaker, BreakerSettings, BreakerState
 from transfer.chunk import ChunkPlan
+from transfer.connector.attempt import AttemptStage, IncomingObserver
 from transfer.connector.messages import CancelIncoming, TransferBroken, TransferExpected
 from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
@@ -90,7 +91,9 @@ class Peer:
         # Of equal ones the oldest is taken: it has the fastest link.
         self.links = [Link(prefill_rank=0, decode_rank=0, lane="x", latency_s=0.0, bandwidth_bytes_per_s=1e9 / life)]
         self.unnamed_s: float | None = None
-        self.unfit = asyncio.Event()
+        self.joined, self.unfit = asyncio.Event(), asyncio.Event()
+        self.reason, self.plan = "", PLAN
+        self.num_users = 0
         self.other: Peer | None = None
         self.calls: dict[str, Call] = {}
 
@@ -187,21 +190,21 @@ class World:
             prefill_retries=prefill_retries,
             broadcast=self._broadcast,
             on_broken=self.hung.append,
-            observer=Observer(
+            observer=IncomingObserver(
                 on_outcome=self.outcomes.append,
                 on_queue_seconds=self.queue_seconds.append,
-                on_first_token=self.first_tokens.append,
-                on_token=lambda seconds: None,
                 on_retry=self._count_retry,
                 on_no_room=self.waiting.add,
                 on_wait_over=self.waiting.discard,
             ),
+            generation=GenerationObserver(on_first_token=self.first_tokens.append, on_token=lambda seconds: None),
             name_attempt=self._name,
         )
+        self.transfers = self.leader.transfers
 
     def _count_retry(self) -> None:
         self.num_retries += 1
-        waiting = [request for request in self.accepted if request.current.stage is GenerationStage.WAITING]
+        waiting = [request for request in self.accepted if request.current.stage is AttemptStage.WAITING]
         assert waiting and not any(request.generated for request in waiting), "its caller has a token of the try before"
 
     def _name(self, request_id: str) -> str:
@@ -246,7 +249,7 @@ class World:
         if prefill is None:
             peer = self.other if name in self.other.calls else self.peer
             prefill = PREFILL_LIFE if peer.instance is None else peer.instance.incarnation
-        task = self.reserving[name] = asyncio.ensure_future(self.leader.reserve(name, prefill, decode, plan))
+        task = self.reserving[name] = asyncio.ensure_future(self.transfers.reserve(name, prefill, decode, plan))
         return task
 
     def call(self, name: str) -> Call:
@@ -256,41 +259,41 @@ class World:
         if peer.instance is not None:
             peer.breaker.lose()
         peer.state, peer.instance = "lost", None
-        self.leader.on_peer_lost(cast(PrefillPeer, peer), "it is silent")
-        self.leader.place_waiting()
+        self.transfers.on_peer_lost(cast(PrefillPeer, peer), "it is silent")
+        self.transfers.place_waiting()
 
     def join(self, peer: Peer, life: int) -> None:
         """A life of a node is joined, or no longer drains."""
         peer.state, peer.instance = "joined", instance(life)
-        self.leader.place_waiting()
+        self.transfers.place_waiting()
 
     def drain(self, peer: Peer) -> None:
         peer.state = "draining"
-        self.leader.place_waiting()
+        self.transfers.place_waiting()
 
     def let_nobody_come(self) -> None:
         for peer in (self.peer, self.other):
             peer.unfit.set()
-        self.leader.place_waiting()
+        self.transfers.place_waiting()
 
     # The ranks
 
     def expected(self, rank: int, name: str, reason: str = "") -> None:
         self.ranks[rank].unanswered.discard(name)
-        self.leader.on_expected(rank, TransferExpected(transfer_id=name, reason=reason))
+        self.transfers.on_expected(rank, TransferExpected(transfer_id=name, reason=reason))
 
     def complete(self, rank: int, name: str) -> None:
         self.ranks[rank].receiving.discard(name)
-        self.leader.on_transfer_complete(rank, name)
+        self.transfers.on_whole(rank, name)
 
     def broken(self, rank: int, name: str, *, is_data_loss: bool) -> None:
         self.ranks[rank].receiving.discard(name)
-        self.leader.on_transfer_failed(rank, TransferBroken(transfer_id=name, reason="broke", is_data_loss=is_data_loss))
+        self.transfers.on_broken(rank, TransferBroken(transfer_id=name, reason="broke", is_data_loss=is_data_loss))
 
     def release(self, rank: int, name: str) -> None:
         self.ranks[rank].holding.discard(name)
         self.ranks[rank].leaving.discard(name)
-        self.leader.on_pages_released(rank, name)
+        self.transfers.on_drained(rank, name)
 
     def finish_step(self, token: int = 1) -> None:
         assert self.step is not None
@@ -342,8 +345,8 @@ class World:
     # Judgement
 
     def assert_nothing_is_left(self) -> None:
-        assert not self.leader.request_ids
-        assert (self.leader.num_queued, self.leader.num_running, self.leader.num_without_node) == (0, 0, 0)
+        assert not self.transfers.request_ids
+        assert (self.transfers.num_queued, self.transfers.num_running, self.transfers.num_without_node) == (0, 0, 0)
         assert (self.admission.free_pages, self.admission.num_running) == (PageCounts((POOL_PAGES,)), 0)
         assert not self.admission.num_waiting
         assert not self.waiting, "a wait for room that nobody hears the end of"

@@ -27,6 +27,7 @@ from tests.decode.local_nodes import LocalContext, serve_locally
 from tests.prefill.join_server import CUT, JoinServer
 from tests.runtime.instances import decode_config, hello, until
 from tests.runtime.virtual_time import in_virtual_time
+from transfer.connector import incoming as incoming_module
 from transfer.connector.messages import TransferExpected, TransferWhole
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError, PeerUnreachable
@@ -93,7 +94,7 @@ class Serving:
         self.prefill_nodes: dict[str, JoinServer] = {}
         serve_locally(monkeypatch, self.prefill_nodes)
         clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
-        for module in (node_module, requests_module):
+        for module in (node_module, requests_module, incoming_module):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(node_module, "TextCodec", lambda directory: self.text)
         self.node = DecodeNode(DAEMON, decode_config(folder, **settings))

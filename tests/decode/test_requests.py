@@ -19,6 +19,7 @@ from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, 
 from tests.runtime.hand_clock import HandClock
 from transfer import chunk as chunk_module
 from transfer.chunk import ChunkPlan
+from transfer.connector import incoming as incoming_module
 from transfer.connector.messages import CancelIncoming
 from transfer.errors import (
     EngineError,
@@ -41,7 +42,7 @@ async def world() -> AsyncIterator[World]:
 
 @pytest.fixture
 async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    return HandClock(monkeypatch, requests_module)
+    return HandClock(monkeypatch, requests_module, incoming_module)
 
 
 async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
@@ -61,14 +62,14 @@ async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: i
 async def test_a_request_waits_receives_generates_and_leaves(world: World) -> None:
     request = world.submit("a", new=3)
     await turns()
-    assert (world.leader.num_queued, world.leader.num_running, world.admission.num_running) == (1, 0, 0), "it pins nothing"
+    assert (world.transfers.num_queued, world.transfers.num_running, world.admission.num_running) == (1, 0, 0), "it pins nothing"
     assert world.peer.outstanding_tokens == 3
     reserving = world.reserve("a")
     await turns()
     (expect,) = world.sent
     assert isinstance(expect, ExpectRequest)
     assert (expect.num_tokens, expect.pages, expect.prefill_incarnation) == (3, (2,), 11)
-    assert (world.leader.num_queued, world.leader.num_running, world.admission.free_pages.by_group) == (0, 1, (6,))
+    assert (world.transfers.num_queued, world.transfers.num_running, world.admission.free_pages.by_group) == (0, 1, (6,))
     world.expected(0, "a")
     await turns()
     assert not reserving.done(), "rank 1 may refuse yet"
@@ -94,7 +95,7 @@ async def test_a_request_waits_receives_generates_and_leaves(world: World) -> No
     assert isinstance(done, Done)
     assert (done.finish_reason, done.stats.bytes, done.prefill_node) == ("length", 99, "prefill:1")
     for rank in range(2):
-        assert world.leader.num_running == 1
+        assert world.transfers.num_running == 1
         world.release(rank, "a")
     world.assert_nothing_is_left()
 
@@ -145,7 +146,7 @@ async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill:
     assert world.reserve("a") is not None
     await turns()
     with pytest.raises(TransportClosed, match="does not wait here"):
-        await world.leader.reserve("a", 11, 22, PLAN)
+        await world.transfers.reserve("a", 11, 22, PLAN)
     await drained(world)
 
 
@@ -173,7 +174,7 @@ async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World
     await turns()
     world.reserve("a")
     await turns()
-    assert world.leader.abort("a", TransferAborted("why\n" * (1 << 20)))
+    assert world.transfers.abort("a", TransferAborted("why\n" * (1 << 20)))
     (cancel,) = [message for message in world.sent if isinstance(message, CancelIncoming)]
     assert len(cancel.reason) <= 512 and "\n" not in cancel.reason
 

@@ -27,6 +27,7 @@ from tests.decode.leader_world import (
 )
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
+from transfer.connector import incoming as incoming_module
 from transfer.connector.messages import CancelIncoming
 from transfer.connector.prefill_nodes import REASON_GRACE_S
 from transfer.errors import (
@@ -35,6 +36,7 @@ from transfer.errors import (
     IntegrityError,
     LayoutError,
     PeerUnreachable,
+    Preempted,
     ResourceExhausted,
     TransferAborted,
     TransferError,
@@ -55,7 +57,7 @@ async def world() -> AsyncIterator[World]:
 
 @pytest.fixture
 async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    return HandClock(monkeypatch, requests_module)
+    return HandClock(monkeypatch, requests_module, incoming_module)
 
 
 async def waiting(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
@@ -140,8 +142,8 @@ async def test_a_request_in_mid_transfer_is_tried_elsewhere_and_the_first_try_is
     world.lose(world.peer)
     await turns()
     assert cancelled(world) == ["a"] and not take(request)
-    assert (world.leader.num_queued, world.leader.num_running) == (1, 0), "it is one request"
-    assert world.leader.request_ids == ("a", "a.2")
+    assert (world.transfers.num_queued, world.transfers.num_running) == (1, 0), "it is one request"
+    assert world.transfers.request_ids == ("a", "a.2")
     await give_room(world, "a.2")
     assert world.admission.free_pages.by_group == (POOL_PAGES - 4,), "both hold room, for the ranks still have the first"
     expect = world.sent[-1]
@@ -174,13 +176,13 @@ async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(wo
     call.sent()
     for rank in range(2):
         world.expected(rank, "a")
-        world.leader.on_transfer_complete(rank, "a")
+        world.transfers.on_whole(rank, "a")
         world.broken(rank, "a", is_data_loss=True)
     await turns()
     assert not take(request) and request.current.first_token is None and request.current.stage.name == "WAITING"
     for rank in range(2):
         world.release(rank, "a")
-    world.leader.on_transfer_complete(0, "a")
+    world.transfers.on_whole(0, "a")
     await served(world, "a.2")
     assert isinstance(outcome(request), Done)
     world.assert_nothing_is_left()
@@ -220,6 +222,24 @@ async def test_what_is_the_requests_own_fault_is_not(world: World, error: Transf
     await turns()
     assert outcome(request) is error and not world.other.calls
     await release_all(world)
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_a_prompt_that_prefill_has_preempted_is_asked_for_again_however_often(world: World, has_room: bool) -> None:
+    """By a prefill engine that an instance of ours is part of; it counts as no retry, and the same node may have it again."""
+    world.other.state = "lost"
+    request = world.submit("a")
+    for name in ("a", "a.2", "a.3", "a.4"):
+        await turns()
+        if has_room:
+            await give_room(world, name)
+        world.call(name).fail(Preempted("its pages are taken back"))
+        await turns()
+        await release_all(world)
+    await served(world, "a.5")
+    done = outcome(request)
+    assert isinstance(done, Done) and done.retries == world.num_retries == 0
     world.assert_nothing_is_left()
 
 
@@ -290,7 +310,7 @@ async def test_an_abort_by_the_first_id_is_heard_after_the_ranks_have_forgotten_
     world.lose(world.peer)
     await turns()
     await release_all(world)
-    assert world.leader.abort("a", TransferAborted("enough"))
+    assert world.transfers.abort("a", TransferAborted("enough"))
     assert isinstance(outcome(request), TransferAborted)
     await turns()
     world.assert_nothing_is_left()
@@ -383,7 +403,7 @@ async def test_an_abort_or_a_failed_step_says_nothing_of_the_prefill_node(world:
     world.other.state = "lost"
     for number in range(3):
         await receiving(world, f"a{number}", new=2)
-        world.leader.abort(f"a{number}", TransferAborted("left"))
+        world.transfers.abort(f"a{number}", TransferAborted("left"))
         await release_all(world)
     for number in range(3):
         await receiving(world, f"b{number}", new=2)
@@ -407,8 +427,8 @@ async def test_each_try_looks_its_prompt_up_for_the_node_that_it_goes_to(world: 
 
     monkeypatch.setattr(DeviceOnly, "look_up", noted)
     request = await waiting(world)
+    first = request.known
     world.lose(world.peer)
     await turns()
     assert asked == [PREFILL_LIFE, OTHER_LIFE]
-    first, second = (one.prompt for one in request.attempts)
-    assert first is not None and second is not None and first is not second
+    assert first is not None and request.known is not None and request.known is not first

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from decode_node import requests as requests_module
 from decode_node.request_state import Done
-from decode_node.requests import PLACE_AFTER_S
 from tests.decode.leader_world import OTHER_LIFE, World, take, turns
 from tests.decode.test_retry import cancelled, outcome, receiving, release_all, served, waiting
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
+from transfer.connector import incoming as incoming_module
+from transfer.connector.incoming import PLACE_AFTER_S
 from transfer.errors import PeerUnreachable, ResourceExhausted, TransferAborted, TransportClosed
 
 NEVER_S = 60.0
@@ -28,7 +28,7 @@ async def world() -> AsyncIterator[World]:
 
 @pytest.fixture
 async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    return HandClock(monkeypatch, requests_module)
+    return HandClock(monkeypatch, incoming_module)
 
 
 def alone(world: World) -> World:
@@ -40,17 +40,17 @@ def alone(world: World) -> World:
 
 async def test_it_is_queued_and_sent_when_a_node_is_joined(world: World) -> None:
     request = await waiting(world)
-    assert (world.leader.num_queued, world.leader.num_running) == (1, 0) and not take(request)
-    (view,) = world.leader.views()
+    assert (world.transfers.num_queued, world.transfers.num_running) == (1, 0) and not take(request)
+    (view,) = world.transfers.views()
     assert (view.request_id, view.transfer_id, view.stage, view.peer, view.retries) == ("a", "a", "queued", "", 0)
-    assert world.leader.request_ids == ("a",)
+    assert world.transfers.request_ids == ("a",)
     with pytest.raises(TransportClosed, match="request a does not wait here for room"):
         await world.reserve("a", prefill=OTHER_LIFE)
     world.join(world.other, 30)
     assert world.other.outstanding_tokens == 3, "sent at once"
     await turns()
-    assert sorted(world.other.calls) == ["a"] and world.leader.num_queued == 1
-    assert world.leader.views()[0].peer == "prefill:2"
+    assert sorted(world.other.calls) == ["a"] and world.transfers.num_queued == 1
+    assert world.transfers.views()[0].peer == "prefill:2"
     await served(world, "a")
     done = outcome(request)
     assert isinstance(done, Done) and (done.retries, done.prefill_node) == (0, "prefill:2") and world.num_retries == 0
@@ -109,7 +109,7 @@ async def test_the_queue_is_bounded_for_those_that_wait_for_a_node_too() -> None
         await waiting(world, name)
     with pytest.raises(ResourceExhausted, match=r"decode queue is full \(2 requests wait; limits.max_queued_requests\)"):
         world.submit("c")
-    assert world.leader.abort("a", TransferAborted("enough"))
+    assert world.transfers.abort("a", TransferAborted("enough"))
     await waiting(world, "c")
     await world.close()
 
@@ -124,10 +124,10 @@ async def test_another_try_waits_for_a_node_that_the_request_has_not_been_on() -
     world.lose(world.peer)
     await turns()
     assert cancelled(world) == ["a"] and not take(request) and world.num_retries == 0
-    assert (world.leader.num_queued, world.leader.num_running) == (1, 0)
-    assert world.leader.request_ids == ("a", "a.2") and world.leader.views()[0].retries == 0
+    assert (world.transfers.num_queued, world.transfers.num_running) == (1, 0)
+    assert world.transfers.request_ids == ("a", "a.2") and world.transfers.views()[0].retries == 0
     await release_all(world)
-    assert world.leader.request_ids == ("a", "a.2"), "an abort by either id is heard"
+    assert world.transfers.request_ids == ("a", "a.2"), "an abort by either id is heard"
     world.join(world.other, 30)
     await turns()
     assert sorted(world.other.calls) == ["a.2"] and world.num_retries == 1
@@ -143,7 +143,7 @@ async def test_nodes_that_come_together_share_what_waited(world: World, clock: H
         await waiting(world, name)
     for peer, life in ((world.peer, 30), (world.other, 31)):
         peer.state, peer.instance = "joined", instance(life)
-        world.leader.peers_changed()
+        world.transfers.peers_changed()
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0, "a moment later"
     await clock.advance(PLACE_AFTER_S)
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens > 0
@@ -151,24 +151,24 @@ async def test_nodes_that_come_together_share_what_waited(world: World, clock: H
 
 async def test_long_prompts_are_placed_a_few_at_once(world: World, clock: HandClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """To choose a node for a prompt takes time that grows with it, and everything else on the loop waits meanwhile."""
-    monkeypatch.setattr(requests_module, "PLACED_TOKENS_AT_ONCE", 5)
+    monkeypatch.setattr(incoming_module, "PLACED_TOKENS_AT_ONCE", 5)
     for name in "abc":
         await waiting(world, name)  # of three tokens each
     world.join(world.peer, 30)
-    assert world.leader.num_without_node == 1
+    assert world.transfers.num_without_node == 1
     await clock.advance(PLACE_AFTER_S)
-    assert not world.leader.num_without_node
+    assert not world.transfers.num_without_node
 
 
 async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(
     clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it is to be given is placed a moment later, and some of it later still; nobody is told that no node is joined."""
-    monkeypatch.setattr(requests_module, "PLACE_AFTER_S", NEVER_S)
+    monkeypatch.setattr(incoming_module, "PLACE_AFTER_S", NEVER_S)
     world = alone(World(join_timeout_s=1.0))
     requests = [await waiting(world, name) for name in "abcd"]
     world.peer.state, world.peer.instance = "joined", instance(30)
-    world.leader.peers_changed()
+    world.transfers.peers_changed()
     await clock.advance(1.0)
     assert not world.outcomes and len(world.peer.calls) == len(requests)
     await world.close()
@@ -178,17 +178,17 @@ async def test_nobody_who_comes_later_overtakes_those_that_wait(
     world: World, clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in the moment before they are placed, nor in those between."""
-    monkeypatch.setattr(requests_module, "PLACED_AT_ONCE", 2)
+    monkeypatch.setattr(incoming_module, "PLACED_AT_ONCE", 2)
     for name in "abcd":
         await waiting(world, name)
     world.peer.state, world.peer.instance = "joined", instance(30)
-    world.leader.peers_changed()
+    world.transfers.peers_changed()
     await waiting(world, "e")
     await clock.advance(PLACE_AFTER_S)
-    assert world.leader.num_without_node == 3
+    assert world.transfers.num_without_node == 3
     await waiting(world, "f")
     await clock.advance(2 * PLACE_AFTER_S, steps=2)
-    assert not world.leader.num_without_node
+    assert not world.transfers.num_without_node
     await waiting(world, "g")
     await turns()
     assert list(world.peer.calls) == ["a", "b", "c", "d", "e", "f", "g"]

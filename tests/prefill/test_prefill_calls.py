@@ -32,7 +32,7 @@ async def told(prompt: Prompt) -> tuple[list[pb.PrefillEvent], list[float], list
     """Return the events, the values of the queue metric, and the errors passed to `give_up`."""
     waits: list[float] = []
     ends: list[TransferError] = []
-    metrics = cast(Any, SimpleNamespace(queue_seconds=waits.append))
+    metrics = cast(Any, SimpleNamespace(histogram=lambda name: SimpleNamespace(observe=waits.append)))
     events = [event async for event in prefill_events(prompt, cast(Any, None), give_up=ends.append, metrics=metrics)]
     return events, waits, ends
 

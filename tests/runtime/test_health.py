@@ -12,7 +12,7 @@ from node_runtime.health import HealthServer, Readiness
 from transfer.errors import ConfigError
 from transfer.metrics import MetricFamily, MetricSpec
 
-METRICS = MetricFamily(MetricSpec(name="a", kind="counter", help="b"), {}, [()], [1.0])
+METRICS = MetricFamily(MetricSpec(name="a", kind="counter", help="b"), {}, (), [1.0])
 PROMETHEUS_ACCEPTS = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=0.0.1;q=0.5,"
     "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"

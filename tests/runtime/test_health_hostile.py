@@ -18,7 +18,7 @@ from node_runtime.health import MAX_CONNECTIONS, HealthServer, Readiness
 from tests.runtime.instances import until
 from transfer.metrics import MetricFamily, MetricSpec
 
-PAGE = MetricFamily(MetricSpec(name="a", kind="gauge", help="b" * 4_000_000), {}, [()], [1.0])
+PAGE = MetricFamily(MetricSpec(name="a", kind="gauge", help="b" * 4_000_000), {}, (), [1.0])
 """Far more than the buffers of a connection hold."""
 
 CONNECTIONS = 600
@@ -27,7 +27,7 @@ ALIVE_S = 30.0
 
 class Node:
     def __init__(self) -> None:
-        self.page = MetricFamily(MetricSpec(name="a", kind="gauge", help="b"), {}, [()], [1.0])
+        self.page = MetricFamily(MetricSpec(name="a", kind="gauge", help="b"), {}, (), [1.0])
         self.server = HealthServer(lambda: Readiness(is_ready=True), lambda: [self.page])
         self.port = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -53,12 +54,12 @@ def decode(*, at_s: float = 0.0, requests: tuple[pb.RequestStatus, ...] = (), **
 
 
 def test_the_current_rate_of_a_link_is_its_bytes_per_busy_second() -> None:
-    before = {"p:1": prefill(written=10**9, busy_s=1.0, probe_s=0.25)}
+    before = [prefill(written=10**9, busy_s=1.0, probe_s=0.25)]
     (link,) = view_of([prefill(written=2 * 10**9, busy_s=1.5, probe_s=0.5), decode()], before).links
     assert link.now_bytes_per_s == 2e9 and link.share == 0.5
     (link,) = view_of([prefill(written=10**9, busy_s=1.0), decode()], before).links
     assert link.now_bytes_per_s == 0.0 and link.share is None, "idle"
-    (link,) = view_of([replace(prefill(written=5), address="p:1"), decode()], {"p:1": prefill(incarnation=0x99)}).links
+    (link,) = view_of([replace(prefill(written=5), address="p:1"), decode()], [prefill(incarnation=0x99)]).links
     assert link.now_bytes_per_s is None, "another incarnation of the node counts from 0"
 
 
@@ -89,7 +90,7 @@ def test_a_request_that_both_nodes_report_is_shown_once(
     assert (found.stage, found.computed, found.moved, found.generated) == (stage, computed, moved, generated)
 
 
-def begun(alerts: Alerts, *nodes: Seen, before: dict[str, Seen] | None = None) -> list[str]:
+def begun(alerts: Alerts, *nodes: Seen, before: Sequence[Seen] = ()) -> list[str]:
     return [alert.what for alert in alerts.update(view_of(nodes, before))[0]]
 
 
@@ -123,7 +124,7 @@ def test_only_a_stalled_watermark_with_live_grants_is_an_alert() -> None:
 
 
 def test_a_link_far_below_its_probe_is_an_alert_after_several_polls() -> None:
-    before = {"p:1": prefill()}
+    before = [prefill()]
     slow, quick = (prefill(written=10**9, busy_s=1.0, probe_s=share) for share in (0.25, 0.75))
     alerts = Alerts()
     found = [begun(alerts, one, decode(), before=before) for one in (slow, slow, quick, slow, slow, slow)]

@@ -55,7 +55,7 @@ class FakeNode:
 
 def shown(view: ClusterView, address: str) -> list[str]:
     """Return the text of a node's row."""
-    (row,) = [row for row in tables(view)["nodes"].rows if row.key == address]
+    (row,) = [row for row in tables(view)["nodes"].rows if row.cells[1] == address]
     return [cell_text(cell).plain for cell in row.cells]
 
 

@@ -72,7 +72,7 @@ async def test_a_request_that_is_cut_off_while_it_generates_has_a_span_of_that(d
     span = ToldSpan()
     submitted(decode, span)
     await generating(decode)
-    decode.leader.give_up(decode.accepted[0], TransferAborted("the client went away"))
+    decode.transfers.give_up(decode.accepted[0], TransferAborted("the client went away"))
     assert span.told[1:] == [("kvferry.queue", ""), ("kvferry.decode", "the client went away")]
     assert span.error == "the client went away"
 

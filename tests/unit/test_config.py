@@ -172,11 +172,11 @@ def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> Non
     file = yaml_file(tmp_path, "pool:\n  page_size: true\n  colour: red\n")
     lines = refused(file=file, environment={"KVFERRY_LOG__LEVEL": "loud", "KVFERRY_TYPO": "1"}, flags={"parallel.tp_size": 0})
     assert lines == [
+        "log.level is loud (from KVFERRY_LOG__LEVEL); it must be one of 'debug', 'info', 'warning' or 'error'",
         "model is missing; it must be given: Hugging Face model directory: config.json, safetensors, tokenizer.",
         "parallel.tp_size is 0 (from flag); it must be at least 1",
         f"pool.page_size is True (from {file}); it must be a number",
         f"pool.colour is no setting (from {file}); known here: page_size, num_pages, num_tokens, order, dtype",
-        "log.level is loud (from KVFERRY_LOG__LEVEL); it must be one of 'debug', 'info', 'warning' or 'error'",
         next(line for line in lines if line.startswith("typo is no setting (from KVFERRY_TYPO); ")),
     ]
 

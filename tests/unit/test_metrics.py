@@ -485,7 +485,7 @@ def test_retries_and_breakers_are_a_decode_nodes() -> None:
 def test_a_snapshot_of_another_build_is_taken_as_far_as_it_is_known() -> None:
     snapshot = as_sent(RankMetrics(role="decode", rank=0))
     families = snapshot["families"]
-    families["kvferry_unheard_of"] = [[[]], [1.0]]
+    families["kvferry_unheard_of"] = [[], [1.0]]
     families["kvferry_step_seconds"][1].pop()  # a bucket less
     del families["kvferry_sessions"]
     page = rendered(NodeMetrics(role="decode"), snapshot, None)

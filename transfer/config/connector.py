@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from transfer.config.memory import ChunkConfig, RingConfig, StagingConfig
 from transfer.config.network import PeersConfig
 from transfer.config.nodes import InstanceConfig
-from transfer.config.operation import BreakerConfig
+from transfer.config.operation import BreakerConfig, PlacementConfig
 from transfer.config.values import CountOrZero, Seconds, Section
 
 
@@ -45,6 +45,9 @@ class ConnectorConfig(InstanceConfig):
     staging: StagingConfig = Field(default_factory=StagingConfig, description="Prefill: staging memory.")
     ring: RingConfig = Field(default_factory=RingConfig, description="Decode: the ring.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="Decode: the prefill tier.")
+    placement: PlacementConfig = Field(
+        default_factory=PlacementConfig, description="Decode: which prefill node takes a prompt that names none."
+    )
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Decode: circuit breakers of the prefill nodes.")
     join_on_request: bool = Field(
         default=False,

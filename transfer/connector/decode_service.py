@@ -10,15 +10,9 @@ import grpc
 import structlog
 
 from transfer.config import ConnectorConfig
+from transfer.connector.attempt import IncomingObserver
+from transfer.connector.bound_prompts import BoundPrompt, BoundPrompts
 from transfer.connector.incoming import IncomingTransfers
-from transfer.connector.messages import (
-    LinkProbed,
-    PrefillRankLost,
-    TransferBroken,
-    TransferDrained,
-    TransferExpected,
-    TransferWhole,
-)
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
 from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
 from transfer.connector.rank_report import RankReady, RankReport
@@ -72,7 +66,8 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         self._discovery = open_discovery(config.discovery, config.peers.prefill_nodes, security)
         self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
         self.peers: PrefillNodes
-        self.requests: IncomingTransfers
+        self.prompts: BoundPrompts
+        self.requests: IncomingTransfers[BoundPrompt]
         self._is_started = False
 
     def start(self, address: str) -> None:
@@ -94,18 +89,24 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
             on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
             grace_s=config.discovery.grace_s,
             view=(lambda: self._discovery.view) if config.discovery.finds_nodes else None,
+            on_change=lambda: self.requests.peers_changed(),
+            prefix_tokens=config.placement.prefix_tokens or 0,
         )
-        self.requests = IncomingTransfers(
+        self.prompts = BoundPrompts(
             peers=self.peers,
             limits=config.limits,
             own=self._instance,
             may_join=config.join_on_request,
             broadcast=self._broadcast,
-            on_outcome=self.metrics.request_ended,
-            on_retry=self.metrics.counter("retries").inc,
-            on_given_up=self.metrics.request_given_up,
+            observer=IncomingObserver(
+                on_outcome=self.metrics.request_ended,
+                on_queue_seconds=self.metrics.histogram("queue_seconds").observe,
+                on_retry=self.metrics.counter("retries").inc,
+                on_given_up=self.metrics.request_given_up,
+            ),
             tracer=self._tracer,
         )
+        self.requests = self.prompts.transfers
         self._is_started = True
         self.peers.start()
         self._discovery.listen(lambda found: self.peers.use([one for one in found if one != address]))
@@ -113,29 +114,14 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
     async def close(self) -> None:
         if self._is_started:
             await self._discovery.close()
-            await self.requests.close()
+            await self.prompts.close()
             await self.peers.close()
 
     def on_rank_message(self, rank: int, message: Any) -> None:
         if not self._is_started:
             return  # of strangers that have attached to a rank: nobody has joined before
-        match message:
-            case TransferExpected():
-                self.requests.on_expected(rank, message)
-            case TransferWhole():
-                self.requests.on_whole(rank, message)
-            case TransferBroken():
-                self.requests.on_broken(rank, message)
-            case TransferDrained():
-                self.requests.on_drained(rank, message)
-            case PrefillRankLost():
-                self.peers.break_join(
-                    message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
-                )
-            case LinkProbed():
-                pass  # the join brings every link's measure
-            case _:
-                raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
+        if not self.requests.on_message(rank, message):
+            raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
 
     # As operators see it
 
@@ -151,10 +137,10 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
     @property
     def is_idle(self) -> bool:
         """Whether no prompt is wanted."""
-        return not self._is_started or not self.requests.num_prompts
+        return not self._is_started or not self.prompts.num_prompts
 
     @property
-    def in_flight(self) -> IncomingTransfers | None:
+    def in_flight(self) -> IncomingTransfers[BoundPrompt] | None:
         return self.requests if self._is_started else None
 
     @property
@@ -184,13 +170,9 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         try:
             if not self._is_started:
                 raise PeerUnreachable("the decode side is starting")
-            plan = self.peers.plan_of(request)
-            reserved = await self.requests.reserve(
-                request.request_id, request.prefill_incarnation, request.decode_incarnation, plan
-            )
+            return await self.requests.answer(request)
         except TransferError as error:
             await end_with(context, error)
-        return pb.ReserveResponse(reserved=reserved)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -1,30 +1,40 @@
-"""The prompts that the decode side of a connector fetches, as its leader sees them.
+"""The attempts of a decode leader: one table for daemons and for engines that schedule by themselves.
 
-The engine *wants* a prompt's KV. Its leader asks the prefill side for it; when that is about to send, the prompt is *ready*:
-only now does the engine have to take pages, and *bind* them. Then the ranks receive, and when all of them have all of it, or none
-writes any more, the prompt is *settled*. A transfer is one try; another one follows where the prefill side still has the prompt.
+A prompt is sent to one prefill node. When that node is about to send, it asks for room; the leader's scheduler answers, and the
+ranks are told to expect the KV. When all ranks have all of it, the prompt is settled. An attempt that fails can be followed by
+another one: where the prompt names its prefill node, on that node, else on a node that it was not sent to.
+Each attempt has an id of its own (docs/adr/0012-a-transfer-id-for-each-try.md), under which prefill node and ranks know it. So
+what comes late of one attempt finds that attempt, or nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Final
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from typing import Any, Final, Generic
 
 import structlog
 
-from transfer.breaker import Permit, Verdict
+from transfer.breaker import Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
-from transfer.config import ConnectorLimitsConfig
 from transfer.config.values import checked_host_port
+from transfer.connector.attempt import (
+    Attempt,
+    AttemptStage,
+    IncomingObserver,
+    IncomingScheduler,
+    NotYet,
+    PromptT,
+)
 from transfer.connector.messages import (
     CancelIncoming,
-    ExpectBound,
-    SettlePrompt,
+    LinkProbed,
+    PrefillRankLost,
     TransferBroken,
     TransferDrained,
     TransferExpected,
@@ -38,7 +48,6 @@ from transfer.errors import (
     EngineError,
     IntegrityError,
     LayoutError,
-    LocalProtocolError,
     PeerUnreachable,
     Preempted,
     ResourceExhausted,
@@ -49,156 +58,78 @@ from transfer.errors import (
 from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
-from transfer.tracing import Span, Tracer
+from transfer.pb import kvferry_pb2 as pb
 from transfer.transfer_ids import new_transfer_id
-from transfer.utf8 import is_utf8
-
-BIND_WAIT_S: Final = 1.0
-"""How long a question for room waits for the engine, which looks once a step, before it is answered "not yet"."""
 
 RETRY_PAUSE_S: Final = 0.05
-RETELL_S: Final = 0.5
+"""Before a prompt is sent to the same prefill node again."""
 
 REJOIN_S: Final = 5.0
-"""How long a prompt that was under way waits for its prefill side to be joined again: that has either died, and the prompt with
-it, or comes back in a moment."""
+"""How long a prompt that was sent to its prefill node waits for it to be joined again: the node has either died, and the prompt
+with it, or comes back in a moment."""
 
-YIELD_AFTER_S: Final = 5.0
-"""How long the engine has no pages for a prompt that could be sent, until one that could not be, and waits as long, gives them.
-Prefill's engine preempts a prompt when it is short of pages, and those may be held by prompts that wait for room here."""
+PLACE_AFTER_S: Final = 0.1
+"""From the first change of prefill nodes until prompts that wait for one are placed: several often come within milliseconds."""
 
-LACKING_GAP_S: Final = 2.0
-"""An engine looks at what is ready at every step. If it has not for so long, something else than pages is short."""
+PLACED_AT_ONCE: Final = 32
+"""Prompts that waited, of one such moment: the first node that comes is not to have all, if others are on their way."""
 
-MAX_TELLING: Final = 4096
-"""Prompts that prefill nodes are still to be told of that they need keep them no longer."""
+PLACED_TOKENS_AT_ONCE: Final = 1 << 18
+"""Tokens of the prompts that are placed at one such moment. Choosing a node for 131,072 tokens takes the loop some 5 ms."""
 
 MAX_NOTE_BYTES: Final = 1 << 20
-"""Of what the other side's engine has to tell; an honest one sends no more."""
+"""Largest note of the other side's engine; an honest one sends no more."""
 
 log = structlog.get_logger(__name__)
 
 
-class _NotJoined(ResourceExhausted):
-    """The prompt's prefill node is not there in time: not tried again, as where there is no room, but somebody's fault."""
-
-
-class PromptState(Enum):
-    WAITING = auto()  # for the prefill side: it pins nothing here
-    READY = auto()  # the prefill side is about to send, or has tried to: bind pages
-    BOUND = auto()
-    FAILED = auto()  # before it was bound
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptView:
-    """What the engine is told of a prompt that is not settled."""
-
-    state: PromptState
-    failure: str = ""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Transfer:
-    """A try."""
-
-    transfer_id: str
-    prompt: _Prompt
-    peer: PrefillPeer
-    prefill: Instance
-    permit: Permit | None
-    begun_s: float
-    span: Span | None = None
-    has_asked: bool = False  # the prefill side has pages for it, and has asked for room
-    following: asyncio.Task[None] | None = None  # the prefill side's call
-    answering: set[int] = field(default_factory=set)  # ranks that have not answered that
-    expected: asyncio.Future[None] | None = None
-    receiving: set[int] = field(default_factory=set)  # ranks whose part is not whole
-    draining: set[int] = field(default_factory=set)  # ranks that may write to the pages, once it was cancelled
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-    outcome: asyncio.Future[None]  # done when it is whole; its exception says why it never will be
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of its KV is here."""
-        return self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
-
-    @property
-    def is_waiting_for_note(self) -> bool:
-        """Whether all of its KV is here, and only what the other side's engine has to tell is not."""
-        return self.is_whole and self.prompt.needs_note and self.prompt.note is None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Prompt:
-    name: str
-    transfer_id: str  # that the router gave it; empty: the prefill side is to compute it
-    source: str
-    token_ids: tuple[int, ...]
-    start_token: int
-    needs_note: bool
-    view: PromptView = PromptView(state=PromptState.WAITING)
-    tables: tuple[tuple[int, ...], ...] | None = None
-    lacking_s: tuple[float, float] | None = None  # when the engine had no pages for it, though it is ready: first and last
-    bound: asyncio.Event = field(default_factory=asyncio.Event)
-    transfer: _Transfer | None = None
-    wanted_s: float = field(default_factory=time.monotonic)
-    num_retries: int = 0
-    span: Span | None = None  # of the fetch, where it is traced
-    note: bytes | None = None
-    life: int | None = None  # incarnation of the prefill instance that was asked first
-    task: asyncio.Task[None] | None = None
-    given_up: TransferError | None = None
-    aborted: TransferError | None = None  # by an operator, while it had no transfer
-    is_wanted_again: bool = False  # under another name, which is about to be asked for
-
-    @property
-    def request_id(self) -> str:
-        """What operators call it by."""
-        return self.transfer_id or self.name
-
-
-class IncomingTransfers:
-    """Owned by the leader's loop, but for `view`, which any thread may ask.
+class IncomingTransfers(Generic[PromptT]):
+    """Owned by the leader's loop.
 
     Args:
+        scheduler: Decides when a prompt has room, and hears of its end.
         peers: Prefill nodes.
-        limits: Bounds.
         own: This instance.
+        retries: How often a prompt may be sent to a prefill node again.
         may_join: Whether a prompt may name a prefill node that is not known yet.
         broadcast: Sends a message to every rank.
-        on_outcome: Called with "done", "failed", "aborted" or "refused" for each prompt, once.
-        on_retry: A prompt is tried again.
-        on_given_up: Called with the error of each that was not "done".
-        tracer: Records spans of fetches; None disables tracing.
+        observer: Hears what happens.
+        name_attempt: Makes the id of an attempt from the engine's name of the prompt.
     """
 
     def __init__(
         self,
         *,
+        scheduler: IncomingScheduler[PromptT],
         peers: PrefillNodes,
-        limits: ConnectorLimitsConfig,
         own: Instance,
-        may_join: bool,
+        retries: int,
+        may_join: bool = False,
         broadcast: Callable[[object], None],
-        on_outcome: Callable[[str], None],
-        on_retry: Callable[[], None],
-        on_given_up: Callable[[TransferError], None] = lambda error: None,
-        tracer: Tracer | None = None,
+        observer: IncomingObserver,
+        name_attempt: Callable[[str], str] = new_transfer_id,
     ) -> None:
+        self._scheduler = scheduler
         self._peers = peers
-        self._limits = limits
         self._own = own
+        self._retries = retries
         self._may_join = may_join
         self._broadcast = broadcast
-        self._on_outcome = on_outcome
-        self._on_retry = on_retry
-        self._on_given_up = on_given_up
-        self._tracer = tracer
-        self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are settled
-        self._transfers: dict[str, _Transfer] = {}
-        self._following: set[asyncio.Task[None]] = set()  # calls of prefill nodes that are not at their end
-        self._telling: set[asyncio.Task[None]] = set()  # calls that let prefill nodes release a prompt
+        self._observer = observer
+        self._name_attempt = name_attempt
+        self._attempts: dict[str, Attempt[PromptT]] = {}  # current ones, and those before them that a rank still holds
+        self._unsent: list[Attempt[PromptT]] = []  # those that wait for any prefill node to be joined, the oldest prompt's first
+        self._placing: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # calls of prefill nodes, and waits for one, that are not at their end
+
+    @property
+    def _prompts(self) -> tuple[PromptT, ...]:
+        return tuple(dict.fromkeys(attempt.prompt for attempt in self._attempts.values()))
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Ids of every attempt of every prompt that is in flight."""
+        return tuple(attempt.transfer_id for prompt in self._prompts for attempt in prompt.attempts)
 
     @property
     def num_prompts(self) -> int:
@@ -206,309 +137,186 @@ class IncomingTransfers:
 
     @property
     def num_queued(self) -> int:
-        """Prompts that wait for a prefill node, there or for pages here."""
-        return self.num_prompts - self.num_running
+        return sum(attempt.stage is AttemptStage.WAITING for attempt in self._attempts.values())
 
     @property
     def num_running(self) -> int:
-        """Prompts that the ranks receive."""
-        return sum(transfer.expected is not None for transfer in self._transfers.values())
+        return self.num_prompts - self.num_queued
 
     @property
-    def request_ids(self) -> tuple[str, ...]:
-        """The ids of all transfers, and of prompts that have none now."""
-        return (*self._transfers, *(prompt.request_id for prompt in self._prompts.values() if prompt.transfer is None))
+    def num_without_node(self) -> int:
+        """Attempts that wait for any prefill node to join."""
+        return len(self._unsent)
 
     def views(self) -> list[RequestView]:
-        """Return all prompts that are not settled."""
+        """Return a view of each prompt in flight."""
         now_s = time.monotonic()
-        return [self._view(prompt, now_s) for prompt in self._prompts.values()]
+        return [prompt.view(now_s, num_ranks=self._own.shard.num_ranks) for prompt in self._prompts]
 
-    def _view(self, prompt: _Prompt, now_s: float) -> RequestView:
-        transfer = prompt.transfer
-        is_receiving = transfer is not None and transfer.expected is not None
-        is_over = prompt.view.state is PromptState.FAILED or (transfer is not None and transfer.outcome.done())
-        return RequestView(
-            request_id=prompt.request_id,
-            transfer_id="" if transfer is None else transfer.transfer_id,
-            stage="ending" if is_over else "receiving" if is_receiving else "queued",
-            age_s=now_s - prompt.wanted_s,
-            prompt_tokens=len(prompt.token_ids),
-            ready_tokens=prompt.start_token,
-            peer="" if transfer is None else transfer.peer.address,
-            retries=prompt.num_retries,
-            ranks_done=self._own.shard.num_ranks - len(transfer.receiving) if transfer is not None and is_receiving else 0,
-        )
+    def find(self, transfer_id: str) -> Attempt[PromptT] | None:
+        """Return the attempt of that id, if it is in flight."""
+        return self._attempts.get(transfer_id)
 
-    def view(self, name: str) -> PromptView | None:
-        """How far a prompt is; None: not wanted, or settled."""
-        prompt = self._prompts.get(name)
-        return None if prompt is None else prompt.view
-
-    # What the engine says
-
-    def want(
-        self,
-        name: str,
-        transfer_id: str,
-        source: str,
-        token_ids: tuple[int, ...],
-        start_token: int,
-        needs_note: bool = False,
-        traceparent: str = "",
-    ) -> None:
-        """Fetch the KV of tokens [start_token, end) of a prompt.
-
-        Args:
-            transfer_id: What the prefill side's engine knows it by; empty: it is to compute it.
-            source: host:port of the prefill node; empty: any that is joined.
-            needs_note: Nothing is whole without what the prefill side's engine has to tell.
-            traceparent: Span of the engine in which the fetch lies; empty where it tells none.
-        """
-        if name in self._prompts:
-            raise ValueError(f"prompt {name} is wanted twice")
-        prompt = _Prompt(
-            name=name,
-            transfer_id=transfer_id,
-            source=source,
-            token_ids=token_ids,
-            start_token=start_token,
-            needs_note=needs_note,
-        )
-        if self._tracer is not None:
-            told = {"request_id": transfer_id or name, "prompt_tokens": len(token_ids)}
-            prompt.span = self._tracer.begin("kvferry.fetch", parent=traceparent, attributes=told)
-        self._prompts[name] = prompt
-        prompt.task = asyncio.get_running_loop().create_task(self._fetch(prompt))
-        prompt.task.add_done_callback(lambda task: self._on_task_over(prompt, task))
-
-    def bind(self, name: str, tables: tuple[tuple[int, ...], ...]) -> None:
-        """The engine has taken pages for the whole prompt; they are its again when it is settled.
-
-        Args:
-            tables: Its page table in each group of layers, from token 0 on.
-        """
-        prompt = self._prompts[name]
-        before, prompt.view = prompt.view, PromptView(state=PromptState.BOUND)
-        prompt.tables = tables
-        prompt.bound.set()
-        if before.state is PromptState.FAILED:
-            self._settle(prompt, before.failure)  # which was counted when it failed
-
-    def report_page_shortage(self, name: str) -> None:
-        """The engine has no pages for a prompt that is ready.
-
-        After `YIELD_AFTER_S` the prompt that has waited longest, and at least as long, for prefill to begin it again is given up,
-        if there is one, and each time that passes another one.
-        """
-        prompt, now_s = self._prompts.get(name), time.monotonic()
-        if prompt is None or prompt.view.state is not PromptState.READY:
-            return
-        since_s, last_s = prompt.lacking_s or (now_s, now_s)
-        if now_s - last_s > LACKING_GAP_S:
-            since_s = now_s
-        prompt.lacking_s = since_s, now_s
-        if now_s - since_s < YIELD_AFTER_S:
-            return
-        idle = [
-            transfer
-            for transfer in self._transfers.values()
-            if transfer.prompt.bound.is_set() and not transfer.has_asked and not transfer.outcome.done()
-        ]
-        longest = min(idle, key=lambda transfer: transfer.begun_s, default=None)
-        if longest is not None and now_s - longest.begun_s >= YIELD_AFTER_S:
-            prompt.lacking_s = now_s, now_s
-            reason = "the prefill side's engine has not begun the prompt again, and others need its pages here"
-            self._fail(longest, TransferAborted(reason))
-
-    def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
-        """The engine gives the prompt up. One that is bound is settled soon, of others nothing more is heard.
-
-        Args:
-            is_wanted_again: The engine is about to want it under another name, so the prefill side keeps it.
-        """
-        prompt = self._prompts.get(name)
-        if prompt is None or prompt.given_up is not None:
-            return
-        prompt.is_wanted_again = is_wanted_again
-        prompt.given_up = TransferAborted(reason)
-        if prompt.view.state is PromptState.FAILED:
-            self._forget(prompt)
-        elif prompt.transfer is not None:
-            self._fail(prompt.transfer, prompt.given_up)  # not the task, which has to see the ranks drain
-            if prompt.transfer.is_waiting_for_note and prompt.transfer.following is not None:
-                prompt.transfer.following.cancel()
-        elif prompt.task is not None:
-            prompt.task.cancel()
-
-    def decline(self, transfer_id: str, source: str, reason: str) -> None:
-        """The engine will never want the prompt of that id, which the prefill side may hold for it."""
-        if not is_utf8(transfer_id):
-            log.warning("decline_dropped", transfer_id=repr(transfer_id), reason="no prefill side can hold a prompt of that id")
-            return
-        peer = self._peers.find(source)
-        if transfer_id and peer is not None and len(self._telling) < MAX_TELLING:
-            telling = asyncio.create_task(self._tell_given_up(peer, transfer_id, reason))
-            self._telling.add(telling)
-            telling.add_done_callback(self._on_told)
-
-    async def _tell_given_up(self, peer: PrefillPeer, transfer_id: str, reason: str) -> None:
-        """As soon as the prefill node is joined, if it is within the time that it would hold the prompt by itself."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.hold_s):
-                while True:
-                    await peer.joined.wait()
-                    if await peer.give_up(transfer_id, reason):
-                        return
-                    await asyncio.sleep(RETELL_S)
-
-    def _on_told(self, telling: asyncio.Task[None]) -> None:
-        """Log the exception of a task, which would otherwise end the engine. The prefill side releases the prompt anyway."""
-        self._telling.discard(telling)
-        if not telling.cancelled() and (error := telling.exception()) is not None:
-            log.critical("decline_broke", error=str(error), exc_info=error)
-
-    def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
-        for transfer in list(self._transfers.values()):
-            if transfer.peer is peer:
-                self._fail(transfer, PeerUnreachable(f"prefill node {peer.address} is lost: {reason}"))
-
-    def abort(self, request_id: str, error: TransferError) -> bool:
-        """Give up the prompt that has the transfer of that id, or waits for one; False where there is none."""
-        transfer = self._transfers.get(request_id)
-        if transfer is None:
-            for prompt in self._prompts.values():
-                is_waiting = prompt.transfer is None and prompt.view.state is not PromptState.FAILED
-                if is_waiting and prompt.request_id == request_id and prompt.task is not None:
-                    prompt.aborted = error
-                    return prompt.task.cancel()
-        if transfer is None or transfer.outcome.done():
-            return False
-        self._fail(transfer, error)
-        return True
-
-    async def close(self) -> None:
-        tasks = [*self._following, *self._telling, *(prompt.task for prompt in self._prompts.values() if prompt.task is not None)]
+    async def close(self, error: TransferError) -> None:
+        """End every prompt with `error`, without the ranks: they are gone, or about to be."""
+        attempts = list(self._attempts.values())
+        for attempt in attempts:
+            if attempt.stage is AttemptStage.WAITING:
+                self._record_queue(attempt, str(error))
+        for prompt in self._prompts:
+            if not prompt.is_over:
+                self._settle(prompt, error)
+        for attempt in attempts:
+            attempt.stage = AttemptStage.GONE
+            self._stop_waiting(attempt)
+            self._judge(attempt, Verdict.NOTHING, str(error))
+            self._answer_reserve(attempt, str(error))
+        if self._placing is not None:
+            self._placing.cancel()
+        self._attempts.clear()
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        for transfer in self._transfers.values():
-            transfer.drained.set()  # the ranks end, too
         await asyncio.gather(*tasks, return_exceptions=True)
-        for prompt in self._prompts.values():
-            self._end_span(prompt, "the decode side shuts down")
 
-    # A prompt's way
+    # Prompts
 
-    async def _fetch(self, prompt: _Prompt) -> None:
-        error: TransferError
-        try:
-            while True:
-                try:
-                    await self._try(prompt)
-                    self._settle(prompt, "")
-                    self._on_outcome("done")
-                    self._end_span(prompt)
-                    return
-                except TransferError as failure:
-                    error = failure
-                    log.info("transfer_failed", name=prompt.name, attempt=prompt.num_retries, reason=str(error))
-                if prompt.given_up is not None:
-                    break
-                if isinstance(error, Preempted):  # which is nobody's fault, and ends when the engine has computed it
-                    if prompt.view.state is PromptState.READY:
-                        prompt.view, prompt.lacking_s = PromptView(state=PromptState.WAITING), None
-                else:
-                    if not is_retried(error) or prompt.num_retries == self._limits.prefill_retries:
-                        break
-                    prompt.num_retries += 1
-                    self._on_retry()
-                await asyncio.sleep(RETRY_PAUSE_S)
-        except asyncio.CancelledError:
-            stopped = prompt.given_up or prompt.aborted
-            if stopped is None:
-                raise  # this side shuts down
-            error = stopped
-        self._give_up(prompt, prompt.given_up or error)
+    def fetch(self, prompt: PromptT, *, may_wait: bool = True) -> None:
+        """Begin the first attempt of a prompt.
 
-    async def _try(self, prompt: _Prompt) -> None:
-        """One transfer, to its end; nothing of it touches the prompt's pages afterwards.
+        Args:
+            may_wait: Whether a prompt that names no prefill node may wait for one to be joined, where none is.
 
         Raises:
-            TransferError: It failed.
+            PeerUnreachable: No prefill node is joined, and the prompt may not wait, or none can be waited for.
         """
-        if not is_utf8(prompt.transfer_id):
-            raise TransferAborted(
-                f"the prompt's transfer_id is {prompt.transfer_id!r:.300}; it must be text that UTF-8 can carry"
-            )
-        peer = await self._joined_peer(prompt)
-        assert peer.instance is not None
-        life, prompt.life = prompt.life or peer.instance.incarnation, peer.instance.incarnation
-        if prompt.source and prompt.transfer_id and life != prompt.life:
-            raise TransferAborted(f"prefill node {peer.address} has started again, and what its engine had is gone")
-        transfer = _Transfer(
-            transfer_id=new_transfer_id(prompt.transfer_id or prompt.name),
-            prompt=prompt,
-            peer=peer,
-            prefill=peer.instance,
-            permit=self._peers.begin(peer),
-            begun_s=time.monotonic(),
-            outcome=asyncio.get_running_loop().create_future(),
-        )
-        if prompt.span is not None:
-            transfer.span = prompt.span.begin("kvferry.try", transfer_id=transfer.transfer_id, prefill_node=peer.address)
-        self._transfers[transfer.transfer_id] = transfer
-        prompt.transfer = transfer
-        peer.outstanding_tokens += len(prompt.token_ids)
-        following = transfer.following = asyncio.ensure_future(self._follow(transfer))
-        self._following.add(following)
-        following.add_done_callback(lambda task: self._on_call_over(transfer, task))
-        try:
-            await transfer.outcome
-            self._judge(transfer, Verdict.SUCCESS)
-            if transfer.is_waiting_for_note:
-                await following
-                if prompt.note is None:
-                    raise EngineError(f"{peer.address} has sent the KV without the note that goes with it")
-        except TransferError as error:
-            self._judge(transfer, verdict_of(error), str(error))
-            if transfer.span is not None:
-                if transfer.expected is None:
-                    self._record_wait(transfer, str(error))
-                transfer.span.end(str(error))
-            # Where all has come, the prefill side's call goes on to its end: that is how it learns that it may forget the prompt.
-            following.cancel()
-            raise
-        finally:
-            self._judge(transfer, Verdict.NOTHING)
-            peer.outstanding_tokens -= len(prompt.token_ids)
-            await self._drain(transfer)
-            if transfer.span is not None:
-                transfer.span.end()  # unless it has failed
-            prompt.transfer = None
-            del self._transfers[transfer.transfer_id]
-
-    def _on_call_over(self, transfer: _Transfer, task: asyncio.Task[None]) -> None:
-        self._following.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
+        if prompt.source:
+            self._begin(prompt, None, None)
             return
-        if not isinstance(error, TransferError):
-            log.critical("prefill_call_broke", request_id=transfer.transfer_id, error=str(error), exc_info=error)
-            error = EngineError(f"unexpected {type(error).__name__}; see the log of the decode side")
-        if transfer.is_whole and not transfer.is_waiting_for_note:
-            # It has not heard so, or does not need to any more; nobody will ask it for the prompt again.
-            self.decline(transfer.prompt.transfer_id, transfer.prompt.source, "the decode side has all of it")
-        self._fail(transfer, error)
+        peer = self._pick(prompt)
+        if peer is None and not (may_wait and prompt.join_timeout_s and self._peers.can_wait_for_node()):
+            raise PeerUnreachable(self._peers.unavailable_reason())
+        if may_wait and self._placing is not None and any(one.after is None for one in self._unsent):
+            peer = None  # it comes after those that wait already
+        self._begin(prompt, peer, None)
 
-    async def _joined_peer(self, prompt: _Prompt) -> PrefillPeer:
-        """The prefill node that has the prompt, once it is joined.
+    def abort(self, request_id: str, error: TransferError) -> bool:
+        """Give up the prompt that has an attempt of that id. Return False if none of it is in flight any more."""
+        for prompt in self._prompts:
+            if any(attempt.transfer_id == request_id for attempt in prompt.attempts) and not prompt.is_over:
+                self.give_up(prompt, error)
+                return True
+        return False
+
+    def give_up(self, prompt: PromptT, error: TransferError, *, outcome: str = "") -> None:
+        """End a prompt that was fetched, wherever it stands. No-op once it is over.
+
+        Args:
+            outcome: As the metrics count it; empty means as errors of this kind.
+        """
+        if prompt.is_over:
+            return
+        prompt.failure, prompt.outcome, prompt.is_over = error, outcome, True
+        attempt = prompt.current
+        self._judge(attempt, verdict_of(error), str(error))
+        self._stop(attempt, error)
+        self._go_on(attempt)
+
+    def finish(self, prompt: PromptT) -> None:
+        """Record that the engine has used the KV of a prompt: nothing can fail it any more, and the ranks release its pages."""
+        prompt.is_over = True
+        prompt.current.stage = AttemptStage.LEAVING
+
+    def forget(self, prompt: PromptT) -> None:
+        """Forget a prompt as soon as no rank holds its pages: its engine needs nothing of it any more."""
+        prompt.is_over = prompt.is_forgotten = True
+        if prompt.attempts:
+            self._forget_if_done(prompt.current)
+
+    def _forget_if_done(self, attempt: Attempt[PromptT]) -> None:
+        is_needed = bool(attempt.holding) or (attempt.is_current and not attempt.prompt.is_forgotten)
+        if not is_needed and self._attempts.get(attempt.transfer_id) is attempt:
+            attempt.stage = AttemptStage.GONE
+            del self._attempts[attempt.transfer_id]
+
+    def _settle(self, prompt: PromptT, failure: TransferError) -> None:
+        prompt.failure, prompt.is_over = failure, True
+        self._observer.on_outcome(prompt.outcome or outcome_of(failure))
+        self._observer.on_given_up(failure)
+        self._scheduler.settled(prompt, failure)
+        self.forget(prompt)
+
+    # Choice of a prefill node
+
+    def peers_changed(self) -> None:
+        """Record that prefill nodes came or went. Prompts that wait for any node are placed a moment later, so that nodes that
+        come together share them."""
+        if self._unsent and self._placing is None:
+            self._placing = asyncio.get_running_loop().call_later(PLACE_AFTER_S, self.place_waiting)
+
+    def place_waiting(self) -> None:
+        """Send prompts that wait for any prefill node to the best node, the oldest prompt first.
+
+        At most `PLACED_AT_ONCE` prompts, or `PLACED_TOKENS_AT_ONCE` tokens, are sent at once. The others follow a moment later.
+        """
+        if self._placing is not None:
+            self._placing.cancel()
+            self._placing = None
+        num_placed, num_tokens = 0, 0
+        for attempt in list(self._unsent):
+            if num_placed == PLACED_AT_ONCE or num_tokens >= PLACED_TOKENS_AT_ONCE:
+                self.peers_changed()
+                return
+            peer = self._pick(attempt.prompt)
+            if peer is not None:
+                num_placed += 1
+                num_tokens += len(attempt.prompt.token_ids)
+                self._send(attempt, peer)
+            elif not self._may_come(attempt.prompt):
+                self._refuse(attempt)
+
+    def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
+        """Fail attempts whose KV has not all arrived from the peer; the others need it no more.
+
+        The prompts of `PLACED_TOKENS_AT_ONCE` tokens are retried at once, the others in the next turns of the loop.
+        """
+        lost = deque(attempt for attempt in self._attempts.values() if attempt.peer is peer)
+        self._lose(lost, f"prefill node {peer.address} is lost: {reason}")
+
+    def _lose(self, lost: deque[Attempt[PromptT]], reason: str) -> None:
+        num_tokens = 0
+        while lost:
+            if num_tokens >= PLACED_TOKENS_AT_ONCE:
+                asyncio.get_running_loop().call_soon(self._lose, lost, reason)
+                return
+            attempt = lost.popleft()
+            if self._attempts.get(attempt.transfer_id) is not attempt:
+                continue  # it has ended meanwhile
+            num_tokens += len(attempt.prompt.token_ids)
+            if not attempt.is_sent:
+                self.fail(attempt, PeerUnreachable(reason))
+            if attempt.call is not None:
+                attempt.call.cancel()  # a frozen node would leave the call open, and a finished prompt without its end
+
+    def _pick(self, prompt: PromptT) -> PrefillPeer | None:
+        """Where to send the prompt now; None where only those are joined that had it."""
+        tried = frozenset(one.incarnation for one in prompt.attempts if one.peer is not None)
+        return self._peers.pick(tried=tried, token_ids=prompt.token_ids, cache_salt=prompt.cache_salt)
+
+    def _may_come(self, prompt: PromptT) -> bool:
+        """Whether another prefill node can be waited for. One that was lost with the prompt is not: it may be what kills it."""
+        return self._peers.can_wait_for_node(tried=frozenset(one.peer for one in prompt.attempts if one.peer is not None))
+
+    async def _joined(self, prompt: PromptT) -> PrefillPeer:
+        """Return the prefill node that the prompt names, once it is joined.
 
         Raises:
-            TransferAborted: It is none of those that this side uses.
+            TransferAborted: It is none of those that this side uses, or the prompt was lost with its last life.
             LayoutError: It does not fit: another model, say.
-            _NotJoined: It is not joined in time.
+            PeerUnreachable: It is not joined in time.
         """
-        peer = self._peers.find(prompt.source) if prompt.source else self._peers.pick()
-        if peer is None and prompt.source:
+        peer = self._peers.find(prompt.source)
+        if peer is None:
             if not self._may_join:
                 raise TransferAborted(
                     f"the prompt's prefill node is {prompt.source}, which is not in peers.prefill_nodes; it must be one of them "
@@ -518,9 +326,7 @@ class IncomingTransfers:
                 peer = self._peers.add(checked_host_port(prompt.source))
             except ValueError as error:  # a ConfigError is one, too
                 raise TransferAborted(f"the prompt's prefill node is {prompt.source!r:.300}: {error}") from error
-        if peer is None:
-            raise PeerUnreachable(self._peers.unavailable_reason())
-        wait_s = self._limits.meet_timeout_s if prompt.life is None else min(REJOIN_S, self._limits.meet_timeout_s)
+        wait_s = min(REJOIN_S, prompt.join_timeout_s) if prompt.life else prompt.join_timeout_s
         waiting = [asyncio.ensure_future(event.wait()) for event in (peer.joined, peer.unfit)]
         try:
             with self._peers.used(peer):
@@ -528,201 +334,403 @@ class IncomingTransfers:
         finally:
             for event in waiting:
                 event.cancel()
-        if peer.joined.is_set():
-            return peer.other or peer
-        kind = LayoutError if peer.unfit.is_set() else _NotJoined
-        raise kind(f"prefill node {peer.address} is {peer.state}: {peer.reason}")
+        if not peer.joined.is_set():
+            kind = LayoutError if peer.unfit.is_set() else PeerUnreachable
+            raise kind(f"prefill node {peer.address} is {peer.state}: {peer.reason}")
+        peer = peer.other or peer
+        assert peer.instance is not None, "it is joined"
+        if prompt.engine_request and prompt.life not in (0, peer.instance.incarnation):
+            raise TransferAborted(f"prefill node {peer.address} has started again, and what its engine had is gone")
+        return peer
 
-    async def _follow(self, transfer: _Transfer) -> None:
-        """Follow the prefill node's call to its end."""
-        prompt = transfer.prompt
-        call = transfer.peer.prefill(
-            transfer.transfer_id,
-            prompt.token_ids,
-            decode_incarnation=self._own.incarnation,
-            start_token=prompt.start_token,
-            engine_request=prompt.transfer_id,
-            traceparent="" if transfer.span is None else transfer.span.traceparent,
+    # Attempts
+
+    def _begin(self, prompt: PromptT, peer: PrefillPeer | None, after: TransferError | None) -> None:
+        """Start an attempt on `peer`, which is joined; if None, wait for a prefill node to join.
+
+        Args:
+            after: What ended the attempt before this one.
+        """
+        if isinstance(after, Preempted):
+            prompt.attempts.pop()  # it counts as none: the same prefill node may have the prompt again
+        attempt = Attempt(
+            transfer_id=self._name_attempt(prompt.request_id),
+            prompt=prompt,
+            begun_s=time.monotonic(),
+            after=after,
         )
-        is_sent = False
-        async for event in call:
-            match event.WhichOneof("event"):
-                case "note":
-                    if len(event.note.payload) > MAX_NOTE_BYTES:
-                        has = f"has {len(event.note.payload)} bytes; it can have {MAX_NOTE_BYTES}"
-                        raise TransferAborted(f"the note of {transfer.peer.address} {has}")
-                    prompt.note = event.note.payload
-                case "preempted":
-                    raise Preempted(f"the engine of {transfer.peer.address} has preempted the prompt, and computes it again")
-                case "sent":
-                    is_sent = True
-        if not is_sent:
-            raise PeerUnreachable(f"{transfer.peer.address} ended the call early")
+        prompt.attempts.append(attempt)
+        self._attempts[attempt.transfer_id] = attempt
+        if peer is not None:
+            self._send(attempt, peer)
+            return
+        if prompt.source:
+            attempt.unsent = self._run(attempt, self._send_when_joined(attempt))
+            return
+        insort(self._unsent, attempt, key=lambda one: one.prompt.accepted_s)
+        wait_s = min(prompt.join_timeout_s, self._queue_left_s(attempt))
+        attempt.unsent = asyncio.get_running_loop().call_later(wait_s, self._end_waiting, attempt)
+        reason = self._peers.unavailable_reason() if self._placing is None else "one is joined, and others wait for their turn"
+        log.info("request_waits_for_prefill_node", request_id=attempt.transfer_id, reason=reason)
+        if isinstance(after, Preempted):
+            self.peers_changed()
 
-    async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> bool:
-        """A prefill leader is about to send: have the ranks expect it, once the engine has bound pages; False is "not yet".
+    async def _send_when_joined(self, attempt: Attempt[PromptT]) -> None:
+        if attempt.after is not None:
+            await asyncio.sleep(RETRY_PAUSE_S)
+        try:
+            peer = await self._joined(attempt.prompt)
+        except TransferError as error:
+            attempt.unsent = None
+            self.give_up(attempt.prompt, error)
+        else:
+            attempt.unsent = None
+            self._send(attempt, peer)
+
+    def _send(self, attempt: Attempt[PromptT], peer: PrefillPeer) -> None:
+        """Send the prompt to a prefill node, which is joined."""
+        assert peer.instance is not None
+        self._stop_waiting(attempt)
+        prompt = attempt.prompt
+        attempt.peer, attempt.prefill, attempt.permit = peer, peer.instance, self._peers.begin(peer)
+        attempt.start_token, prompt.life = prompt.start_token, peer.instance.incarnation
+        if prompt.span is not None:
+            attempt.span = prompt.span.begin("kvferry.try", transfer_id=attempt.transfer_id, prefill_node=peer.address)
+        peer.outstanding_tokens += len(prompt.token_ids)
+        self._peers.sent(peer, prompt.token_ids, prompt.cache_salt)
+        attempt.call = self._run(attempt, self._follow(attempt, peer))
+        attempt.call.add_done_callback(lambda task: self._on_call_over(attempt, peer))
+        if attempt.after is not None and not isinstance(attempt.after, Preempted):
+            self._observer.on_retry()
+            log.warning(
+                "request_retried",
+                request_id=attempt.transfer_id,
+                given_up=prompt.attempts[-2].transfer_id,
+                prefill_node=peer.address,
+                reason=str(attempt.after),
+            )
+
+    def _end_waiting(self, attempt: Attempt[PromptT]) -> None:
+        """End the wait for any prefill node in time. Where a node has come meanwhile it was the attempt's turn soon."""
+        peer = self._pick(attempt.prompt)
+        if peer is None:
+            self._refuse(attempt)
+        elif self._queue_left_s(attempt) > 0:
+            self._send(attempt, peer)
+        else:
+            self._expire(attempt)
+
+    def _refuse(self, attempt: Attempt[PromptT]) -> None:
+        """No prefill node that could take it was joined in time, or none can be any more."""
+        if attempt.after is None:  # turned away, as one that may not wait
+            self.give_up(attempt.prompt, PeerUnreachable(self._peers.unavailable_reason()), outcome="refused")
+        else:
+            self.give_up(attempt.prompt, attempt.after)
+
+    def _stop_waiting(self, attempt: Attempt[PromptT]) -> None:
+        """Stop the wait for a prefill node; no-op where it does not wait."""
+        if attempt.unsent is not None:
+            attempt.unsent.cancel()
+            attempt.unsent = None
+            if not attempt.prompt.source:
+                self._unsent.remove(attempt)
+
+    def fail(self, attempt: Attempt[PromptT], error: TransferError) -> None:
+        """End an attempt that is not whole, and retry the prompt where the retry rules allow it."""
+        if attempt.stage not in (AttemptStage.WAITING, AttemptStage.RECEIVING):
+            return
+        prompt = attempt.prompt
+        # The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever attempt is under way.
+        is_counted = not isinstance(error, Preempted)  # otherwise it is nobody's fault, and ends when the engine has computed it
+        may_retry = (is_retried(error) and len(prompt.attempts) <= self._retries) or not is_counted
+        if not may_retry or self._queue_left_s(attempt) <= 0:
+            self.give_up(prompt, error)
+            return
+        self._judge(attempt, verdict_of(error), str(error))
+        self._stop(attempt, error)
+        self._go_on(attempt)
+
+    def _go_on(self, attempt: Attempt[PromptT]) -> None:
+        """Begin the attempt after one that has failed, or end the prompt; once the pages may be used again."""
+        if attempt.holding and self._scheduler.reuses_pages:
+            return  # `on_drained` goes on
+        prompt, error = attempt.prompt, attempt.failure
+        assert error is not None, "it has failed"
+        if prompt.failure is None:
+            if prompt.source or isinstance(error, Preempted):
+                self._begin(prompt, None, error)
+                return
+            peer = self._pick(prompt)
+            if peer is not None or (prompt.join_timeout_s and self._may_come(prompt)):
+                self._begin(prompt, peer, error)
+                return
+        self._settle(prompt, prompt.failure or error)
+
+    def _stop(self, attempt: Attempt[PromptT], error: TransferError) -> None:
+        """Stop the prefill node's call, and have the ranks give the attempt up where they know of it."""
+        if attempt.stage in (AttemptStage.LEAVING, AttemptStage.GONE):
+            return
+        attempt.failure = error
+        self._scheduler.stopped(attempt, error)
+        if attempt.span is not None:
+            attempt.span.end(str(error))
+        if attempt.call is not None and attempt.call is not asyncio.current_task():
+            attempt.call.cancel()
+        if attempt.stage is AttemptStage.WAITING:
+            self._stop_waiting(attempt)
+            attempt.prompt.queue_left_s = self._queue_left_s(attempt)
+            self._observer.on_queue_seconds(time.monotonic() - attempt.begun_s)
+            self._observer.on_wait_over(attempt.transfer_id)
+            self._record_queue(attempt, str(error))
+            attempt.stage = AttemptStage.GONE
+            del self._attempts[attempt.transfer_id]
+        else:
+            attempt.stage = AttemptStage.LEAVING
+            self._answer_reserve(attempt, str(error))
+            if attempt.holding:
+                self._broadcast(CancelIncoming(transfer_id=attempt.transfer_id, reason=clip_reason(str(error))))
+
+    def _record_queue(self, attempt: Attempt[PromptT], error: str = "") -> None:
+        if attempt.prompt.span is not None:
+            attempt.prompt.span.record("kvferry.queue", begun_s=attempt.begun_s, ended_s=time.monotonic(), error=error)
+
+    def _queue_left_s(self, attempt: Attempt[PromptT]) -> float:
+        waits_s = time.monotonic() - attempt.begun_s if attempt.stage is AttemptStage.WAITING else 0.0
+        return attempt.prompt.queue_left_s - waits_s
+
+    def _expire(self, attempt: Attempt[PromptT]) -> None:
+        if attempt.stage is AttemptStage.WAITING:
+            reason = f"no room within {attempt.prompt.queue_timeout_s:g} s (limits.queue_timeout_s)"
+            self.give_up(attempt.prompt, ResourceExhausted(reason))
+
+    def _judge(self, attempt: Attempt[PromptT], verdict: Verdict, reason: str = "") -> None:
+        """Report to the peer's breaker, once, what came of the attempt."""
+        permit, attempt.permit = attempt.permit, None
+        if permit is not None and attempt.peer is not None:
+            self._peers.end(attempt.peer, permit, verdict, reason)
+
+    # The prefill node's call
+
+    async def _follow(self, attempt: Attempt[PromptT], peer: PrefillPeer) -> None:
+        """Follow the prefill node's call to its end."""
+        prompt = attempt.prompt
+        left_s = self._queue_left_s(attempt)
+        deadline = None if left_s == math.inf else asyncio.get_running_loop().call_later(left_s, self._expire, attempt)
+        try:
+            await self._scheduler.prepare(attempt)
+            call = peer.prefill(
+                attempt.transfer_id,
+                prompt.token_ids,
+                decode_incarnation=self._own.incarnation,
+                sampling=prompt.sampling,
+                start_token=attempt.start_token,
+                engine_request=prompt.engine_request,
+                cache_salt=prompt.cache_salt,
+                traceparent=attempt.traceparent,
+            )
+            attempt.is_asked = True
+            async for event in call:
+                match event.WhichOneof("event"):
+                    case "first_token":
+                        attempt.first_token = event.first_token.token_id
+                    case "note":
+                        prompt.note = _checked_note(event.note.payload, peer)
+                    case "preempted":
+                        raise Preempted(f"the engine of {peer.address} has preempted the prompt, and computes it again")
+                    case "sent":
+                        attempt.stats = event.sent.stats
+                self.run_if_whole(attempt)
+            if attempt.stats is not None and attempt.lacks == "note":
+                raise EngineError(f"{peer.address} has sent the KV without the note that goes with it", spares_kv=True)
+            if not attempt.is_sent or attempt.stage is AttemptStage.WAITING:
+                raise PeerUnreachable(f"{peer.address} ended the call early")
+        except TransferError as error:
+            self.fail(attempt, error)
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+
+    def _on_call_over(self, attempt: Attempt[PromptT], peer: PrefillPeer) -> None:
+        """Clean up after the call, however it ended, also before its first step."""
+        peer.outstanding_tokens -= len(attempt.prompt.token_ids)
+        if attempt.span is not None:
+            attempt.span.end()  # unless it has failed before
+        self._scheduler.call_ended(attempt)
+
+    def _run(self, attempt: Attempt[PromptT], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task of an attempt. An exception that nobody expects fails the prompt, and is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._on_task_over(attempt, task))
+        return task
+
+    def _on_task_over(self, attempt: Attempt[PromptT], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("prefill_call_broke", request_id=attempt.transfer_id, error=str(error), exc_info=error)
+            self._judge(attempt, Verdict.NOTHING)  # a bug of this node
+            if attempt.is_current:
+                reason = f"unexpected {type(error).__name__}; see the log of the node"
+                self.give_up(attempt.prompt, EngineError(reason, spares_kv=True))
+
+    # Room
+
+    async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
+        """Take room for an attempt that a prefill leader is about to start, on every rank.
+
+        Args:
+            request_id: The attempt's.
+            plan: How the prompt is divided.
+
+        Returns:
+            The first token whose KV has to be sent; None means "not yet".
 
         Raises:
-            TransportClosed: The transfer does not wait here.
+            TransportClosed: The attempt does not wait here.
             PeerUnreachable: A rank cannot receive it.
-            LayoutError: The plan cuts it into too many chunks.
+            LayoutError: The plan divides it into too many chunks, or into such that it can never have room here.
         """
-        transfer = self._transfers.get(request_id)
-        if transfer is None or transfer.outcome.done() or decode_incarnation != self._own.incarnation:
+        attempt = self._attempts.get(request_id)
+        if (
+            attempt is None
+            or not attempt.is_asked
+            or attempt.prefill is None
+            or attempt.stage is not AttemptStage.WAITING
+            or decode_incarnation != self._own.incarnation
+        ):
             raise TransportClosed(f"request {request_id} does not wait here for room")
-        if prefill_incarnation != transfer.prefill.incarnation:
+        if prefill_incarnation != attempt.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
-        transfer.has_asked = True
-        prompt = transfer.prompt
-        num_tokens = len(prompt.token_ids)
+        attempt.has_asked = True
+        prompt, own, num_tokens = attempt.prompt, self._own, len(attempt.prompt.token_ids)
         check_num_pieces(
-            plan,
-            self._own.layout,
-            transfer.prefill.shard,
-            self._own.shard,
-            num_tokens=num_tokens,
-            start_token=prompt.start_token,
+            plan, own.layout, attempt.prefill.shard, own.shard, num_tokens=num_tokens, start_token=attempt.start_token
         )
-        if prompt.view.state is PromptState.WAITING:
-            prompt.view = PromptView(state=PromptState.READY)
-        try:
-            async with asyncio.timeout(BIND_WAIT_S):
-                await prompt.bound.wait()
-        except TimeoutError:
-            return False
-        if transfer.outcome.done():
+        room = await self._scheduler.room(attempt, plan)
+        if attempt.stage is not AttemptStage.WAITING:  # only where the answer has taken a while, and then no room is taken
             raise TransportClosed(f"request {request_id} is over")
-        if transfer.expected is None:
-            self._expect(prompt, transfer, plan)
-        assert transfer.expected is not None
-        await asyncio.shield(transfer.expected)
-        return True
-
-    def _expect(self, prompt: _Prompt, transfer: _Transfer, plan: ChunkPlan) -> None:
-        assert prompt.tables is not None
-        ranks = set(range(self._own.shard.num_ranks))
-        transfer.answering, transfer.receiving, transfer.draining = set(ranks), set(ranks), set(ranks)
-        transfer.expected = asyncio.get_running_loop().create_future()
-        self._record_wait(transfer)
+        if isinstance(room, NotYet):
+            self._observer.on_no_room(request_id)
+            return None
+        self._observer.on_wait_over(request_id)
+        attempt.start_token = room.start_token
+        self._observer.on_queue_seconds(time.monotonic() - attempt.begun_s)
+        self._record_queue(attempt)
+        prompt.queue_left_s = self._queue_left_s(attempt)
+        attempt.stage = AttemptStage.RECEIVING
+        ranks = range(own.shard.num_ranks)
+        attempt.holding, attempt.answering, attempt.receiving = set(ranks), set(ranks), set(ranks)
+        attempt.expected = asyncio.get_running_loop().create_future()
         self._broadcast(
-            ExpectBound(
-                transfer_id=transfer.transfer_id,
-                prefill_incarnation=transfer.prefill.incarnation,
-                num_tokens=len(prompt.token_ids),
-                start_token=prompt.start_token,
+            room.message(
+                transfer_id=request_id,
+                prefill_incarnation=prefill_incarnation,
+                num_tokens=num_tokens,
+                start_token=room.start_token,
                 plan=plan,
-                tables=prompt.tables,
-                traceparent="" if transfer.span is None else transfer.span.traceparent,
+                traceparent=attempt.traceparent,
             )
         )
+        self._scheduler.announced(attempt)
+        if reason := await asyncio.shield(attempt.expected):
+            raise PeerUnreachable(reason)
+        return room.start_token
 
-    def _record_wait(self, transfer: _Transfer, error: str = "") -> None:
-        """A transfer has room on both sides, or was given up without."""
-        span = transfer.prompt.span
-        if span is not None:
-            span.record("kvferry.queue", begun_s=transfer.begun_s, ended_s=time.monotonic(), error=error)
+    async def answer(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        """Serve `Reserve`; see `reserve`.
 
-    # What the ranks say
+        Raises:
+            TransferError: As of `reserve`, or the plan cannot be used.
+        """
+        plan = self._peers.plan_of(request)
+        attempt = self._attempts.get(request.request_id)
+        start_token = await self.reserve(request.request_id, request.prefill_incarnation, request.decode_incarnation, plan)
+        if attempt is None or start_token is None:
+            return pb.ReserveResponse(reserved=False)
+        is_late = start_token > attempt.prompt.start_token
+        return pb.ReserveResponse(reserved=True, start_token=start_token if is_late else None)
+
+    def _answer_reserve(self, attempt: Attempt[PromptT], reason: str) -> None:
+        if attempt.expected is not None and not attempt.expected.done():
+            attempt.expected.set_result(reason or "the request is over")
+
+    # What the ranks report
+
+    def on_message(self, rank: int, message: Any) -> bool:
+        """Handle a message of a rank. Return False if the message is about something else."""
+        match message:
+            case TransferExpected():
+                self.on_expected(rank, message)
+            case TransferWhole():
+                self.on_whole(rank, message.transfer_id)
+            case TransferBroken():
+                self.on_broken(rank, message)
+            case TransferDrained():
+                self.on_drained(rank, message.transfer_id)
+            case PrefillRankLost():
+                self._peers.break_join(
+                    message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
+                )
+            case LinkProbed():
+                log.info("link_probed", **asdict(message.link))
+            case _:
+                return False
+        return True
 
     def on_expected(self, rank: int, message: TransferExpected) -> None:
-        transfer = self._transfers.get(message.transfer_id)
-        if transfer is None or transfer.expected is None or transfer.expected.done():
+        attempt = self._attempts.get(message.transfer_id)
+        if attempt is None or attempt.expected is None:
             return
-        transfer.answering.discard(rank)
+        attempt.answering.discard(rank)
         if message.reason:
-            error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
-            transfer.expected.set_exception(error)
-            transfer.expected.exception()  # also where nobody waits for it any more
-            self._fail(transfer, error)
-        elif not transfer.answering:
-            transfer.expected.set_result(None)
+            self.fail(attempt, PeerUnreachable(f"decode rank {rank}: {message.reason}"))
+        elif not attempt.answering and not attempt.expected.done():
+            attempt.expected.set_result("")
 
-    def on_whole(self, rank: int, message: TransferWhole) -> None:
-        transfer = self._transfers.get(message.transfer_id)
-        if transfer is None:
+    def on_whole(self, rank: int, transfer_id: str) -> None:
+        attempt = self._attempts.get(transfer_id)
+        if attempt is None:
             return
-        transfer.receiving.discard(rank)
-        if not transfer.receiving and not transfer.outcome.done():
-            transfer.draining.clear()  # nothing of it is under way anywhere
-            transfer.outcome.set_result(None)
+        attempt.receiving.discard(rank)
+        if attempt.stage is AttemptStage.RECEIVING and not attempt.receiving and self._scheduler.reuses_pages:
+            attempt.holding.clear()  # no rank writes for it any more
+        self.run_if_whole(attempt)
+
+    def run_if_whole(self, attempt: Attempt[PromptT]) -> None:
+        """Settle the prompt once every rank has the whole KV, and all that goes with it has come; nothing less will do."""
+        is_receiving = attempt.stage is AttemptStage.RECEIVING
+        if is_receiving and not attempt.receiving and not attempt.lacks and not self._scheduler.is_loading(attempt):
+            attempt.stage = AttemptStage.WHOLE
+            self._judge(attempt, Verdict.SUCCESS)
+            self._scheduler.settled(attempt.prompt, None)
 
     def on_broken(self, rank: int, message: TransferBroken) -> None:
-        transfer = self._transfers.get(message.transfer_id)
-        if transfer is None:
+        attempt = self._attempts.get(message.transfer_id)
+        if attempt is None or attempt.stage is not AttemptStage.RECEIVING:
             return
         if message.is_data_loss:
-            self._fail(transfer, IntegrityError(f"decode rank {rank}: {message.reason}"))
+            self.fail(attempt, IntegrityError(f"decode rank {rank}: {message.reason}"))
             return
         # A rank only sees that its writer gave up or went away. Why, the prefill node's call is about to say.
         error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
-        asyncio.get_running_loop().call_later(REASON_GRACE_S, self._fail, transfer, error)
+        asyncio.get_running_loop().call_later(REASON_GRACE_S, self.fail, attempt, error)
 
-    def on_drained(self, rank: int, message: TransferDrained) -> None:
-        transfer = self._transfers.get(message.transfer_id)
-        if transfer is not None:
-            transfer.draining.discard(rank)
-            if not transfer.draining:
-                transfer.drained.set()
-
-    # Ends
-
-    def _fail(self, transfer: _Transfer, error: TransferError) -> None:
-        if not transfer.outcome.done():
-            transfer.outcome.set_exception(error)
-            transfer.outcome.exception()  # also where its task was cancelled meanwhile
-
-    def _judge(self, transfer: _Transfer, verdict: Verdict, reason: str = "") -> None:
-        permit, transfer.permit = transfer.permit, None
-        if permit is not None:
-            self._peers.end(transfer.peer, permit, verdict, reason)
-
-    async def _drain(self, transfer: _Transfer) -> None:
-        """Have the ranks give it up, where it is not whole, and wait until none touches its pages."""
-        if transfer.expected is not None and not transfer.expected.done():
-            transfer.expected.set_exception(TransportClosed(f"request {transfer.transfer_id} is over"))
-            transfer.expected.exception()
-        if not transfer.draining:
+    def on_drained(self, rank: int, transfer_id: str) -> None:
+        """Record that nothing of an attempt touches its pages on the rank any more."""
+        attempt = self._attempts.get(transfer_id)
+        if attempt is None or rank not in attempt.holding:
             return
-        failure = transfer.outcome.exception() if transfer.outcome.done() and not transfer.outcome.cancelled() else None
-        reason = clip_reason(str(failure or "the prompt was given up"))
-        self._broadcast(CancelIncoming(transfer_id=transfer.transfer_id, reason=reason))
-        await transfer.drained.wait()
+        attempt.holding.discard(rank)
+        if attempt.holding:
+            return
+        self._scheduler.drained(attempt)
+        if self._scheduler.reuses_pages and attempt.failure is not None:
+            self._go_on(attempt)
+        self._forget_if_done(attempt)
 
-    def _give_up(self, prompt: _Prompt, error: TransferError) -> None:
-        self._on_given_up(prompt.given_up or error)
-        self._end_span(prompt, str(prompt.given_up or error))
-        if prompt.given_up is not None:
-            self._on_outcome("aborted")
-        else:
-            self._on_outcome("failed" if isinstance(error, _NotJoined) else outcome_of(error))
-        if not prompt.is_wanted_again:
-            self.decline(prompt.transfer_id, prompt.source, f"the decode side has given it up: {error}")
-        if prompt.view.state is PromptState.BOUND:
-            self._settle(prompt, str(error) or type(error).__name__)
-        elif prompt.given_up is not None:
-            self._forget(prompt)
-        else:
-            prompt.view = PromptView(state=PromptState.FAILED, failure=str(error))
 
-    def _settle(self, prompt: _Prompt, failure: str) -> None:
-        if self._prompts.get(prompt.name) is not prompt:
-            raise LocalProtocolError(f"prompt {prompt.name} is settled twice")
-        del self._prompts[prompt.name]
-        self._broadcast(SettlePrompt(name=prompt.name, failure=clip_reason(failure), note=prompt.note or b""))
-
-    def _end_span(self, prompt: _Prompt, error: str = "") -> None:
-        if prompt.span is not None:
-            prompt.span.set(retries=prompt.num_retries)
-            prompt.span.end(error)
-
-    def _forget(self, prompt: _Prompt) -> None:
-        self._prompts.pop(prompt.name, None)
-
-    def _on_task_over(self, prompt: _Prompt, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            reason = prompt.given_up or prompt.aborted
-            if reason is not None and self._prompts.get(prompt.name) is prompt:
-                self._give_up(prompt, reason)  # before it had begun, so that it could not do that itself
-        elif (error := task.exception()) is not None:
-            log.critical("prompt_broke", name=prompt.name, error=str(error), exc_info=error)
-            self._give_up(prompt, EngineError(f"unexpected {type(error).__name__}; see the log of the decode side"))
+def _checked_note(payload: bytes, peer: PrefillPeer) -> bytes:
+    """Raises TransferAborted when the note is too long."""
+    if len(payload) > MAX_NOTE_BYTES:
+        raise TransferAborted(f"the note of {peer.address} has {len(payload)} bytes; it can have {MAX_NOTE_BYTES}")
+    return payload

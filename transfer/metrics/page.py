@@ -42,7 +42,8 @@ def reported_families(snapshots: Iterable[Mapping[str, Any] | None]) -> list[Met
     for spec in RANK_METRICS:
         for snapshot in known:
             keys, numbers = snapshot["families"].get(spec.name, ((), ()))
-            if keys and len(numbers) == len(keys) * spec.num_samples:
+            num_series = len(keys) // len(spec.labels) if spec.labels else 1
+            if numbers and len(numbers) == num_series * spec.num_samples:
                 found.append(MetricFamily(spec, snapshot["labels"], keys, numbers))
     return found
 
@@ -66,8 +67,11 @@ class FamilyCollector(Collector):
 def _metric_of(family: MetricFamily) -> Metric:
     spec = family.spec
     names, values = (*spec.labels, *family.labels), tuple(family.labels.values())
-    each = [iter(family.numbers)] * spec.num_samples
-    rows = [((*key, *values), numbers) for key, numbers in zip(family.keys, zip(*each, strict=True), strict=True)]
+    key_size, size = len(spec.labels), spec.num_samples
+    rows = [
+        ((*family.keys[nth * key_size : (nth + 1) * key_size], *values), family.numbers[nth * size : (nth + 1) * size])
+        for nth in range(len(family.numbers) // size)
+    ]
     if spec.kind == "histogram":
         histogram = HistogramMetricFamily(spec.name, spec.help, labels=names)
         bounds = [*map(floatToGoString, spec.buckets), "+Inf"]
@@ -132,7 +136,7 @@ class _Format:
         return self._encoder(registry).decode().removesuffix(self._end).split(_PLACE)
 
 
-_SeriesKeys = list[tuple[Mapping[str, str], Sequence[Sequence[str]]]]
+_SeriesKeys = list[tuple[Mapping[str, str], Sequence[str]]]
 
 
 @lru_cache(maxsize=1 << 15)  # most numbers of a page are counts, and equal to others or to their last value

@@ -26,14 +26,14 @@ class MetricFamily(NamedTuple):
     Args:
         spec: The metric.
         labels: Labels that all series of the process have.
-        keys: For each series, the values of the metric's own labels.
-        numbers: For each series, `MetricSpec.num_samples` numbers. Those of a histogram are the cumulative counts of its
-            buckets, the count and the sum.
+        keys: For each series, one after another, the values of the metric's own labels.
+        numbers: For each series, one after another, `MetricSpec.num_samples` numbers. Those of a histogram are the cumulative
+            counts of its buckets, the count and the sum.
     """
 
     spec: MetricSpec
     labels: Mapping[str, str]
-    keys: Sequence[Sequence[str]]
+    keys: Sequence[str]
     numbers: Sequence[float]
 
 
@@ -169,13 +169,13 @@ class Series:
     def families(self) -> Iterator[MetricFamily]:
         """Return the metrics that have series, in the order of their declarations."""
         for name, cells in self._cells.items():
-            keys: list[_Labels] = []
+            keys: list[str] = []
             numbers: list[float] = []
             for key, cell in cells.items():
                 if shown := cell.numbers():
-                    keys.append(key)
+                    keys += key
                     numbers += shown
-            if keys:
+            if numbers:
                 yield MetricFamily(self._specs[name], self.labels, keys, numbers)
 
     def _cell(self, kind: type[_CellT], name: str, labels: dict[str, str]) -> _CellT:

@@ -18,7 +18,7 @@ import torch
 
 from tests.connector.instances import LAYERS, PAGES, Instance, prompt_of
 from transfer.connector import incoming as target_requests
-from transfer.connector.incoming import PromptState
+from transfer.connector.bound_prompts import PromptState
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.outgoing_rank import Free, GivenUp
 from transfer.copy.piece_copier import PieceCopy

@@ -1,0 +1,261 @@
+"""A wanted prompt, its attempts, and what a decode leader's scheduler decides of them.
+
+The scheduler is the daemon's own (`decode_node.requests`), or that of an engine that binds pages itself
+(`transfer.connector.bound_prompts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from transfer.breaker import Permit
+from transfer.chunk import ChunkPlan
+from transfer.connector.messages import ExpectTransfer
+from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.request_view import RequestView
+from transfer.engine_types import GREEDY, SamplingParams
+from transfer.errors import TransferError
+from transfer.instance import Instance
+from transfer.pb import kvferry_pb2 as pb
+from transfer.tracing import Span
+
+
+class AttemptStage(Enum):
+    WAITING = auto()  # for a prefill node to be joined, and for prefill to start: nothing is reserved here
+    RECEIVING = auto()
+    WHOLE = auto()
+    LEAVING = auto()  # over; some rank still holds its pages, or its prompt is still needed
+    GONE = auto()
+
+
+_SHOWN_STAGES: Final = {
+    AttemptStage.WAITING: "queued",
+    AttemptStage.RECEIVING: "receiving",
+    AttemptStage.WHOLE: "generating",
+    AttemptStage.LEAVING: "ending",
+    AttemptStage.GONE: "ending",
+}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class WantedPrompt:
+    """A prompt whose KV is fetched. Schedulers extend it.
+
+    Args:
+        request_id: What operators know it by. The id of each attempt begins with it.
+        token_ids: The prompt.
+        engine_request: Name of the prompt in the prefill side's engine; empty means that the prefill side computes it.
+        source: host:port of the prefill node that has it; empty means any node.
+        start_token: First token whose KV is needed, as far as it is known before there is room.
+        needs_first_token: The KV is of no use without the first token.
+        needs_note: The KV is of no use without the note of the prefill side's engine.
+        accepted_s: Time of acceptance, by the monotonic clock.
+        queue_timeout_s: How long it may wait for room, over all of its attempts.
+        join_timeout_s: How long an attempt may wait for a prefill node to be joined; 0 means not at all.
+        span: Span of the request, recorded by this leader; None means that none is.
+        traceparent: Span in which the prefill side's and the ranks' spans lie where this leader records none.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    accepted_s: float
+    join_timeout_s: float
+    queue_timeout_s: float = math.inf
+    engine_request: str = ""
+    source: str = ""
+    start_token: int = 0
+    needs_first_token: bool = False
+    needs_note: bool = False
+    sampling: SamplingParams = GREEDY
+    cache_salt: str = ""
+    span: Span | None = None
+    traceparent: str = ""
+    attempts: list[Attempt[Any]] = field(default_factory=list)  # the last one is current; those before it have failed
+    queue_left_s: float = field(init=False)  # of `queue_timeout_s`, after the attempts before the current one
+    life: int = 0  # of the prefill node that it was sent to last
+    note: bytes | None = None
+    failure: TransferError | None = None  # set when the prompt is given up
+    outcome: str = ""  # of a prompt that was given up; empty means that of its failure
+    is_over: bool = False  # nothing can fail it any more
+    is_forgotten: bool = False  # its engine needs nothing of it any more
+
+    def __post_init__(self) -> None:
+        self.queue_left_s = self.queue_timeout_s
+
+    @property
+    def current(self) -> Attempt[Any]:
+        return self.attempts[-1]
+
+    @property
+    def num_retries(self) -> int:
+        """Times that it was sent to a prefill node beyond the first one."""
+        return max(0, sum(one.peer is not None for one in self.attempts) - 1)
+
+    def view(self, now_s: float, *, num_ranks: int) -> RequestView:
+        """Return what operators see of it."""
+        current = self.current
+        has_room = current.stage is not AttemptStage.WAITING
+        return RequestView(
+            request_id=self.request_id,
+            transfer_id=current.transfer_id,
+            stage=_SHOWN_STAGES[current.stage],
+            age_s=now_s - self.accepted_s,
+            prompt_tokens=len(self.token_ids),
+            ready_tokens=current.start_token,
+            peer=current.peer.address if current.peer is not None else "",
+            retries=self.num_retries,
+            ranks_done=num_ranks - len(current.receiving) if has_room else 0,
+        )
+
+
+PromptT = TypeVar("PromptT", bound=WantedPrompt)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt(Generic[PromptT]):
+    """One way of a prompt through one life of a prefill node."""
+
+    transfer_id: str
+    prompt: PromptT
+    begun_s: float
+    after: TransferError | None  # what ended the attempt before it
+    peer: PrefillPeer | None = None  # None means that it waits for one to be joined, and is not sent yet
+    prefill: Instance | None = None  # set with `peer`
+    permit: Permit | None = None  # from then until the peer's breaker has the verdict
+    unsent: asyncio.TimerHandle | asyncio.Task[None] | None = None  # ends its wait for a peer
+    call: asyncio.Task[None] | None = None  # the prefill node's
+    is_asked: bool = False  # the prefill node has the prompt
+    has_asked: bool = False  # the prefill node has asked for room
+    stage: AttemptStage = AttemptStage.WAITING
+    failure: TransferError | None = None
+    start_token: int = 0  # first token whose KV comes from prefill
+    first_token: int | None = None
+    stats: pb.TransferStats | None = None
+    expected: asyncio.Future[str] | None = None  # done when every rank has answered, or one has refused
+    answering: set[int] = field(default_factory=set)  # ranks that have not answered
+    receiving: set[int] = field(default_factory=set)  # ranks whose KV is not whole
+    holding: set[int] = field(default_factory=set)  # ranks where something may still touch its pages
+    span: Span | None = None  # of the prefill node's call
+
+    @property
+    def is_current(self) -> bool:
+        return bool(self.prompt.attempts) and self.prompt.current is self
+
+    @property
+    def incarnation(self) -> int:
+        """Life of the prefill node that it was sent to; 0 means that it is not sent yet."""
+        return 0 if self.prefill is None else self.prefill.incarnation
+
+    @property
+    def can_start_late(self) -> bool:
+        """Whether the prefill node learns which token the KV is needed from only when it asks for room."""
+        return self.peer is not None and self.peer.can_start_late
+
+    @property
+    def traceparent(self) -> str:
+        return self.prompt.traceparent if self.span is None else self.span.traceparent
+
+    @property
+    def lacks(self) -> str:
+        """What the prefill side still has to send besides KV; empty means nothing."""
+        if self.prompt.needs_first_token and self.first_token is None:
+            return "first token"
+        return "note" if self.prompt.needs_note and self.prompt.note is None else ""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the prefill node is needed no more: every grant is released, so every rank has the KV or is about to say so."""
+        return self.stats is not None and not self.lacks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingRoom:
+    """Room for an attempt.
+
+    Args:
+        start_token: First token whose KV has to come from prefill.
+        message: Makes the message to the ranks from the fields of `ExpectTransfer`.
+    """
+
+    start_token: int
+    message: Callable[..., ExpectTransfer]
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """There is no room now; prefill asks again."""
+
+
+class IncomingScheduler(Protocol[PromptT]):
+    """The part of an engine that decides at the leader when a prompt has room."""
+
+    @property
+    def reuses_pages(self) -> bool:
+        """Whether all attempts of a prompt fill the same pages.
+
+        If so, the next attempt and the end of the prompt wait until no rank writes for the one before.
+        """
+        ...
+
+    async def prepare(self, attempt: Attempt[PromptT]) -> None:
+        """Get ready for an attempt that is about to be sent to its prefill node."""
+        ...
+
+    async def room(self, attempt: Attempt[PromptT], plan: ChunkPlan) -> IncomingRoom | NotYet:
+        """Take room for an attempt, on all ranks.
+
+        Raises:
+            TransferError: It can never have room.
+        """
+        ...
+
+    def announced(self, attempt: Attempt[PromptT]) -> None:
+        """Record that the ranks were sent the message of an attempt that has room."""
+        ...
+
+    def is_loading(self, attempt: Attempt[PromptT]) -> bool:
+        """Whether KV that does not come from prefill is still missing; `IncomingTransfers.run_if_whole` follows."""
+        ...
+
+    def stopped(self, attempt: Attempt[PromptT], error: TransferError) -> None:
+        """Record that an attempt is given up, before the ranks cancel it."""
+        ...
+
+    def drained(self, attempt: Attempt[PromptT]) -> None:
+        """Record that no rank holds or writes the pages of an attempt any more."""
+        ...
+
+    def settled(self, prompt: PromptT, failure: TransferError | None) -> None:
+        """Record that all KV of a prompt is there, or why it is given up. A prompt that is whole can be given up later."""
+        ...
+
+    def call_ended(self, attempt: Attempt[PromptT]) -> None:
+        """Record that the prefill node's call of an attempt is over, for whatever reason."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingObserver:
+    """Where the leader's metrics hear of wanted prompts.
+
+    Args:
+        on_outcome: "done", "failed", "aborted" or "refused".
+        on_queue_seconds: From an attempt's begin until room was reserved, which the prefill node asks for when it is about to
+            compute or send; or until the attempt was given up without.
+        on_retry: A prompt is sent to a prefill node again.
+        on_given_up: A prompt has ended with this error.
+        on_no_room: An attempt, given by its id, found too little room, and waits.
+        on_wait_over: An attempt that waited has room, or has ended.
+    """
+
+    on_outcome: Callable[[str], None]
+    on_queue_seconds: Callable[[float], None]
+    on_retry: Callable[[], None]
+    on_given_up: Callable[[TransferError], None] = lambda error: None
+    on_no_room: Callable[[str], None] = lambda transfer_id: None
+    on_wait_over: Callable[[str], None] = lambda transfer_id: None
