@@ -66,6 +66,7 @@ class Admission:
         needs: What requests take of it.
         max_running: Requests that may hold room at once.
         now_s: Returns monotonic seconds.
+        on_freed: Called when there may be room for a request that found too little.
     """
 
     def __init__(
@@ -75,11 +76,13 @@ class Admission:
         needs: PageNeeds,
         max_running: int,
         now_s: Callable[[], float] = time.monotonic,
+        on_freed: Callable[[], None] = lambda: None,
     ) -> None:
         self._pool_pages = pool_pages
         self._needs = needs
         self._max_running = max_running
         self._now_s = now_s
+        self._on_freed = on_freed
         self._held: dict[str, PageCounts] = {}
         self._free_pages = pool_pages
         self._waiting: dict[str, _Waiting] = {}
@@ -150,6 +153,7 @@ class Admission:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             del self._by_age[bisect_left(self._by_age, waiting.place)]
+            self._on_freed()
 
     def set_aside(self, request_id: str, *, accepted_s: float) -> Room:
         """Return the room that a request may not take, because an older request waits for it."""
@@ -183,11 +187,14 @@ class Admission:
             return False
         self._held[request_id] += change
         self._free_pages -= change
+        if count < 0:
+            self._on_freed()
         return True
 
     def release(self, request_id: str) -> None:
         """Every rank has given the request's pages back."""
         self._free_pages += self._held.pop(request_id)
+        self._on_freed()
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._held

@@ -84,6 +84,7 @@ class _Life:
                 layer_groups(first.instance.layout), page_size, slack_tokens=config.offload.window_slack_tokens(page_size)
             ),
             max_running=config.limits.max_running_requests,
+            on_freed=lambda: self.requests.room_changed(),
         )
         self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.counter("out_of_memory_steps").inc, on_hopeless=node.lose)
         self.full_pool = FullPool(

@@ -86,6 +86,8 @@ class Peer:
         self.breaker = breaker
         self.breaker_reason = ""
         self.can_start_late = True
+        self.takes_room = False  # it asks for room with `Reserve`
+        self.rooms: dict[str, asyncio.Future[pb.PrefillRoom] | None] = {}
         self.outstanding_tokens = 0
         self.others_tokens: int | None = None
         # Of equal ones the oldest is taken: it has the fastest link.
@@ -99,6 +101,7 @@ class Peer:
 
     def prefill(self, request_id: str, token_ids: tuple[int, ...], **values: Any) -> AsyncIterator[pb.PrefillEvent]:
         assert self.instance is not None
+        self.rooms[request_id] = values["room"]
         call = self.calls[request_id] = Call(token_ids, first_token_of(self.instance.incarnation))
         return call.run()
 
@@ -159,7 +162,12 @@ class World:
         max_running: int = 4,
         prefill_retries: int = 0,
     ) -> None:
-        self.admission = Admission(pool_pages=PageCounts((POOL_PAGES,)), needs=NEEDS, max_running=max_running)
+        self.admission = Admission(
+            pool_pages=PageCounts((POOL_PAGES,)),
+            needs=NEEDS,
+            max_running=max_running,
+            on_freed=lambda: self.transfers.room_changed(),
+        )
         self.now_s = 0.0  # of the breakers
         self.num_lives = 0  # beyond the first ones
         breakers = [Breaker(BREAKER, lambda: self.now_s) for _ in range(2)]
@@ -229,7 +237,7 @@ class World:
             match message:
                 case ExpectRequest():
                     assert message.transfer_id not in rank.holding, "an id that a rank still knows"
-                    assert message.plan is PLAN
+                    assert message.plan == PLAN
                     for names in (rank.unanswered, rank.receiving, rank.holding):
                         names.add(message.transfer_id)
                 case CancelIncoming(transfer_id=name) | FinishRequest(request_id=name):

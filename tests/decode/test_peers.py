@@ -129,14 +129,16 @@ async def test_every_requests_plan_must_fit_the_ring(node: PrefillNode) -> None:
         assert peer.instance is not None
         life = peer.instance.incarnation
         with pytest.raises(ChunkTooLarge, match=f"ring.capacity_bytes is {RING_BYTES}"):
-            one.peers.plan_of(reservation(life, ChunkPlan(chunk_tokens=8)))
+            one.peers.plan_of(reservation(life, ChunkPlan(chunk_tokens=8)), life)
         with pytest.raises(ConfigError, match="chunk_plan is missing"):
-            one.peers.plan_of(pb.ReserveRequest(prefill_incarnation=life))
+            one.peers.plan_of(pb.ReserveRequest(), life)
         assert peer.plan == PLAN
         finer = ChunkPlan(chunk_tokens=8, layers_per_group=1)
-        assert one.peers.plan_of(reservation(life, finer)) == finer
+        assert one.peers.plan_of(reservation(life, finer), life) == finer
         assert peer.plan == finer and peer.largest_piece_bytes == PIECE_BYTES
-        one.peers.plan_of(reservation(life + 1, ChunkPlan(chunk_tokens=1 << 20)))  # not joined: its requests are refused for that
+        one.peers.plan_of(
+            reservation(life + 1, ChunkPlan(chunk_tokens=1 << 20)), life + 1
+        )  # not joined: its requests are refused for that
 
 
 @in_virtual_time

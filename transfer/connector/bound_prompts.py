@@ -220,6 +220,7 @@ class BoundPrompts:
         before, prompt.shown = prompt.shown, PromptView(state=PromptState.BOUND)
         prompt.tables, prompt.bound_token = tables, start_token
         prompt.bound.set()
+        self.transfers.room_changed()
         if before.state is PromptState.FAILED:
             self._settle(prompt, before.failure)  # which was counted when it failed
 

@@ -10,6 +10,7 @@ what comes late of one attempt finds that attempt, or nothing.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import time
 from bisect import insort
@@ -54,6 +55,7 @@ from transfer.errors import (
     TransferAborted,
     TransferError,
     TransportClosed,
+    TransportError,
 )
 from transfer.instance import Instance
 from transfer.messages import clip_reason
@@ -76,6 +78,14 @@ PLACED_AT_ONCE: Final = 32
 
 PLACED_TOKENS_AT_ONCE: Final = 1 << 18
 """Tokens of the prompts that are placed at one such moment. Choosing a node for 131,072 tokens takes the loop some 5 ms."""
+
+ASK_AGAIN_S: Final = 0.5
+"""Pause between two questions to the scheduler about room, where nothing changes. `decode_node.admission.WAITS_S` is longer: a
+request that waits keeps its place."""
+
+ASKED_AT_ONCE: Final = 32
+"""Attempts for which the scheduler is asked again at a change. A question takes the loop up to 0.3 ms, and hundreds can wait; the
+others follow after `ASK_AGAIN_S`."""
 
 MAX_NOTE_BYTES: Final = 1 << 20
 """Largest note of the other side's engine; an honest one sends no more."""
@@ -120,7 +130,8 @@ class IncomingTransfers(Generic[PromptT]):
         self._attempts: dict[str, Attempt[PromptT]] = {}  # current ones, and those before them that a rank still holds
         self._unsent: list[Attempt[PromptT]] = []  # those that wait for any prefill node to be joined, the oldest prompt's first
         self._placing: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # calls of prefill nodes, and waits for one, that are not at their end
+        self._tasks: set[asyncio.Task[None]] = set()  # calls of prefill nodes, and waits for one or for room
+        self._without_room: dict[Attempt[PromptT], asyncio.Future[None]] = {}  # done when the scheduler is to be asked again
 
     @property
     def _prompts(self) -> tuple[PromptT, ...]:
@@ -513,11 +524,12 @@ class IncomingTransfers(Generic[PromptT]):
 
     async def _follow(self, attempt: Attempt[PromptT], peer: PrefillPeer) -> None:
         """Follow the prefill node's call to its end."""
-        prompt = attempt.prompt
+        prompt, is_room_wanted = attempt.prompt, False
         left_s = self._queue_left_s(attempt)
         deadline = None if left_s == math.inf else asyncio.get_running_loop().call_later(left_s, self._expire, attempt)
         try:
             await self._scheduler.prepare(attempt)
+            room = asyncio.get_running_loop().create_future() if peer.takes_room else None
             call = peer.prefill(
                 attempt.transfer_id,
                 prompt.token_ids,
@@ -527,10 +539,16 @@ class IncomingTransfers(Generic[PromptT]):
                 engine_request=prompt.engine_request,
                 cache_salt=prompt.cache_salt,
                 traceparent=attempt.traceparent,
+                room=room,
             )
             attempt.is_asked = True
             async for event in call:
                 match event.WhichOneof("event"):
+                    case "room_wanted" if room is not None and not is_room_wanted:
+                        is_room_wanted = True
+                        self._run(attempt, self._give_room(attempt, event.room_wanted, room))
+                    case "room_wanted":
+                        raise TransportError(f"{peer.address} wants room twice, or in a call that has another way to ask for it")
                     case "first_token":
                         attempt.first_token = event.first_token.token_id
                     case "note":
@@ -574,6 +592,38 @@ class IncomingTransfers(Generic[PromptT]):
                 self.give_up(attempt.prompt, EngineError(reason, spares_kv=True))
 
     # Room
+
+    def room_changed(self) -> None:
+        """Ask the scheduler again for attempts that wait for room, the oldest prompts first: it may have some now."""
+        for attempt in heapq.nsmallest(ASKED_AT_ONCE, self._without_room, key=lambda one: one.prompt.accepted_s):
+            changed = self._without_room[attempt]
+            if not changed.done():
+                changed.set_result(None)
+
+    async def _until_room_changed(self, attempt: Attempt[PromptT]) -> None:
+        changed = self._without_room[attempt] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait((changed,), timeout=ASK_AGAIN_S)
+        finally:
+            del self._without_room[attempt]
+
+    async def _give_room(
+        self, attempt: Attempt[PromptT], wanted: pb.PrefillRoomWanted, room: asyncio.Future[pb.PrefillRoom]
+    ) -> None:
+        """Answer a prefill node that asks for room in its call, as soon as there is some."""
+        try:
+            plan, own = self._peers.plan_of(wanted, attempt.incarnation), self._own.incarnation
+            while (start_token := await self.reserve(attempt.transfer_id, attempt.incarnation, own, plan)) is None:
+                await self._until_room_changed(attempt)
+        except TransferError as error:
+            self.fail(attempt, error)
+            return
+        if not room.done():  # otherwise the call has ended
+            room.set_result(pb.PrefillRoom(start_token=self._late_start(attempt, start_token)))
+
+    def _late_start(self, attempt: Attempt[PromptT], start_token: int) -> int | None:
+        """Return the start token if it is not that of the request."""
+        return start_token if start_token > attempt.prompt.start_token else None
 
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
         """Take room for an attempt that a prefill leader is about to start, on every rank.
@@ -642,13 +692,12 @@ class IncomingTransfers(Generic[PromptT]):
         Raises:
             TransferError: As of `reserve`, or the plan cannot be used.
         """
-        plan = self._peers.plan_of(request)
+        plan = self._peers.plan_of(request, request.prefill_incarnation)
         attempt = self._attempts.get(request.request_id)
         start_token = await self.reserve(request.request_id, request.prefill_incarnation, request.decode_incarnation, plan)
         if attempt is None or start_token is None:
             return pb.ReserveResponse(reserved=False)
-        is_late = start_token > attempt.prompt.start_token
-        return pb.ReserveResponse(reserved=True, start_token=start_token if is_late else None)
+        return pb.ReserveResponse(reserved=True, start_token=self._late_start(attempt, start_token))
 
     def _answer_reserve(self, attempt: Attempt[PromptT], reason: str) -> None:
         if attempt.expected is not None and not attempt.expected.done():

@@ -444,18 +444,21 @@ class PrefillNodes:
             states.append(str(view))
         return "no prefill node is joined: " + "; ".join(states)
 
-    def plan_of(self, request: pb.ReserveRequest) -> ChunkPlan:
-        """Return the request's chunk plan, and record it as the current plan of its prefill instance.
+    def plan_of(self, question: pb.ReserveRequest | pb.PrefillRoomWanted, incarnation: int) -> ChunkPlan:
+        """Return the chunk plan in a question for room, and record it as the current plan of the prefill instance that asks.
+
+        Args:
+            incarnation: Life of the prefill instance.
 
         Raises:
             ConfigError: The plan is missing.
             ChunkTooLarge: A piece of it can be larger than the ring.
         """
-        if not request.HasField("chunk_plan"):
+        if not question.HasField("chunk_plan"):
             raise ConfigError("chunk_plan is missing; the prefill side decides how a request is cut")
-        plan = chunk_plan_from_proto(request.chunk_plan)
+        plan = chunk_plan_from_proto(question.chunk_plan)
         for peer in self.peers:
-            if peer.instance is not None and peer.instance.incarnation == request.prefill_incarnation and peer.plan != plan:
+            if peer.instance is not None and peer.instance.incarnation == incarnation and peer.plan != plan:
                 self._set_plan(peer, peer.instance, plan)
         return plan
 

@@ -75,6 +75,11 @@ class PrefillPeer:
         """Whether it learns only when it asks for room which token the KV is needed from."""
         return self.instance is not None and "late_start_token" in self.instance.capabilities
 
+    @property
+    def takes_room(self) -> bool:
+        """Whether it takes room in the stream of a prompt, and does not ask for it with `Reserve`."""
+        return self.instance is not None and "room_in_stream" in self.instance.capabilities
+
     async def stub(self) -> PrefillControlAsyncStub:
         """For a call at once.
 
@@ -94,6 +99,7 @@ class PrefillPeer:
         engine_request: str = "",
         cache_salt: str = "",
         traceparent: str = "",
+        room: asyncio.Future[pb.PrefillRoom] | None = None,
     ) -> AsyncIterator[pb.PrefillEvent]:
         """Have the node compute a prompt and send its KV; yields what it reports. Closing the iterator gives the request up.
 
@@ -102,6 +108,7 @@ class PrefillPeer:
             engine_request: Name of the prompt in the node's engine, which has it from elsewhere; empty: the node has it computed.
             cache_salt: Stored KV is shared with requests of the same one only.
             traceparent: Of the span that the call lies in; empty where it is not traced.
+            room: Sent to the node once it is set, in answer to `room_wanted`. None means that the node asks with `Reserve`.
 
         Raises:
             TransferError: The call failed; see `transfer.registry.status`.
@@ -118,7 +125,12 @@ class PrefillPeer:
             engine_request=engine_request,
             cache_salt=cache_salt,
         )
-        call = (await self.stub()).Prefill(question, metadata=((TRACEPARENT, traceparent),) if traceparent else None)
+        stub, metadata = await self.stub(), ((TRACEPARENT, traceparent),) if traceparent else None
+        call = (
+            stub.Prefill(question, metadata=metadata)
+            if room is None
+            else stub.PrefillIntoRoom(_messages(question, room), metadata=metadata)
+        )
         try:
             async for answer in call:
                 event = readable(answer, method="Prefill")
@@ -143,6 +155,11 @@ class PrefillPeer:
         except (TransferError, grpc.aio.AioRpcError):
             return False
         return True
+
+
+async def _messages(request: pb.PrefillRequest, room: asyncio.Future[pb.PrefillRoom]) -> AsyncIterator[pb.PrefillMessage]:
+    yield pb.PrefillMessage(request=request)
+    yield pb.PrefillMessage(room=await room)
 
 
 def links_of(peers: Iterable[PrefillPeer]) -> list[pb.LinkStatus]:

@@ -1,0 +1,150 @@
+"""A prompt whose caller gives room in the stream of the call: one question, one answer, and no `Reserve`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from prefill_node.rank_messages import StartRequest
+from tests.decode.local_nodes import LocalContext
+from tests.prefill.leader_world import World
+from tests.prefill.test_node import Leader, leader
+from transfer.connector.decode_instances import Reservation
+from transfer.connector.outgoing import PromptStarted, RoomWanted
+from transfer.errors import RemoteProtocolError, TransferAborted
+from transfer.pb import kvferry_pb2 as pb
+
+__all__ = ["leader"]
+
+REQUEST = pb.PrefillMessage(request=pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101))
+ROOM = pb.PrefillMessage(room=pb.PrefillRoom())
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Caller:
+    """A `PrefillIntoRoom` call: messages are sent when the test says so, and events are collected."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._messages: asyncio.Queue[pb.PrefillMessage | None] = asyncio.Queue()
+        self.events: list[str | None] = []
+        self.error: grpc.aio.AioRpcError | None = None
+        self._call = leader.node.PrefillIntoRoom(self._sent(), cast(Any, LocalContext()))
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def send(self, *messages: pb.PrefillMessage | None) -> None:
+        for message in messages:
+            self._messages.put_nowait(message)
+        await turns()
+
+    async def leave(self) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _sent(self) -> AsyncIterator[pb.PrefillMessage]:
+        while (message := await self._messages.get()) is not None:
+            yield message
+
+    async def _read(self) -> None:
+        try:
+            async for event in self._call:
+                self.events.append(event.WhichOneof("event"))
+        except grpc.aio.AioRpcError as error:
+            self.error = error
+
+
+async def test_a_prompt_starts_once_its_caller_has_given_room() -> None:
+    world, room = World(), asyncio.get_running_loop().create_future()
+    request = world.submit("a", 3, room=room)
+    await turns()
+    assert request.progress.get_nowait() == RoomWanted(plan=request.join.plan)
+    assert not world.sent and not world.asked, "nothing is asked for over the other channel"
+    room.set_result(Reservation(is_reserved=True, start_token=2))
+    await turns()
+    assert isinstance(request.progress.get_nowait(), PromptStarted)
+    (start,) = [message for message in world.sent if isinstance(message, StartRequest)]
+    assert start.start_token == 2
+    world.settle()
+    await world.close()
+
+
+async def test_a_start_token_that_breaks_the_rules_fails_the_prompt() -> None:
+    world, room = World(), asyncio.get_running_loop().create_future()
+    request = world.submit("a", 3, room=room)
+    await turns()
+    room.set_result(Reservation(is_reserved=True, start_token=3))
+    await turns()
+    assert isinstance(request.progress.get_nowait(), RoomWanted)
+    assert isinstance(request.progress.get_nowait(), RemoteProtocolError) and not world.sent
+    await world.close()
+
+
+async def test_a_prompt_that_is_given_up_waits_for_room_no_more() -> None:
+    world, room = World(), asyncio.get_running_loop().create_future()
+    world.submit("a", 3, room=room)
+    await turns()
+    assert world.leader.abort("a", TransferAborted("the client left"))
+    await turns()
+    assert room.cancelled() and not world.leader.num_transfers and not world.broken
+    world.submit("b", 3)
+    await turns()
+    assert world.asked == ["b"], "others go on"
+    await world.close()
+
+
+async def test_a_call_asks_for_room_and_takes_it(leader: Leader) -> None:
+    await leader.joined(1)
+    caller = Caller(leader)
+    await caller.send(REQUEST)
+    assert caller.events == ["room_wanted"]
+    await caller.send(ROOM)
+    assert caller.events == ["room_wanted", "started"]
+    await caller.leave()
+    assert not leader.requests.request_ids or leader.requests.views()[0].stage == "ending"
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ((None,), "the first message of PrefillIntoRoom must have request"),
+        ((ROOM,), "the first message of PrefillIntoRoom must have request"),
+        ((REQUEST, REQUEST), "takes one message after the first: room, once room_wanted was sent"),
+        ((REQUEST, ROOM, ROOM), "takes one message after the first"),
+        ((REQUEST, pb.PrefillMessage()), "takes one message after the first"),
+    ],
+    ids=["no message", "room first", "another request", "room twice", "nothing in it"],
+)
+async def test_messages_out_of_order_end_the_call(
+    leader: Leader, messages: tuple[pb.PrefillMessage | None, ...], complaint: str
+) -> None:
+    await leader.joined(1)
+    caller = Caller(leader)
+    for message in messages:
+        await caller.send(message)
+    assert caller.error is not None and caller.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert complaint in str(caller.error.details())
+
+
+async def test_room_that_nobody_has_asked_for_yet_ends_the_call(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    await leader.joined(1)
+    monkeypatch.setattr(leader.requests, "_ask_for_room", lambda: None)
+    caller = Caller(leader)
+    await caller.send(REQUEST, ROOM)
+    assert caller.events == [] and caller.error is not None
+    assert caller.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_caller_that_ends_its_side_keeps_its_place_in_the_queue(leader: Leader) -> None:
+    await leader.joined(1)
+    caller = Caller(leader)
+    await caller.send(REQUEST, None)
+    assert caller.events == ["room_wanted"] and caller.error is None, "it waits for room until its time is over"
+    await caller.leave()
+    assert not leader.requests.request_ids
