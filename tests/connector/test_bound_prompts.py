@@ -117,7 +117,7 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return HandClock(monkeypatch, incoming_module, bound_module)
 
 
-async def test_pages_are_bound_when_prefill_is_about_to_send(connector: Connector, clock: HandClock) -> None:
+async def test_pages_are_bound_when_prefill_is_about_to_send(clock: HandClock, connector: Connector) -> None:
     attempt = await connector.wants()
     assert connector.state() is PromptState.WAITING
     asking = connector.asks(attempt)
@@ -152,7 +152,7 @@ async def test_operators_see_a_prompt_as_they_see_a_request(connector: Connector
 
 @pytest.mark.parametrize(("can_start_late", "answer"), [(True, pb.ReserveResponse(reserved=True, start_token=8)), (False, None)])
 async def test_what_has_come_here_meanwhile_is_not_sent(
-    connector: Connector, clock: HandClock, can_start_late: bool, answer: pb.ReserveResponse | None
+    clock: HandClock, connector: Connector, can_start_late: bool, answer: pb.ReserveResponse | None
 ) -> None:
     """A prefill node that cannot start late is asked again, from there on."""
     connector.peer.can_start_late = can_start_late
@@ -179,7 +179,7 @@ async def test_what_has_come_here_meanwhile_is_not_sent(
 
 
 async def test_a_prompt_is_fetched_again_from_the_node_that_it_names_once_no_rank_writes(
-    connector: Connector, clock: HandClock
+    clock: HandClock, connector: Connector
 ) -> None:
     first = await connector.wants()
     connector.prompts.bind("b", TABLES)
@@ -201,7 +201,7 @@ async def test_a_prompt_is_fetched_again_from_the_node_that_it_names_once_no_ran
 
 @pytest.mark.parametrize("engine_has_it", [True, False])
 async def test_a_node_that_started_again_has_nothing_that_its_engine_had(
-    connector: Connector, clock: HandClock, engine_has_it: bool
+    clock: HandClock, connector: Connector, engine_has_it: bool
 ) -> None:
     await connector.wants(transfer_id="t" if engine_has_it else "")
     connector.peer.instance = instance(OTHER_LIFE + 1)
@@ -215,7 +215,7 @@ async def test_a_node_that_started_again_has_nothing_that_its_engine_had(
 
 
 async def test_a_prompt_that_is_under_way_waits_a_moment_for_its_node_to_come_back(
-    connector: Connector, clock: HandClock
+    clock: HandClock, connector: Connector
 ) -> None:
     await connector.wants()
     connector.peer.joined.clear()
@@ -239,7 +239,7 @@ async def test_a_prompt_that_names_no_node_is_fetched_again_from_another_one(con
     assert len(connector.other.calls) == 1 and connector.num_retries == 1
 
 
-async def test_a_prompt_that_names_no_node_waits_for_one(connector: Connector, clock: HandClock) -> None:
+async def test_a_prompt_that_names_no_node_waits_for_one(clock: HandClock, connector: Connector) -> None:
     for peer in (connector.peer, connector.other):
         peer.state = "joining"
     await connector.wants(source="", transfer_id="")
@@ -251,7 +251,7 @@ async def test_a_prompt_that_names_no_node_waits_for_one(connector: Connector, c
 
 
 @pytest.mark.parametrize("source", ["prefill:1", ""])
-async def test_a_preempted_prompt_is_fetched_again_however_often(connector: Connector, clock: HandClock, source: str) -> None:
+async def test_a_preempted_prompt_is_fetched_again_however_often(clock: HandClock, connector: Connector, source: str) -> None:
     attempt = await connector.wants(source=source)
     for _ in range(5):
         asking = connector.asks(attempt)
@@ -282,7 +282,7 @@ async def test_a_cancelled_prompt_is_settled_only_if_it_has_pages(connector: Con
     assert connector.prompts.view("b") is None and connector.outcomes == ["aborted"] and not connector.transfers.request_ids
 
 
-async def test_the_last_failure_is_reported_once_no_rank_writes(connector: Connector, clock: HandClock) -> None:
+async def test_the_last_failure_is_reported_once_no_rank_writes(clock: HandClock, connector: Connector) -> None:
     attempt = await connector.wants()
     connector.prompts.bind("b", TABLES)
     await connector.has_room(attempt)

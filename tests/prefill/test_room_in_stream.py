@@ -141,10 +141,9 @@ async def test_room_that_nobody_has_asked_for_yet_ends_the_call(leader: Leader, 
     assert caller.error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_caller_that_ends_its_side_keeps_its_place_in_the_queue(leader: Leader) -> None:
+async def test_a_caller_that_ends_its_side_without_room_gives_its_prompt_up(leader: Leader) -> None:
     await leader.joined(1)
     caller = Caller(leader)
     await caller.send(REQUEST, None)
-    assert caller.events == ["room_wanted"] and caller.error is None, "it waits for room until its time is over"
-    await caller.leave()
+    assert caller.error is not None and caller.error.code() is grpc.StatusCode.ABORTED
     assert not leader.requests.request_ids

@@ -297,6 +297,10 @@ def prefill(_: Nodes) -> pb.PrefillRequest:
     )
 
 
+def prefill_message(nodes: Nodes) -> pb.PrefillMessage:
+    return pb.PrefillMessage(request=prefill(nodes))
+
+
 def generate(_: Nodes) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         request_id="a",
@@ -331,6 +335,9 @@ def beat(_: Nodes) -> pb.WriterBeat:
 RPCS = {
     "Join": Rpc(method="PrefillControl.Join", request=join),
     "Prefill": Rpc(method="PrefillControl.Prefill", request=prefill, codes={Code.UNAVAILABLE}, empty={"engine_request"}),
+    "PrefillIntoRoom": Rpc(
+        method="PrefillControl.PrefillIntoRoom", request=prefill_message, codes={Code.UNAVAILABLE, Code.ABORTED}
+    ),
     "prefill's Abort": Rpc(method="PrefillControl.Abort", request=abort),
     "prefill's Status": Rpc(method="PrefillControl.Status", request=lambda _: pb.StatusRequest()),
     "Generate": Rpc(method="DecodeControl.Generate", request=generate, codes={Code.UNAVAILABLE}),

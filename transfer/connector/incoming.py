@@ -10,6 +10,7 @@ what comes late of one attempt finds that attempt, or nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import math
 import time
@@ -542,22 +543,25 @@ class IncomingTransfers(Generic[PromptT]):
                 room=room,
             )
             attempt.is_asked = True
-            async for event in call:
-                match event.WhichOneof("event"):
-                    case "room_wanted" if room is not None and not is_room_wanted:
-                        is_room_wanted = True
-                        self._run(attempt, self._give_room(attempt, event.room_wanted, room))
-                    case "room_wanted":
-                        raise TransportError(f"{peer.address} wants room twice, or in a call that has another way to ask for it")
-                    case "first_token":
-                        attempt.first_token = event.first_token.token_id
-                    case "note":
-                        prompt.note = _checked_note(event.note.payload, peer)
-                    case "preempted":
-                        raise Preempted(f"the engine of {peer.address} has preempted the prompt, and computes it again")
-                    case "sent":
-                        attempt.stats = event.sent.stats
-                self.run_if_whole(attempt)
+            async with contextlib.aclosing(call):
+                async for event in call:
+                    match event.WhichOneof("event"):
+                        case "room_wanted" if room is not None and not is_room_wanted:
+                            is_room_wanted = True
+                            self._run(attempt, self._give_room(attempt, event.room_wanted, room))
+                        case "room_wanted":
+                            raise TransportError(
+                                f"{peer.address} wants room twice, or in a call that has another way to ask for it"
+                            )
+                        case "first_token":
+                            attempt.first_token = event.first_token.token_id
+                        case "note":
+                            prompt.note = _checked_note(event.note.payload, peer)
+                        case "preempted":
+                            raise Preempted(f"the engine of {peer.address} has preempted the prompt, and computes it again")
+                        case "sent":
+                            attempt.stats = event.sent.stats
+                    self.run_if_whole(attempt)
             if attempt.stats is not None and attempt.lacks == "note":
                 raise EngineError(f"{peer.address} has sent the KV without the note that goes with it", spares_kv=True)
             if not attempt.is_sent or attempt.stage is AttemptStage.WAITING:

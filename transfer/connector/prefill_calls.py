@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import grpc
 import structlog
@@ -44,6 +44,7 @@ from transfer.sizes import Cut, choose_cut
 from transfer.tracing import Tracer, traceparent_in
 
 MAX_ID_CHARS = 128
+GIVEN_UP: Final = "the decode side gave the request up"
 
 log = structlog.get_logger(__name__)
 
@@ -222,6 +223,9 @@ class PrefillCalls:
         finally:
             if reading is not None:
                 reading.cancel()
+                await asyncio.gather(
+                    reading, return_exceptions=True
+                )  # it must be through with the messages before they are closed
             if span is not None:
                 span.end()  # unless what failed it has ended it
 
@@ -234,6 +238,8 @@ class PrefillCalls:
                     raise ConfigError("PrefillIntoRoom takes one message after the first: room, once room_wanted was sent")
                 start_token = message.room.start_token if message.room.HasField("start_token") else None
                 transfer.room.set_result(Reservation(is_reserved=True, start_token=start_token))
+            if not transfer.room.done():
+                raise TransferAborted(GIVEN_UP)  # a call that is cancelled looks so for a moment, too
         except TransferError as error:
             self._requests.fail(transfer, error)
 
@@ -278,7 +284,7 @@ async def prefill_events(
                 case TransferError() as failure:
                     await end_with(context, failure)
     finally:
-        give_up(TransferAborted("the decode side gave the request up"))
+        give_up(TransferAborted(GIVEN_UP))
         if not prompt.is_started:
             metrics.histogram("queue_seconds").observe(time.monotonic() - prompt.queued_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, cast
 
@@ -100,8 +100,10 @@ class PrefillPeer:
         cache_salt: str = "",
         traceparent: str = "",
         room: asyncio.Future[pb.PrefillRoom] | None = None,
-    ) -> AsyncIterator[pb.PrefillEvent]:
-        """Have the node compute a prompt and send its KV; yields what it reports. Closing the iterator gives the request up.
+    ) -> AsyncGenerator[pb.PrefillEvent, None]:
+        """Have the node compute a prompt and send its KV; yields what it reports.
+
+        The caller must close the iterator (`contextlib.aclosing`), which gives the request up.
 
         Args:
             start_token: First token whose KV is sent.
@@ -146,6 +148,8 @@ class PrefillPeer:
             raise TransportError(f"{self.address}: {error}") from error  # another node may do better
         finally:
             call.cancel()
+            if room is not None:
+                room.cancel()  # gRPC goes on to wait for the next message of a call that has ended
 
     async def give_up(self, engine_request: str, reason: str) -> bool:
         """Tell the node that nobody will ask for the prompt of that name: it need not keep its KV; False: it was not reached."""
@@ -158,8 +162,11 @@ class PrefillPeer:
 
 
 async def _messages(request: pb.PrefillRequest, room: asyncio.Future[pb.PrefillRoom]) -> AsyncIterator[pb.PrefillMessage]:
+    """The messages of a call. It has no more of them once `room` is cancelled."""
     yield pb.PrefillMessage(request=request)
-    yield pb.PrefillMessage(room=await room)
+    await asyncio.wait((room,))
+    if not room.cancelled():
+        yield pb.PrefillMessage(room=room.result())
 
 
 def links_of(peers: Iterable[PrefillPeer]) -> list[pb.LinkStatus]:
