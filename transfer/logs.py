@@ -21,6 +21,8 @@ from transfer.errors import ConfigError
 LEVELS: Final = get_args(LogConfig.model_fields["level"].annotation)
 """Levels by name, the most talkative first."""
 
+_LEVEL_NUMBERS: Final = logging.getLevelNamesMapping()
+
 _levels = logging.getLogger()
 """The logger whose level is that of this process's lines: in an engine's process the root logger is the engine's."""
 
@@ -102,16 +104,14 @@ def configure_engine_logging(config: LogConfig) -> None:
     set_log_level(config.level)
     if not structlog.is_configured():
         *shared, for_people = structlog.get_config()["processors"]
-        finish = (
-            [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-            if config.format == "json"
-            else [for_people]
-        )
+        finish: list[Processor] = [for_people]
+        if config.format == "json":
+            finish = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
         structlog.configure(processors=[_drop_below_level, *shared, *finish])
 
 
 def _drop_below_level(_: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    if not _levels.isEnabledFor(structlog.stdlib.NAME_TO_LEVEL[method]):
+    if not _levels.isEnabledFor(_LEVEL_NUMBERS[method.upper()]):
         raise structlog.DropEvent
     return event
 

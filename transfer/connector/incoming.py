@@ -49,7 +49,7 @@ from transfer.errors import (
 from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
-from transfer.tracing import Span, Tracer
+from transfer.tracing import Span, Tracer, Value
 from transfer.transfer_ids import new_transfer_id
 from transfer.utf8 import is_utf8
 
@@ -276,7 +276,7 @@ class IncomingTransfers:
             needs_note=needs_note,
         )
         if self._tracer is not None:
-            told = {"request_id": transfer_id or name, "prompt_tokens": len(token_ids)}
+            told: dict[str, Value] = {"request_id": transfer_id or name, "prompt_tokens": len(token_ids)}
             prompt.span = self._tracer.begin("kvferry.fetch", parent=traceparent, attributes=told)
         self._prompts[name] = prompt
         prompt.task = asyncio.get_running_loop().create_task(self._fetch(prompt))
