@@ -106,15 +106,15 @@ class Connector:
 
 
 @pytest.fixture
-async def connector() -> AsyncIterator[Connector]:
-    one = Connector()
-    yield one
-    await one.prompts.close()
+async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    return HandClock(monkeypatch, incoming_module, bound_module)
 
 
 @pytest.fixture
-async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    return HandClock(monkeypatch, incoming_module, bound_module)
+async def connector(clock: HandClock) -> AsyncIterator[Connector]:
+    one = Connector()
+    yield one
+    await one.prompts.close()
 
 
 async def test_pages_are_bound_when_prefill_is_about_to_send(clock: HandClock, connector: Connector) -> None:

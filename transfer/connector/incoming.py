@@ -382,10 +382,10 @@ class IncomingTransfers(Generic[PromptT]):
         insort(self._unsent, attempt, key=lambda one: one.prompt.accepted_s)
         wait_s = min(prompt.join_timeout_s, self._queue_left_s(attempt))
         attempt.unsent = asyncio.get_running_loop().call_later(wait_s, self._end_waiting, attempt)
+        if isinstance(after, Preempted):
+            self.peers_changed()  # the node that has preempted it is there, and may have it again in a moment
         reason = self._peers.unavailable_reason() if self._placing is None else "one is joined, and others wait for their turn"
         log.info("request_waits_for_prefill_node", request_id=attempt.transfer_id, reason=reason)
-        if isinstance(after, Preempted):
-            self.peers_changed()
 
     async def _send_when_joined(self, attempt: Attempt[PromptT]) -> None:
         if attempt.after is not None:
