@@ -33,7 +33,15 @@ def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
     ours, theirs = (own_instance(NoEngine(), transport, incarnation=life, device_type="cpu") for life in (1, 2))
     assert check_compatible(ours, theirs).protocol_version == PROTOCOL_VERSION
     assert ours.capabilities == theirs.capabilities == CAPABILITIES
-    assert {"late_start_token", "layer_groups", "one_join", "resend_once", "selective_release", "undrain"} == CAPABILITIES
+    assert {
+        "late_start_token",
+        "layer_groups",
+        "one_join",
+        "resend_once",
+        "room_in_stream",
+        "selective_release",
+        "undrain",
+    } == CAPABILITIES
 
 
 class ScaledEngine(NoEngine):
