@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.connector.instances import LAYERS, PAGES, Instance, prompt_of
-from transfer.connector import incoming as target_requests
+from transfer.connector import bound_prompts, incoming
 from transfer.connector.bound_prompts import PromptState
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.outgoing_rank import Free, GivenUp
@@ -278,8 +278,8 @@ class Watched:
 @pytest.mark.parametrize("seed", [1])
 def test_a_storm(pair: Pair, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, seed)
-    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.5)
-    monkeypatch.setattr(target_requests, "REASON_GRACE_S", 30.0)  # however slow the machine: prefill's reason counts
+    monkeypatch.setattr(bound_prompts, "YIELD_AFTER_S", 0.5)
+    monkeypatch.setattr(incoming, "REASON_GRACE_S", 30.0)  # however slow the machine: prefill's reason counts
     settings = {"ring.capacity_bytes": 1 << 16, "limits.prefill_retries": 0}  # a preemption is no retry
     source, decode = pair({"tp_size": 2, "settings": settings}, settings)
     for instance in (source, decode):
