@@ -139,14 +139,14 @@ async def routing(
     security: Security | None = None,
     **options: Any,
 ) -> AsyncIterator[Setup]:
-    """A router, with so many vLLM servers on each side, or with the given servers.
+    """A router, with this number of vLLM servers on each side, or with the given servers.
 
     Args:
         learnt: Each prefill server has answered once, and requests go concurrently from now on.
-        is_ready: Wait until it is, as else it is not yet.
-        change: Done to the servers before they start.
-        security: How nodes are called.
-        options: Of the router's settings.
+        is_ready: Wait until the router is ready.
+        change: Called with the servers before they start.
+        security: TLS or plain text of calls to nodes.
+        options: Settings of the router.
     """
     kv = Kv()
     before: list[Any] = [VllmServer(kv=kv) for _ in range(prefill)] if isinstance(prefill, int) else list(prefill)

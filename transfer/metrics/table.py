@@ -1,4 +1,4 @@
-"""Every metric of ranks and leaders, declared once. docs/metrics.md is made of this table.
+"""Every metric of ranks and leaders, declared once. This table is the source of docs/metrics.md.
 
 Leaders serve one series for a node. Ranks report theirs to their leader, which serves them with the label ``rank``.
 """
