@@ -220,7 +220,7 @@ class ClusterView:
 
 
 def view_of(nodes: Iterable[Seen], before: Iterable[Seen] = ()) -> ClusterView:
-    """Join what nodes report.
+    """Join the reports of nodes.
 
     Args:
         nodes: Nodes in the order in which they are shown.
@@ -232,7 +232,7 @@ def view_of(nodes: Iterable[Seen], before: Iterable[Seen] = ()) -> ClusterView:
 
 
 def _links(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> Iterable[LinkView]:
-    """Links as decode nodes report them, then those of prefill nodes to nodes that are not seen."""
+    """Yield the links that decode nodes report, then those of prefill nodes to nodes outside the view."""
     by_life = {node.incarnation: node.address for node in nodes if node.incarnation}
     uses = _uses(nodes, before)
     seen: set[_Key] = set()
@@ -258,7 +258,7 @@ _Key = tuple[int, int, int, int]
 
 
 def _uses(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> dict[_Key, tuple[float, float | None]]:
-    """Bytes per busy second, and share of the probe's speed, of links of which two looks are known; 0 and None: idle."""
+    """Return bytes per busy second and share of the probe's speed, for links with two looks; 0 and None mean idle."""
     found: dict[_Key, tuple[float, float | None]] = {}
     for node in nodes:
         earlier = before.get(node.key)

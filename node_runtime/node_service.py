@@ -92,7 +92,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         raise NotImplementedError
 
     def whole_readiness(self) -> Readiness:
-        """Whether requests can be served, as `/readyz` reports."""
+        """Return whether requests can be served, as `/readyz` reports."""
         raise NotImplementedError
 
     def set_rank_log_level(self, level: str) -> None:
@@ -114,7 +114,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         node_control: pb_grpc.NodeControlServicer,
         on_refused: Callable[[Refusal], None],
     ) -> str:
-        """Open the gRPC port; return the address that peers are told."""
+        """Open the gRPC port and return the address for peers."""
         self._server = await serve(
             self._listens.host,
             self._listens.port,

@@ -69,13 +69,13 @@ SPANS: Final = (
         name="kvferry.queue",
         recorded_by="both leaders",
         parent="kvferry.generate, kvferry.fetch, kvferry.prefill",
-        meaning="until the request has room on both tiers, or is given up without; each try by itself",
+        meaning="until the request has room on both tiers, or is given up without room; for each attempt",
     ),
     SpanSpec(
         name="kvferry.try",
         recorded_by="decode leader",
         parent="kvferry.generate, kvferry.fetch",
-        meaning="one try on one prefill node, from its call to the call's end",
+        meaning="one attempt on one prefill node, from its call to the call's end",
         attributes=("transfer_id", "prefill_node"),
     ),
     SpanSpec(

@@ -1,8 +1,8 @@
 """The demo's report, computed from the nodes' reports.
 
 The bytes and pages of each group of layers are computed from both tiers' geometry and the lengths of the requests. The senders
-count the same bytes. A page count larger than a pool means that its pages were used again, because a request gets every page of
-its tables before it is used.
+count the same bytes. A page count larger than a pool means that its pages were used again. A request gets every page of its
+tables before it is used.
 """
 
 from __future__ import annotations

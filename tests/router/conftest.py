@@ -139,7 +139,7 @@ async def routing(
     security: Security | None = None,
     **options: Any,
 ) -> AsyncIterator[Setup]:
-    """A router, with this number of vLLM servers on each side, or with the given servers.
+    """Run a router with this number of vLLM servers on each side, or with the given servers.
 
     Args:
         learnt: Each prefill server has answered once, and requests go concurrently from now on.
@@ -185,7 +185,7 @@ KINDS = ("vllm", "nodes")
 
 
 def routing_of(kind: str, number: int = 1, **options: Any) -> AbstractAsyncContextManager[Setup]:
-    """A router with so many decode servers of a kind: vLLM's, behind prefill servers that are known, or kvferry's own nodes."""
+    """Run a router with decode servers of one kind: vLLM's, behind known prefill servers, or kvferry's own nodes."""
     if kind == "nodes":
         return routing((), [DecodeNode() for _ in range(number)], model_name="tiny", **options)
     return routing(number, number, learnt=True, **options)

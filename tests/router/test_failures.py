@@ -253,7 +253,7 @@ async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
 
 
 async def _stream_of_slow_words(setup: Setup, number: int) -> aiohttp.ClientResponse:
-    """An answer of this number of words, whose first part has come."""
+    """Start an answer of this number of words, whose first part has come."""
     setup.decode[0].words, setup.decode[0].word_delay_s = (" x",) * number, 0.05
     body = {"model": "tiny", "prompt": PROMPT, "stream": True, "max_tokens": number}
     answer = await setup.client.session.post(f"{setup.client.url}/v1/completions", json=body)

@@ -220,7 +220,7 @@ class IncomingScheduler(Protocol[PromptT]):
         ...
 
     def is_loading(self, attempt: Attempt[PromptT]) -> bool:
-        """Whether KV that does not come from prefill is still missing; `IncomingTransfers.run_if_whole` follows."""
+        """Return whether KV from another source than prefill is still missing; `IncomingTransfers.run_if_whole` follows."""
         ...
 
     def stopped(self, attempt: Attempt[PromptT], error: TransferError) -> None:

@@ -191,7 +191,7 @@ class OutgoingTransfers:
         )
 
     def views(self) -> list[RequestView]:
-        """Of all transfers of which anything is left."""
+        """Return a view of each transfer that is not finished."""
         now_s = time.monotonic()
         return [self._view(transfer, now_s) for transfer in self._transfers.values()]
 
@@ -359,7 +359,7 @@ class OutgoingTransfers:
         self._on_outcome(outcome_of(error))
         self._on_given_up(error)
         if transfer.span is not None:
-            if not transfer.is_computed:  # what it was at
+            if not transfer.is_computed:  # record the stage that failed
                 what, begun_s = "kvferry.compute", transfer.started_s
                 if begun_s is None:
                     what, begun_s = "kvferry.queue", transfer.queued_s

@@ -166,7 +166,7 @@ class OutgoingRank:
     # Reports and end
 
     def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus; `requests` are those of the sender."""
+        """Return fields of the wire contract's RankStatus; `requests` are those of the sender."""
         return {
             "staging_slots_used": self._sender.num_slots_used,
             "requests": self._sender.num_requests,
@@ -186,7 +186,7 @@ class OutgoingRank:
         return self._outgoing[transfer_id].message
 
     def is_reading(self, transfer_id: str) -> bool:
-        """Whether something may read the transfer's pages."""
+        """Return whether a gather may still read the transfer's pages."""
         outgoing = self._outgoing.get(transfer_id)
         return outgoing is not None and outgoing.is_reading
 

@@ -17,10 +17,10 @@
   (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue, because the protocol bounds its messages in
   flight. A peer whose key is allowed can make the queue grow. It can also send one message of endless parts, which ZeroMQ keeps
   until the last part has come. A peer whose key is not allowed has no queue. SECURITY.md describes the consequences.
-- libzmq reconnects by itself after a connection broke, but never after it received an invalid message of the protocol, for
-  example one byte that changed on the way. The socket then accepts nothing more. So a client disconnects when a send is refused,
-  or when its socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, even without a send. A
-  timer of the watching loop starts that connection. Without a watching loop, the next send starts it.
+- libzmq reconnects by itself after a connection broke. It never does so after an invalid message of the protocol, for example one
+  byte that changed on the way. The socket then accepts nothing more. So a client disconnects when a send is refused, or when its
+  socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, even without a send. A timer of the
+  watching loop starts that connection. Without a watching loop, the next send starts it.
 - Each dropped message is one step of a batch, so a flood of the port slows the owner's loop but never blocks it.
 
 Source of the heartbeat numbers: they detected a SIGSTOPped peer in 0.8 s.

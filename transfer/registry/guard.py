@@ -153,7 +153,8 @@ def _reader(deserialise: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 def _tidy(serve: Any, *, is_stream: bool) -> Any:
-    """Return a coroutine function that never gives `serve` a message that could not be read, and sends what a generator yields.
+    """Return a coroutine function that never passes an unreadable message to `serve`, and sends each message that a generator
+    yields.
 
     A generator is closed at the end of the call, not when the collector finds it.
     """
