@@ -275,7 +275,7 @@ def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE
 
         for _ in range(num_messages):
             assert client.send(payload)
-        await asyncio.sleep(0.1)  # all have arrived, so that the first batch is full
+        await asyncio.sleep(0.1)  # wait until all have arrived, so that the first batch is full
         watch.start()
         server.watch(asyncio.get_running_loop(), on_received)
         async with asyncio.timeout(DEADLINE_S):

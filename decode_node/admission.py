@@ -63,7 +63,7 @@ class Admission:
 
     Args:
         pool_pages: Pages of every rank's pool.
-        needs: What requests take of it.
+        needs: Pages that requests take.
         max_running: Requests that may hold room at once.
         now_s: Returns monotonic seconds.
         on_freed: Called when there may be room for a request that found too little.

@@ -154,7 +154,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         super().__init__(daemon, config, entry=run_decode_rank, codec=CODEC, on_rank_message=self._on_rank_message)
         self.discovery = open_discovery(
             config.discovery, config.peers.prefill_nodes, self.security
-        )  # of the node: every life of its ranks uses what it has found
+        )  # of the node: every life of its ranks uses its results
         self.text = TextCodec(config.model)
         self._in_flight: dict[str, GenerationRequest] = {}  # by the ids of clients, whose calls have not ended
         self._num_coming = 0  # calls that have been let in, and are not in the queue yet

@@ -1,6 +1,6 @@
 """The requests of a decode leader, and the results for the caller.
 
-Data and the questions that it can answer of itself; every decision is that of `decode_node.requests`.
+Data, and properties that follow from it. `decode_node.requests` makes every decision.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GenerationRequest(WantedPrompt):
     max_new_tokens: int
     end_ids: frozenset[int]
     text: TextStream
-    known: Prompt | None = None  # what the tiers know of its prompt, once the current attempt has looked it up
+    known: Prompt | None = None  # lookup of its prompt in the tiers, made by the current attempt
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
     generated: list[int] = field(default_factory=list)
     ttft_s: float = 0.0
@@ -67,7 +67,7 @@ class GenerationRequest(WantedPrompt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationObserver:
-    """Where the leader's metrics hear of generated tokens.
+    """Callbacks that report generated tokens to the leader's metrics.
 
     Args:
         on_first_token: Seconds from acceptance.

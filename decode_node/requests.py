@@ -1,6 +1,6 @@
 """A decode node's requests, as its leader sees them: admission, room, generation, and the results for each caller.
 
-`transfer.connector.incoming` has their attempts: which prefill node, which call, and what the ranks have received.
+`transfer.connector.incoming` tracks their attempts: the prefill node, the call, and the KV that the ranks received.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class DecodeRequests:
     Args:
         tiers: Decide where the pages of each request lie.
         peers: Prefill nodes.
-        text: Between text and tokens.
+        text: Converts between text and tokens.
         own: This instance.
         max_queued: Requests that may wait.
-        queue_timeout_s: How long one may.
-        join_timeout_s: How long of that it may for a prefill node to be joined; 0 means not at all.
-        step_timeout_s: How long a step may take.
+        queue_timeout_s: Longest wait of a request.
+        join_timeout_s: Longest part of that wait for a prefill node to join; 0 disables this wait.
+        step_timeout_s: Longest duration of a step.
         prefill_retries: How often a request may be retried on another prefill node.
         broadcast: Sends a message to every rank.
-        on_broken: Called with the reason when the engine hangs; the life is of no more use.
-        observer: Hears of requests.
-        generation: Hears of tokens.
+        on_broken: Called with the reason when the engine hangs. The life cannot be used any more.
+        observer: Receives reports about requests.
+        generation: Receives reports about tokens.
         name_attempt: Makes the id of an attempt from the client's.
     """
 
@@ -153,7 +153,7 @@ class DecodeRequests:
         self.transfers.fetch(request, may_wait=may_wait)
         return request
 
-    # What the transfers ask and report: see `IncomingScheduler`
+    # Implementation of `IncomingScheduler`
 
     async def prepare(self, attempt: GenerationAttempt) -> None:
         """Look the prompt up for each attempt: KV from a node of another precision has other hashes."""
@@ -205,7 +205,7 @@ class DecodeRequests:
             self._run(prompt)
             return
         if isinstance(failure, EngineError) and not failure.spares_kv and prompt.known is not None:
-            self._tiers.damaged(prompt.known)  # no other request must meet the KV that may have been at fault
+            self._tiers.damaged(prompt.known)  # no other request may use the KV that may have caused the failure
         prompt.is_told, prompt.told_s = True, time.monotonic()
         prompt.progress.put_nowait(failure)
         if prompt.span is not None:
@@ -214,11 +214,11 @@ class DecodeRequests:
         log.info("request_failed", request_id=prompt.current.transfer_id, reason=str(failure))
 
     def call_ended(self, attempt: GenerationAttempt) -> None:
-        """The tokens can be quicker than the last acks; the caller's statistics come with those."""
+        """Report the end of a request whose tokens came before the last acks. The acks carry the caller's statistics."""
         if attempt.prompt.finish_reason and attempt.is_current:
             self._say_done(attempt)
 
-    # What the ranks report
+    # Messages from the ranks
 
     def on_step_done(self, message: DecodeStepDone) -> None:
         if self._step is None or message.step != self._step.step:

@@ -119,7 +119,7 @@ class SendingRank:
 
 
 class InprocControlServer:
-    """A `transfer.control.base.ControlServer` whose clients are on the same loop: each payload waits for a later turn of it."""
+    """A `transfer.control.base.ControlServer` whose clients are on the same loop. Each payload is delivered in a later turn."""
 
     address, public_key, num_refused = "inproc", b"", 0
 

@@ -1,6 +1,6 @@
 """Nodes, links and requests as people see them: the one view model of `kvferry top`, `kvferry status` and the status page.
 
-Pure: it joins what each node reports of itself, asks nobody, and knows neither terminals nor HTML. `view_cells.py` turns its
+Pure: it joins the reports of the nodes, makes no calls, and knows neither terminals nor HTML. `view_cells.py` turns its
 values into text and bars.
 """
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:  # a node whose settings are wrong ends before it has loaded p
 SLOW_SHARE: Final = 0.5
 """A busy link below this share of its probe's speed is slow."""
 SILENT_LOOKS: Final = 2
-"""A node without an answer in so many looks in a row is silent; one that is only slow has answered in the second one."""
+"""Number of looks in a row without an answer after which a node is silent. A slow node answers by the second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One node, as it was when it was asked.
+    """One node, at the time of its last answer.
 
     Args:
         address: host:port of its gRPC API.
-        status: None: it did not answer.
-        requests: In flight there.
+        status: Status of the node; None means that it did not answer.
+        requests: Requests in flight there.
         error: Why it did not answer.
         at_s: Monotonic seconds of the answer.
-        late_s: Seconds since it was asked, while the answer is outstanding; until then its last answer is shown.
+        late_s: Seconds since the call, while the answer is outstanding. Until it comes, the last answer is shown.
         late_looks: Looks in a row without an answer.
-        peer: What the node whose peer it is reports of it; None where nobody was asked.
+        peer: Report of the node whose peer it is; None means that no node was asked.
     """
 
     address: str
@@ -45,7 +45,7 @@ class Seen:
 
     @property
     def sides(self) -> tuple[Seen, ...]:
-        """Return one node for each side of an engine's instance that has both."""
+        """Return one node for each side of an engine's instance."""
         if self.status is None or not self.status.HasField("other_side"):
             return (self,)
         first = type(self.status)()
@@ -58,7 +58,7 @@ class Seen:
 
     @property
     def key(self) -> str:
-        """Name the node, or one side of it, among all that are seen."""
+        """Name the node, or one side of it, among all nodes in the view."""
         return f"{self.address} {self.role}"
 
     @property
@@ -75,7 +75,7 @@ class Seen:
 
     @property
     def state(self) -> str:
-        """One or two words. A node whose ranks live but that cannot serve a request is not ready."""
+        """The state, in one or two words. A node whose ranks live but that cannot serve a request is not ready."""
         if self.status is None:
             return "unreachable" if self.peer is None else self.peer.state
         return "not ready" if self.status.state == "ready" and not self.status.ready else self.status.state
@@ -111,8 +111,8 @@ class LinkView:
     Args:
         prefill, decode: Addresses of the two nodes.
         status: As measured at attach.
-        now_bytes_per_s: Bytes per busy second since the look before; None: not known; 0: idle.
-        share: Its speed relative to the probe's for writes of the same sizes; None: not known, or idle.
+        now_bytes_per_s: Bytes per busy second since the look before. None means unknown; 0 means idle.
+        share: Its speed relative to the probe's, for writes of the same sizes. None means unknown or idle.
     """
 
     prefill: str
@@ -140,9 +140,9 @@ class RequestRow:
     """A request as both nodes see it, joined by the name of its transfer.
 
     Args:
-        decode, prefill: Addresses; empty where that node does not report it.
-        at_decode, at_prefill: What each reports.
-        num_ranks: Decode ranks, or where no decode node reports it, prefill ranks.
+        decode, prefill: Addresses; empty means that this node does not report it.
+        at_decode, at_prefill: Report of each node.
+        num_ranks: Decode ranks; if no decode node reports the request, prefill ranks.
     """
 
     decode: str = ""
@@ -188,7 +188,7 @@ class RequestRow:
 
     @property
     def progress(self) -> tuple[str, int, int] | None:
-        """What the present stage counts: label, part and whole; None for a stage that counts nothing."""
+        """Progress of the current stage: label, part and whole. None means that the stage counts nothing."""
         match self.stage:
             case "computing":
                 return "computed tokens", *self.computed
@@ -220,10 +220,10 @@ class ClusterView:
 
 
 def view_of(nodes: Iterable[Seen], before: Iterable[Seen] = ()) -> ClusterView:
-    """Join what nodes report.
+    """Join the reports of nodes.
 
     Args:
-        nodes: As they are shown.
+        nodes: Nodes in the order in which they are shown.
         before: An earlier answer of each node; the difference is how fast links are.
     """
     sides = [side for node in nodes for side in node.sides]
@@ -232,7 +232,7 @@ def view_of(nodes: Iterable[Seen], before: Iterable[Seen] = ()) -> ClusterView:
 
 
 def _links(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> Iterable[LinkView]:
-    """Links as decode nodes report them, then those of prefill nodes to nodes that are not seen."""
+    """Yield the links that decode nodes report, then those of prefill nodes to nodes outside the view."""
     by_life = {node.incarnation: node.address for node in nodes if node.incarnation}
     uses = _uses(nodes, before)
     seen: set[_Key] = set()
@@ -254,11 +254,11 @@ def _links(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> Iterable[LinkVi
 
 
 _Key = tuple[int, int, int, int]
-"""Of a link: incarnation and rank of the prefill side, and of the decode side."""
+"""Key of a link: incarnation and rank of the prefill side, and of the decode side."""
 
 
 def _uses(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> dict[_Key, tuple[float, float | None]]:
-    """Bytes per busy second, and share of the probe's speed, of links of which two looks are known; 0 and None: idle."""
+    """Return bytes per busy second and share of the probe's speed, for links with two looks; 0 and None mean idle."""
     found: dict[_Key, tuple[float, float | None]] = {}
     for node in nodes:
         earlier = before.get(node.key)

@@ -91,13 +91,13 @@ class _BoundedServer(web.Server):
 
 
 class HealthServer:
-    """Serves one node's health and metrics, to at most `MAX_CONNECTIONS` at once.
+    """Serve one node's health and metrics, over at most `MAX_CONNECTIONS` connections at once.
 
     Args:
-        readiness: Asked at each `/readyz`.
+        readiness: Called at each `/readyz`.
         metrics: Collects the metrics to show at each `/metrics`.
-        page: What `/` and `/status.json` show; None: there is neither.
-        host_names: By which browsers may ask for those, besides addresses and localhost.
+        page: Content of `/` and `/status.json`. None means that neither is served.
+        host_names: Names by which browsers may request those, besides addresses and localhost.
     """
 
     def __init__(

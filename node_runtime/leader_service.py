@@ -1,4 +1,4 @@
-"""What the leaders of both daemons do alike: hold the ranks, serve gRPC, and change the role of their node."""
+"""Common part of both daemons' leaders: own the ranks, serve gRPC, and change the role of their node."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         config: The node's settings.
         entry: Entry point of a rank process.
         codec: Messages between leader and ranks.
-        on_rank_message: (rank, message) of the running life.
+        on_rank_message: Called with the rank and the message, for the running life.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
-    # As operators see it
+    # Implementation of `NodeService` and `Side`
 
     @property
     def sides(self) -> Sequence[Side]:
@@ -172,7 +172,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
 
     @property
     def undone_by_operator(self) -> Collection[DrainReason]:
-        """A change of role that waits is called off; one that has begun ends soon, and until then no request can be served."""
+        """Cancel a change of role that waits. One that has begun ends soon; until then no request can be served."""
         return {DrainReason.OPERATOR} if self._is_handed_over else tuple(DrainReason)
 
     @property

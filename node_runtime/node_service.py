@@ -1,4 +1,4 @@
-"""What every leader answers its operators, a daemon's and an engine's alike: `NodeControl`, the status page, the metrics."""
+"""Serve operators in every leader, of a daemon or an engine: `NodeControl`, the status page and the metrics."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ log = structlog.get_logger(__name__)
 
 
 class NodeService(pb_grpc.NodeControlServicer):
-    """The leader of one or two sides, as its operators see it. Owned by the leader's loop.
+    """The operators' interface of a leader with one or two sides. Owned by the leader's loop.
 
     Args:
-        security: How the node is spoken to.
-        server: Where it listens.
-        page: What people are shown.
+        security: TLS or plain text of calls to the node.
+        server: Addresses on which it listens.
+        page: Settings of the status page.
     """
 
     def __init__(self, *, security: Security, server: ServerConfig, page: StatusPageConfig) -> None:
@@ -73,7 +73,7 @@ class NodeService(pb_grpc.NodeControlServicer):
 
     @property
     def num_restarts(self) -> int:
-        """Times that the ranks were started again."""
+        """Number of restarts of the ranks."""
         return 0
 
     @property
@@ -92,7 +92,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         raise NotImplementedError
 
     def whole_readiness(self) -> Readiness:
-        """Whether requests can be served, as /readyz has it."""
+        """Return whether requests can be served, as `/readyz` reports."""
         raise NotImplementedError
 
     def set_rank_log_level(self, level: str) -> None:
@@ -114,7 +114,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         node_control: pb_grpc.NodeControlServicer,
         on_refused: Callable[[Refusal], None],
     ) -> str:
-        """Open the gRPC port; return the address that peers are told."""
+        """Open the gRPC port and return the address for peers."""
         self._server = await serve(
             self._listens.host,
             self._listens.port,
@@ -148,7 +148,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         log_refusal(refusal, self._refused)
 
     async def _set_serving(self, is_serving: bool, *, absent: str | None = None) -> None:
-        """Tell gRPC's health service and discovery; `absent` as in `RegistryServer.set_serving`."""
+        """Update gRPC's health service and discovery; see `RegistryServer.set_serving` for `absent`."""
         is_serving = is_serving and not self._draining.is_on
         if self._server is not None:
             await self._server.set_serving(is_serving, absent=absent)
@@ -181,7 +181,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         return "draining" if self._draining.is_on and self.life_state == "ready" else self.life_state
 
     def status(self) -> pb.NodeStatus:
-        """Return what the node says of itself; what a rank said last is at most as old as the pause between its reports."""
+        """Return the node's own status. The report of a rank is at most as old as the pause between its reports."""
         first, *others = (self.status_of(side) for side in self.sides)
         for other in others:
             first.other_side.CopyFrom(other)

@@ -1,8 +1,8 @@
 """The status page of a node: `/`, one file that needs nothing else, and `/status.json`, its content.
 
-The HTTP port does not know its callers. The content holds nothing of a prompt, and replaces a request's id, which its client
-chose, by a word that stands for it. The cost does not grow with the number of viewers: the content is made at most every
-`KEPT_S`, and turned into JSON beside the loop.
+The HTTP port does not know its callers. The content has no part of a prompt. It replaces a request's id, which its client chose,
+with a word. The cost does not grow with the number of viewers: the content is created at most every `KEPT_S`, and encoded as JSON
+outside the loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_LINKS: Final = 200
 MAX_RINGS: Final = 16
 """Of each node."""
 WINDOW_S: Final = 5.0
-"""How fast a link is now is an average over so long."""
+"""Time over which the current speed of a link is averaged."""
 
 _OTHER_ROLE: Final = {"prefill": "decode", "decode": "prefill"}
 
@@ -93,11 +93,11 @@ class Picture:
 
 
 class StatusPage:
-    """Makes the content that the HTTP server answers with.
+    """Create the content of the HTTP server's answers.
 
     Args:
-        picture: Makes a picture of this moment, on the loop.
-        shows_request_ids: As the clients chose them; otherwise a word that stands for each.
+        picture: Returns the current state, on the loop.
+        shows_request_ids: Whether to show request ids as clients chose them; otherwise a word stands for each.
     """
 
     def __init__(self, picture: Callable[[], Awaitable[Picture]], *, shows_request_ids: bool) -> None:
@@ -110,12 +110,12 @@ class StatusPage:
         self._looks: deque[tuple[float, list[Seen]]] = deque()  # of the last `WINDOW_S`; monotonic seconds
 
     async def json(self) -> bytes:
-        """Return the content of this moment."""
+        """Return the current content."""
         if time.monotonic() - self._made_s < KEPT_S:
             return self._made
         if self._making is None or self._making.done():
             self._making = asyncio.ensure_future(self._make())
-        return await asyncio.shield(self._making)  # a viewer that goes away takes it from no other
+        return await asyncio.shield(self._making)  # a viewer that leaves does not cancel it for the others
 
     async def _make(self) -> bytes:
         picture = await self._picture()
@@ -205,7 +205,7 @@ class StatusPage:
         return Row(cells=(name, stage, *progress, number(one.prompt_tokens), duration(one.age_s), one.peer, number(one.retries)))
 
     def _spared(self, status: pb.NodeStatus) -> pb.NodeStatus:
-        """Return a copy without the reasons of breakers: each is the failure of a request, and may contain its id."""
+        """Return a copy without the reasons of breakers. Each is the failure of a request, and can contain its id."""
         copy = type(status)()
         copy.CopyFrom(status)
         if not self._shows_request_ids:
@@ -282,7 +282,7 @@ def _ring_meters(status: pb.NodeStatus) -> Iterable[tuple[str, Meter | str, str]
 
 
 def _plain(cell: Cell) -> Any:
-    """Return a cell as a value of JSON; a number that is none (NaN, infinite) is 0."""
+    """Return a cell as a value of JSON. NaN and infinite numbers become 0."""
     if isinstance(cell, Badge | Meter):
         values = asdict(cell)
         return {name: 0 if isinstance(one, float) and not math.isfinite(one) else one for name, one in values.items()}

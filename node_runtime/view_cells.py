@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tone(StrEnum):
-    """How a text or a bar is to be read."""
+    """Meaning of a text or a bar."""
 
     PLAIN = ""
     GOOD = "good"
@@ -43,9 +43,9 @@ class Meter:
 
     Args:
         label: Names it.
-        value: How much of it is full.
-        held: How much behind that is held for later.
-        begin: Where the full part begins; it goes on at 0 behind the end. None: at 0, without a mark.
+        value: Size of the full part.
+        held: Size of the part after it that is held for later.
+        begin: Start of the full part, which wraps to 0 at the end. None means 0, without a mark.
     """
 
     label: str
@@ -69,7 +69,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row; `key` names what it shows from one look to the next."""
+    """A row; `key` identifies it from one look to the next."""
 
     cells: tuple[Cell, ...]
     key: str = ""
@@ -85,7 +85,7 @@ class CellTable:
 
 
 def table_of(title: str, headings: Iterable[str], rows: Iterable[Row]) -> CellTable:
-    """Return a table; a heading that begins with ``>`` is of a column of numbers."""
+    """Return a table. A heading that begins with ``>`` marks a column of numbers."""
     columns = tuple(Column(title=one.removeprefix(">"), is_right=one.startswith(">")) for one in headings)
     return CellTable(title=title, columns=columns, rows=tuple(rows))
 
@@ -98,16 +98,16 @@ _TONES: Final = {
 
 
 def state_badge(state: str, text: str = "") -> Badge:
-    """Return the badge of a node, a peer, a breaker or a stage; what is on its way, or not known here, is a warning.
+    """Return the badge of a node, a peer, a breaker or a stage. Transient and unknown states are warnings.
 
     Args:
-        text: What it shows, if not the state.
+        text: Text to show instead of the state.
     """
     return Badge(text=text or state, tone=_TONES.get(state, Tone.WARN), is_state=True)
 
 
 def number(value: float, digits: int = 0) -> str:
-    """Return a number with thousands separators; one that is none (NaN, infinite) is 0."""
+    """Return a number with thousands separators. NaN and infinite numbers become 0."""
     return f"{value if math.isfinite(value) else 0:,.{digits}f}"
 
 
@@ -169,10 +169,10 @@ def ring_table(rings: Iterable[tuple[str, pb.RankStatus]]) -> CellTable:
 
 
 def link_table(links: Iterable[LinkView], *, has_use: bool = True, most_bytes_per_s: float = 0.0) -> CellTable:
-    """Return the table of links, sorted: what the probe measured, and what they move while they are busy.
+    """Return the sorted table of links: the probe's measurements, and the speed of each link while it is busy.
 
     Args:
-        has_use: False leaves out what they move.
+        has_use: Whether to show the speed of busy links.
         most_bytes_per_s: Draw a bar of each probe's bandwidth relative to this one; 0 draws none.
     """
     headings = ["from prefill rank", "to decode rank", "lane", ">latency", *([""] if most_bytes_per_s else []), ">probe"]

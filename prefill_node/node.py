@@ -129,7 +129,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         await self._set_serving(True)
 
     def announce(self, is_serving: bool) -> None:
-        """Keep the node's entry in discovery exactly while it takes requests."""
+        """Keep the node's entry in discovery exactly while the node accepts requests."""
         if self.registration is not None:
             self.registration.want(is_serving)
 
@@ -179,7 +179,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             case _ if not life.calls.on_rank_message(rank, message):
                 raise LocalProtocolError(f"a prefill leader cannot serve {type(message).__name__}")
 
-    # As operators see it
+    # Implementation of `NodeService` and `Side`
 
     @property
     def _joins(self) -> list[Join]:

@@ -30,7 +30,7 @@ PART_BYTES = 4 * 128 + 128  # a part of a step without its tokens: an id of 128 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRequest(StartTransfer):
-    """Take pages for the whole prompt, too; steps follow that compute it."""
+    """Start a transfer and take pages for the whole prompt. The steps that compute it follow."""
 
     sampling: SamplingParams
 

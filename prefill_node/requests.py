@@ -38,18 +38,18 @@ class PrefillRequests(OutgoingTransfers):
     The scheduler takes pages only once the decode side has room, so a waiting request holds nothing on this node.
 
     Args:
-        scheduler: Counts pages and cuts steps.
+        scheduler: Counts pages and divides prompts into steps.
         num_ranks: Ranks of this instance.
         max_queued: Requests that may wait.
-        queue_timeout_s: How long one may.
-        step_timeout_s: How long no step may end while one is under way.
+        queue_timeout_s: Longest wait of a request.
+        step_timeout_s: Longest time without the end of a step while one is running.
         broadcast: Sends a message to every rank.
         reserve: See `OutgoingTransfers`.
-        on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
+        on_broken: Called with the reason when nothing can be scheduled any more. The life cannot be used any more.
         on_outcome: See `OutgoingTransfers`.
         on_given_up: See `OutgoingTransfers`.
-        on_short: Called with the requests that wait for pages of this node, also when they did not change.
-        loads: Makes what looks for stored beginnings, given whom to tell of them; None: there is no store.
+        on_short: Called with the requests that wait for pages of this node, even if they did not change.
+        loads: Creates the lookup of stored prefixes, given the callback for its results. None means that there is no store.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PrefillRequests(OutgoingTransfers):
         self._on_short = on_short
         self._steps: dict[int, _Step] = {}
         self._step = 0
-        self._asking: dict[Transfer, asyncio.Task[None]] = {}  # also those that pause after "not yet"
+        self._asking: dict[Transfer, asyncio.Task[None]] = {}  # including those that pause after "not yet"
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loads = loads(self._on_loaded, self._on_task_over) if loads is not None else None

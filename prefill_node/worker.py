@@ -103,7 +103,7 @@ class PrefillWorker:
         self._requests: dict[str, _Request] = {}
         self._loads: set[asyncio.Task[None]] = set()
         self.outgoing = OutgoingRank(engine=self, send=link.send)
-        """What the rank sends."""
+        """The part of the rank that sends."""
         self._engine: PrefillEngine
         self._allocator: GroupAllocator
         self._sessions: OutgoingSessions
@@ -337,7 +337,7 @@ class PrefillWorker:
         if request is not None:
             self._release_if_over(message.transfer_id, request)
 
-    # What the rank's transfers ask and say
+    # Implementation of `OutgoingEngine`
 
     def tables_of(self, transfer_id: str) -> Sequence[Sequence[int]]:
         return self._allocator.tables(transfer_id)

@@ -20,14 +20,14 @@ from transfer.ring import ALIGNMENT_BYTES
 CAPABILITIES: Final = frozenset(
     {"late_start_token", "layer_groups", "one_join", "resend_once", "room_in_stream", "selective_release", "undrain"}
 )
-"""Abilities that a peer may lack, so that it is not asked for what needs one. Who speaks version 1 has
+"""Abilities that a peer may lack. Features that need one are used only if the peer names it. Every peer of protocol version 1 has
 layer_groups, resend_once and selective_release.
 
-- late_start_token: a prefill side learns from `ReserveResponse` which token the KV is needed from.
-- one_join: a prefill side that a decode instance joins by two of its addresses keeps the first join, and says so.
+- late_start_token: a prefill side accepts a later start token in `PrefillRoom` or `ReserveResponse`.
+- one_join: a prefill side that a decode instance joins by two of its addresses keeps the first join, and reports that.
 - layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.
 - resend_once: a chunk whose bytes arrive broken is sent a second time.
-- room_in_stream: a prefill side takes room in `PrefillIntoRoom`, and does not call `Reserve`.
+- room_in_stream: a prefill side supports `PrefillIntoRoom`, and then does not call `Reserve`.
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.
 - undrain: a decode side is told in its join that the prefill side takes requests again.
 """

@@ -105,10 +105,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _file_content(file: Path) -> dict[Any, Any]:
-    """Return the mapping that a YAML file holds.
+    """Return the mapping in a YAML file.
 
     Raises:
-        ConfigError: The file cannot be read, or holds something else.
+        ConfigError: The file cannot be read, or has other content.
     """
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
@@ -167,13 +167,13 @@ class _Given:
         self.problems: list[str] = []
 
     def put_all(self, contents: Mapping[str, Mapping[Any, object]]) -> None:
-        """Put settings in, by the name of their source."""
+        """Add settings, with the name of their source."""
         for place, content in contents.items():
             for path, value in _leaves(content, ""):
                 self.put(path, value, place)
 
     def put(self, path: str, value: object, source: str) -> None:
-        """Put one setting in. An empty section, or one whose settings are all commented out (null), changes nothing."""
+        """Add one setting. An empty section, or one whose settings are all commented out (null), changes nothing."""
         if value in (None, {}) and path in self.sections:
             return
         *parents, name = path.split(".")
@@ -200,7 +200,7 @@ class _Given:
 
 
 def _and_above(path: str) -> Iterator[str]:
-    """Yield a path, and those of the sections that it is in, the innermost first."""
+    """Yield a path, and the paths of its sections, the innermost first."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -22,7 +22,7 @@ LEVELS: Final = get_args(LogConfig.model_fields["level"].annotation)
 """Levels by name, the most talkative first."""
 
 _levels = logging.getLogger()
-"""The logger whose level is that of this process's lines: in an engine's process the root logger is the engine's."""
+"""The logger that sets the level of this process's lines. In an engine's process, the root logger is the engine's."""
 
 _PROCESS: Final[dict[str, object]] = {}
 """What every line of this process says of it; there is one log in a process."""
@@ -92,7 +92,7 @@ def configure_logging(
 
 
 def configure_engine_logging(config: LogConfig) -> None:
-    """Set level and format of kvferry's lines inside an engine, whose process has a log of its own.
+    """Set level and format of kvferry's lines inside an engine, whose process has its own log.
 
     Nothing of the engine's log changes. The lines go where structlog writes by default, to standard output. If the process has
     configured structlog itself, its choice stays, and `config` decides only whether lines of every chunk are written.

@@ -1,9 +1,9 @@
-"""Spans of a request: which there are, what carries them from process to process, and what whoever records one needs.
+"""Spans of a request: their names, their context between processes, and the interface for recording them.
 
-W3C traceparent text carries a trace from process to process. A client puts it in the metadata of Generate, and an engine gives it
-with the prompt that it wants. A decode leader puts it in the metadata of Prefill. Leaders put it in the messages to their ranks
-that begin a request. Ranks of the two tiers say nothing of it to each other. Where tracing is off there is no `Tracer`, and
-nothing of this costs more than a look at None; what records is in `node_runtime.tracing_client`.
+W3C traceparent text carries a trace from process to process. A client puts it in the metadata of Generate, and an engine passes
+it with the prompt that it wants. A decode leader puts it in the metadata of Prefill. Leaders put it in the messages to their
+ranks that begin a request. Ranks of the two tiers do not send it to each other. If tracing is off, there is no `Tracer`, and the
+only cost is a check for None. `node_runtime.tracing_client` records spans.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ SPANS: Final = (
     SpanSpec(
         name="kvferry.fetch",
         recorded_by="decode leader in an engine",
-        parent="the engine's, if it told one",
-        meaning="a prompt's KV, from the engine's question for it until it is there, or given up",
+        parent="the engine's, if it passes one",
+        meaning="the fetch of a prompt's KV, from the engine's call until the KV is complete or given up",
         attributes=("request_id", "prompt_tokens", "retries"),
     ),
     SpanSpec(
         name="kvferry.queue",
         recorded_by="both leaders",
         parent="kvferry.generate, kvferry.fetch, kvferry.prefill",
-        meaning="until the request has room on both tiers, or is given up without; each try by itself",
+        meaning="until the request has room on both tiers, or is given up without room; for each attempt",
     ),
     SpanSpec(
         name="kvferry.try",
         recorded_by="decode leader",
         parent="kvferry.generate, kvferry.fetch",
-        meaning="one try on one prefill node, from its call to the call's end",
+        meaning="one attempt on one prefill node, from its call to the call's end",
         attributes=("transfer_id", "prefill_node"),
     ),
     SpanSpec(

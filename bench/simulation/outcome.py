@@ -34,14 +34,14 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(LoadSummary):
-    """Of one load on one cluster. Requests of the warm-up are in no figure but `uses` and `busy`.
+    """Results of one load on one cluster. Only `uses` and `busy` include requests of the warm-up.
 
     Args:
         exposed_s: Transfer after the last chunk had been computed.
-        credit_wait_s: For a piece that was granted and computed: until it had bytes to write to and a staging slot.
+        credit_wait_s: Wait of a granted and computed piece for bytes to write to and for a staging slot.
         uses: By name: ring, staging slots, pools, requests of a node.
-        busy: By name: the part of its time for which the busiest node's stage was busy; of decode steps, the part of the tokens
-            that steps over as many requests as may run would have made.
+        busy: By name: the part of the time in which the busiest node's stage was busy. For decode steps: the tokens made,
+            relative to steps with the maximum number of running requests.
         imbalance: Prompt tokens of the busiest prefill node over the mean.
         batch: Requests of a decode step, on average.
         simulated_s, took_s, num_events: Of the simulation.

@@ -25,11 +25,11 @@ class TierContext:
     groups: The model's groups of layers.
     tier: Index of the host pools.
     on_device: Pages of running requests.
-    admission: Who has what of the device pools.
-    jobs: What the ranks have been given to do.
+    admission: Tracks the pages of the device pools that each request holds.
+    jobs: Work that was sent to the ranks.
     broadcast: Sends a message to every rank.
-    metrics: Of the leader. Pages count once, and not for every rank.
-    short: Requests that have found host memory full, until they are gone.
+    metrics: Metrics of the leader. Pages count once, not once per rank.
+    short: Requests that found host memory full, until they end.
     """
 
     rules: TierRules

@@ -41,15 +41,15 @@ def rules_of(config: OffloadConfig, *, page_size: int, pool_pages: int) -> TierR
 
 
 class LeaderTiers:
-    """A life's tiers, where there is host memory.
+    """The tiers of one life of a node that has host memory.
 
     Args:
         config: The node's settings.
-        hellos: What the ranks have said of themselves.
+        hellos: Self-descriptions of the ranks.
         admission: Counts device pages.
         broadcast: Sends a message to every rank.
-        metrics: Of the leader.
-        client: To ask the store with; None where there is none. Closed with this.
+        metrics: Metrics of the leader.
+        client: Client of the store, closed with the tiers. None means that there is no store.
 
     Raises:
         ConfigError: The pools are too small for the settings.

@@ -116,13 +116,13 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSummary:
-    """What came of one offered load, measured or simulated. The warm-up's requests are not in it.
+    """Outcome of one offered load, measured or simulated, without the warm-up's requests.
 
     Args:
-        offered_rate: Requests a second that the drawn arrivals came to.
-        requests: That were to be sent; `served` and `failed` are of them, the rest was cut off by the end of the run.
-        failures: Number of failed requests by their kind, which is the name of a gRPC status where they were sent.
-        good: Served within the objectives.
+        offered_rate: Requests a second of the drawn arrivals.
+        requests: Requests to send. `served` and `failed` count some of them; the end of the run cut off the rest.
+        failures: Number of failed requests by kind. For requests that were sent, the kind is the name of a gRPC status.
+        good: Requests served within the objectives.
         goodput: Good requests a second of the window.
         ttft_s, tpot_s, end_to_end_s: Of served requests; see docs/scaling.md.
         exposed_share: Part of a request's time to first token that was transfer after the last chunk had been computed.
@@ -176,7 +176,7 @@ def figures_of(requests: Sequence[Timed], *, window_s: float, objectives: Object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSummary(LoadSummary):
-    """What came of one offered load that was sent. The warm-up's requests are in `lateness` and `failed_warm_up` alone.
+    """Outcome of one offered load that was sent. Only `lateness` and `failed_warm_up` include the warm-up's requests.
 
     Args:
         rate: Requests a second that were asked for.
@@ -185,13 +185,13 @@ class RateSummary(LoadSummary):
         failed_warm_up: Requests of the warm-up that failed; `warm_up_reason` is why one of them did.
         throughput, output_tokens_per_s: Served requests and their tokens a second, from the first arrival to the last token.
         itl_s: Inter-token latencies of served requests; see docs/scaling.md.
-        node_ttft_s: Time to first token as the decode node tells it.
-        transfer_share: The whole transfer over the time to first token; most of it runs beside computing.
+        node_ttft_s: Time to first token that the decode node reports.
+        transfer_share: Duration of the whole transfer over the time to first token. Most of the transfer overlaps with computing.
         exposed_share_of_all: Sum of the exposed seconds over the sum of the times to first token.
         bytes_moved, writes, resends, retries, cached_tokens, prompt_tokens: Sums over served requests.
         prefill_nodes, decode_nodes: Served requests by node.
         most_in_flight: Requests at once.
-        is_partial: The run was broken off.
+        is_partial: The run was interrupted.
     """
 
     rate: float

@@ -124,7 +124,7 @@ class NodeClient:
         return answer
 
     async def _ask(self, method: str, question: Any, timeout_s: float) -> Any:
-        """Call a method of `NodeControl`, or where there is none (version 0.1) that of its role."""
+        """Call a method of `NodeControl`. If a node of version 0.1 does not have it, call the method of its role."""
         deadline_s = time.monotonic() + timeout_s
         try:
             channel = await self._channel.ready(timeout_s=timeout_s)

@@ -42,7 +42,7 @@ def _tls_option(*names: str, help: str, **settings: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """How a command calls nodes. Each field is an option of the command, and an argument of `client_security`."""
+    """Options by which a command calls nodes. Each field is an option of the command, and an argument of `client_security`."""
 
     file: Annotated[Path | None, _tls_option("--config", help="YAML file with a section tls, as a node has it.")] = None
     cert: Annotated[Path | None, _tls_option("--tls-cert", help="PEM certificate of the caller (tls.cert_file).")] = None
@@ -61,7 +61,7 @@ class TlsOptions:
     ] = 0
 
     def security(self, command: str, *targets: str, what: str = "--target") -> Security:
-        """Return how `command` calls `targets`; see `client_security`."""
+        """Return the security with which `command` calls `targets`; see `client_security`."""
         from kvferry.cli.client_settings import client_security
 
         return client_security(command, *targets, what=what, **asdict(self))

@@ -134,7 +134,7 @@ def _rank_table(status: pb.NodeStatus) -> CellTable:
 
 
 def _process_table(status: pb.NodeStatus) -> CellTable:
-    """Return what ranks hold of their machine, and their transfers and sessions that are under way or ending."""
+    """Return the machine resources of ranks, and their transfers and sessions that are active or ending."""
     headings = ("rank", ">files", ">threads", ">memory", ">pending", ">ending", ">idle checks")
     return table_of("processes", headings, (
         Row(cells=(
@@ -184,7 +184,7 @@ def _peer_table(status: pb.NodeStatus) -> CellTable:
 
 
 def _chunk_table(status: pb.NodeStatus) -> CellTable:
-    """Return how requests are cut between this node and each peer."""
+    """Return how requests are divided into chunks between this node and each peer."""
     rows = []
     for peer in status.peers:
         if peer.HasField("chunk_plan"):

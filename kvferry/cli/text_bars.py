@@ -18,7 +18,7 @@ _RING_COLUMNS: Final = 24
 
 
 def printable(text: str, style: str = "") -> Text:
-    """Return reported text without the characters that a terminal takes for orders."""
+    """Return reported text without the characters that a terminal interprets as control sequences."""
     return Text("".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text), style=style)
 
 
@@ -32,7 +32,7 @@ def bar(meter: Meter, width: int) -> Text:
     share = min(1.0, max(0.0, meter.value / meter.whole)) if meter.whole > 0 else 0.0
     cells = max(round(share * width), 1 if share else 0)
     mark = None if meter.begin is None else int(meter.begin * width // meter.whole)
-    text = Text(no_wrap=True, overflow="crop")  # on a narrow terminal the bar is cut, and no number is
+    text = Text(no_wrap=True, overflow="crop")  # on a narrow terminal the bar is cut, but no number
     for cell in range(width):
         is_full = (cell - (mark or 0)) % width < cells
         if cell == mark:

@@ -1,4 +1,4 @@
-"""A command line whose commands refuse arguments that are not text, and report an error in lines and an exit code."""
+"""A command line whose commands reject arguments that are not text, and report errors as lines and an exit code."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class TextCommand(TyperCommand):
-    """A command that is given UTF-8 only.
+    """A command that accepts only UTF-8 arguments.
 
-    With others it would end wherever it first sent or wrote them, in a traceback that names no argument.
-    A `TransferError` ends it with the error's lines on standard error, and with the exit code of the error.
+    Without this check, other arguments would raise an error where they are first sent or written, without naming the argument.
+    A `TransferError` ends the command with the error's lines on standard error and the error's exit code.
     """
 
     def invoke(self, ctx: Any) -> Any:

@@ -201,7 +201,7 @@ async def run_demo(options: DemoOptions) -> int:
 
 
 def write_report(command: str, content: dict[str, Any], file: Path | None) -> bool:
-    """Write a report as JSON and return whether that worked; ``-`` is standard output, and None is not written."""
+    """Write a report as JSON and return whether that worked. ``-`` means standard output; None means no report."""
     text = json.dumps(content, indent=2) + "\n"
     if str(file) == "-":
         sys.stdout.write(text)
@@ -285,7 +285,7 @@ async def _generate_all(cluster: LocalCluster, requests: Sequence[DemoRequest], 
 
 
 async def generate_one(client: NodeClient, request: DemoRequest, view: DemoView, reference: ReferenceRun) -> None:
-    """Run one request to its end; its error is its own outcome, and of no other request."""
+    """Run one request to its end. Its error does not affect other requests."""
     call = pb.GenerateRequest(
         request_id=f"demo-{secrets.token_hex(4)}-{request.number}",
         prompt=request.prompt,
@@ -320,7 +320,7 @@ async def _watch_status(client: NodeClient, view: DemoView) -> None:
 
 
 async def wait_idle(cluster: LocalCluster) -> list[str]:
-    """Return what nodes still hold once they have had time to release it; empty: nothing.
+    """Return the resources that nodes still hold after they had time to release them; empty means none.
 
     Raises:
         NodeFailed: A node has ended.

@@ -1,10 +1,10 @@
 """The kinds of demo model, and the models that are kept between runs. Plain values, no torch.
 
-There is a kind for each way in which a layer keeps what it must know of earlier tokens.
-Random weights do not make a model that shows damage: attention must decide what comes next, and two correct ways to add up the
-same numbers must agree about every token. Larger shares and sharper scores make generation more varied and damage more visible,
-but also multiply rounding errors from layer to layer. The numbers here were found by measurement, and tests hold the models to
-them (docs/adr/0015-the-demo-model.md).
+Each kind is one way in which a layer keeps its state of earlier tokens.
+A model with random weights does not show damage. Attention must decide the next token, and two correct ways to add up the same
+numbers must agree about every token. Larger shares and sharper scores make generation more varied and damage more visible,
+but also multiply rounding errors from layer to layer. The numbers here were found by measurement, and tests check the models
+against them (docs/adr/0015-the-demo-model.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The input of the demo: prompts, built in or from a text file with one a line, and the model directory that they must fit."""
+"""The input of the demo: built-in prompts or a text file with one prompt a line, and the model directory."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What one process makes of the same prompts: transformers' own `generate`, greedy, with its own attention and cache.
+"""Generate from the same prompts in one process: transformers' own `generate`, greedy, with its own attention and cache.
 
 Run as a program, it reads one JSON object from standard input and writes one line of JSON for each prompt, in order:
 ``{"model": DIR, "dtype": NAME, "max_new_tokens": N, "prompts": [text, ...]}`` gives ``{"prompt_tokens": P, "token_ids": [...]}``.
-It shares nothing with the tiers but the model directory, its tokenizer's Python half included. The demo starts it while the
+It shares only the model directory with the tiers, including the Python part of its tokenizer. The demo starts it while the
 tiers start, and collects its results at the end.
 
 Two correct runs of one model add up the same numbers in different orders: with and without a cache, over one rank or four. In
-float32 that moves a logit by far less than the distance to the next one. In bfloat16 logits tie, and the runs then differ in a
-token although nothing was damaged. So tokens are compared in float32, whatever the weights are stored in.
+float32 that changes a logit by far less than the distance to the next one. In bfloat16 logits can be equal, and the runs can then
+differ in a token although nothing was damaged. So tokens are compared in float32, independent of the stored type of the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Final, Self
 from transfer.errors import EngineError
 
 EXACT_DTYPE: Final = "float32"
-_NICENESS: Final = 5  # the tiers start meanwhile, and they are what the demo waits for
+_NICENESS: Final = 5  # the tiers start meanwhile, and the demo waits for them
 _POLL_S: Final = 0.05
 _QUIET: Final = {
     "OMP_NUM_THREADS": "1",
@@ -90,14 +90,14 @@ def result_of(line: str) -> ReferenceResult:
 
 
 class ReferenceRun:
-    """Runs this module as a program; a context manager that leaves no process.
+    """Run this module as a program. The context manager ends the process.
 
     Args:
         model: Model directory.
         prompts: Texts.
         max_new_tokens: Tokens to generate for each.
-        environment: Of its process.
-        dtype: What the model computes in; None leaves it to the directory.
+        environment: Environment variables of its process.
+        dtype: Type in which the model computes; None means that the directory decides.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The demo's report: arithmetic over what the nodes reported.
+"""The demo's report, computed from the nodes' reports.
 
-What each group of layers took is counted from both tiers' geometry and the lengths of the requests. The bytes are those that the
-senders count as well. A page count larger than a pool means that its pages were used again, because a request gets every page of
-its tables before it is used.
+The bytes and pages of each group of layers are computed from both tiers' geometry and the lengths of the requests. The senders
+count the same bytes. A page count larger than a pool means that its pages were used again. A request gets every page of its
+tables before it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEPT: Final = {LayerKind.MLA: "latent", LayerKind.RECURRENT_STATE: "state"}
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DemoRequest:
-    """One request; it changes as events come.
+    """One request, updated by each event.
 
     Args:
         number: From 1.
@@ -267,10 +267,10 @@ def _difference(outcome: DemoRequest, wanted: ReferenceResult | None) -> str:
 
 
 def find_leaks(status: pb.NodeStatus, *, name: str = "") -> list[str]:
-    """Return what a node that has nothing to do still holds, one line each; empty when it holds nothing.
+    """Return the resources that an idle node still holds, one line each; empty means none.
 
     Args:
-        name: Of the node; by default its role.
+        name: Name of the node; by default its role.
     """
     node = name or status.role
     lines = [

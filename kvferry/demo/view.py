@@ -1,4 +1,4 @@
-"""What the demo shows: a live table on a terminal or plain lines elsewhere while it runs, and its report at the end."""
+"""Show the demo: a live table on a terminal or plain lines elsewhere while it runs, and the report at the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TIES: Final = (
 
 
 class DemoView:
-    """Shows a run; use it as a context manager. On a terminal, `requests` and `status` are drawn as they change.
+    """Show a run; use it as a context manager. On a terminal, `requests` and `status` are drawn as they change.
 
     Args:
         console: Where the output goes.
@@ -69,12 +69,12 @@ class DemoView:
             self._live.stop()
 
     def phase(self, text: str) -> None:
-        """Show what begins now."""
+        """Show the phase that begins now."""
         self._phase = text
         self._print(text)
 
     def finished(self, request: DemoRequest) -> None:
-        """Show a request that has ended, well or not."""
+        """Show a request that succeeded or failed."""
         what = request.error or f"{request.prompt_tokens} -> {len(request.token_ids)} tokens:{_one_line(request.text)}"
         self._print(f"request {request.number} {request.state}: {what}")
 
@@ -84,7 +84,7 @@ class DemoView:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def render(self) -> RenderableType:
-        """Return the picture of this moment: the requests with their text as it streams, and the rings of the decode ranks."""
+        """Return the current view: the requests with their streamed text, and the rings of the decode ranks."""
         parts: list[RenderableType] = [Text(f"{self._phase}  {time.monotonic() - self._begun_s:.0f} s", style="bold")]
         if self.requests:
             parts.append(self._request_table())

@@ -68,17 +68,17 @@ log = structlog.get_logger(__name__)
 
 
 class ConnectorLeader:
-    """The one of an instance that speaks to the other tier's leaders.
+    """Speak to the other tier's leaders for an instance.
 
     Args:
         config: Settings.
         instance: Name of this life of the instance, as its ranks have it.
         num_ranks: Of the instance.
-        sides: What the instance does.
-        compute: Has the engine compute a prompt for a decode node that no router has told of it; see `OfferedPrompts`.
+        sides: Sides of the instance.
+        compute: Has the engine compute a prompt that a decode node requests without a router; see `OfferedPrompts`.
 
     Raises:
-        ConfigError: TLS, or plain text, cannot be had as set; or the name is another's, who lives.
+        ConfigError: The TLS or plain text settings cannot be used, or a running instance has the name.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ConnectorLeader:
         self._call(self.source.requests.pause, name)
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
-        """The engine has computed all of it; see `OfferedPrompts.finish`."""
+        """Record that the engine has computed the whole prompt; see `OfferedPrompts.finish`."""
         self._call(lambda: self.source.requests.finish(name, first_token=first_token, note=note))
 
     def withdraw(self, name: str, reason: str) -> None:
@@ -180,22 +180,25 @@ class ConnectorLeader:
         return self.target.prompts.view(name)
 
     def bind(self, name: str, tables: Sequence[Sequence[int]], *, start_token: int | None = None) -> None:
-        """The engine has taken pages for the whole prompt; `Settled` follows on every rank.
+        """Record the pages that the engine took for the whole prompt. `Settled` follows on every rank.
 
         Args:
-            tables: Its page table in each group of layers, from token 0 on; what lies before the start token is not touched.
-            start_token: First token whose KV is needed, where the view says `can_start_late` and it is a later one than the
-                prompt was wanted from.
+            tables: The prompt's page table in each group of layers, from token 0 on. Pages before the start token are not
+                touched.
+            start_token: First token whose KV is needed, if it is later than the token given to `want`. Only if the view has
+                `can_start_late`.
         """
         self._call(self.target.prompts.bind, name, tuple(tuple(table) for table in tables), start_token)
 
     def report_page_shortage(self, name: str) -> None:
-        """The engine has no pages for a prompt that is `READY`; it may say so as often as it finds it. If that lasts, another one
-        gives its own, which prefill has preempted; see `BoundPrompts.report_page_shortage`."""
+        """Record that the engine has no pages for a `READY` prompt; may be called repeatedly.
+
+        If the shortage lasts, a prompt that prefill preempted releases its pages; see `BoundPrompts.report_page_shortage`.
+        """
         self._call(self.target.prompts.report_page_shortage, name)
 
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
-        """The engine gives it up: `Settled` follows if it is bound, else nothing; see `BoundPrompts.cancel`."""
+        """Give a prompt up. `Settled` follows only if the prompt is bound; see `BoundPrompts.cancel`."""
         self._call(lambda: self.target.prompts.cancel(name, reason, is_wanted_again=is_wanted_again))
 
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
@@ -209,7 +212,7 @@ class ConnectorLeader:
 
     @property
     def num_joined(self) -> int:
-        """Instances of the other tier that are joined."""
+        """Number of joined instances of the other tier."""
         return 0 if self._node is None else self._node.num_joined
 
     @property

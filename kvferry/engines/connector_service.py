@@ -1,4 +1,4 @@
-"""What the leader of an engine's instance serves once all its ranks are there: its sides, and what operators ask of a node."""
+"""Serve an engine's instance once all its ranks are there: its sides, and the calls of operators."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ConnectorNode(NodeService):
 
     Args:
         config: Settings.
-        sides: What the instance does.
-        hellos: What the ranks said of themselves.
-        security: How the other tier is spoken to.
+        sides: Sides of the instance.
+        hellos: Self-descriptions of the ranks.
+        security: TLS or plain text towards the other tier.
         broadcast: Sends a message to every rank.
-        reports: What the ranks said last of one side.
+        reports: The newest report of each rank about one side.
         why_broken: Why the engine must not go on; empty while it may.
         compute: See `transfer.connector.outgoing.OutgoingTransfers`.
     """
@@ -99,7 +99,7 @@ class ConnectorNode(NodeService):
         """Serve; return host:port of the gRPC API.
 
         Raises:
-            ConfigError: A port cannot be had.
+            ConfigError: A port cannot be opened.
         """
         server = self._config.server
         self._address = await self._serve(
@@ -113,7 +113,7 @@ class ConnectorNode(NodeService):
         return self._address
 
     async def close(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:  # in reverse, and each whatever becomes of the others
+        async with contextlib.AsyncExitStack() as stack:  # in reverse; an error of one does not keep the others from closing
             for tracer in self._tracers:
                 stack.push_async_callback(asyncio.to_thread, tracer.close)
             for side in (self.decode, self.prefill):
@@ -124,7 +124,7 @@ class ConnectorNode(NodeService):
 
     @property
     def num_joined(self) -> int:
-        """Instances of the other tier that are joined."""
+        """Number of joined instances of the other tier."""
         return sum(side.num_joined for side in (self.prefill, self.decode) if side is not None)
 
     @property
@@ -132,7 +132,7 @@ class ConnectorNode(NodeService):
         """Whether no prompt and no transfer is known."""
         return all(side.is_idle for side in (self.prefill, self.decode) if side is not None)
 
-    # As operators see it
+    # Implementation of `NodeService`
 
     @property
     def sides(self) -> Sequence[Side]:

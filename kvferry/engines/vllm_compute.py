@@ -26,8 +26,8 @@ class ComputeByApi:
     """See the module's docstring; the `compute` of `OfferedPrompts`.
 
     Args:
-        url: Of the OpenAI API, without a path.
-        api_key: Where it asks for one.
+        url: URL of the OpenAI API, without a path.
+        api_key: Key of the API; None if it needs none.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:

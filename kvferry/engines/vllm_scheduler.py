@@ -83,7 +83,7 @@ def _params_of(request: Any) -> Mapping[str, Any]:
 
 
 def _traceparent_of(request: Any) -> str:
-    """Return the client's traceparent, which vLLM keeps for a request while its own tracing is on; empty if there is none."""
+    """Return the client's traceparent; empty means none. vLLM keeps it for a request only while its own tracing is on."""
     headers = getattr(request, "trace_headers", None) or {}
     return str(headers.get(TRACEPARENT, ""))
 
@@ -199,7 +199,7 @@ class SchedulerSide:
             self._settle_locally(request)
             return 0, False
         if wanted is not None and view is not None and view.can_start_late and num_computed > wanted.start_token:
-            wanted.start_token = num_computed  # the prefix cache has more of it by now
+            wanted.start_token = num_computed  # the prefix cache now has more of the prompt
         if wanted is None or (wanted.start_token != num_computed and not wanted.is_bound):
             self._ask(request, num_computed)
             return None, False

@@ -36,7 +36,7 @@ _HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.05
 _REFUSAL_GRACE_S: Final = 2.0  # the decode node joins again after 0.4 and 0.8 s; what still refuses it then will go on refusing
 _FADE_S: Final = 15.0  # fork servers end by themselves after their leader, and take seconds to unload torch on a busy machine
-_STOP_S: Final = 20.0  # for stopping in good order
+_STOP_S: Final = 20.0  # for an orderly stop
 _KILL_S: Final = 10.0
 
 
@@ -59,7 +59,7 @@ class StopReport:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What did not end well, one line each."""
+        """Return the failures of the shutdown, one line each."""
         codes = (
             f"exit code of the {name} node is {code}, not 0" for name, code in self.exit_codes.items() if code != exit_codes.OK
         )

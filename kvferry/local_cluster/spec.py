@@ -53,13 +53,13 @@ class TierSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Both tiers and what they share. None leaves a setting at the node's default.
+    """Both tiers and their common settings. None means the node's default.
 
     Args:
-        prefill, decode: The tiers; their models may differ, for a test of what happens then.
+        prefill, decode: The tiers. Their models may differ, so that a test can check this case.
         num_prefill, num_decode: Nodes of each tier; every decode node uses every prefill node.
         transport: Name of the data plane.
-        security: How nodes are called whose settings have certificates; None: all is plain text on the loopback device.
+        security: TLS for nodes whose settings have certificates. None means plain text on the loopback device.
         chunk_tokens: Tokens per chunk.
         layers_per_group: Layers per chunk; 0 for all.
         staging_slots: Staging slots of each prefill rank.

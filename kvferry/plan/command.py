@@ -64,7 +64,7 @@ def _plan(directory: ModelDirectory, config: Mapping[str, Any], options: PlanOpt
 
 
 def _advice_on_embedded_engine(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
-    """Return one line if the embedded engine would refuse the model or its shard sizes: the plan supports more than it does."""
+    """Return one line if the embedded engine would reject the model or its shard sizes. The plan supports more models."""
     reasons = _refusals(inputs, config)
     if not reasons:
         return []

@@ -163,7 +163,7 @@ def _line_table(plan: MemoryPlan) -> CellTable:
 
 
 def _workspace_table(plan: MemoryPlan) -> CellTable:
-    """Return the workspaces that are no lines of the plan."""
+    """Return the workspaces that have no line in the plan."""
     rows = []
     for one in plan.workspaces:
         if not one.is_allocated:

@@ -19,11 +19,11 @@ _TYPES: Final = {400: "BadRequestError", 404: "NotFoundError", 413: "BadRequestE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A request's body, as the servers are sent it.
+    """A request's body, as it is sent to the servers.
 
     Args:
         prompt_tokens: Estimated number of tokens of the prompt.
-        alone: Why the decode server must compute the prompt itself, as one constant word. None means it need not.
+        alone: Reason, as one constant word, why the decode server must compute the prompt itself. None means that it need not.
     """
 
     prompt_tokens: int = 1

@@ -1,13 +1,13 @@
-"""One attempt of a request, at a decode server and, where one is to compute the prompt, a prefill server.
+"""One attempt of a request, at a decode server and, if a prefill server computes the prompt, also there.
 
-The kinds of servers differ in how decode learns where the KV is:
+In each of these flows, decode learns the source of the KV differently:
 
-- vLLM prefill servers, *sequential*: decode is asked once prefill has answered, with the `kv_transfer_params` of that answer.
-  Any connector will do.
-- vLLM prefill servers, *concurrent*: both are asked at once, decode with the parameters that prefill's answer would have. The
+- vLLM prefill servers, *sequential*: decode is called after prefill has answered, with the `kv_transfer_params` of that answer.
+  This works with any connector.
+- vLLM prefill servers, *concurrent*: both are called at once, decode with the parameters that prefill's answer would have. The
   router learns the source of the KV from the server's answers: the first request goes there sequentially, and so does the first
   after a failure (docs/adr/0025-concurrent-prefill-and-decode.md).
-- kvferry's own prefill nodes, *fetched*: only decode is asked. kvferry's connector has the named node compute the prompt.
+- kvferry's own prefill nodes, *fetched*: only decode is called. kvferry's connector has the named node compute the prompt.
 - kvferry's own decode nodes, *node*: they find their prefill nodes by themselves.
 - *alone*: the decode server computes a prompt that cannot be handed over.
 """
@@ -58,11 +58,11 @@ class PairAttempt:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Answer]:
-        """Open the answer. However the context ends, nothing that is of no more use goes on at either server.
+        """Open the answer. The end of the context cancels all work at both servers that is not needed any more.
 
         Raises:
             ApiError: The request is wrong.
-            ServerFailed: A server failed. It is "stale" if decode was asked for KV that is elsewhere.
+            ServerFailed: A server failed. It is "stale" if decode looked for the KV in the wrong place.
         """
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.decode.end)
@@ -118,7 +118,7 @@ class PairAttempt:
                 opening = asyncio.create_task(stack.enter_async_context(decode))
                 try:
                     await asyncio.wait({prefilling, opening}, return_when=asyncio.FIRST_COMPLETED)
-                    if not opening.done() and source_of(prefilling.result()) != source:  # the result raises where prefill failed
+                    if not opening.done() and source_of(prefilling.result()) != source:  # the result raises if prefill failed
                         raise ServerFailed(server, "stale", f"the KV of its prompts is no longer at {source.address}")
                     answer = await opening
                 finally:
@@ -126,7 +126,7 @@ class PairAttempt:
                     await asyncio.gather(opening, return_exceptions=True)
                 server.learnt.was_right()
                 yield answer
-        except BaseException:  # the attempt is given up, and the prefill request with it
+        except BaseException:  # the attempt and its prefill request are given up
             prefilling.cancel()
             await asyncio.gather(prefilling, return_exceptions=True)
             raise
@@ -152,8 +152,8 @@ class PairAttempt:
         """Open the answer of the decode server, and report to its breaker how it went.
 
         Args:
-            is_guess: `params` come from an earlier answer of the prefill server. If decode fails before its first token they can
-                be wrong: the decode server is not blamed, and the failure is "stale".
+            is_guess: `params` come from an earlier answer of the prefill server. If decode fails before its first token, they can
+                be wrong. The failure is then "stale", and does not count against the decode server.
         """
         is_open = False
         try:

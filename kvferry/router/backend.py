@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 PAUSE_S: Final = 0.05
-"""Before the second attempt, which can go to the same server where there is one alone; twice as long before each that follows."""
+"""Pause before the second attempt, which goes to the same server if there is no other. It doubles before each later attempt."""
 
 MAX_PAUSE_S: Final = 1.0
 
@@ -35,7 +35,7 @@ class Backend:
     """See the module's docstring. Opened on the loop that uses it.
 
     Args:
-        security: How nodes are called; None: there are none.
+        security: TLS or plain text of calls to nodes. None means that there are no nodes.
 
     Raises:
         ConfigError: The tokenizer cannot be used.
@@ -139,7 +139,7 @@ class Backend:
 
     @contextlib.asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
-        """Open the answer, from its first token on. If the context ends early, all that runs for it at the servers is cancelled.
+        """Open the answer, from its first token on. If the context ends early, all its work at the servers is cancelled.
 
         Raises:
             ApiError: The answer is this error. While the answer is read: it was cut off.
@@ -175,8 +175,8 @@ class Backend:
     async def _before_next_attempt(self, call: Call, failures: list[ServerFailed]) -> None:
         """Wait until the next attempt may begin.
 
-        A "stale" failure is nobody's fault as far as one can tell. It costs no retry and no pause: the sequential flow follows,
-        which is never stale.
+        A "stale" failure counts against no server. It costs no retry and no pause: the sequential flow follows, which is never
+        stale.
 
         Raises:
             ApiError: The last attempt has failed.
@@ -196,7 +196,7 @@ class Backend:
             await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_S * 2 ** (num_attempts - 1)))
 
     def _lease(self, body: Body, tried: frozenset[Server]) -> tuple[Lease, Lease | None]:
-        """Return the places of one attempt; without a prefill server decode computes the prompt, or has it computed."""
+        """Return the places of one attempt. Without a prefill server, decode computes the prompt or has it computed."""
         decode = self.decode.lease(1, tried=tried)
         if decode is None:
             raise ApiError(503, self.decode.unavailable_reason(), retry_after_s=1)

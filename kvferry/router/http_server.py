@@ -1,4 +1,4 @@
-"""A vLLM server behind the router, called over HTTP. Every fault of aiohttp becomes a fault of the server."""
+"""A vLLM server behind the router, called over HTTP. Every error of aiohttp becomes a failure of the server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HttpServer(Server):
 
     Args:
         url: Scheme, host, port, and perhaps a path.
-        connect_timeout_s: Longest wait for a connection. Answers have no limit: a prompt can wait long for its turn.
+        connect_timeout_s: Longest wait for a connection. Answers have no limit, because a prompt can wait long for its turn.
     """
 
     flow_alone = "alone"
@@ -86,7 +86,7 @@ class HttpServer(Server):
             return _answer(response, await response.read())
 
     async def check(self) -> None:
-        """Ask for its health, and where they may have changed for the names of its models."""
+        """Check the server's health. If the names of its models may have changed, check them, too."""
         async with self._checked(), self._session.get(f"{self.url}/health", allow_redirects=False) as response:
             if response.status != 200:
                 raise ServerFailed(self, "status", f"GET /health is answered with {response.status}", status=response.status)
@@ -118,7 +118,7 @@ class HttpServer(Server):
                 raise self._refusal(_answer(response, await self._read(response)))
             yield response
         finally:
-            response.close()  # a connection that still has bytes to bring is closed, by which vLLM knows that nobody waits
+            response.close()  # a connection with unread bytes is closed, so vLLM knows that nobody waits
 
     def _refusal(self, answer: Answer) -> Exception:
         if 400 <= answer.status < 500 and answer.status != 429:
@@ -134,9 +134,9 @@ class HttpServer(Server):
             return await response.content.readany()
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-        """Yield whole events as they come, the first ones together with the first that carries something of the answer.
+        """Yield whole events as they come. The first ones come together with the first event that has a part of the answer.
 
-        Until then another server can be tried: vLLM answers 200 before it knows whether the KV came.
+        Until then the request can be sent to another server: vLLM answers 200 before it knows whether the KV came.
         """
         buffer, unsent = sse.EventBuffer(), b""
         has_begun = is_done = False
@@ -180,7 +180,7 @@ class HttpServer(Server):
 
     @contextlib.asynccontextmanager
     async def _faults(self, *, is_check: bool = False) -> AsyncIterator[None]:
-        """Raise every fault inside as one of the server. A health check reports it in its own way."""
+        """Raise every error inside as a failure of the server. A health check reports it in its own way."""
         try:
             yield
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -232,12 +232,12 @@ def _message_of(content: bytes) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return one line on what aiohttp says, without its URL."""
+    """Return aiohttp's error as one line, without its URL."""
     number = error.errno if isinstance(error, OSError) else None
     return clip((os.strerror(number) if number is not None and number > 0 else "") or str(error) or type(error).__name__)
 
 
 def clip(text: str) -> str:
-    """Return one line, not too long."""
+    """Return the text as one line of limited length."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_REASON_CHARS else line[: _MAX_REASON_CHARS - 1] + "…"

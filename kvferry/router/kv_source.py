@@ -13,8 +13,8 @@ from kvferry.router.openai_body import KV_FIELD
 log = structlog.get_logger(__name__)
 
 MOST_DOUBT: Final = 3.0
-"""Each time that a reported address was wrong adds 1, and each time that it was right subtracts `_TRUST`. From this sum on, the
-server counts as several engines behind one URL (data parallel): only its answer says which engine has a prompt."""
+"""Each wrong reported address adds 1, and each right one subtracts `_TRUST`. From this sum on, the server counts as several
+engines behind one URL (data parallel): only its answer names the engine that has a prompt."""
 
 _TRUST: Final = 0.1
 
@@ -43,7 +43,7 @@ class KVSource:
 
 
 def source_of(params: Mapping[str, Any] | None) -> KVSource | None:
-    """Return the source that `kv_transfer_params` name; None if they name none, as those of other connectors."""
+    """Return the source that `kv_transfer_params` name; None if they name none, as with other connectors."""
     if params is None:
         return None
     address, engine_id = params.get("remote_address"), params.get("remote_engine_id")
@@ -67,7 +67,7 @@ class LearntSource:
 
     @property
     def guess(self) -> KVSource | None:
-        """The source to expect; None if only the server's answer can say."""
+        """The source to expect; None if only the server's answer can name it."""
         return self.source if self._doubt < MOST_DOUBT else None
 
     def learn(self, params: Mapping[str, Any] | None) -> None:
@@ -87,10 +87,10 @@ class LearntSource:
                 log.info("prefill_address_learnt", url=self._url, address=source.address, engine_id=source.engine_id)
 
     def failed(self, *, is_stale: bool = False) -> None:
-        """Learn the source anew: the server failed, and can come back as another engine.
+        """Forget the source, because the server failed and can come back as another engine.
 
         Args:
-            is_stale: Decode was given the source, which seems to be wrong. If that happens again and again, expect none any more.
+            is_stale: Decode was given the source, which seems to be wrong. If that happens repeatedly, expect none any more.
         """
         self.source = None
         self._doubt = self._doubt + 1 if is_stale else 0.0
@@ -99,6 +99,6 @@ class LearntSource:
             log.warning("prefill_address_unsteady", url=self._url, reason=reason)
 
     def was_right(self) -> None:
-        """Trust the source more: decode was given it, and received the KV."""
+        """Trust the source more, because decode received the KV from it."""
         if self._doubt < MOST_DOUBT:
             self._doubt = max(0.0, self._doubt - _TRUST)

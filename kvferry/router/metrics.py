@@ -52,10 +52,10 @@ class RouterMetrics(Series):
                 self.counter("requests", endpoint=endpoint, outcome=outcome)
 
     def collect(self, servers: Mapping[tuple[str, str], int]) -> list[MetricFamily]:
-        """Return all metrics, also those that have no series yet.
+        """Return all metrics, including those without series.
 
         Args:
-            servers: How many there are, by tier and state.
+            servers: Number of servers, by tier and state.
         """
         for (tier, state), number in servers.items():
             self.gauge("servers", tier=tier, state=state).set(number)

@@ -20,7 +20,7 @@ CHAT_TOKENS: Final = 256
 """`max_tokens` of a chat that says none. vLLM goes on to the end of the context, which a router does not know."""
 
 _UINT32: Final = 2**32 - 1
-_LARGE: Final = 1e30  # a float of the wire has 32 bits
+_LARGE: Final = 1e30  # floats of the wire contract have 32 bits
 
 # What a node does anyway: only these values are taken, and null.
 _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -177,7 +177,7 @@ def node_body(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -
         cache_salt=_value(
             body,
             "cache_salt",
-            lambda salt: isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS,  # an empty one vLLM refuses, too
+            lambda salt: isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS,  # vLLM rejects an empty one, too
             f"text of 1 to {MAX_CACHE_SALT_CHARS} characters",
         ),
     )
@@ -198,7 +198,7 @@ def _wants_usage(body: Mapping[str, Any]) -> bool:
 
 
 def _are_ids(given: object) -> bool:
-    """Return whether all values of a list are token ids. There can be a million."""
+    """Return whether all values of a list are token ids. A list can have a million."""
     if not isinstance(given, list):
         return False
     return set(map(type, given)) <= {int} and min(given, default=0) >= 0 and max(given, default=0) <= _UINT32

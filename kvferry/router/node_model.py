@@ -39,7 +39,7 @@ class NodeModel:
         """Return the request of a client for a decode node.
 
         Raises:
-            ApiError: A decode node cannot do what the body asks for.
+            ApiError: A decode node does not support the request in the body.
         """
         if path != CHAT:
             return await self._reader.read(content, node_body.completion, self.name)

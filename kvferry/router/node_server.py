@@ -92,7 +92,7 @@ class NodeServer(Server):
         assert self._model is not None
         shapes = Shapes(call.path, self._model.name, call.request_id)
         if not body.is_stream:
-            received = [event async for event in events]  # to the end: the node takes a call that ends earlier for given up
+            received = [event async for event in events]  # to the end: if a call ends earlier, the node gives the request up
             yield shapes.whole("".join(event.tokens.text for event in received), received[-1].done)
             return
         unsent = shapes.beginning()
@@ -128,7 +128,7 @@ class NodeServer(Server):
         if isinstance(error, ResourceExhausted):
             if "larger than max" in reason:  # as gRPC says of a message, which is no more welcome later
                 return ApiError(413, f"the prompt is too large for a call to the decode node: {reason}")
-            return ServerFailed(self, "status", reason, status=503, is_counted=False)  # no room now: nothing is wrong with it
+            return ServerFailed(self, "status", reason, status=503, is_counted=False)  # no room now; the node is healthy
         if isinstance(error, TransferAborted | LayoutError):  # aborted on purpose, or every attempt would fail like this
             return ApiError(500, reason)
         if isinstance(error, PeerUnreachable):
@@ -138,5 +138,5 @@ class NodeServer(Server):
         return ServerFailed(self, "broken" if isinstance(error, RemoteProtocolError) else "status", reason)
 
     def _without_address(self, error: TransferError) -> str:
-        """Return the error's text without the address, which is shown before it anyway."""
+        """Return the error's text without the address, which is already shown before it."""
         return str(error).removeprefix(f"{self._client.address}: ")

@@ -26,13 +26,13 @@ _BREAKER: Final = BreakerSettings(failures=3, window_s=30.0, pause_s=1.0, max_pa
 
 
 class ServerFailed(Exception):
-    """A server failed an attempt, by its own fault as far as anybody can tell.
+    """A server failed an attempt, as far as the router knows by its own fault.
 
     Args:
-        server: Which.
+        server: The server.
         kind: "unreachable", "status", "broken", "lost" or "stale".
         reason: One line.
-        status: HTTP status that it answered with; None: it did not.
+        status: HTTP status of its answer; None means that it did not answer.
         is_counted: Whether the failure of the request counts for the server's breaker.
     """
 
@@ -48,14 +48,14 @@ class ServerFailed(Exception):
 class Server(ABC):
     """One server: its load, its health, its breaker.
 
-    A kind of servers knows how to ask one.
+    Subclasses implement the calls to one kind of server.
 
     Args:
-        url: As it is called, and shown.
+        url: Address that is called, and shown.
         tier: "prefill" or "decode".
-        lost_after_s: A request hears nothing from it for so long, while its health checks fail: it is given up.
+        lost_after_s: A request is given up if it receives nothing from the server for so long, while its health checks fail.
         clock: Seconds that never go back.
-        on_opened: Told the tier, when its breaker opens.
+        on_opened: Called with the tier when the server's breaker opens.
     """
 
     flow_alone: ClassVar[str]
@@ -87,7 +87,7 @@ class Server(ABC):
 
     @abstractmethod
     def open(self, call: Call, params: Mapping[str, Any] | None) -> AbstractAsyncContextManager[Answer]:
-        """Open the answer of a decode server, from its first token on. The end of the context ends the request there.
+        """Open the answer of a decode server, from its first token on. The end of the context ends the request at the server.
 
         Args:
             params: `kv_transfer_params`. None means that the server computes the prompt itself, or has it computed.
@@ -102,7 +102,7 @@ class Server(ABC):
         return None
 
     def forget(self, *, is_stale: bool = False) -> None:  # noqa: B027
-        """Forget where the KV of the next prompt is expected: the server failed, or the place was wrong (`is_stale`)."""
+        """Forget the expected source of the next prompt's KV. The server failed, or the source was wrong (`is_stale`)."""
 
     @abstractmethod
     async def models(self, headers: Mapping[str, str]) -> Answer:

@@ -95,13 +95,13 @@ def router_settings(
     model_name: str | None,
     **others: Any,
 ) -> RouterSettings:
-    """Return the settings that a command's arguments make.
+    """Return the settings that a command's arguments describe.
 
     Args:
         others: Fields of `RouterSettings` that are the arguments themselves.
 
     Raises:
-        ConfigError: An argument is wrong, or two do not go together.
+        ConfigError: An argument is wrong, or two arguments exclude each other.
     """
     if not decode:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Warnings of `kvferry top`: what is wrong in a view of a cluster, and since when."""
+"""Warnings of `kvferry top`: the problems in a view of a cluster, and the time of their start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from node_runtime.cluster_view import SLOW_SHARE, ClusterView, Seen
 from transfer.pb import kvferry_pb2 as pb
 
 SLOW_LOOKS: Final = 3
-"""A link is slow in so many looks one after the other before it is an alert; a busy machine makes any link slow for a moment."""
+"""Looks in a row in which a link must be slow before it is an alert. A busy machine makes any link slow for a moment."""
 STALLED_S: Final = 5.0
 """A watermark that stands for so long while grants are live."""
 

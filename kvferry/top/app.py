@@ -135,7 +135,7 @@ class TopApp(App[None]):
             self._say(f"over: {alert.text}", style="green")
 
     def _fill(self, content: CellTable) -> None:
-        """Write new cells into the rows that stay, so that cursor and scrolling stay, too."""
+        """Write new cells into existing rows, which keeps cursor and scroll position."""
         table = self._table(content.title)
         found = {row.key: list(map(cell_text, row.cells)) for row in content.rows}  # of equal keys the last: textual wants one
         for cells in found.values():

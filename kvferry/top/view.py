@@ -1,4 +1,4 @@
-"""Tables of `kvferry top`, of which the live picture and the plain one are made, and the same as JSON."""
+"""Tables of `kvferry top`, for the live view, the plain text and JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tables(view: ClusterView, requests: Iterable[RequestRow] | None = None) -> d
     """Return the tables by title: nodes, rings, links, requests.
 
     Args:
-        requests: In the order in which they are shown; by default the oldest first.
+        requests: Requests in the order in which they are shown; by default the oldest first.
     """
     ordered = by_age(view.requests) if requests is None else requests
     made = (_node_table(view.nodes), ring_table(view.rings), link_table(view.links), _request_table(ordered))
@@ -82,7 +82,7 @@ def summary(view: ClusterView) -> str:
 
 
 def picture(view: ClusterView, alerts: Sequence[Alert]) -> RenderableType:
-    """Return all tables that have rows, and all alerts; nothing is cut off."""
+    """Return all tables that have rows, and all alerts, without truncation."""
     parts: list[RenderableType] = [Text(f"kvferry: {summary(view)}", style="bold")]
     parts += [text_table(table) for table in tables(view).values() if table.rows or table.title == "nodes"]
     parts += [printable(f"alert: {alert.text}", style="red" if alert.is_bad else "yellow") for alert in alerts]

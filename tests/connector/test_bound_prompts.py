@@ -1,4 +1,4 @@
-"""Prompts that an engine with a scheduler of its own wants: when it has to bind, where they are fetched, and how they end."""
+"""Prompts that an engine with its own scheduler fetches: the time of binding, the source of the KV, and their end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GIVEN_UP = "given up"
 
 
 class Connector:
-    """`BoundPrompts` with two prefill nodes; the test says what ranks and prefill nodes answer."""
+    """`BoundPrompts` with two prefill nodes. The test gives the answers of ranks and prefill nodes."""
 
     def __init__(self) -> None:
         breaker = BreakerSettings(failures=100, window_s=10.0, pause_s=1.0, max_pause_s=8.0)
@@ -62,20 +62,20 @@ class Connector:
         self.num_retries += 1
 
     async def wants(self, name: str = "b", *, source: str = "prefill:1", transfer_id: str = "t", start_token: int = 0) -> str:
-        """Return the id of the attempt that follows."""
+        """Return the id of the next attempt."""
         self.prompts.want(name, transfer_id, source, PROMPT, start_token)
         await turns()
         return self.transfers.request_ids[-1]
 
     def asks(self, request_id: str, *, life: int = PREFILL_LIFE) -> asyncio.Task[pb.ReserveResponse]:
-        """The prefill node asks for room."""
+        """Ask for room as the prefill node."""
         question = pb.ReserveRequest(
             request_id=request_id, prefill_incarnation=life, decode_incarnation=DECODE_LIFE, chunk_plan=chunk_plan_to_proto(PLAN)
         )
         return asyncio.ensure_future(self.transfers.answer(question))
 
     async def has_room(self, request_id: str, *, life: int = PREFILL_LIFE) -> pb.ReserveResponse:
-        """The prefill node asks for room, which there is, and every rank expects the prompt."""
+        """Ask for room as the prefill node. There is room, and every rank expects the prompt."""
         asking = self.asks(request_id, life=life)
         await turns()
         for rank in range(NUM_RANKS):
@@ -92,7 +92,7 @@ class Connector:
         await turns()
 
     async def loses(self) -> None:
-        """The first prefill node is lost."""
+        """Lose the first prefill node."""
         self.transfers.on_peer_lost(cast(PrefillPeer, self.peer), "it is silent")
         await turns()
 
@@ -151,10 +151,10 @@ async def test_operators_see_a_prompt_as_they_see_a_request(connector: Connector
 
 
 @pytest.mark.parametrize(("can_start_late", "answer"), [(True, pb.ReserveResponse(reserved=True, start_token=8)), (False, None)])
-async def test_what_has_come_here_meanwhile_is_not_sent(
+async def test_tokens_that_came_here_meanwhile_are_not_sent(
     clock: HandClock, connector: Connector, can_start_late: bool, answer: pb.ReserveResponse | None
 ) -> None:
-    """A prefill node that cannot start late is asked again, from there on."""
+    """Ask a prefill node that cannot start late again, from the later token on."""
     connector.peer.can_start_late = can_start_late
     first = await connector.wants(start_token=4)
     asking = connector.asks(first)
@@ -200,7 +200,7 @@ async def test_a_prompt_is_fetched_again_from_the_node_that_it_names_once_no_ran
 
 
 @pytest.mark.parametrize("engine_has_it", [True, False])
-async def test_a_node_that_started_again_has_nothing_that_its_engine_had(
+async def test_a_node_that_started_again_has_lost_the_prompts_of_its_engine(
     clock: HandClock, connector: Connector, engine_has_it: bool
 ) -> None:
     await connector.wants(transfer_id="t" if engine_has_it else "")
@@ -227,7 +227,7 @@ async def test_a_prompt_that_is_under_way_waits_a_moment_for_its_node_to_come_ba
     view = connector.prompts.view("b")
     assert view == PromptView(state=PromptState.FAILED, failure="prefill node prefill:1 is lost: it is silent")
     assert connector.outcomes == ["failed"]
-    connector.prompts.bind("b", TABLES)  # an engine that fails it rather than compute it
+    connector.prompts.bind("b", TABLES)  # an engine that fails the prompt instead of computing it
     assert connector.settled() == ["prefill node prefill:1 is lost: it is silent"]
 
 
@@ -251,7 +251,7 @@ async def test_a_prompt_that_names_no_node_waits_for_one(clock: HandClock, conne
 
 
 @pytest.mark.parametrize("source", ["prefill:1", ""])
-async def test_a_preempted_prompt_is_fetched_again_however_often(clock: HandClock, connector: Connector, source: str) -> None:
+async def test_a_preempted_prompt_is_fetched_again_without_a_limit(clock: HandClock, connector: Connector, source: str) -> None:
     attempt = await connector.wants(source=source)
     for _ in range(5):
         asking = connector.asks(attempt)

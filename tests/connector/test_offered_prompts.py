@@ -24,7 +24,7 @@ NUM_RANKS = 2
 
 
 class World:
-    """The leader's side is real; the ranks and the decode leader are this."""
+    """A real leader's side, with fake ranks and a fake decode leader."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -45,12 +45,12 @@ class World:
         return self.answer
 
     def offer(self, name: str = "a", transfer_id: str = "t") -> None:
-        """The engine has the prompt, and begins to compute it."""
+        """Offer the prompt and begin to compute it, as the engine."""
         self.prompts.offer(name, transfer_id, PROMPT)
         self.prompts.begin(name)
 
     def submit(self, transfer_id: str = "t/1", **fields: Any) -> Transfer:
-        """A decode side asks for the prompt "t"."""
+        """Ask for the prompt "t", as a decode side."""
         transfer = Transfer(transfer_id=transfer_id, token_ids=PROMPT, join=self.join, engine_request="t", **fields)
         self.prompts.submit(transfer)
         return transfer

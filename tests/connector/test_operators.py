@@ -1,4 +1,4 @@
-"""What an operator can ask of an engine that loads kvferry: the same as of a daemon."""
+"""Operators' calls to an engine that loads kvferry: the same as to a daemon."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:
-    """On the loop of the instances: gRPC's objects of a process are best kept on one."""
+    """Run on the loop of the instances, because gRPC's objects of a process should stay on one loop."""
     thread = LoopThread.shared()
     try:
         return thread.start(work).result(TIMEOUT_S)
@@ -66,7 +66,7 @@ def read(instance: Instance, path: str) -> str:
 
 
 def kvferry(*arguments: str) -> Any:
-    """What the command prints, as JSON."""
+    """Return the command's output, parsed as JSON."""
     command = [sys.executable, "-m", "kvferry", *arguments, "--insecure", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -125,7 +125,7 @@ def test_a_drain_waits_for_what_is_in_flight_and_is_undone(pair: Pair) -> None:
     with pytest.raises(HTTPError, match="503"):
         read(source, "/readyz")
     wait_for(lambda: [peer.state for peer in status_of(decode).peers] == ["draining"], "the decode side is told")
-    decode.fetches("b", "t", source)  # the engine has it, and finishes it
+    decode.fetches("b", "t", source)  # the engine has the prompt, and finishes it
     assert decode.settled("b").failure == ""
     source.freed("a")
     assert ask(source, lambda client: client.drain(budget_s=TIMEOUT_S)) == 0
@@ -135,7 +135,7 @@ def test_a_drain_waits_for_what_is_in_flight_and_is_undone(pair: Pair) -> None:
     hand_over(source, decode, "c")
 
 
-def test_a_decode_side_that_drains_goes_on_with_what_its_engine_takes(pair: Pair) -> None:
+def test_a_draining_decode_side_still_fetches_prompts_of_its_engine(pair: Pair) -> None:
     source, decode = pair()
     assert ask(decode, lambda client: client.drain(budget_s=TIMEOUT_S)) == 0
     assert status_of(decode).draining
@@ -154,7 +154,7 @@ def test_the_log_level_is_set(start: Start) -> None:
         set_log_level(before)
 
 
-def test_an_engine_has_its_role_from_its_own_settings(start: Start) -> None:
+def test_an_engines_own_settings_decide_its_role(start: Start) -> None:
     with pytest.raises(TransferError, match="this kvferry is inside an engine"):
         ask(start(PREFILL), lambda client: client.switch_role("decode", budget_s=1.0))
 
@@ -206,14 +206,14 @@ def test_commands_and_the_page_show_an_instance(pair: Pair) -> None:
     assert (other["address"], other["status"]["role"]) == (source.leader.address, "prefill")
 
 
-def test_the_page_is_served_only_where_the_settings_say_so(start: Start) -> None:
+def test_the_page_is_served_only_if_the_settings_enable_it(start: Start) -> None:
     with pytest.raises(HTTPError, match="404"):
         read(start(PREFILL, settings={"status_page.enabled": False}), "/")
 
 
 @contextmanager
 def discovery(kind: str, source: Callable[..., Instance], folder: Path) -> Iterator[tuple[Instance, dict[str, Any]]]:
-    """A prefill side, and the settings by which a decode side finds it."""
+    """Start a prefill side, and return the settings by which a decode side finds it."""
     if kind == "etcd":
         with etcd_server(folder) as server:
             run(server.start())

@@ -447,7 +447,7 @@ def test_a_transfer_id_that_cannot_be_is_not_taken(side: Vllm, transfer_id: Any,
 
 
 class AskedLeader:
-    """Keeps how a prompt is asked for."""
+    """Record the arguments of `want`."""
 
     def __init__(self) -> None:
         self.traceparents: list[str] = []
@@ -463,7 +463,7 @@ class AskedLeader:
     ("headers", "told"),
     [(None, ""), ({"tracestate": "a=b"}, ""), ({"traceparent": "00-1-2-01", "tracestate": "a=b"}, "00-1-2-01")],
 )
-def test_the_clients_trace_is_that_of_the_fetch(headers: dict[str, str] | None, told: str) -> None:
+def test_a_fetch_belongs_to_the_clients_trace(headers: dict[str, str] | None, told: str) -> None:
     leader: Any = AskedLeader()
     scheduler = SchedulerSide(leader, tables, sides=DECODE, engine_id="e", recomputes=True)
     request = SimpleNamespace(
@@ -478,7 +478,7 @@ def test_the_clients_trace_is_that_of_the_fetch(headers: dict[str, str] | None, 
 
 @pytest.mark.parametrize("can_start_late", [True, False])
 def test_a_prefix_cache_that_grows_before_there_are_blocks(can_start_late: bool) -> None:
-    """The prompt starts late if its prefill node can do that, and is asked for again otherwise."""
+    """Start the prompt late if its prefill node supports that, and otherwise request it again."""
     told: list[object] = []
     leader = SimpleNamespace(
         check=lambda: None,

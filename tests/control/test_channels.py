@@ -33,7 +33,7 @@ class Clock:
 
 
 class Channels:
-    """A factory of one kind of channel; closes whatever it made, and has heard what each end was sent.
+    """Create ends of one kind of channel, close them, and record the payloads of each end.
 
     Args:
         has_keys: Whether ends prove who they are.
@@ -65,7 +65,7 @@ class Channels:
         return end
 
     def heard_by(self, end: ControlServer | ControlClient, count: int = 0) -> list[Any]:
-        """What came since it was last asked, as soon as that is `count` payloads."""
+        """Return the payloads since the last call, as soon as there are `count`."""
         heard = self._heard[id(end)]
         self.ears.until(lambda: len(heard) >= count, f"{count} payloads")
         found = list(heard)
@@ -269,7 +269,7 @@ def test_watch_hands_over_what_came_before_it_and_goes_on_after_a_callback_raise
 
         for payload in (b"one", b"bad", b"two"):
             client.send(payload)
-        time.sleep(0.05)  # they came before, as a rule; the test holds either way
+        time.sleep(0.05)  # they usually came before; the test passes in both cases
         server.watch(loop, on_received)
         await become(lambda: len(found) >= 2)
         server.close()

@@ -41,7 +41,7 @@ def test_tcp_without_keys_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("bind", "host"), [("0.0.0.0", "127.0.0.1"), ("[::1]", None)])
-def test_the_address_that_is_told_is_served(ears: Ears, bind: str, host: str | None) -> None:
+def test_the_reported_address_is_served(ears: Ears, bind: str, host: str | None) -> None:
     server = open_server(f"tcp://{bind}:0", advertise_host=host)
     assert server.address.startswith(f"tcp://{host or bind}:")
     client = open_client(server.address)

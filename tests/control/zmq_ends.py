@@ -1,4 +1,4 @@
-"""Servers and clients of the ZeroMQ channel with keys, a loop that watches them, and peers that say what no client says."""
+"""Servers and clients of the ZeroMQ channel with keys, a loop that watches them, and peers that break the protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = new_key_pair()
 
 
 class Ears:
-    """A loop that hands payloads over while a test waits, and at no other time."""
+    """A loop that delivers payloads only while a test waits."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

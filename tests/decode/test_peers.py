@@ -138,7 +138,7 @@ async def test_every_requests_plan_must_fit_the_ring(node: PrefillNode) -> None:
         assert peer.plan == finer and peer.largest_piece_bytes == PIECE_BYTES
         one.peers.plan_of(
             reservation(life + 1, ChunkPlan(chunk_tokens=1 << 20)), life + 1
-        )  # not joined: its requests are refused for that
+        )  # not joined, so its requests are rejected
 
 
 @in_virtual_time

@@ -226,8 +226,8 @@ async def test_what_is_the_requests_own_fault_is_not(world: World, error: Transf
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-async def test_a_prompt_that_prefill_has_preempted_is_asked_for_again_however_often(world: World, has_room: bool) -> None:
-    """By a prefill engine that an instance of ours is part of; it counts as no retry, and the same node may have it again."""
+async def test_a_prompt_that_prefill_preempted_is_retried_without_a_limit(world: World, has_room: bool) -> None:
+    """Retry on the same prefill engine after it preempts the prompt, without counting a retry."""
     world.other.state = "lost"
     request = world.submit("a")
     for name in ("a", "a.2", "a.3", "a.4"):

@@ -1,4 +1,4 @@
-"""A prefill node that asks for room in its call gets it there, once, as soon as there is some."""
+"""A prefill node that asks for room in its call gets one answer there, as soon as there is room."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ async def test_a_question_without_a_plan_is_an_error_of_the_attempt(world: World
     assert "chunk_plan is missing" in str(world.accepted[0].failure)
 
 
-def test_the_scheduler_is_asked_again_now_and_then_also_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request keeps its place for a second after the last question; see `decode_node.admission.WAITS_S`."""
+def test_the_scheduler_is_asked_again_at_intervals_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a request keeps its place, which it has for `decode_node.admission.WAITS_S` after the last question."""
 
     async def main(loop: VirtualTimeLoop) -> None:
         world = streaming()

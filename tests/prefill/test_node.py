@@ -119,7 +119,7 @@ async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_th
     assert leader.requests.request_ids == ("a",)
 
 
-async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader) -> None:
+async def test_a_call_gives_its_request_up_when_its_caller_leaves(leader: Leader) -> None:
     await leader.joined(1)
     reading = leader.prefill()
     await turns()

@@ -30,7 +30,7 @@ async def turns() -> None:
 
 
 class Caller:
-    """A `PrefillIntoRoom` call: messages are sent when the test says so, and events are collected."""
+    """A `PrefillIntoRoom` call. The test sends the messages, and events are collected."""
 
     def __init__(self, leader: Leader) -> None:
         self._messages: asyncio.Queue[pb.PrefillMessage | None] = asyncio.Queue()
@@ -86,7 +86,7 @@ async def test_a_start_token_that_breaks_the_rules_fails_the_prompt() -> None:
     await world.close()
 
 
-async def test_a_prompt_that_is_given_up_waits_for_room_no_more() -> None:
+async def test_a_prompt_that_is_given_up_stops_waiting_for_room() -> None:
     world, room = World(), asyncio.get_running_loop().create_future()
     world.submit("a", 3, room=room)
     await turns()
@@ -132,7 +132,7 @@ async def test_messages_out_of_order_end_the_call(
     assert complaint in str(caller.error.details())
 
 
-async def test_room_that_nobody_has_asked_for_yet_ends_the_call(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_room_before_it_is_wanted_ends_the_call(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     await leader.joined(1)
     monkeypatch.setattr(leader.requests, "_ask_for_room", lambda: None)
     caller = Caller(leader)

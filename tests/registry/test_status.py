@@ -70,7 +70,7 @@ ERROR_OF_STATUS = {
 
 
 def test_every_error_has_its_status() -> None:
-    """Also for nodes of other releases, which act on the status."""
+    """Check this for nodes of other releases, which depend on the status."""
     assert {kind for kinds in STATUS_OF_ERROR.values() for kind in kinds} == set(all_error_types())
     for name, kinds in STATUS_OF_ERROR.items():
         assert {status_of(kind("x")).name for kind in kinds} == {name}

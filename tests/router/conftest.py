@@ -139,14 +139,14 @@ async def routing(
     security: Security | None = None,
     **options: Any,
 ) -> AsyncIterator[Setup]:
-    """A router, with so many vLLM servers on each side, or with the given servers.
+    """Run a router with this number of vLLM servers on each side, or with the given servers.
 
     Args:
         learnt: Each prefill server has answered once, and requests go concurrently from now on.
-        is_ready: Wait until it is, as else it is not yet.
-        change: Done to the servers before they start.
-        security: How nodes are called.
-        options: Of the router's settings.
+        is_ready: Wait until the router is ready.
+        change: Called with the servers before they start.
+        security: TLS or plain text of calls to nodes.
+        options: Settings of the router.
     """
     kv = Kv()
     before: list[Any] = [VllmServer(kv=kv) for _ in range(prefill)] if isinstance(prefill, int) else list(prefill)
@@ -185,7 +185,7 @@ KINDS = ("vllm", "nodes")
 
 
 def routing_of(kind: str, number: int = 1, **options: Any) -> AbstractAsyncContextManager[Setup]:
-    """A router with so many decode servers of a kind: vLLM's, behind prefill servers that are known, or kvferry's own nodes."""
+    """Run a router with decode servers of one kind: vLLM's, behind known prefill servers, or kvferry's own nodes."""
     if kind == "nodes":
         return routing((), [DecodeNode() for _ in range(number)], model_name="tiny", **options)
     return routing(number, number, learnt=True, **options)

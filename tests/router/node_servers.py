@@ -1,4 +1,4 @@
-"""Nodes that answer as kvferry's own do over gRPC, with the knobs of `VllmServer`."""
+"""Fake nodes that answer over gRPC like kvferry's own, with the options of `VllmServer`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Node:
     Args:
         health: 200 if the node is ready.
         problem: Why it is not ready.
-        security: How it is called.
+        security: TLS or plain text of calls to it.
     """
 
     role: str = "decode"
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(eq=False)
 class PrefillNode(Node, pb_grpc.PrefillControlServicer):
-    """A node that only says which role it has."""
+    """A node that only reports its role."""
 
     role: str = "prefill"
 
@@ -67,8 +67,8 @@ class DecodeNode(Node, pb_grpc.DecodeControlServicer):
         words: Texts that it generates, after the prompt's length.
         word_delay_s: Between two of them.
         gate: No token comes before this is set.
-        answers: Codes to fail the next requests with, one each.
-        break_after: A request fails after so many tokens; None: it does not.
+        answers: Codes with which the next requests fail, one each.
+        break_after: Number of tokens after which a request fails. None means that it does not fail.
     """
 
     words: tuple[str, ...] = (" one", "", " two", " three")

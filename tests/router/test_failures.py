@@ -98,7 +98,7 @@ async def test_an_error_as_the_first_event_of_a_stream_is_tried_again(is_chat: b
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_retries_are_bounded_and_the_last_failure_is_told(kind: str) -> None:
+async def test_retries_are_bounded_and_the_last_failure_is_reported(kind: str) -> None:
     async with routing_of(kind, 2, retries=3, flow=SEQUENTIAL) as setup:
         for server in setup.decode:
             server.answers += [FAULT[kind]] * 10
@@ -122,7 +122,7 @@ async def test_a_server_that_fails_three_requests_is_left_out(kind: str, monkeyp
 @pytest.mark.parametrize(
     ("kind", "fault", "status"), [("vllm", 429, 429), ("vllm", 503, 503), ("nodes", grpc.StatusCode.RESOURCE_EXHAUSTED, 503)]
 )
-async def test_servers_that_are_full_are_told_as_such(kind: str, fault: object, status: int) -> None:
+async def test_full_servers_are_reported_as_full(kind: str, fault: object, status: int) -> None:
     async with routing_of(kind, retries=1, flow=SEQUENTIAL) as setup:
         setup.decode[0].answers += [fault] * 2
         answer = await setup.client.complete()
@@ -217,7 +217,7 @@ async def test_no_server_at_all_is_said_by_name_and_the_last_choice_is_still_ask
 
 
 @pytest.mark.parametrize(("kind", "problem"), [("vllm", b"is answered with 500"), ("nodes", b"tired")])
-async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it(kind: str, problem: bytes) -> None:
+async def test_requests_that_wait_for_a_server_that_stands_still_give_it_up(kind: str, problem: bytes) -> None:
     async with routing_of(kind, 2, lost_after_s=0.3) as setup:
         for server in setup.decode:
             server.gate.clear()
@@ -253,7 +253,7 @@ async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
 
 
 async def _stream_of_slow_words(setup: Setup, number: int) -> aiohttp.ClientResponse:
-    """An answer of so many words, whose first part has come."""
+    """Start an answer of this number of words, whose first part has come."""
     setup.decode[0].words, setup.decode[0].word_delay_s = (" x",) * number, 0.05
     body = {"model": "tiny", "prompt": PROMPT, "stream": True, "max_tokens": number}
     answer = await setup.client.session.post(f"{setup.client.url}/v1/completions", json=body)
@@ -263,7 +263,7 @@ async def _stream_of_slow_words(setup: Setup, number: int) -> aiohttp.ClientResp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_draining_finishes_what_runs_and_takes_nothing_new(kind: str) -> None:
+async def test_draining_finishes_running_requests_and_rejects_new_ones(kind: str) -> None:
     async with routing_of(kind) as setup:
         answer = await _stream_of_slow_words(setup, 10)
         draining = asyncio.create_task(setup.router.app.drain(30, asyncio.Event()))
@@ -277,7 +277,7 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_hurried", [False, True])
-async def test_what_is_cut_off_at_the_end_says_so(kind: str, is_hurried: bool) -> None:
+async def test_an_answer_that_is_cut_off_at_the_end_reports_it(kind: str, is_hurried: bool) -> None:
     async with routing_of(kind) as setup:
         answer = await _stream_of_slow_words(setup, 1000)
         whole = asyncio.create_task(setup.client.complete(max_tokens=1000))

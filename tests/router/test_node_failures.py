@@ -1,4 +1,4 @@
-"""Decode nodes that fail in every way that gRPC has words for. What both kinds of servers do alike is in test_failures.py."""
+"""Decode nodes that fail with every status of gRPC. Tests of both kinds of servers are in test_failures.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_each_status_before_the_first_token(code: grpc.StatusCode, status:
         assert ("Retry-After" in answer.headers) is (status == 503)
 
 
-async def test_an_answer_that_is_not_streamed_is_tried_again_after_its_first_token() -> None:
+async def test_an_answer_that_is_not_streamed_is_retried_after_its_first_token() -> None:
     async with routing_of("nodes", 2) as setup:
         broken, _ = setup.decode
         broken.break_after = 2

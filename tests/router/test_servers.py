@@ -59,7 +59,7 @@ def test_the_least_loaded_first_and_in_turns_where_all_are_alike(tier: Tier) -> 
     assert taken(tier.lease(5)) == "b" and taken(tier.lease(1)) == "a"
 
 
-def test_what_has_failed_a_request_is_its_last_choice(tier: Tier) -> None:
+def test_a_server_that_failed_a_request_is_its_last_choice(tier: Tier) -> None:
     a, b, c = tier.servers
     b.outstanding = c.outstanding = 5
     assert tier.pick() is a
@@ -106,7 +106,7 @@ def test_the_unhealthy_come_last_and_are_never_shut_out(tier: Tier) -> None:
     assert tier.unavailable_reason() == "" and tier.pick() is a
 
 
-def test_what_does_not_fit_is_never_taken(tier: Tier) -> None:
+def test_a_server_that_does_not_fit_is_never_chosen(tier: Tier) -> None:
     a, b, c = tier.servers
     a.names, b.names, c.names = frozenset({"m"}), frozenset({"m", "n"}), None
     compare_names(tier.servers)

@@ -65,7 +65,7 @@ def test_every_view_shows_a_fact_in_the_same_words(shows: Callable[[pb.NodeStatu
 
 
 @EVERY_VIEW
-def test_a_node_whose_ranks_live_but_that_can_serve_nobody_is_not_called_ready(shows: Callable[[pb.NodeStatus], str]) -> None:
+def test_a_node_with_live_ranks_that_can_serve_nobody_is_not_shown_as_ready(shows: Callable[[pb.NodeStatus], str]) -> None:
     text = shows(IDLE)
     assert "not ready" in text and IDLE.not_ready_reason in text
     for state, is_ready in (("ready", True), ("starting", False), ("draining", False)):
@@ -73,7 +73,7 @@ def test_a_node_whose_ranks_live_but_that_can_serve_nobody_is_not_called_ready(s
         assert state in text and "not ready" not in text
 
 
-def test_status_as_json_has_the_state_as_it_is() -> None:
+def test_status_as_json_has_the_unchanged_state() -> None:
     content = status_to_json(IDLE)
     assert (content["state"], content["ready"], content["not_ready_reason"]) == ("ready", False, IDLE.not_ready_reason)
 
@@ -116,7 +116,7 @@ def test_the_requests_that_are_not_shown_are_counted() -> None:
     assert one["request_id"] == HOSTILE and one["generated_tokens"] == 0
 
 
-def test_status_shows_how_prefill_nodes_are_found_and_what_is_wrong() -> None:
+def test_status_shows_the_source_of_prefill_nodes_and_its_problems() -> None:
     found = pb.DiscoveryStatus(
         where="DNS name p:7100 (discovery.dns_name)",
         addresses=["a:1", "b:1"],

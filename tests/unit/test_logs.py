@@ -90,7 +90,7 @@ def test_the_level_holds_for_both_kinds_of_logger(level: Any, count: int) -> Non
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 4), ("warning", 2)])
-def test_in_an_engine_the_level_is_that_of_kvferrys_lines_alone(
+def test_in_an_engine_the_level_applies_only_to_kvferrys_lines(
     capsys: pytest.CaptureFixture[str], level: Any, count: int
 ) -> None:
     structlog.reset_defaults()

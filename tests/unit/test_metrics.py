@@ -84,7 +84,7 @@ def page_of(*ranks: RankMetrics, role: str = "decode", **status: int) -> bytes:
 
 
 def as_sent(rank: RankMetrics, **status: int) -> dict[str, Any]:
-    """Return a rank's snapshot after it has travelled as it does between processes."""
+    """Return a rank's snapshot, encoded and decoded as between processes."""
     snapshot: dict[str, Any] = msgpack.unpackb(msgpack.packb(rank.snapshot({**STATUS, **status})))
     return snapshot
 
@@ -504,8 +504,8 @@ OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 
 
 @pytest.mark.parametrize("accept", ["", "text/plain; version=1.0.0", OPEN_METRICS])
-def test_a_page_is_what_the_client_writes_of_the_same_numbers_and_series(accept: str) -> None:
-    """The page replaces numbers in lines that the client wrote before. It must be what the client writes now."""
+def test_a_page_equals_the_clients_output_for_the_same_numbers_and_series(accept: str) -> None:
+    """Compare the page with the client's output. The page replaces numbers in lines that the client wrote before."""
     page, node, ranks = MetricsPage(), NodeMetrics(role="decode"), [RankMetrics(role="decode", rank=rank) for rank in range(2)]
     encoder, content_type = choose_encoder(accept)
 
@@ -531,7 +531,7 @@ def test_a_page_is_what_the_client_writes_of_the_same_numbers_and_series(accept:
     check()
 
 
-def test_open_metrics_has_the_samples_of_the_text_and_no_times_of_creation() -> None:
+def test_open_metrics_has_the_samples_of_the_text_and_no_creation_times() -> None:
     rank, node, page = RankMetrics(role="prefill", rank=0), NodeMetrics(role="prefill"), MetricsPage()
     rank.request_sent(Stats())
     families = node.collect([rank.snapshot(STATUS)])
@@ -545,7 +545,7 @@ def test_open_metrics_has_the_samples_of_the_text_and_no_times_of_creation() -> 
     assert not [name for name, _ in found if name.endswith("_created")]
 
 
-def test_a_header_that_asks_for_nonsense_gets_text() -> None:
+def test_an_invalid_accept_header_gets_text() -> None:
     page, families = MetricsPage(), NodeMetrics(role="prefill").collect([])
     for accept in ("text/plain; version=x", f"{OPEN_METRICS}x", "application/openmetrics-text; version=1.x", ";=,,"):
         text, content_type = page.render(families, accept)

@@ -1,4 +1,4 @@
-"""``python -m transfer.config`` prints docs/configuration.md, made of the settings themselves."""
+"""Print docs/configuration.md, generated from the settings: ``python -m transfer.config``."""
 
 from __future__ import annotations
 

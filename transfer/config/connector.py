@@ -46,7 +46,7 @@ class ConnectorConfig(InstanceConfig):
     ring: RingConfig = Field(default_factory=RingConfig, description="Decode: the ring.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="Decode: the prefill tier.")
     placement: PlacementConfig = Field(
-        default_factory=PlacementConfig, description="Decode: which prefill node takes a prompt that names none."
+        default_factory=PlacementConfig, description="Decode: choice of the prefill node for a prompt that names none."
     )
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Decode: circuit breakers of the prefill nodes.")
     join_on_request: bool = Field(

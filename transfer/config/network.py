@@ -1,4 +1,4 @@
-"""Sections of how a process reaches others, and who reaches it: transport, addresses, peers, TLS, discovery of nodes."""
+"""Sections for connections between processes: transport, addresses, peers, TLS, discovery of nodes."""
 
 from __future__ import annotations
 
@@ -171,10 +171,10 @@ class TlsConfig(Section):
 
 
 _OWN_SETTINGS: Final = {"static": ("file",), "dns": ("dns_name",), "etcd": ("etcd_endpoints",)}
-"""What a kind has that no other one can use; the rest of the settings of etcd say nothing by themselves."""
+"""Settings that only one kind uses. The other settings of etcd have no effect without these."""
 
 _LEAST_LOOK_S: Final = 0.1
-"""Looks without a pause would take a core of the node, and ask a name server or etcd as fast as it answers."""
+"""Without a pause, looks would take a core of the node, and query a name server or etcd as fast as it answers."""
 
 _PREFIX: Final = re.compile(r"[!-~]{1,200}")
 
@@ -201,55 +201,51 @@ EtcdPrefix = Annotated[str, AfterValidator(_checked_prefix)]
 
 
 class DiscoveryConfig(Section):
-    """How decode nodes learn which prefill nodes there are; see docs/operations.md."""
+    """Discovery of prefill nodes by decode nodes; see docs/operations.md."""
 
     kind: Literal["static", "dns", "etcd"] = Field(
         default="static",
         description=(
-            "static: peers.prefill_nodes, or discovery.file; dns: every address of discovery.dns_name; etcd: prefill nodes "
-            "register themselves there. Prefill nodes need it for etcd alone."
+            "Source of prefill nodes. static: peers.prefill_nodes or discovery.file; dns: every address of discovery.dns_name; "
+            "etcd: registered nodes. Prefill nodes set it only for etcd."
         ),
     )
     file: Path | None = Field(
-        default=None, description="static: YAML list of the host:port of each prefill node, in place of peers.prefill_nodes."
+        default=None, description="static: YAML list of the host:port of each prefill node, instead of peers.prefill_nodes."
     )
     dns_name: HostPort | None = Field(
-        default=None, description="dns: host:port of a name of which every address is a prefill node, such as a headless Service."
+        default=None, description="dns: host:port of a name whose addresses are prefill nodes, such as a headless Service."
     )
     interval_s: Annotated[float, BeforeValidator(no_bool), Field(ge=_LEAST_LOOK_S, le=86_400)] = Field(
         default=5.0,
-        description="Seconds between two looks at the file or the name; etcd: until a silent watch is checked.",
+        description="Seconds between two looks at the file or the name. etcd: seconds until a silent watch is checked.",
     )
     grace_s: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=86_400)] = Field(
         default=30.0,
         description=(
-            "A prefill node that is named no longer gets requests only where no other one can take them, and is left after so "
-            "many seconds, once nothing is in flight there."
+            "Seconds after which a removed prefill node is left, once nothing is in flight there. Until then it gets requests "
+            "only if no other node can take them."
         ),
     )
     etcd_endpoints: Annotated[tuple[EtcdEndpoint, ...], BeforeValidator(listed)] = Field(
         default=(),
         description=(
-            "etcd: https://host:port of each member, tried in turn; http:// needs what plain text needs. In the environment: "
-            "separated by commas."
+            "etcd: https://host:port of each member, tried in turn. http:// needs the same settings as plain text. "
+            "In the environment: separated by commas."
         ),
     )
     etcd_prefix: EtcdPrefix = Field(
-        default="kvferry/prefill/", description="etcd: what the keys of this cluster's prefill nodes begin with."
+        default="kvferry/prefill/", description="etcd: prefix of the keys of this cluster's prefill nodes."
     )
     lease_s: Annotated[int, BeforeValidator(no_bool), Field(ge=2, le=3600)] = Field(
-        default=10, description="etcd: a prefill node that is not heard of for so many seconds is no longer named."
+        default=10, description="etcd: seconds without a renewal after which a prefill node is removed."
     )
     etcd_ca_file: Path | None = Field(
-        default=None, description="etcd: PEM certificates of its authorities; null takes those that gRPC brings along."
+        default=None, description="etcd: PEM certificates of its authorities. null uses those of gRPC."
     )
-    etcd_cert_file: Path | None = Field(
-        default=None, description="etcd: PEM certificate of this client, where etcd asks for one."
-    )
+    etcd_cert_file: Path | None = Field(default=None, description="etcd: PEM certificate of this client, if etcd asks for one.")
     etcd_key_file: Path | None = Field(default=None, description="etcd: PEM private key of that certificate.")
-    etcd_user: Annotated[str, Field(max_length=256)] = Field(
-        default="", description="etcd: user, where it has authentication; empty: none."
-    )
+    etcd_user: Annotated[str, Field(max_length=256)] = Field(default="", description="etcd: user. Empty means no authentication.")
     etcd_password_file: Path | None = Field(
         default=None, description="etcd: file with that user's password, read at each connection."
     )

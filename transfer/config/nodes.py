@@ -1,4 +1,4 @@
-"""All settings of a process: of each daemon, of an instance in general, and of the commands that call a node."""
+"""All settings of a process: of each daemon, of any instance, and of the commands that call a node."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ClientConfig(ProcessConfig):
 
 
 class InstanceConfig(ProcessConfig):
-    """Settings of each instance that transfers KV: of a daemon, and of an engine that loads kvferry."""
+    """Settings of each instance that transfers KV: a daemon, or an engine that loads kvferry."""
 
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")

@@ -87,8 +87,8 @@ class PlacementConfig(Section):
     prefix_tokens: CountOrZero | None = Field(
         default=None,
         description=(
-            "A prompt that begins as one that a prefill node had lately goes there again, although that node has up to so many "
-            "more tokens outstanding; 0 never. null: 512 where there is a store, else 0."
+            "Prefer the prefill node that recently had the same beginning of a prompt, unless it has more than this many more "
+            "tokens outstanding. 0 disables this. null: 512 with a store, otherwise 0."
         ),
     )
 
@@ -119,17 +119,17 @@ class BreakerConfig(Section):
 
 
 class StatusPageConfig(Section):
-    """What a browser is shown on the HTTP port, which knows no callers."""
+    """The status page on the HTTP port, which does not know its callers."""
 
     enabled: bool = Field(default=True, description="Serve the status page, `/` and `/status.json`, on server.http_port.")
     request_ids: bool = Field(
         default=False,
-        description="Show request ids as clients chose them, to whoever reaches the port; else a word that stands for each.",
+        description="Show request ids as clients chose them, to everybody who reaches the port; else a word for each.",
     )
     host_names: Annotated[tuple[Host, ...], BeforeValidator(listed)] = Field(
         default=(),
         description=(
-            "Names by which browsers ask for the page, besides localhost, addresses and server.advertise_host; by others a "
+            "Further host names of the page, besides localhost, addresses and server.advertise_host. Through any other name, a "
             "website could read it. In the environment: separated by commas."
         ),
     )
@@ -139,9 +139,9 @@ class LogConfig(Section):
     """The node's log, on standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severe that is written; debug has a line per chunk."
+        default="info", description="Minimum log level. `debug` logs one line per chunk."
     )
-    format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one JSON object per line.")
+    format: Literal["text", "json"] = Field(default="text", description="Format: lines for people, or one JSON object per line.")
 
 
 class TracingConfig(Section):
@@ -150,22 +150,23 @@ class TracingConfig(Section):
     endpoint: Annotated[str, AfterValidator(collector_url)] | None = Field(
         default=None,
         description=(
-            "Where spans go, as http://HOST:PORT or https://HOST:PORT of an OTLP collector's gRPC port (4317); null: no tracing. "
-            "Needs kvferry[otel]."
+            "Target of spans: http://HOST:PORT or https://HOST:PORT of an OTLP collector's gRPC port (4317). null disables "
+            "tracing. Needs kvferry[otel]."
         ),
     )
     ca_file: Path | None = Field(
-        default=None, description="PEM certificates of who signed the collector's certificate; null takes those of gRPC."
+        default=None, description="PEM certificates of the collector's authorities. null uses those of gRPC."
     )
     sample_ratio: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = Field(
         default=1.0,
-        description="Decode: share of requests that are traced, of those whose client has not decided it (traceparent).",
+        description="Decode: share of traced requests, among those whose client sent no traceparent.",
     )
     max_queued_spans: Count = Field(
-        default=2048, description="Spans of a process that may wait for the collector, some 3 KiB each; more are lost."
+        default=2048,
+        description="Spans of a process that may wait for the collector, about 3 KiB each. Others are dropped.",
     )
     max_spans: Count = Field(
-        default=64, description="Spans of parts of chunks that a rank records of a request; what comes behind them is counted."
+        default=64, description="Spans of parts of chunks that a rank records per request. Further spans are only counted."
     )
 
     @model_validator(mode="after")

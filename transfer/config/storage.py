@@ -1,4 +1,4 @@
-"""Sections of where KV outlives the device pools: host memory of a decode rank, and the store that nodes share."""
+"""Sections for KV outside the device pools: host memory of a decode rank, and the store that nodes share."""
 
 from __future__ import annotations
 

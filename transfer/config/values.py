@@ -1,4 +1,4 @@
-"""A section of settings, and the kinds of values in it: which text each accepts and what it refuses."""
+"""A section of settings, and the kinds of values in it, with the text that each accepts or rejects."""
 
 from __future__ import annotations
 

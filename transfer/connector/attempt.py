@@ -1,4 +1,4 @@
-"""A wanted prompt, its attempts, and what a decode leader's scheduler decides of them.
+"""A wanted prompt, its attempts, and the interface of a decode leader's scheduler.
 
 The scheduler is the daemon's own (`decode_node.requests`), or that of an engine that binds pages itself
 (`transfer.connector.bound_prompts`).
@@ -26,10 +26,10 @@ from transfer.tracing import Span
 
 
 class AttemptStage(Enum):
-    WAITING = auto()  # for a prefill node to be joined, and for prefill to start: nothing is reserved here
+    WAITING = auto()  # waits for a prefill node to join, and for prefill to start; nothing is reserved here
     RECEIVING = auto()
     WHOLE = auto()
-    LEAVING = auto()  # over; some rank still holds its pages, or its prompt is still needed
+    LEAVING = auto()  # over, but a rank still holds its pages, or its prompt is still needed
     GONE = auto()
 
 
@@ -47,18 +47,18 @@ class WantedPrompt:
     """A prompt whose KV is fetched. Schedulers extend it.
 
     Args:
-        request_id: What operators know it by. The id of each attempt begins with it.
+        request_id: Id for operators. The id of each attempt begins with it.
         token_ids: The prompt.
         engine_request: Name of the prompt in the prefill side's engine; empty means that the prefill side computes it.
-        source: host:port of the prefill node that has it; empty means any node.
-        start_token: First token whose KV is needed, as far as it is known before there is room.
+        source: host:port of the prefill node that has the prompt; empty means any node.
+        start_token: First token whose KV is needed, as known before the prompt has room.
         needs_first_token: The KV is of no use without the first token.
         needs_note: The KV is of no use without the note of the prefill side's engine.
         accepted_s: Time of acceptance, by the monotonic clock.
         queue_timeout_s: How long it may wait for room, over all of its attempts.
         join_timeout_s: How long an attempt may wait for a prefill node to be joined; 0 means not at all.
-        span: Span of the request, recorded by this leader; None means that none is.
-        traceparent: Span in which the prefill side's and the ranks' spans lie where this leader records none.
+        span: Span of the request, recorded by this leader. None means that it records none.
+        traceparent: Parent of the prefill side's and the ranks' spans if this leader records none.
     """
 
     request_id: str
@@ -80,9 +80,9 @@ class WantedPrompt:
     life: int = 0  # of the prefill node that it was sent to last
     note: bytes | None = None
     failure: TransferError | None = None  # set when the prompt is given up
-    outcome: str = ""  # of a prompt that was given up; empty means that of its failure
+    outcome: str = ""  # outcome of a prompt that was given up; empty means that of its failure
     is_over: bool = False  # nothing can fail it any more
-    is_forgotten: bool = False  # its engine needs nothing of it any more
+    is_forgotten: bool = False  # its engine does not need it any more
 
     def __post_init__(self) -> None:
         self.queue_left_s = self.queue_timeout_s
@@ -93,11 +93,11 @@ class WantedPrompt:
 
     @property
     def num_retries(self) -> int:
-        """Times that it was sent to a prefill node beyond the first one."""
+        """Number of times that it was sent to a prefill node after the first time."""
         return max(0, sum(one.peer is not None for one in self.attempts) - 1)
 
     def view(self, now_s: float, *, num_ranks: int) -> RequestView:
-        """Return what operators see of it."""
+        """Return the view of the prompt for operators."""
         current = self.current
         has_room = current.stage is not AttemptStage.WAITING
         return RequestView(
@@ -118,15 +118,15 @@ PromptT = TypeVar("PromptT", bound=WantedPrompt)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt(Generic[PromptT]):
-    """One way of a prompt through one life of a prefill node."""
+    """One attempt to fetch a prompt from one life of a prefill node."""
 
     transfer_id: str
     prompt: PromptT
     begun_s: float
     after: TransferError | None  # what ended the attempt before it
-    peer: PrefillPeer | None = None  # None means that it waits for one to be joined, and is not sent yet
+    peer: PrefillPeer | None = None  # None means that it waits for a node to join, and is not sent yet
     prefill: Instance | None = None  # set with `peer`
-    permit: Permit | None = None  # from then until the peer's breaker has the verdict
+    permit: Permit | None = None  # until the outcome is reported to the peer's breaker
     unsent: asyncio.TimerHandle | asyncio.Task[None] | None = None  # ends its wait for a peer
     call: asyncio.Task[None] | None = None  # the prefill node's
     is_asked: bool = False  # the prefill node has the prompt
@@ -136,10 +136,10 @@ class Attempt(Generic[PromptT]):
     start_token: int = 0  # first token whose KV comes from prefill
     first_token: int | None = None
     stats: pb.TransferStats | None = None
-    expected: asyncio.Future[str] | None = None  # done when every rank has answered, or one has refused
+    expected: asyncio.Future[str] | None = None  # done when every rank has answered, or one has rejected
     answering: set[int] = field(default_factory=set)  # ranks that have not answered
     receiving: set[int] = field(default_factory=set)  # ranks whose KV is not whole
-    holding: set[int] = field(default_factory=set)  # ranks where something may still touch its pages
+    holding: set[int] = field(default_factory=set)  # ranks that may still use its pages
     span: Span | None = None  # of the prefill node's call
 
     @property
@@ -148,12 +148,12 @@ class Attempt(Generic[PromptT]):
 
     @property
     def incarnation(self) -> int:
-        """Life of the prefill node that it was sent to; 0 means that it is not sent yet."""
+        """Life of its prefill node; 0 means that it is not sent yet."""
         return 0 if self.prefill is None else self.prefill.incarnation
 
     @property
     def can_start_late(self) -> bool:
-        """Whether the prefill node learns which token the KV is needed from only when it asks for room."""
+        """Whether the prefill node learns the start token only when it asks for room."""
         return self.peer is not None and self.peer.can_start_late
 
     @property
@@ -162,14 +162,15 @@ class Attempt(Generic[PromptT]):
 
     @property
     def lacks(self) -> str:
-        """What the prefill side still has to send besides KV; empty means nothing."""
+        """Name of the data besides KV that the prefill side still has to send; empty means none."""
         if self.prompt.needs_first_token and self.first_token is None:
             return "first token"
         return "note" if self.prompt.needs_note and self.prompt.note is None else ""
 
     @property
     def is_sent(self) -> bool:
-        """Whether the prefill node is needed no more: every grant is released, so every rank has the KV or is about to say so."""
+        """Whether the prefill node is no longer needed. Every grant is released, so every rank has the KV or is about to report
+        it."""
         return self.stats is not None and not self.lacks
 
 
@@ -179,7 +180,7 @@ class IncomingRoom:
 
     Args:
         start_token: First token whose KV has to come from prefill.
-        message: Makes the message to the ranks from the fields of `ExpectTransfer`.
+        message: Creates the message to the ranks from the fields of `ExpectTransfer`.
     """
 
     start_token: int
@@ -188,7 +189,7 @@ class IncomingRoom:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """There is no room now; prefill asks again."""
+    """There is no room now; the scheduler is asked again."""
 
 
 class IncomingScheduler(Protocol[PromptT]):
@@ -198,12 +199,12 @@ class IncomingScheduler(Protocol[PromptT]):
     def reuses_pages(self) -> bool:
         """Whether all attempts of a prompt fill the same pages.
 
-        If so, the next attempt and the end of the prompt wait until no rank writes for the one before.
+        If so, the next attempt and the end of the prompt wait until no rank writes for the previous attempt.
         """
         ...
 
     async def prepare(self, attempt: Attempt[PromptT]) -> None:
-        """Get ready for an attempt that is about to be sent to its prefill node."""
+        """Prepare an attempt that is about to be sent to its prefill node."""
         ...
 
     async def room(self, attempt: Attempt[PromptT], plan: ChunkPlan) -> IncomingRoom | NotYet:
@@ -215,11 +216,11 @@ class IncomingScheduler(Protocol[PromptT]):
         ...
 
     def announced(self, attempt: Attempt[PromptT]) -> None:
-        """Record that the ranks were sent the message of an attempt that has room."""
+        """Record that the message of an attempt that has room was sent to the ranks."""
         ...
 
     def is_loading(self, attempt: Attempt[PromptT]) -> bool:
-        """Whether KV that does not come from prefill is still missing; `IncomingTransfers.run_if_whole` follows."""
+        """Return whether KV from another source than prefill is still missing; `IncomingTransfers.run_if_whole` follows."""
         ...
 
     def stopped(self, attempt: Attempt[PromptT], error: TransferError) -> None:
@@ -231,25 +232,25 @@ class IncomingScheduler(Protocol[PromptT]):
         ...
 
     def settled(self, prompt: PromptT, failure: TransferError | None) -> None:
-        """Record that all KV of a prompt is there, or why it is given up. A prompt that is whole can be given up later."""
+        """Record that a prompt is complete, or why it is given up. A complete prompt can be given up later."""
         ...
 
     def call_ended(self, attempt: Attempt[PromptT]) -> None:
-        """Record that the prefill node's call of an attempt is over, for whatever reason."""
+        """Record that the call to the prefill node of an attempt has ended, for any reason."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncomingObserver:
-    """Where the leader's metrics hear of wanted prompts.
+    """Callbacks that report wanted prompts to the leader's metrics.
 
     Args:
-        on_outcome: "done", "failed", "aborted" or "refused".
-        on_queue_seconds: From an attempt's begin until room was reserved, which the prefill node asks for when it is about to
-            compute or send; or until the attempt was given up without.
+        on_outcome: Called with "done", "failed", "aborted" or "refused".
+        on_queue_seconds: Seconds from the begin of an attempt until room was reserved, or until the attempt was given up without
+            room. The prefill node asks for room when it is about to compute or send.
         on_retry: A prompt is sent to a prefill node again.
         on_given_up: A prompt has ended with this error.
-        on_no_room: An attempt, given by its id, found too little room, and waits.
+        on_no_room: The attempt with this id found too little room, and waits.
         on_wait_over: An attempt that waited has room, or has ended.
     """
 

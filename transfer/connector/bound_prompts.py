@@ -1,8 +1,8 @@
-"""The prompts that an engine wants which schedules by itself and binds pages itself, as vLLM and SGLang do.
+"""The prompts that an engine fetches, if it schedules and binds pages by itself, as vLLM and SGLang do.
 
-The engine *wants* a prompt's KV. When the prefill side is about to send it, the prompt is *ready*: only now does the engine have
-to take pages, and *bind* them. All attempts fill the same pages. When all ranks have all of it, or none writes any more, the
-prompt is *settled*.
+The engine *wants* a prompt's KV. When the prefill side is about to send it, the prompt is *ready*. Only then does the engine take
+pages and *bind* them. All attempts fill the same pages. When all ranks have the complete KV, or none writes any more, the prompt
+is *settled*.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class PromptState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptView:
-    """What the engine is told of a prompt that is not settled.
+    """The engine's view of a prompt that is not settled.
 
     Args:
-        can_start_late: Whether it can be bound from a later token on than it was wanted from.
+        can_start_late: Whether the prompt can be bound from a later token than the wanted one.
     """
 
     state: PromptState
@@ -81,13 +81,13 @@ class BoundPrompt(WantedPrompt):
     bound_token: int = 0  # first token whose KV is needed, once it is bound
     bound: asyncio.Event = field(default_factory=asyncio.Event)
     lacking_s: tuple[float, float] | None = None  # when the engine had no pages for it, though it is ready: first and last
-    sent_s: float = 0.0  # when it was sent to a prefill node last
+    sent_s: float = 0.0  # time when it was last sent to a prefill node
     is_cancelled: bool = False
     is_wanted_again: bool = False  # under another name, which is about to be asked for
 
     @property
     def is_idle(self) -> bool:
-        """Whether it holds pages, and prefill has not begun it again."""
+        """Whether the prompt holds pages, and prefill has not begun it again."""
         if not self.bound.is_set() or not self.attempts:
             return False
         attempt = self.current
@@ -95,7 +95,7 @@ class BoundPrompt(WantedPrompt):
 
 
 class BoundPrompts:
-    """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, but for `view`, which any thread may ask.
+    """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, except `view`, which any thread may call.
 
     Args:
         peers: Prefill nodes.
@@ -103,7 +103,7 @@ class BoundPrompts:
         own: This instance.
         may_join: Whether a prompt may name a prefill node that is not known yet.
         broadcast: Sends a message to every rank.
-        observer: Hears what happens.
+        observer: Receives reports about prompts.
         tracer: Records a span of each prompt; None disables tracing.
     """
 
@@ -143,7 +143,7 @@ class BoundPrompts:
         return len(self._prompts)
 
     def view(self, name: str) -> PromptView | None:
-        """Return how far a prompt is; None means that it is not wanted, or settled."""
+        """Return the progress of a prompt. None means that it is not wanted, or settled."""
         prompt = self._prompts.get(name)
         return None if prompt is None else prompt.shown
 
@@ -203,14 +203,14 @@ class BoundPrompts:
             self.settled(prompt, error)
 
     def bind(self, name: str, tables: tuple[tuple[int, ...], ...], start_token: int | None = None) -> None:
-        """Record the pages that the engine has taken for the whole prompt; they are the engine's again when it is settled.
+        """Record the pages that the engine took for the whole prompt. They belong to the engine again when the prompt is settled.
 
         Args:
             tables: Its page table in each group of layers, from token 0 on.
-            start_token: First token whose KV is needed, where it is another one than the prompt was wanted from.
+            start_token: First token whose KV is needed. None means the wanted one.
 
         Raises:
-            ValueError: `start_token` is below the one that the prompt was wanted from, or not below the prompt's length.
+            ValueError: `start_token` is below the wanted one, or not below the prompt's length.
         """
         prompt = self._prompts[name]
         start_token = prompt.start_token if start_token is None else start_token
@@ -227,8 +227,8 @@ class BoundPrompts:
     def report_page_shortage(self, name: str) -> None:
         """Record that the engine has no pages for a prompt that is ready.
 
-        After `YIELD_AFTER_S` the prompt that has waited longest, and at least as long, for prefill to begin it again is given up,
-        if there is one, and each time that passes another one.
+        After `YIELD_AFTER_S`, one prompt is given up: the one that has waited longest for prefill to begin it again, if it has
+        waited as long. After each further `YIELD_AFTER_S`, another one is given up.
         """
         prompt, now_s = self._prompts.get(name), time.monotonic()
         if prompt is None or prompt.shown.state is not PromptState.READY:
@@ -247,10 +247,10 @@ class BoundPrompts:
             self.transfers.give_up(longest, TransferAborted(reason))
 
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
-        """Give a prompt up. One that is bound is settled soon, of others nothing more is heard.
+        """Give a prompt up. A bound prompt is settled soon; other prompts are forgotten.
 
         Args:
-            is_wanted_again: The engine is about to want it under another name, so the prefill side keeps it.
+            is_wanted_again: The engine is about to want the prompt under another name, so the prefill side keeps it.
         """
         prompt = self._prompts.get(name)
         if prompt is None or prompt.is_cancelled:
@@ -288,7 +288,7 @@ class BoundPrompts:
         if not telling.cancelled() and (error := telling.exception()) is not None:
             log.critical("decline_broke", error=str(error), exc_info=error)
 
-    # What the transfers ask and report: see `IncomingScheduler`
+    # Implementation of `IncomingScheduler`
 
     async def prepare(self, attempt: Attempt[BoundPrompt]) -> None:
         attempt.prompt.sent_s = time.monotonic()
@@ -346,7 +346,7 @@ class BoundPrompts:
             prompt.shown = PromptView(state=PromptState.FAILED, failure=str(failure))
 
     def call_ended(self, attempt: Attempt[BoundPrompt]) -> None:
-        """Let the prefill side release a prompt that is whole here, where it has not heard so."""
+        """Let the prefill side release a prompt that is complete here, if it does not know that yet."""
         prompt = attempt.prompt
         is_whole = prompt.is_over and prompt.failure is None
         if is_whole and attempt.is_current and not attempt.is_sent and not self._is_closed:

@@ -32,15 +32,16 @@ log = structlog.get_logger(__name__)
 
 
 class DecodeService(SideService, pb_grpc.DecodeControlServicer):
-    """See the module's docstring. Owned by its process's loop. Its `Generate` is none: requests come by the engine's own front.
+    """See the module's docstring. Owned by its process's loop. It does not implement `Generate`: requests come through the
+    engine's own API.
 
     Args:
         node: The instance.
         config: Settings.
-        hellos: What the ranks said of themselves.
-        security: How prefill nodes are spoken to.
+        hellos: Self-descriptions of the ranks.
+        security: TLS or plain text towards prefill nodes.
         broadcast: Sends a message to every rank.
-        reports: What the ranks said last.
+        reports: The newest reports of the ranks.
         tracer: Records spans of fetches; None disables tracing.
     """
 
@@ -71,10 +72,10 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         self._is_started = False
 
     def start(self, address: str) -> None:
-        """Join the prefill nodes that are set, or found.
+        """Join the prefill nodes in the settings or from discovery.
 
         Args:
-            address: Where their leaders reach this servicer; an instance of both sides is never its own prefill node.
+            address: Address at which their leaders reach this servicer. An instance of both sides is never its own prefill node.
         """
         config, hellos = self._config, self._hellos
         self._discovery.start()
@@ -123,7 +124,7 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         if not self.requests.on_message(rank, message):
             raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
 
-    # As operators see it
+    # Implementation of `Side`
 
     @property
     def _peers(self) -> Sequence[PrefillPeer]:

@@ -1,10 +1,10 @@
 """The attempts of a decode leader: one table for daemons and for engines that schedule by themselves.
 
-A prompt is sent to one prefill node. When that node is about to send, it asks for room; the leader's scheduler answers, and the
-ranks are told to expect the KV. When all ranks have all of it, the prompt is settled. An attempt that fails can be followed by
-another one: where the prompt names its prefill node, on that node, else on a node that it was not sent to.
-Each attempt has an id of its own (docs/adr/0012-a-transfer-id-for-each-try.md), under which prefill node and ranks know it. So
-what comes late of one attempt finds that attempt, or nothing.
+A prompt is sent to one prefill node. When that node is about to send, it asks for room. The leader's scheduler answers, and the
+ranks are told to expect the KV. When all ranks have the complete KV, the prompt is settled. If an attempt fails, another one can
+follow. If the prompt names its prefill node, it is on that node; otherwise on a node that the prompt was not sent to.
+Each attempt has an id of its own (docs/adr/0012-a-transfer-id-for-each-try.md), under which prefill node and ranks know it. So a
+late message of an attempt finds that attempt, or nothing.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.transfer_ids import new_transfer_id
 
 RETRY_PAUSE_S: Final = 0.05
-"""Before a prompt is sent to the same prefill node again."""
+"""Pause before a prompt is sent to the same prefill node again."""
 
 REJOIN_S: Final = 5.0
-"""How long a prompt that was sent to its prefill node waits for it to be joined again: the node has either died, and the prompt
-with it, or comes back in a moment."""
+"""Time that a prompt waits for its prefill node to join again. Either the node has died with the prompt, or it comes back in a
+moment."""
 
 PLACE_AFTER_S: Final = 0.1
-"""From the first change of prefill nodes until prompts that wait for one are placed: several often come within milliseconds."""
+"""Time from the first change of prefill nodes until waiting prompts are placed. Several nodes often come within milliseconds."""
 
 PLACED_AT_ONCE: Final = 32
-"""Prompts that waited, of one such moment: the first node that comes is not to have all, if others are on their way."""
+"""Waiting prompts that are placed at once. The first node that joins does not get all if others are about to join."""
 
 PLACED_TOKENS_AT_ONCE: Final = 1 << 18
 """Tokens of the prompts that are placed at one such moment. Choosing a node for 131,072 tokens takes the loop some 5 ms."""
 
 ASK_AGAIN_S: Final = 0.5
-"""Pause between two questions to the scheduler about room, where nothing changes. `decode_node.admission.WAITS_S` is longer: a
-request that waits keeps its place."""
+"""Pause between two questions to the scheduler about room if nothing changes. `decode_node.admission.WAITS_S` is longer, so a
+waiting request keeps its place."""
 
 ASKED_AT_ONCE: Final = 32
-"""Attempts for which the scheduler is asked again at a change. A question takes the loop up to 0.3 ms, and hundreds can wait; the
-others follow after `ASK_AGAIN_S`."""
+"""Attempts for which the scheduler is asked again at a change. A question takes up to 0.3 ms of the loop, and hundreds can wait.
+The others follow after `ASK_AGAIN_S`."""
 
 MAX_NOTE_BYTES: Final = 1 << 20
 """Largest note of the other side's engine; an honest one sends no more."""
@@ -95,17 +95,17 @@ log = structlog.get_logger(__name__)
 
 
 class IncomingTransfers(Generic[PromptT]):
-    """Owned by the leader's loop.
+    """Track all attempts of a decode leader. Owned by the leader's loop.
 
     Args:
-        scheduler: Decides when a prompt has room, and hears of its end.
+        scheduler: Decides when a prompt has room, and receives reports of its end.
         peers: Prefill nodes.
         own: This instance.
         retries: How often a prompt may be sent to a prefill node again.
         may_join: Whether a prompt may name a prefill node that is not known yet.
         broadcast: Sends a message to every rank.
-        observer: Hears what happens.
-        name_attempt: Makes the id of an attempt from the engine's name of the prompt.
+        observer: Receives reports about prompts.
+        name_attempt: Creates the id of an attempt from the engine's name of the prompt.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class IncomingTransfers(Generic[PromptT]):
         self._broadcast = broadcast
         self._observer = observer
         self._name_attempt = name_attempt
-        self._attempts: dict[str, Attempt[PromptT]] = {}  # current ones, and those before them that a rank still holds
-        self._unsent: list[Attempt[PromptT]] = []  # those that wait for any prefill node to be joined, the oldest prompt's first
+        self._attempts: dict[str, Attempt[PromptT]] = {}  # current ones, and earlier ones that a rank still holds
+        self._unsent: list[Attempt[PromptT]] = []  # attempts that wait for any prefill node to join, the oldest prompt's first
         self._placing: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # calls of prefill nodes, and waits for one or for room
+        self._tasks: set[asyncio.Task[None]] = set()  # calls to prefill nodes, and waits for a node or for room
         self._without_room: dict[Attempt[PromptT], asyncio.Future[None]] = {}  # done when the scheduler is to be asked again
 
     @property
@@ -140,7 +140,7 @@ class IncomingTransfers(Generic[PromptT]):
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Ids of every attempt of every prompt that is in flight."""
+        """Ids of all attempts of all prompts in flight."""
         return tuple(attempt.transfer_id for prompt in self._prompts for attempt in prompt.attempts)
 
     @property
@@ -166,11 +166,11 @@ class IncomingTransfers(Generic[PromptT]):
         return [prompt.view(now_s, num_ranks=self._own.shard.num_ranks) for prompt in self._prompts]
 
     def find(self, transfer_id: str) -> Attempt[PromptT] | None:
-        """Return the attempt of that id, if it is in flight."""
+        """Return the attempt with that id, if it is in flight."""
         return self._attempts.get(transfer_id)
 
     async def close(self, error: TransferError) -> None:
-        """End every prompt with `error`, without the ranks: they are gone, or about to be."""
+        """End every prompt with `error`, without messages to the ranks, which have ended or are about to end."""
         attempts = list(self._attempts.values())
         for attempt in attempts:
             if attempt.stage is AttemptStage.WAITING:
@@ -197,10 +197,10 @@ class IncomingTransfers(Generic[PromptT]):
         """Begin the first attempt of a prompt.
 
         Args:
-            may_wait: Whether a prompt that names no prefill node may wait for one to be joined, where none is.
+            may_wait: Whether a prompt that names no prefill node may wait for one to join if none is joined.
 
         Raises:
-            PeerUnreachable: No prefill node is joined, and the prompt may not wait, or none can be waited for.
+            PeerUnreachable: No prefill node is joined, and the prompt may not wait or no node can join.
         """
         if prompt.source:
             self._begin(prompt, None, None)
@@ -213,7 +213,7 @@ class IncomingTransfers(Generic[PromptT]):
         self._begin(prompt, peer, None)
 
     def abort(self, request_id: str, error: TransferError) -> bool:
-        """Give up the prompt that has an attempt of that id. Return False if none of it is in flight any more."""
+        """Give up the prompt of the attempt with that id. Return False if none of its attempts is in flight any more."""
         for prompt in self._prompts:
             if any(attempt.transfer_id == request_id for attempt in prompt.attempts) and not prompt.is_over:
                 self.give_up(prompt, error)
@@ -221,10 +221,10 @@ class IncomingTransfers(Generic[PromptT]):
         return False
 
     def give_up(self, prompt: PromptT, error: TransferError, *, outcome: str = "") -> None:
-        """End a prompt that was fetched, wherever it stands. No-op once it is over.
+        """End a prompt at any stage. No-op once it is over.
 
         Args:
-            outcome: As the metrics count it; empty means as errors of this kind.
+            outcome: Outcome for the metrics; empty means the outcome of errors of this kind.
         """
         if prompt.is_over:
             return
@@ -235,12 +235,12 @@ class IncomingTransfers(Generic[PromptT]):
         self._go_on(attempt)
 
     def finish(self, prompt: PromptT) -> None:
-        """Record that the engine has used the KV of a prompt: nothing can fail it any more, and the ranks release its pages."""
+        """Record that the engine has used the KV of a prompt. It cannot fail any more, and the ranks release its pages."""
         prompt.is_over = True
         prompt.current.stage = AttemptStage.LEAVING
 
     def forget(self, prompt: PromptT) -> None:
-        """Forget a prompt as soon as no rank holds its pages: its engine needs nothing of it any more."""
+        """Forget a prompt that its engine does not need any more, as soon as no rank holds its pages."""
         prompt.is_over = prompt.is_forgotten = True
         if prompt.attempts:
             self._forget_if_done(prompt.current)
@@ -261,8 +261,8 @@ class IncomingTransfers(Generic[PromptT]):
     # Choice of a prefill node
 
     def peers_changed(self) -> None:
-        """Record that prefill nodes came or went. Prompts that wait for any node are placed a moment later, so that nodes that
-        come together share them."""
+        """Record that prefill nodes joined or left. Prompts that wait for any node are placed a moment later, so that nodes that
+        join together share them."""
         if self._unsent and self._placing is None:
             self._placing = asyncio.get_running_loop().call_later(PLACE_AFTER_S, self.place_waiting)
 
@@ -288,7 +288,7 @@ class IncomingTransfers(Generic[PromptT]):
                 self._refuse(attempt)
 
     def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
-        """Fail attempts whose KV has not all arrived from the peer; the others need it no more.
+        """Fail the attempts that still need KV from the peer.
 
         The prompts of `PLACED_TOKENS_AT_ONCE` tokens are retried at once, the others in the next turns of the loop.
         """
@@ -308,24 +308,25 @@ class IncomingTransfers(Generic[PromptT]):
             if not attempt.is_sent:
                 self.fail(attempt, PeerUnreachable(reason))
             if attempt.call is not None:
-                attempt.call.cancel()  # a frozen node would leave the call open, and a finished prompt without its end
+                attempt.call.cancel()  # a frozen node would leave the call open, and a finished prompt would not end
 
     def _pick(self, prompt: PromptT) -> PrefillPeer | None:
-        """Where to send the prompt now; None where only those are joined that had it."""
+        """Return the node to send the prompt to. None means that only nodes are joined that already had it."""
         tried = frozenset(one.incarnation for one in prompt.attempts if one.peer is not None)
         return self._peers.pick(tried=tried, token_ids=prompt.token_ids, cache_salt=prompt.cache_salt)
 
     def _may_come(self, prompt: PromptT) -> bool:
-        """Whether another prefill node can be waited for. One that was lost with the prompt is not: it may be what kills it."""
+        """Return whether another prefill node can join. A node that was lost with the prompt does not count, because the prompt
+        may have caused its failure."""
         return self._peers.can_wait_for_node(tried=frozenset(one.peer for one in prompt.attempts if one.peer is not None))
 
     async def _joined(self, prompt: PromptT) -> PrefillPeer:
         """Return the prefill node that the prompt names, once it is joined.
 
         Raises:
-            TransferAborted: It is none of those that this side uses, or the prompt was lost with its last life.
-            LayoutError: It does not fit: another model, say.
-            PeerUnreachable: It is not joined in time.
+            TransferAborted: This side does not use that node, or the prompt was lost with the node's last life.
+            LayoutError: The node does not fit, for example because it has another model.
+            PeerUnreachable: The node does not join in time.
         """
         peer = self._peers.find(prompt.source)
         if peer is None:
@@ -361,10 +362,10 @@ class IncomingTransfers(Generic[PromptT]):
         """Start an attempt on `peer`, which is joined; if None, wait for a prefill node to join.
 
         Args:
-            after: What ended the attempt before this one.
+            after: Error that ended the previous attempt.
         """
         if isinstance(after, Preempted):
-            prompt.attempts.pop()  # it counts as none: the same prefill node may have the prompt again
+            prompt.attempts.pop()  # does not count: the same prefill node may get the prompt again
         attempt = Attempt(
             transfer_id=self._name_attempt(prompt.request_id),
             prompt=prompt,
@@ -383,7 +384,7 @@ class IncomingTransfers(Generic[PromptT]):
         wait_s = min(prompt.join_timeout_s, self._queue_left_s(attempt))
         attempt.unsent = asyncio.get_running_loop().call_later(wait_s, self._end_waiting, attempt)
         if isinstance(after, Preempted):
-            self.peers_changed()  # the node that has preempted it is there, and may have it again in a moment
+            self.peers_changed()  # the node that preempted the prompt is joined, and may get it again in a moment
         reason = self._peers.unavailable_reason() if self._placing is None else "one is joined, and others wait for their turn"
         log.info("request_waits_for_prefill_node", request_id=attempt.transfer_id, reason=reason)
 
@@ -400,7 +401,7 @@ class IncomingTransfers(Generic[PromptT]):
             self._send(attempt, peer)
 
     def _send(self, attempt: Attempt[PromptT], peer: PrefillPeer) -> None:
-        """Send the prompt to a prefill node, which is joined."""
+        """Send the prompt to a joined prefill node."""
         assert peer.instance is not None
         self._stop_waiting(attempt)
         prompt = attempt.prompt
@@ -423,7 +424,7 @@ class IncomingTransfers(Generic[PromptT]):
             )
 
     def _end_waiting(self, attempt: Attempt[PromptT]) -> None:
-        """End the wait for any prefill node in time. Where a node has come meanwhile it was the attempt's turn soon."""
+        """Limit the wait for any prefill node. If a node has joined meanwhile, the attempt's turn comes soon."""
         peer = self._pick(attempt.prompt)
         if peer is None:
             self._refuse(attempt)
@@ -440,7 +441,7 @@ class IncomingTransfers(Generic[PromptT]):
             self.give_up(attempt.prompt, attempt.after)
 
     def _stop_waiting(self, attempt: Attempt[PromptT]) -> None:
-        """Stop the wait for a prefill node; no-op where it does not wait."""
+        """Stop the wait for a prefill node. No-op if the attempt does not wait."""
         if attempt.unsent is not None:
             attempt.unsent.cancel()
             attempt.unsent = None
@@ -448,12 +449,12 @@ class IncomingTransfers(Generic[PromptT]):
                 self._unsent.remove(attempt)
 
     def fail(self, attempt: Attempt[PromptT], error: TransferError) -> None:
-        """End an attempt that is not whole, and retry the prompt where the retry rules allow it."""
+        """End an incomplete attempt, and retry the prompt if the retry rules allow it."""
         if attempt.stage not in (AttemptStage.WAITING, AttemptStage.RECEIVING):
             return
         prompt = attempt.prompt
         # The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever attempt is under way.
-        is_counted = not isinstance(error, Preempted)  # otherwise it is nobody's fault, and ends when the engine has computed it
+        is_counted = not isinstance(error, Preempted)  # no peer is at fault; the engine computes it again
         may_retry = (is_retried(error) and len(prompt.attempts) <= self._retries) or not is_counted
         if not may_retry or self._queue_left_s(attempt) <= 0:
             self.give_up(prompt, error)
@@ -463,7 +464,7 @@ class IncomingTransfers(Generic[PromptT]):
         self._go_on(attempt)
 
     def _go_on(self, attempt: Attempt[PromptT]) -> None:
-        """Begin the attempt after one that has failed, or end the prompt; once the pages may be used again."""
+        """Begin the attempt after a failed one, or end the prompt, once the pages may be used again."""
         if attempt.holding and self._scheduler.reuses_pages:
             return  # `on_drained` goes on
         prompt, error = attempt.prompt, attempt.failure
@@ -516,12 +517,12 @@ class IncomingTransfers(Generic[PromptT]):
             self.give_up(attempt.prompt, ResourceExhausted(reason))
 
     def _judge(self, attempt: Attempt[PromptT], verdict: Verdict, reason: str = "") -> None:
-        """Report to the peer's breaker, once, what came of the attempt."""
+        """Report the outcome of the attempt once to the peer's breaker."""
         permit, attempt.permit = attempt.permit, None
         if permit is not None and attempt.peer is not None:
             self._peers.end(attempt.peer, permit, verdict, reason)
 
-    # The prefill node's call
+    # The call to the prefill node
 
     async def _follow(self, attempt: Attempt[PromptT], peer: PrefillPeer) -> None:
         """Follow the prefill node's call to its end."""
@@ -573,14 +574,14 @@ class IncomingTransfers(Generic[PromptT]):
                 deadline.cancel()
 
     def _on_call_over(self, attempt: Attempt[PromptT], peer: PrefillPeer) -> None:
-        """Clean up after the call, however it ended, also before its first step."""
+        """Clean up after the call, even if it ended before its first step."""
         peer.outstanding_tokens -= len(attempt.prompt.token_ids)
         if attempt.span is not None:
             attempt.span.end()  # unless it has failed before
         self._scheduler.call_ended(attempt)
 
     def _run(self, attempt: Attempt[PromptT], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task of an attempt. An exception that nobody expects fails the prompt, and is logged."""
+        """Run a task of an attempt. An unexpected exception fails the prompt, and is logged."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._on_task_over(attempt, task))
@@ -598,7 +599,7 @@ class IncomingTransfers(Generic[PromptT]):
     # Room
 
     def room_changed(self) -> None:
-        """Ask the scheduler again for attempts that wait for room, the oldest prompts first: it may have some now."""
+        """Ask the scheduler again for attempts that wait for room, the oldest prompts first."""
         for attempt in heapq.nsmallest(ASKED_AT_ONCE, self._without_room, key=lambda one: one.prompt.accepted_s):
             changed = self._without_room[attempt]
             if not changed.done():
@@ -614,7 +615,7 @@ class IncomingTransfers(Generic[PromptT]):
     async def _give_room(
         self, attempt: Attempt[PromptT], wanted: pb.PrefillRoomWanted, room: asyncio.Future[pb.PrefillRoom]
     ) -> None:
-        """Answer a prefill node that asks for room in its call, as soon as there is some."""
+        """Answer a prefill node that asks for room in its call, as soon as there is room."""
         try:
             plan, own = self._peers.plan_of(wanted, attempt.incarnation), self._own.incarnation
             while (start_token := await self.reserve(attempt.transfer_id, attempt.incarnation, own, plan)) is None:
@@ -626,14 +627,14 @@ class IncomingTransfers(Generic[PromptT]):
             room.set_result(pb.PrefillRoom(start_token=self._late_start(attempt, start_token)))
 
     def _late_start(self, attempt: Attempt[PromptT], start_token: int) -> int | None:
-        """Return the start token if it is not that of the request."""
+        """Return the start token if it differs from that of the request."""
         return start_token if start_token > attempt.prompt.start_token else None
 
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
         """Take room for an attempt that a prefill leader is about to start, on every rank.
 
         Args:
-            request_id: The attempt's.
+            request_id: Id of the attempt.
             plan: How the prompt is divided.
 
         Returns:
@@ -642,7 +643,7 @@ class IncomingTransfers(Generic[PromptT]):
         Raises:
             TransportClosed: The attempt does not wait here.
             PeerUnreachable: A rank cannot receive it.
-            LayoutError: The plan divides it into too many chunks, or into such that it can never have room here.
+            LayoutError: The plan divides the prompt into too many chunks, or it can never have room here.
         """
         attempt = self._attempts.get(request_id)
         if (
@@ -694,7 +695,7 @@ class IncomingTransfers(Generic[PromptT]):
         """Serve `Reserve`; see `reserve`.
 
         Raises:
-            TransferError: As of `reserve`, or the plan cannot be used.
+            TransferError: See `reserve`; or the plan cannot be used.
         """
         plan = self._peers.plan_of(request, request.prefill_incarnation)
         attempt = self._attempts.get(request.request_id)
@@ -707,7 +708,7 @@ class IncomingTransfers(Generic[PromptT]):
         if attempt.expected is not None and not attempt.expected.done():
             attempt.expected.set_result(reason or "the request is over")
 
-    # What the ranks report
+    # Messages from the ranks
 
     def on_message(self, rank: int, message: Any) -> bool:
         """Handle a message of a rank. Return False if the message is about something else."""
@@ -750,7 +751,7 @@ class IncomingTransfers(Generic[PromptT]):
         self.run_if_whole(attempt)
 
     def run_if_whole(self, attempt: Attempt[PromptT]) -> None:
-        """Settle the prompt once every rank has the whole KV, and all that goes with it has come; nothing less will do."""
+        """Settle the prompt only when every rank has the complete KV, and all data that goes with it has come."""
         is_receiving = attempt.stage is AttemptStage.RECEIVING
         if is_receiving and not attempt.receiving and not attempt.lacks and not self._scheduler.is_loading(attempt):
             attempt.stage = AttemptStage.WHOLE
@@ -769,7 +770,7 @@ class IncomingTransfers(Generic[PromptT]):
         asyncio.get_running_loop().call_later(REASON_GRACE_S, self.fail, attempt, error)
 
     def on_drained(self, rank: int, transfer_id: str) -> None:
-        """Record that nothing of an attempt touches its pages on the rank any more."""
+        """Record that the attempt does not use its pages on the rank any more."""
         attempt = self._attempts.get(transfer_id)
         if attempt is None or rank not in attempt.holding:
             return
@@ -783,7 +784,7 @@ class IncomingTransfers(Generic[PromptT]):
 
 
 def _checked_note(payload: bytes, peer: PrefillPeer) -> bytes:
-    """Raises TransferAborted when the note is too long."""
+    """Return the note. Raise TransferAborted if it is too long."""
     if len(payload) > MAX_NOTE_BYTES:
         raise TransferAborted(f"the note of {peer.address} has {len(payload)} bytes; it can have {MAX_NOTE_BYTES}")
     return payload

@@ -136,7 +136,7 @@ def peer_status(join: Join) -> pb.PeerStatus:
 
 
 def links_of(joins: Iterable[Join]) -> list[pb.LinkStatus]:
-    """What a node's status says of the links to them."""
+    """Return the links of the joins for a node's status."""
     return [link_to_proto(link, peer_incarnation=join.incarnation) for join in joins for link in join.links]
 
 

@@ -75,7 +75,7 @@ class StartTransfer:
     Args:
         start_token: First token whose KV is sent.
         plan: How the prompt is divided.
-        traceparent: Span in which sending it lies; empty if it is not traced.
+        traceparent: Parent span of the sending; empty means that it is not traced.
     """
 
     transfer_id: str
@@ -88,10 +88,10 @@ class StartTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOffered(StartTransfer):
-    """Send a prompt that the engine was given, and schedules itself.
+    """Send a prompt that the engine schedules itself.
 
     Args:
-        name: The engine's own for the prompt.
+        name: The engine's name of the prompt.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Track the prompts of an engine that schedules by itself, in the leader of its prefill side.
 
-A prompt is *offered* when the engine is given it, *begun* when the engine has pages for it, *finished* when it has computed it. A
-decode side asks for it by its transfer id, before or after each of these. A prompt is *closed* when it has been sent, was given
-up, or nobody asked in time; when then no rank reads its pages any more, it is *free*.
+A prompt is *offered* when the engine gets it, *begun* when the engine has pages for it, and *finished* when the engine has
+computed it. A decode side asks for it by its transfer id, before or after each of these. A prompt is *closed* when it has been
+sent, was given up, or no decode side asked in time. A closed prompt is *free* when no rank reads its pages any more.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class _Prompt:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Attempt:
-    """What a transfer that is not over needs here."""
+    """State of a transfer that is not over."""
 
     task: asyncio.Task[None]
-    computing: asyncio.Task[None] | None = None  # the engine's, of a prompt that it was given for this attempt
+    computing: asyncio.Task[None] | None = None  # the engine's call for a prompt that it got for this attempt
     prompt: _Prompt | None = None  # once the engine has it
 
 
@@ -70,8 +70,8 @@ class OfferedPrompts(OutgoingTransfers):
         limits: Bounds.
         broadcast: Sends a message to every rank.
         reserve: See `OutgoingTransfers`.
-        compute: Has the engine given a prompt that it does not have, as `Transfer.engine_request`, and ends when that has been
-            computed; cancelled when the transfer is over. None: it cannot be done.
+        compute: Gives the engine a prompt that it does not have, as `Transfer.engine_request`, and ends when the prompt is
+            computed. It is cancelled when the transfer is over. None means that the engine cannot do this.
         on_outcome: See `OutgoingTransfers`.
         on_given_up: See `OutgoingTransfers`.
     """
@@ -105,11 +105,11 @@ class OfferedPrompts(OutgoingTransfers):
 
     @property
     def num_queued(self) -> int:
-        """As `OutgoingTransfers.num_queued`, and prompts that no transfer sends now."""
+        """Number as in `OutgoingTransfers.num_queued`, plus prompts that no transfer sends now."""
         return super().num_queued + sum(prompt.transfer is None for prompt in self._prompts.values())
 
     def views(self) -> list[RequestView]:
-        """As `OutgoingTransfers.views`, and the prompts that no transfer sends now."""
+        """Return the views of `OutgoingTransfers.views`, and of the prompts that no transfer sends now."""
         now_s = time.monotonic()
         return [
             *super().views(),
@@ -194,7 +194,7 @@ class OfferedPrompts(OutgoingTransfers):
         if prompt is not None and not prompt.is_closed:
             self._close(prompt, reason)
 
-    # What decode sides say
+    # Calls from decode sides
 
     def _accept(self, transfer: Transfer) -> None:
         if self.num_transfers >= self._limits.max_transfers:
@@ -247,7 +247,7 @@ class OfferedPrompts(OutgoingTransfers):
     # A transfer
 
     def _num_computed(self, transfer: Transfer) -> int:
-        """Return 0: only the ranks hear how far the engine is."""
+        """Return 0, because only the ranks know the engine's progress."""
         return 0
 
     async def _follow(self, transfer: Transfer) -> None:
@@ -334,7 +334,7 @@ class OfferedPrompts(OutgoingTransfers):
             ) from None
 
     def _on_end(self, transfer: Transfer, error: TransferError | None) -> None:
-        """After a failure the prompt waits for another attempt, but not for ever."""
+        """Keep the prompt for another attempt after a failure, for a limited time."""
         attempt = self._attempts.pop(transfer)
         for task in (attempt.task, attempt.computing):
             if task is not None and task is not asyncio.current_task():
@@ -363,7 +363,7 @@ class OfferedPrompts(OutgoingTransfers):
         self.fail(transfer, error)
 
     def _on_engine_done(self, transfer: Transfer) -> None:
-        """The engine has answered the call that gave it the prompt."""
+        """Handle the engine's answer to the call that gave it the prompt."""
         attempt = self._attempts.get(transfer)
         if attempt is not None and attempt.prompt is None and transfer.engine_request not in self._offered:
             error = EngineError("the prompt was computed, but not by this engine, which was never given it (the setting api_url)")

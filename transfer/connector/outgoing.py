@@ -1,7 +1,7 @@
 """Track the transfers of a prefill leader, for daemons and engines alike.
 
-A *transfer* is one attempt to send the KV of a prompt to a decode instance. `OutgoingTransfers` owns its way: it asks the decode
-leader for room, starts the ranks, joins their parts, and reports to the caller. A subclass decides the order of events:
+A *transfer* is one attempt to send the KV of a prompt to a decode instance. `OutgoingTransfers` asks the decode leader for room,
+starts the ranks, joins their parts, and reports to the caller. A subclass decides the order of events:
 `prefill_node.requests.PrefillRequests` schedules steps and pages itself, and `transfer.connector.offered_prompts.OfferedPrompts`
 follows an engine that schedules by itself.
 """
@@ -30,12 +30,12 @@ RETRY_RESERVE_S: Final = 0.05
 """Shortest pause after "not yet", before the next question about the same transfer."""
 
 PAUSES_END_EVERY_S: Final = 0.01
-"""Pauses end together, on multiples of this: after each pause, a daemon checks all waiting requests, which can be thousands."""
+"""Pauses end together, on multiples of this time. After each pause, a daemon checks all waiting requests, often thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomWanted:
-    """The prompt could begin, and waits for room on the decode side. `plan` says how it is divided."""
+    """The prompt could begin, and waits for room on the decode side. `plan` divides it into chunks."""
 
     plan: ChunkPlan
 
@@ -82,7 +82,7 @@ class Transfer:
         cache_salt: Stored KV is shared only with prompts of the same salt.
         span: Span of the call, which its caller ends; None if it is not traced.
         room: Result of `RoomWanted`, which its caller sets. None means that the decode leader is asked with `Reserve`.
-        queued_s: When it was accepted, by the monotonic clock.
+        queued_s: Time of acceptance, by the monotonic clock.
     """
 
     transfer_id: str
@@ -107,7 +107,7 @@ class Transfer:
 
     @property
     def is_started(self) -> bool:
-        """Whether the decode side has reserved room and the ranks were sent the transfer."""
+        """Whether the decode side has reserved room and the transfer was sent to the ranks."""
         return self.started_s is not None
 
     @property
@@ -143,7 +143,7 @@ class OutgoingTransfers:
         self._on_given_up = on_given_up
         self._transfers: dict[str, Transfer] = {}  # by id, until no rank knows it
 
-    # What an engine's subclass decides
+    # Methods that subclasses define
 
     def _accept(self, transfer: Transfer) -> None:
         """Check a new transfer and begin with it. Raises TransferError if it cannot be accepted."""
@@ -154,24 +154,24 @@ class OutgoingTransfers:
         raise NotImplementedError
 
     def _on_end(self, transfer: Transfer, error: TransferError | None) -> None:
-        """The transfer is over: all of its KV has arrived (None), or it failed, and the ranks were told to cancel it."""
+        """Handle the end of a transfer. None means that all of its KV has arrived; otherwise the ranks were told to cancel it."""
         raise NotImplementedError
 
     # Reports
 
     @property
     def num_transfers(self) -> int:
-        """Transfers of which anything is left, also those whose last bytes still travel."""
+        """Number of transfers that are not finished, including those whose last bytes are still in flight."""
         return len(self._transfers)
 
     @property
     def num_queued(self) -> int:
-        """Those that wait: for the engine, or for room on the decode side."""
+        """Number of transfers that wait for the engine, or for room on the decode side."""
         return sum(not transfer.is_started for transfer in self._transfers.values())
 
     @property
     def num_running(self) -> int:
-        """Those that the ranks were told to send; pages can be back while bytes are still on their way."""
+        """Number of transfers that the ranks were told to send. Pages can be released while bytes are still in flight."""
         return sum(transfer.is_started for transfer in self._transfers.values())
 
     @property
@@ -191,7 +191,7 @@ class OutgoingTransfers:
         )
 
     def views(self) -> list[RequestView]:
-        """Of all transfers of which anything is left."""
+        """Return a view of each transfer that is not finished."""
         now_s = time.monotonic()
         return [self._view(transfer, now_s) for transfer in self._transfers.values()]
 
@@ -216,10 +216,10 @@ class OutgoingTransfers:
     # What decode sides say
 
     def submit(self, transfer: Transfer) -> None:
-        """Accept a transfer; `Transfer.progress` tells what becomes of it.
+        """Accept a transfer. `Transfer.progress` reports its events.
 
         Raises:
-            TransferAborted: A transfer of that id is in flight.
+            TransferAborted: A transfer with that id is in flight.
             ResourceExhausted: There are too many, or the prompt is too large for this instance.
             ConfigError: The engine cannot have the prompt.
         """
@@ -231,7 +231,7 @@ class OutgoingTransfers:
             transfer.span.set(prompt_tokens=len(transfer.token_ids))
 
     def abort(self, request_id: str, error: TransferError) -> bool:
-        """Give a transfer up by its id; False when nothing of it is in flight for its caller any more."""
+        """Give a transfer up by its id. Return False if it is not in flight for its caller any more."""
         transfer = self._transfers.get(request_id)
         if transfer is None or transfer.is_over:
             return False
@@ -265,12 +265,12 @@ class OutgoingTransfers:
             self.fail(transfer, PeerUnreachable(reason) if message.is_passing else TransferAborted(reason))
         self._forget_if_done(transfer)
 
-    # The way of a transfer
+    # Stages of a transfer
 
     async def _reserve_room(self, transfer: Transfer) -> bool:
         """Ask the decode leader for room. False means "not yet", and comes after a pause.
 
-        Where the caller gives room itself, the result is True, however long that takes.
+        If the caller gives room itself, this waits without a limit and returns True.
 
         Raises:
             TransferError: It cannot be asked, or its answer fails the transfer.
@@ -288,7 +288,7 @@ class OutgoingTransfers:
         return answer.is_reserved
 
     def _start(self, transfer: Transfer, kind: type[StartTransfer], **fields: Any) -> None:
-        """Have the ranks send it; the decode side has room.
+        """Have the ranks send a transfer for which the decode side has room.
 
         Args:
             kind: Message to the ranks.
@@ -314,7 +314,7 @@ class OutgoingTransfers:
     def _on_computed(
         self, transfer: Transfer, *, begun_s: float, ended_s: float, token_id: int | None, note: bytes | None = None
     ) -> None:
-        """The prompt of a started transfer is computed: report the first token, where it is known, and the engine's note."""
+        """Record that the prompt of a started transfer is computed. Report the first token, if known, and the engine's note."""
         if token_id is not None:
             transfer.progress.put_nowait(PromptFirstToken(token_id=token_id, compute_s=ended_s - begun_s))
         if note is not None:
@@ -325,7 +325,7 @@ class OutgoingTransfers:
         self._end_if_sent(transfer)
 
     def _end_if_sent(self, transfer: Transfer) -> None:
-        """Over once every rank has sent its part and the prompt is computed; either can be the last to come."""
+        """End the transfer once every rank has sent its part and the prompt is computed, in either order."""
         if transfer.is_sent and transfer.is_computed and not transfer.is_over:
             transfer.is_over = True
             transfer.progress.put_nowait(PromptSent(stats=tuple(transfer.stats)))
@@ -334,8 +334,11 @@ class OutgoingTransfers:
         self._forget_if_done(transfer)
 
     def _preempt(self, transfer: Transfer, reason: str) -> None:
-        """The engine has taken the pages back. A prompt that is computed for one transfer ends with it: its caller asks again,
-        perhaps elsewhere, and another one waits until it is computed again."""
+        """End a transfer whose pages the engine has taken back.
+
+        A prompt that is computed for one transfer ends with it: its caller asks again, perhaps another node. Any other prompt
+        waits until it is computed again.
+        """
         self.fail(transfer, PeerUnreachable(reason) if transfer.is_only_attempt else Preempted(reason))
 
     def fail(self, transfer: Transfer, error: TransferError) -> None:
@@ -346,7 +349,7 @@ class OutgoingTransfers:
         if transfer.is_started:
             self._broadcast(CancelOutgoing(transfer_id=transfer.transfer_id, reason=clip_reason(str(error))))
         self._on_end(transfer, error)
-        self._forget_if_done(transfer)  # its pages may be back already, and then nobody speaks of it again
+        self._forget_if_done(transfer)  # its pages may be released already; then no rank reports it again
 
     def _end(self, transfer: Transfer, error: TransferError) -> None:
         transfer.is_over = True
@@ -356,7 +359,7 @@ class OutgoingTransfers:
         self._on_outcome(outcome_of(error))
         self._on_given_up(error)
         if transfer.span is not None:
-            if not transfer.is_computed:  # what it was at
+            if not transfer.is_computed:  # record the stage that failed
                 what, begun_s = "kvferry.compute", transfer.started_s
                 if begun_s is None:
                     what, begun_s = "kvferry.queue", transfer.queued_s
@@ -364,15 +367,15 @@ class OutgoingTransfers:
             transfer.span.end(str(error))
 
     def _forget_if_done(self, transfer: Transfer) -> None:
-        """Free the id once no rank knows it: each has sent or failed its part, and gave back what it held.
+        """Free the id once no rank knows it: each has sent or failed its part, and released its pages.
 
-        Ids are the decode side's choice, and the sender of a rank takes an id that it knows for a bug of its own process.
+        The decode side chooses the ids, and the sender of a rank treats a known id as a bug of its own process.
         """
         if transfer.is_over and not transfer.holding and not transfer.unsent:
             self._transfers.pop(transfer.transfer_id, None)
 
     def _end_all(self, error: TransferError) -> None:
-        """End every transfer with `error`, without the ranks: they are gone, or about to be."""
+        """End every transfer with `error`, without messages to the ranks, which have ended or are about to end."""
         for transfer in self._transfers.values():
             if not transfer.is_over:
                 self._end(transfer, error)

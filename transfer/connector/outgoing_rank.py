@@ -42,7 +42,7 @@ class OutgoingEngine(Protocol):
         ...
 
     def on_released(self, transfer_id: str) -> None:
-        """No gather of the transfer reads its pages any more; its last bytes may still be under way."""
+        """Record that no gather of the transfer reads its pages any more. Its last bytes may still be in flight."""
         ...
 
 
@@ -50,7 +50,7 @@ class OutgoingEngine(Protocol):
 class _Outgoing:
     message: StartTransfer
     chunks: Chunks
-    num_reported: int = 0  # of them; they are in the order in which they are computed
+    num_reported: int = 0  # in the order in which chunks are computed
     is_reading: bool = True
     reason: str = ""  # why it was cancelled here
     is_preempted: bool = False
@@ -76,10 +76,10 @@ class OutgoingRank:
         self._sender = sender
         self._sessions = sessions
 
-    # What the leader says
+    # Calls from the leader
 
     def start(self, message: StartTransfer) -> bool:
-        """Ask for grants. Return False if the transfer cannot start: the leader is told why, and the engine is not called."""
+        """Ask for grants. If the transfer cannot start, report why to the leader and return False, without calling the engine."""
         transfer_id, peer = message.transfer_id, self._sessions.of(message.decode_incarnation)
         if peer is None:
             self._send(TransferNotSent(transfer_id=transfer_id, reason="the decode instance is gone", is_passing=True))
@@ -100,7 +100,7 @@ class OutgoingRank:
         return True
 
     def cancel(self, transfer_id: str, reason: str, *, is_preempted: bool = False) -> None:
-        """Send nothing more of a transfer; no-op if it is over. The first reason is the one that the leader is told.
+        """Stop sending a transfer; no-op if it is over. The first reason is reported to the leader.
 
         Args:
             is_preempted: See `TransferNotSent`.
@@ -119,7 +119,7 @@ class OutgoingRank:
     def progress(
         self, transfer_id: str, num_tokens: int, event: DeviceEvent | None = None, *, end_layer: int | None = None
     ) -> bool:
-        """Report the chunks that are in the pool, to be gathered behind `event`; no-op if the transfer is over.
+        """Report the chunks that are in the pool, to be gathered after `event`; no-op if the transfer is over.
 
         Args:
             num_tokens: The prompt's first tokens that are computed.
@@ -166,7 +166,7 @@ class OutgoingRank:
     # Reports and end
 
     def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus; `requests` are those of the sender."""
+        """Return fields of the wire contract's RankStatus; `requests` are those of the sender."""
         return {
             "staging_slots_used": self._sender.num_slots_used,
             "requests": self._sender.num_requests,
@@ -182,11 +182,11 @@ class OutgoingRank:
         return len(self._outgoing)
 
     def started(self, transfer_id: str) -> StartTransfer:
-        """Return the message that started a transfer that is not over."""
+        """Return the message that started an unfinished transfer."""
         return self._outgoing[transfer_id].message
 
     def is_reading(self, transfer_id: str) -> bool:
-        """Whether something may read the transfer's pages."""
+        """Return whether a gather may still read the transfer's pages."""
         outgoing = self._outgoing.get(transfer_id)
         return outgoing is not None and outgoing.is_reading
 
@@ -266,7 +266,7 @@ class OfferedPages:
     Args:
         loop: The owner's.
         send: Called with each message to the leader.
-        on_news: Hears what the engine has to be told.
+        on_news: Called with each event for the engine.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class OfferedPages:
         self._on_reading_over(name, source)
         return idle
 
-    # What the leader says
+    # Calls from the leader
 
     def on_message(self, message: Any) -> None:
         match message:
@@ -350,7 +350,7 @@ class OfferedPages:
             source.transfers.add(message.transfer_id)
             self._report(source)
 
-    # What the rank asks and says
+    # Implementation of `OutgoingEngine`
 
     def tables_of(self, transfer_id: str) -> Tables:
         return self._sources[self._name_of(transfer_id)].tables
@@ -370,7 +370,7 @@ class OfferedPages:
         return message.name
 
     def _report(self, source: _Source) -> None:
-        """Report what is computed to each attempt; cancel those whose rest will never be."""
+        """Report computed chunks to each attempt. Cancel attempts whose remaining chunks will never be computed."""
         for transfer_id in list(source.transfers):
             if not self.rank.progress(transfer_id, source.num_computed, source.event) and source.is_finished:
                 num_tokens = self.rank.started(transfer_id).num_tokens

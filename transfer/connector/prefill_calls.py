@@ -101,15 +101,16 @@ class PrefillCalls:
     """Serve the calls and the joins of decode instances in one life of a prefill instance's ranks.
 
     Args:
-        hello: What rank 0 said of itself.
+        hello: Self-description of rank 0.
         num_ranks: Ranks of this instance.
-        config: Says how prompts are divided.
+        config: Settings that divide prompts into chunks.
         broadcast: Sends a message to every rank.
         requests: Accepts the transfers.
         reserve_client: Keeps a channel to the leader of each joined instance.
         metrics: Count the calls.
-        tracer: Records the spans of calls whose caller traces them; None if this instance does not trace.
-        draining: While it is on, prompts that would be computed for the call alone are refused. None refuses nothing here.
+        tracer: Records the spans of calls whose caller traces them. None disables tracing.
+        draining: While it is on, prompts that would be computed only for the call are rejected. None means that none is rejected
+            here.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class PrefillCalls:
         """Yield the events of a `PrefillControl.Prefill` call, or end it if the prompt is refused; close it as `join`.
 
         Args:
-            messages: What the caller says besides; None means that it is asked for room with `Reserve`.
+            messages: Further messages of the caller. None means that it is asked for room with `Reserve`.
         """
         span = None
         if self._tracer is not None and (told := traceparent_in(context.invocation_metadata())):
@@ -225,7 +226,7 @@ class PrefillCalls:
                 reading.cancel()
                 await asyncio.gather(
                     reading, return_exceptions=True
-                )  # it must be through with the messages before they are closed
+                )  # it must have finished reading the messages before they are closed
             if span is not None:
                 span.end()  # unless what failed it has ended it
 
@@ -239,7 +240,7 @@ class PrefillCalls:
                 start_token = message.room.start_token if message.room.HasField("start_token") else None
                 transfer.room.set_result(Reservation(is_reserved=True, start_token=start_token))
             if not transfer.room.done():
-                raise TransferAborted(GIVEN_UP)  # a call that is cancelled looks so for a moment, too
+                raise TransferAborted(GIVEN_UP)  # a cancelled call also looks like this for a moment
         except TransferError as error:
             self._requests.fail(transfer, error)
 

@@ -77,7 +77,7 @@ class PrefillPeer:
 
     @property
     def takes_room(self) -> bool:
-        """Whether it takes room in the stream of a prompt, and does not ask for it with `Reserve`."""
+        """Whether the node gets room in the stream of a prompt, and does not call `Reserve`."""
         return self.instance is not None and "room_in_stream" in self.instance.capabilities
 
     async def stub(self) -> PrefillControlAsyncStub:
@@ -101,15 +101,15 @@ class PrefillPeer:
         traceparent: str = "",
         room: asyncio.Future[pb.PrefillRoom] | None = None,
     ) -> AsyncGenerator[pb.PrefillEvent, None]:
-        """Have the node compute a prompt and send its KV; yields what it reports.
+        """Have the node compute a prompt and send its KV; yield the events that it reports.
 
         The caller must close the iterator (`contextlib.aclosing`), which gives the request up.
 
         Args:
             start_token: First token whose KV is sent.
-            engine_request: Name of the prompt in the node's engine, which has it from elsewhere; empty: the node has it computed.
+            engine_request: Name of the prompt in the node's engine. Empty means that the node has it computed.
             cache_salt: Stored KV is shared with requests of the same one only.
-            traceparent: Of the span that the call lies in; empty where it is not traced.
+            traceparent: Parent span of the call; empty means that it is not traced.
             room: Sent to the node once it is set, in answer to `room_wanted`. None means that the node asks with `Reserve`.
 
         Raises:
@@ -162,7 +162,7 @@ class PrefillPeer:
 
 
 async def _messages(request: pb.PrefillRequest, room: asyncio.Future[pb.PrefillRoom]) -> AsyncIterator[pb.PrefillMessage]:
-    """The messages of a call. It has no more of them once `room` is cancelled."""
+    """Yield the messages of a call. The stream ends when `room` is cancelled."""
     yield pb.PrefillMessage(request=request)
     await asyncio.wait((room,))
     if not room.cancelled():

@@ -38,11 +38,11 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
     Args:
         node: The instance.
         config: Settings.
-        hellos: What the ranks said of themselves.
-        security: How decode sides are spoken to.
+        hellos: Self-descriptions of the ranks.
+        security: TLS or plain text towards decode sides.
         draining: Whether the instance takes new work.
         broadcast: Sends a message to every rank.
-        reports: What the ranks said last.
+        reports: The newest reports of the ranks.
         compute: See `OfferedPrompts`.
         tracer: Records spans of calls; None disables tracing.
     """
@@ -92,12 +92,12 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
         self._joins = self._calls.joins
 
     def start(self, address: str) -> None:
-        """Register that address, if the settings say so; nothing is registered before `announce`."""
+        """Start to register that address, if the settings enable it. Nothing is registered before `announce`."""
         if self._registration is not None:
             self._registration.start(address)
 
     def announce(self, is_serving: bool) -> None:
-        """Keep the entry in discovery exactly while new work is taken."""
+        """Keep the entry in discovery exactly while new work is accepted."""
         if self._registration is not None:
             self._registration.want(is_serving)
 
@@ -125,7 +125,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
         """Whether the engine's pages are all its own."""
         return not self.requests.num_prompts and not self.requests.num_transfers
 
-    # As operators see it
+    # Implementation of `Side`
 
     @property
     def in_flight(self) -> OfferedPrompts:
@@ -153,7 +153,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
         return show_joins(self._joins, self.metrics)
 
     def abort(self, request_id: str, reason: str) -> bool:
-        """Also the prompt itself, as its engine and a decode side know it: nobody need keep it any more."""
+        """Give up also the prompt itself, by the id that its engine and a decode side know, so that nobody keeps it any more."""
         found = super().abort(request_id, reason)
         return (1 <= len(request_id) <= MAX_ID_CHARS and self.requests.decline(request_id, reason)) or found
 

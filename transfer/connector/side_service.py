@@ -1,4 +1,4 @@
-"""One side of a node as its operators see it: prefill or decode, of a daemon or of an engine that loads kvferry."""
+"""The operators' interface of one side of a node: prefill or decode, of a daemon or of an engine that loads kvferry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transfer.transfer_ids import is_attempt_of
 
 
 class Requests(Protocol):
-    """The requests of a side, as far as its operators are concerned."""
+    """The operators' interface to the requests of a side."""
 
     @property
     def request_ids(self) -> tuple[str, ...]: ...
@@ -81,7 +81,7 @@ class Side:
 
     @property
     def discovery_view(self) -> DiscoveryView | None:
-        """What discovery has found, or the side's own entry there; None if it has none."""
+        """Nodes that discovery found, or the side's own entry there. None means that the side does not use discovery."""
         return None
 
     def show(self) -> Mapping[str, int]:
@@ -89,7 +89,7 @@ class Side:
         raise NotImplementedError
 
     def announce(self, is_serving: bool) -> None:
-        """Hear whether new requests are welcome."""
+        """Record whether new requests are accepted."""
 
     # Views
 
@@ -109,7 +109,7 @@ class Side:
         )
 
     def abort(self, request_id: str, reason: str) -> bool:
-        """Give up every attempt of a request, by its client's id or an attempt's own; False if there is none."""
+        """Give up every attempt of a request, by its client's id or an attempt's id. Return False if there is none."""
         requests = self.in_flight
         if requests is None:
             return False

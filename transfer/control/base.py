@@ -1,12 +1,12 @@
-"""The control plane's interface: small payloads, whose meaning it does not know, between one server and its peers.
+"""The control plane's interface: opaque small payloads between one server and its peers.
 
-A peer is named by its session id, which the registry plane has given out, and known by its public key, which came with the
-attach; the server hears a session's payloads only from the holder of the key that its owner has allowed for it, and drops and
-counts everything else. Nothing here blocks, and nothing promises delivery: a payload may be lost
-(the peer reconnects, a queue is full), never damaged, and payloads of one peer arrive in the order in which they were sent. The
-protocol above repeats what matters until it is answered.
+A peer has a session id, which the registry plane assigned, and a public key, which came with the attach. The server accepts a
+session's payloads only from the holder of the key that its owner has allowed for the session. It drops and counts all others.
+Nothing here blocks, and delivery is not guaranteed. A payload can be lost (the peer reconnects, a queue is full), but not
+damaged. Payloads of one peer arrive in the order in which they were sent. The protocol above repeats important payloads until
+they are answered.
 
-Payloads arrive on the asyncio loop that `watch()` was given; until then they wait.
+Payloads are delivered on the asyncio loop that was given to `watch()`. Before that call they wait.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ WATCH_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """The keys of one end, for one life of its process. They are made when a rank starts and stay in memory; only the public key
-    leaves it, over the registry plane.
+    """The keys of one end, for one life of its process. They are created when a rank starts, and stay in memory. Only the public
+    key leaves the process, over the registry plane.
 
     Args:
         public: Key by which the other end identifies this one, `KEY_BYTES`.
-        secret: Never shown: not in a representation, and so in no log line and no error text.
+        secret: Never shown in a representation, and so in no log line and no error text.
     """
 
     public: bytes
@@ -83,14 +83,14 @@ class ControlServer(Protocol):
 
     @property
     def num_refused(self) -> int:
-        """Connections that showed no key, or none that is allowed. The count can lag by seconds."""
+        """Number of connections without an allowed key. The count can lag by seconds."""
         ...
 
     def allow(self, peer: int, key: bytes = b"") -> None:
         """Serve this session id from now on, and accept its payloads only from the holder of that public key.
 
         Raises:
-            LocalProtocolError: The id cannot be; or the key is missing, or given where this server knows none.
+            LocalProtocolError: The id is invalid; or the key is missing, or given although this server uses no keys.
         """
         ...
 
@@ -136,13 +136,13 @@ class ControlClient(Protocol):
 class Waker:
     """Hand payloads over on an asyncio loop without losing an edge of the descriptor.
 
-    ZeroMQ's descriptor is edge-triggered, and a send can consume the edge. So after every batch, and after every send that the
-    owner reports through `after_send()`, the descriptor's state is looked at again; whatever is there is taken in a later turn.
+    ZeroMQ's descriptor is edge-triggered, and a send can consume the edge. So the descriptor's state is checked again after every
+    batch, and after every send that the owner reports through `after_send()`. Payloads that are there are taken in a later turn.
 
     Args:
         fileno: Descriptor to watch.
         take: Hands over, or drops, the next payload; returns False if nothing is there.
-        has_pending: Returns whether `take` would find something.
+        has_pending: Returns whether `take` would find a payload.
     """
 
     def __init__(

@@ -1,24 +1,24 @@
 """Admission to the port of a control channel: CURVE keys, and the thread that checks them.
 
-CURVE (RFC 26) makes both ends prove that they hold the secret half of a key, and encrypts what they say from then on. A client
-must know the server's public key to get as far as showing its own; libzmq then asks this thread by ZAP (RFC 27), over a socket
-inside the process, whether that key may come in. It has a thread of its own so that a handshake does not wait for a rank's
-loop, which can stand still for a step of its engine.
+With CURVE (RFC 26), both ends prove that they hold the secret half of a key. All later messages are encrypted. A client must know
+the server's public key before it can show its own. libzmq then asks this thread by ZAP (RFC 27), over a socket inside the
+process, whether that key is allowed. A separate thread answers, so that a handshake does not wait for a rank's loop. The loop can
+stand still for a step of its engine.
 
-What libzmq 4.3.5 does before a handshake is over: it reads one message of at most MAXMSGSIZE bytes at a time into memory, a
-wrong one ends the connection, and so does `HANDSHAKE_IVL`. Only behind the handshake has a connection a queue at the ROUTER, so
-what a stranger sends is never kept, in however many parts.
+Before a handshake is over, libzmq 4.3.5 reads one message of at most MAXMSGSIZE bytes at a time into memory. A wrong message ends
+the connection, and so does `HANDSHAKE_IVL`. A connection has a queue at the ROUTER only after the handshake, so a stranger's
+messages are never kept, however many parts they have.
 
-Two rules for whoever changes this, both against `stream_engine_base.cpp` of 4.3.5:
+Two rules for changes of this module, both because of `stream_engine_base.cpp` of 4.3.5:
 
-- No monitor for ``HANDSHAKE_FAILED_PROTOCOL``. Sending that event overwrites `errno` with EAGAIN, and it is also sent for a
-  message that does not decrypt on a connection that has come in. libzmq then takes the broken message for a full queue: the
-  connection is neither read nor closed any more, and its routing id stays taken. So strangers are counted without it: by what
-  was accepted long enough ago to have come in, and has not.
-- The monitor's reader takes everything at once and has no bound of its own: libzmq's I/O thread sends events without a timeout,
-  and a full queue would stop it, and every heartbeat with it.
+- No monitor for ``HANDSHAKE_FAILED_PROTOCOL``. Sending that event overwrites `errno` with EAGAIN. It is also sent for a message
+  that does not decrypt on an admitted connection. libzmq then treats the broken message as a full queue: the connection is
+  neither read nor closed any more, and its routing id stays in use. So strangers are counted without it: a connection counts if
+  it was not admitted in time.
+- The monitor's reader takes all events at once, without a bound. libzmq's I/O thread sends events without a timeout, so a full
+  queue would stop it and every heartbeat.
 
-The sockets of a server live in a ZeroMQ context of their own, for ZAP has one endpoint in each context.
+Each server has its own ZeroMQ context, because ZAP has one endpoint per context.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def new_key_pair() -> KeyPair:
 
 
 def user_id_of(key: bytes) -> str:
-    """Return the name that messages have for the key of their connection."""
+    """Return the name of a key, as messages have it for their connection."""
     return key.hex()
 
 
@@ -95,7 +95,7 @@ class Arrivals:
 
     @property
     def num_refused(self) -> int:
-        """Connections that were refused. It never falls, and is never too high."""
+        """Number of rejected connections. It never falls, and is never too high."""
         with self._lock:
             self._settle()
             self._num_refused = max(self._num_refused, self._num_denied, self._num_old - self._num_admitted)

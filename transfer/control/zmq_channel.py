@@ -1,29 +1,29 @@
 """The control plane over ZeroMQ: one ROUTER at a decode rank, one DEALER per session at a prefill rank.
 
-- Over TCP both ends have keys, and CURVE proves them and encrypts: see `zmq_authenticator`. A socket file has none: who can enter
-  its folder is the user itself.
-- A client's routing id is its session id behind one byte that is not 0 (ids that begin with 0 are ZeroMQ's own). Session ids
-  are random and secret between the two ends. Each message carries the key that its connection came in with, and is heard only if
-  that is the session's.
-- ROUTER_HANDOVER stays off: a second connection that claims a live id is ignored instead of taking it over. The price is
-  that a client that reconnects must wait until the server has seen the old connection die, so it does: `RECONNECT_MS` is longer
-  than both ends need to notice. A restarted process has another session id, and so is another peer.
-- ROUTER_MANDATORY is on: a send to a peer that is not there says so instead of vanishing.
-- Clients send heartbeats, the server does not. A heartbeat carries the time after which the server shall give the client
-  up, so from the first one on both ends notice a frozen or unreachable other. That only makes way for the same client's next
-  connection; what ends a session is its gRPC stream (see docs/protocol.md).
-- What is sent waits in a bounded queue; what has arrived does not. libzmq stops reading a connection whose receive queue is full,
-  and when that connection then breaks, the next heartbeat, or a PING among the bytes read before, fails an assertion that aborts
-  this process (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue: the protocol bounds what it has
-  in flight. A peer whose key is allowed can make it grow, as it can with one message of endless parts, which ZeroMQ keeps until
-  the last has come; one whose key is not allowed has no queue. SECURITY.md says what follows from that.
-- libzmq reconnects by itself after a connection broke, but never after it received an invalid message of the protocol, for
-  example one byte that changed on the way. The socket then accepts nothing more. So a client disconnects when a send is
-  refused, or when its socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, even without a
-  send. A timer of the watching loop starts that connection. Without a watching loop, the next send starts it.
-- Whatever is dropped is one step of a batch, so whoever floods the port slows the owner's loop but never keeps it.
+- Over TCP both ends have keys, and CURVE checks them and encrypts; see `zmq_authenticator`. A socket file has no keys, because
+  only the user can enter its folder.
+- A client's routing id is its session id after one byte that is not 0 (ids that begin with 0 are ZeroMQ's own). Session ids are
+  random and secret between the two ends. Each message carries the key of its connection, and is accepted only if that is the
+  session's key.
+- ROUTER_HANDOVER stays off: a second connection that claims a live id is ignored instead of taking it over. So a client that
+  reconnects must wait until the server has detected the end of the old connection. `RECONNECT_MS` is longer than both ends need
+  to detect it. A restarted process has another session id, and so is another peer.
+- ROUTER_MANDATORY is on: a send to a missing peer returns an error.
+- Clients send heartbeats, the server does not. A heartbeat carries the time after which the server closes a silent connection. So
+  from the first heartbeat on, both ends detect a frozen or unreachable other end. This only allows the same client's next
+  connection. Only the gRPC stream ends a session (see docs/protocol.md).
+- The send queue is bounded, and the receive queue is not. libzmq stops reading a connection whose receive queue is full. If that
+  connection then breaks, the next heartbeat, or a PING among the bytes read before, fails an assertion that aborts this process
+  (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue, because the protocol bounds its messages in
+  flight. A peer whose key is allowed can make the queue grow. It can also send one message of endless parts, which ZeroMQ keeps
+  until the last part has come. A peer whose key is not allowed has no queue. SECURITY.md describes the consequences.
+- libzmq reconnects by itself after a connection broke. It never does so after an invalid message of the protocol, for example one
+  byte that changed on the way. The socket then accepts nothing more. So a client disconnects when a send is refused, or when its
+  socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, even without a send. A timer of the
+  watching loop starts that connection. Without a watching loop, the next send starts it.
+- Each dropped message is one step of a batch, so a flood of the port slows the owner's loop but never blocks it.
 
-Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s.
+Source of the heartbeat numbers: they detected a SIGSTOPped peer in 0.8 s.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _POLLOUT: Final = int(zmq.POLLOUT)
 
 
 class _Messages:
-    """Take messages of exactly `num_parts` parts off a socket; drop others, one part a step, whatever their length.
+    """Take messages of exactly `num_parts` parts off a socket. Drop others, one part a step, of any length.
 
     Args:
         are_signed: Whether to keep the key of the last message's connection in `user_id`.
@@ -250,7 +250,7 @@ class ZmqControlClient:
         keys: Keys of this end; needed for TCP.
         server_key: Public key of the server, with `keys`: no other server is accepted.
         max_payload_bytes: As at the server.
-        silence_ms: Each end closes the connection if it received nothing from the other for so long.
+        silence_ms: Time without data from the other end after which each end closes the connection.
 
     Raises:
         PeerUnreachable: The address cannot be connected to.

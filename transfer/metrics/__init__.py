@@ -1,8 +1,8 @@
 """Metrics of ranks and leaders, and the page that shows them.
 
-`transfer.metrics.table` declares all of them. docs/metrics.md is made of it.
+`transfer.metrics.table` declares all of them, and is the source of docs/metrics.md.
 
-A rank is a process of its own. It keeps a `RankMetrics` and reports its `snapshot()`, plain values, to its leader. The leader
+A rank is a separate process. It keeps a `RankMetrics` and reports its `snapshot()`, plain values, to its leader. The leader
 joins its `NodeMetrics` with the newest snapshots, which have the label ``rank``. A `MetricsPage` writes the result as text.
 """
 

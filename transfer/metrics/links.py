@@ -1,4 +1,4 @@
-"""What was written over a rank's links, and how long that kept them busy."""
+"""Count the bytes written over a rank's links, and the busy time of the links."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LinkSeries:
     busy: BusyTime = field(default_factory=BusyTime)
 
     def show(self, now_s: float) -> None:
-        """Let the counter reach the time that the links were busy until now."""
+        """Update the counter to the busy time of the links until now."""
         self.busy.count_until(now_s)
         self.busy_seconds.reach(self.busy.seconds)
 

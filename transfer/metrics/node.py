@@ -1,4 +1,4 @@
-"""The series of a node's leader, and the names of a request's end."""
+"""The series of a node's leader, and the names of request outcomes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The page of metrics, which `prometheus_client` writes.
 
 `FamilyCollector` gives our numbers to a `CollectorRegistry`. The client's encoders write a registry as Prometheus or OpenMetrics
-text. They check and escape the name and labels of each line, which takes most of the time of a page and gives the same result
-until a series comes or goes. So `MetricsPage` lets an encoder write the lines of a metric once, and then replaces the numbers
+text. They check and escape the name and labels of each line, which takes most of the time of a page. The result changes only when
+a series is added or removed. So `MetricsPage` lets an encoder write the lines of a metric once, and then replaces the numbers
 alone. docs/adr/0035-metrics-of-our-own.md has the times.
 """
 
@@ -23,7 +23,7 @@ from transfer.metrics.series import MetricFamily
 from transfer.metrics.table import RANK_METRICS
 
 MAX_FORMATS: Final = 4
-"""Formats of which a page keeps lines. A client can ask for any number of them."""
+"""Number of formats whose lines a page keeps. A client can ask for any number of formats."""
 
 _PLACE: Final = " NaN\n"
 """End of a line whose number is NaN. No other line ends so: names and labels end otherwise, and help texts are our own."""
@@ -32,7 +32,7 @@ _PLACE: Final = " NaN\n"
 def reported_families(snapshots: Iterable[Mapping[str, Any] | None]) -> list[MetricFamily]:
     """Return the metrics in snapshots of ranks, by declaration and then by rank.
 
-    A metric that is not declared, or whose buckets are others, is left out: it is of another release.
+    A metric that is not declared, or has other buckets, is left out, because it is of another release.
 
     Args:
         snapshots: The newest `RankMetrics.snapshot()` of each rank. None means that the rank has not reported yet.
@@ -139,7 +139,7 @@ class _Format:
 _SeriesKeys = list[tuple[Mapping[str, str], Sequence[str]]]
 
 
-@lru_cache(maxsize=1 << 15)  # most numbers of a page are counts, and equal to others or to their last value
+@lru_cache(maxsize=1 << 15)  # most numbers of a page are counts, often equal to other numbers or to their last value
 def _number_text(number: float) -> str:
     return f" {floatToGoString(number)}\n"
 
@@ -147,5 +147,5 @@ def _number_text(number: float) -> str:
 def _encoder_for(accept: str) -> tuple[Callable[[Any], bytes], str]:
     try:
         return choose_encoder(accept)
-    except (TypeError, ValueError):  # a version in it is no number
+    except (TypeError, ValueError):  # the version is not a number
         return choose_encoder("")

@@ -62,7 +62,7 @@ class Ring(Protocol):
 
 
 class RankMetrics(Series):
-    """The series of one rank, and what they are computed from. Owned by the rank's loop.
+    """The series of one rank, and the values that they are computed from. Owned by the rank's loop.
 
     Args:
         role: "prefill" or "decode".

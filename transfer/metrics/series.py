@@ -1,7 +1,7 @@
 """Counters, gauges and histograms of one process: numbers that one thread owns.
 
-A number is a plain attribute without a lock, so to count costs little in a hot path, and a process reports all numbers a few
-times a second. `transfer.metrics.page` gives them to `prometheus_client`, which writes the text
+A number is a plain attribute without a lock, so counting in a hot path costs little. A process reports all numbers a few times a
+second. `transfer.metrics.page` gives them to `prometheus_client`, which writes the text
 (docs/adr/0035-metrics-of-our-own.md).
 """
 
@@ -47,7 +47,7 @@ class CountedTurns(Protocol):
 
 
 class Counter:
-    """A number that only grows."""
+    """A number that only increases."""
 
     __slots__ = ("value",)
 
@@ -65,7 +65,7 @@ class Counter:
         self.value += amount
 
     def reach(self, total: float) -> None:
-        """Grow to a total that another object counts. A lower total changes nothing."""
+        """Increase to a total that another object counts. A lower total changes nothing."""
         self.value = max(self.value, float(total))
 
     def numbers(self) -> Sequence[float]:
@@ -73,7 +73,7 @@ class Counter:
 
 
 class Gauge:
-    """A value now. A value that is not finite is not shown."""
+    """A current value. A value that is not finite is not shown."""
 
     __slots__ = ("value",)
 
@@ -106,7 +106,7 @@ class Histogram:
         self._sum += value
 
     def follow(self, turns: CountedTurns) -> None:
-        """Show values that another object counts, instead of values that were observed."""
+        """Show values that another object counts, instead of observed values."""
         self._followed = turns
 
     def numbers(self) -> Sequence[float]:
@@ -148,12 +148,12 @@ class Series:
         return self._cell(Histogram, name, labels)
 
     def show_zeros(self, specs: Iterable[MetricSpec], role: str, **values: tuple[str, ...]) -> None:
-        """Show counters and histograms from the start, where the values of their labels are known.
+        """Show counters and histograms from the start, if the values of their labels are known.
 
         Args:
-            specs: Metrics of which those that nodes of `role` serve are shown.
+            specs: Metrics. Those that nodes of `role` serve are shown.
             role: "prefill" or "decode".
-            values: For metrics by name, the values of their one label that `role` has.
+            values: By name of the metric, the values of its one label for `role`.
         """
         for spec in specs:
             name = spec.name.removeprefix(self._prefix)
@@ -182,7 +182,7 @@ class Series:
         cells = self._cells[name]
         key = tuple(labels.values())
         cell = cells.get(key)
-        if cell is None or len(key) > 1:  # several labels may be given in another order
+        if cell is None or len(key) > 1:  # several labels can be given in another order
             spec = self._specs[name]
             if labels.keys() != set(spec.labels):
                 raise KeyError(f"{spec.name} has the labels {', '.join(spec.labels)}, and not {', '.join(labels)}")

@@ -1,4 +1,4 @@
-"""What `transfer.metrics.table` declares metrics with: their type, buckets, and values of labels.
+"""Types for the declarations in `transfer.metrics.table`: metric types, buckets, and values of labels.
 
 Labels have bounded sets of values. No request, session or peer is ever one.
 """
@@ -76,7 +76,7 @@ class MetricSpec:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one series: one; of a histogram its buckets, the count and the sum."""
+        """Number of samples of one series: one. For a histogram: its buckets, the count and the sum."""
         return len(self.buckets) + 3 if self.kind == "histogram" else 1
 
     @property

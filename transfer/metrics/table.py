@@ -1,4 +1,4 @@
-"""Every metric of ranks and leaders, declared once. docs/metrics.md is made of this table.
+"""Every metric of ranks and leaders, declared once. This table is the source of docs/metrics.md.
 
 Leaders serve one series for a node. Ranks report theirs to their leader, which serves them with the label ``rank``.
 """
@@ -34,14 +34,14 @@ _OP: Final[Label] = ("op", STORE_OPS)
 STORE_METRICS: Final = (
     counter(
         "store_operations",
-        "Pages that the store was asked about, by what became of them.",
+        "Pages in calls of the store, by outcome.",
         _OP,
         ("outcome", STORE_OUTCOMES),
         advice="missing is ordinary; anything else that is not ok is the store, its network, or its settings (docs/offload.md).",
     ),
     counter(
         "store_bytes",
-        "Bytes of pages that were put into the store, or got from it.",
+        "Bytes of pages written to the store or read from it.",
         _OP,
         advice="Its rate is the store's share of the network or disk.",
     ),
@@ -50,19 +50,19 @@ STORE_METRICS: Final = (
         "Seconds until a call of the store was answered.",
         _OP,
         buckets=STAGE_BUCKETS_S,
-        advice="Compare get with what the same pages take to compute.",
+        advice="Compare get with the time that computing the same pages takes.",
     ),
     gauge(
         "store_queue_depth",
         "Pages that wait for the store, or for its answer.",
-        advice="Growing: the store is slower than what is written.",
+        advice="Growing: the store is slower than the writes to it.",
     ),
     gauge(
         "store_circuit",
         "1 for the state of the circuit breaker of reads or writes.",
         ("direction", ("read", "write")),
         ("state", BREAKER_STATES),
-        advice="Open: the store is left alone for a while; requests go on without it.",
+        advice="Open: the store is not used for a while; requests continue without it.",
     ),
 )
 
@@ -91,22 +91,22 @@ REQUEST_METRICS: Final = (
         " aborted them, no room in time, a rank or peer or the way to it was lost, the engine failed, bytes arrived broken twice,"
         " the two sides do not fit.",
         ("reason", ABORT_REASONS),
-        advice="caller is ordinary; lost comes with restarts; engine, data_loss and misfit want a look into the log.",
+        advice="caller is normal; lost comes with restarts; for engine, data_loss and misfit, check the log.",
     ),
     counter(
         "retries",
         "Attempts of requests on another prefill node, after their own was lost before the first token.",
         roles=DECODE,
-        advice="With breaker_openings: which prefill nodes come and go.",
+        advice="Compare with breaker_openings: prefill nodes that come and go.",
     ),
     counter(
         "prompt_tokens",
-        "Tokens of prompts that were accepted, each try by itself on a prefill node.",
-        advice="Its rate is what is asked of the tier.",
+        "Tokens of accepted prompts; on a prefill node, counted for each attempt.",
+        advice="Its rate is the demand on the tier.",
     ),
     counter(
         "generated_tokens",
-        "Tokens that were generated and handed to callers.",
+        "Tokens that were generated and returned to callers.",
         roles=DECODE,
         advice="Its rate is the node's throughput.",
     ),
@@ -114,11 +114,11 @@ REQUEST_METRICS: Final = (
         "loaded_prompt_tokens",
         "Tokens of prompts that were taken from the store, and not computed.",
         roles=PREFILL,
-        advice="Over prompt_tokens: what the store spares the engine.",
+        advice="Over prompt_tokens: the share of tokens that the engine need not compute.",
     ),
     histogram(
         "queue_seconds",
-        "Seconds that a request waited for room, or until it was given up without, each try by itself.",
+        "Seconds that a request waited for room, or until it was given up without room, for each attempt.",
         buckets=STAGE_BUCKETS_S,
         advice="Growing on both tiers: decode has no room. On prefill nodes alone: they are too few.",
     ),
@@ -127,7 +127,7 @@ REQUEST_METRICS: Final = (
         "Seconds from acceptance to the first token.",
         roles=DECODE,
         buckets=TOKEN_BUCKETS_S,
-        advice="What the caller waits for: queue, prefill and the exposed part of the transfer.",
+        advice="The caller's wait: queue, prefill and the exposed part of the transfer.",
     ),
     histogram(
         "time_per_output_token_seconds",
@@ -138,18 +138,18 @@ REQUEST_METRICS: Final = (
     ),
     gauge(
         "queued_requests",
-        "Requests that wait for room, on a decode node also for a prefill node to be joined.",
+        "Requests that wait for room, or on a decode node for a prefill node to join.",
         advice="Alarm when it grows, or nears max_queued_requests.",
     ),
     gauge(
         "max_queued_requests",
         "limits.max_queued_requests of the node. An engine that hosts its side has a queue of its own, and none of this.",
-        advice="What queued_requests is to be compared with: at it, requests are refused.",
+        advice="Compare queued_requests with it: at this value, requests are rejected.",
     ),
     gauge(
         "running_requests",
         "Requests computed, transferred or generated.",
-        advice="At max_running_requests others wait, whatever the pool has free.",
+        advice="At max_running_requests, other requests wait even if the pool has free pages.",
     ),
     gauge(
         "max_running_requests",
@@ -182,14 +182,14 @@ NODE_STATE_METRICS: Final = (
     ),
     gauge(
         "discovery_age_seconds",
-        "Seconds since what discovery names was last known to hold; -1: nothing was heard yet, 0: nothing can grow old.",
-        advice="Above a few times discovery_interval_seconds: the file, DNS or etcd is away; what was known goes on to be used.",
+        "Seconds since discovery's nodes were last confirmed; -1 means no result yet, 0 means that the list cannot become old.",
+        advice="Above a few times discovery_interval_seconds: the file, DNS or etcd is away; the last known nodes stay in use.",
     ),
     gauge(
         "discovery_interval_seconds",
         "Seconds between two looks of discovery, or two renewals of a registration; "
         "0: a list that is not looked at again, or a node that is not to be found: it loads, or was drained.",
-        advice="What discovery_age_seconds is to be compared with.",
+        advice="Compare discovery_age_seconds with it.",
     ),
     counter(
         "discovery_failures",
@@ -198,7 +198,7 @@ NODE_STATE_METRICS: Final = (
     ),
     counter(
         "discovery_refused_entries",
-        "Entries of discovery that could not be used, by why; each is counted once for as long as it is there.",
+        "Entries of discovery that could not be used, by reason; each is counted once while it is there.",
         ("reason", REFUSED_ENTRIES),
         roles=DECODE,
         advice="Somebody else writes into the file or the prefix, or plain text is not allowed; the log names the entry.",
@@ -212,13 +212,13 @@ NODE_STATE_METRICS: Final = (
     ),
     counter(
         "join_faults",
-        "Joins that a bug of this node ended; its log has it, and they are tried again.",
+        "Joins that a bug of this node ended, with details in its log; they are repeated.",
         roles=DECODE,
-        advice="Any is worth a report.",
+        advice="Report any increase.",
     ),
     counter(
         "breaker_openings",
-        "Times that a circuit breaker opened: a prefill node was lost, or failed requests.",
+        "Number of openings of circuit breakers: a prefill node was lost, or failed requests.",
         roles=DECODE,
         advice="An increase outside of roll-outs: find out which node, in the log.",
     ),
@@ -235,7 +235,7 @@ NODE_STATE_METRICS: Final = (
     ),
     gauge(
         "rank_restarts",
-        "Times that the rank group was started again.",
+        "Number of restarts of the rank group.",
         advice="An increase: the ranks' last log lines say why.",
     ),
     counter(
@@ -246,22 +246,22 @@ NODE_STATE_METRICS: Final = (
     ),
     gauge(
         "certificate_expiry_timestamp_seconds",
-        "When the node's certificate expires, in seconds since 1970.",
+        "Expiry time of the node's certificate, in seconds since 1970.",
         advice="Alarm a day ahead: kvferry_certificate_expiry_timestamp_seconds - time() < 86400.",
     ),
     gauge(
         "certificate_stale",
         "1 while the node's certificate files have changed and cannot be used; 0 otherwise.",
-        advice="Alarm at 1: the log says what is wrong with the files.",
+        advice="Alarm at 1: the log names the problem of the files.",
     ),
     gauge(
         "start_time_seconds",
-        "When the node's process started, in seconds since 1970; a restart of its ranks or a change of its role is none.",
+        "Start time of the node's process, in seconds since 1970; restarts of its ranks and role changes do not count.",
         advice="Alarm when it changes again and again: changes(kvferry_start_time_seconds[1h]).",
     ),
     gauge(
         "build_info",
-        "Always 1; the labels say what runs.",
+        "Always 1; the labels have the versions.",
         ("version", "version of kvferry"),
         ("python", "version of Python"),
         advice="Two versions for long: a roll-out that stands still.",
@@ -271,13 +271,13 @@ NODE_STATE_METRICS: Final = (
 OFFLOAD_METRICS: Final = (
     counter(
         "offload_prompt_tokens",
-        "Tokens of prompts that were looked for in the tiers, hits among them; once for each try.",
+        "Tokens of prompts that were looked up in the tiers, including hits, for each attempt.",
         roles=DECODE,
-        advice="The whole that offload_hit_tokens are a part of.",
+        advice="The total of which offload_hit_tokens are a part.",
     ),
     counter(
         "offload_hit_tokens",
-        "Tokens of prompts found in a tier, which did not come from prefill; once for each try.",
+        "Tokens of prompts found in a tier, which did not come from prefill, for each attempt.",
         ("tier", ("device", "host", "storage")),
         roles=DECODE,
         advice="Over offload_prompt_tokens: the hit rate of each tier.",
@@ -287,7 +287,7 @@ OFFLOAD_METRICS: Final = (
         "Pages saved into host memory, of the prompt or generated.",
         ("source", ("prompt", "generated")),
         roles=DECODE,
-        advice="What is kept.",
+        advice="The pages that are kept.",
     ),
     counter(
         "offload_released_pages",
@@ -324,7 +324,7 @@ OFFLOAD_METRICS: Final = (
         "offload_backup_queue",
         "Pages that wait to be put into the store.",
         roles=DECODE,
-        advice="Growing: the store is slower than what is generated.",
+        advice="Growing: the store is slower than generation.",
     ),
     gauge(
         "host_pages",
@@ -332,7 +332,7 @@ OFFLOAD_METRICS: Final = (
         ("group", "groups of layers of the model: full, window_4096 and the like"),
         ("state", ("free", "cached", "held")),
         roles=DECODE,
-        advice="None free or cached: host memory is full of what running requests need.",
+        advice="None free or cached: host memory is full of pages of running requests.",
     ),
 )
 
@@ -356,11 +356,11 @@ TRANSFER_METRICS: Final = (
     counter(
         "chunks",
         "Parts of chunks gathered (prefill) or scattered (decode); one per chunk and route.",
-        advice="Bytes per chunk that fall say that prompts are short, or cut finely (chunk.piece_bytes).",
+        advice="Falling bytes per chunk: prompts are short, or chunks are small (chunk.piece_bytes).",
     ),
     counter(
         "writes",
-        "Bulk writes that ended well.",
+        "Bulk writes that succeeded.",
         roles=PREFILL,
         advice="As many as chunks, resends aside.",
     ),
@@ -368,13 +368,13 @@ TRANSFER_METRICS: Final = (
         "writes_avoided",
         "Writes that sending each token, layer, K and V by itself would have taken on top.",
         roles=PREFILL,
-        advice="With writes: what the same transfers would have cost in descriptors without staging.",
+        advice="With writes: the number of descriptors of the same transfers without staging.",
     ),
     counter(
         "resends",
         "Chunk sends that were repeated because the bytes arrived broken.",
         roles=PREFILL,
-        advice="As broken_chunks, as the writer sees it.",
+        advice="Like broken_chunks, counted by the writer.",
     ),
     counter(
         "broken_chunks",
@@ -402,7 +402,7 @@ TRANSFER_METRICS: Final = (
     histogram(
         "stage_seconds",
         "Seconds that a stage of a transfer took: credit_wait, gather, write, ack and scatter of one part of a chunk; total, from"
-        " the first gather of a request to its last release, and exposed, what of it came after the last computed chunk.",
+        " the first gather of a request to its last release, and exposed, its part after the last computed chunk.",
         ("stage", tuple(stage for stages in RANK_STAGES.values() for stage in stages)),
         buckets=STAGE_BUCKETS_S,
         advice="The stage that grows under load is the bottleneck: credit_wait is the ring or a slow decode side, write the "
@@ -456,9 +456,9 @@ RING_METRICS: Final = (
     ),
     gauge(
         "ring_watermark_position_bytes",
-        "Position in the ring below which everything is released; only grows, and begins anew with the rank.",
+        "Position in the ring below which everything is released; only grows, and starts again with the rank.",
         roles=DECODE,
-        advice="Its derivative is what the ring turns over.",
+        advice="Its derivative is the throughput of the ring.",
     ),
     gauge(
         "ring_watermark_lag_bytes",
@@ -491,7 +491,7 @@ LINK_METRICS: Final = (
     ),
     counter(
         "link_written_bytes",
-        "Bytes of writes that ended well on the link; of links with the same labels, to several nodes, their sum.",
+        "Bytes of writes that succeeded on the link; of links with the same labels, to several nodes, their sum.",
         *_LINK,
         roles=PREFILL,
         advice="Over link_busy_seconds: the bandwidth that the link achieves while it is used.",
@@ -523,7 +523,7 @@ LINK_METRICS: Final = (
         "fastest_link_ratio",
         "Likewise the highest, of the links that were in use for more than a hundredth of the time.",
         roles=PREFILL,
-        advice="Low too: not one link is slow, but what all have in common is slow or full.",
+        advice="Low too: not one link but a shared resource is slow or full.",
     ),
     gauge(
         "links_fallen_back",
@@ -565,12 +565,12 @@ RANK_STATE_METRICS: Final = (
         "Calls to a decode rank that the caller's certificate does not allow.",
         ("method", "methods of the rank's gRPC services"),
         roles=DECODE,
-        advice="See TLS in docs/operations.md: a name is missing in tls.peer_names, or somebody tries doors.",
+        advice="See TLS in docs/operations.md: a name is missing in tls.peer_names, or a stranger calls.",
     ),
     gauge(
         "rank_requests",
         "Requests that the rank keeps any state of.",
-        advice="0 when the node is idle: what stays is a leak.",
+        advice="0 when the node is idle: a remaining value is a leak.",
     ),
     gauge(
         "sessions",

@@ -32,9 +32,9 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class NodeControlStub:
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
-    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
-    of version 0.1.
+    Calls of operators and their tools. The leader of every node serves it, in either role, and so does every engine that loads kvferry.
+    The same methods of PrefillControl and DecodeControl exist for tools of version 0.1. In an engine's instance of both sides, they apply
+    to one side.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -98,17 +98,17 @@ class NodeControlStub:
     the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
     that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
-    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine has
-    loaded kvferry and decides its role itself, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
-    requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
-    take it on for another reason.
+    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine that
+    loaded kvferry decides its role, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or
+    another change is under way. DEADLINE_EXCEEDED: requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for
+    the other role. INTERNAL: its ranks could not change for another reason.
     """
 
 class NodeControlAsyncStub:
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
-    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
-    of version 0.1.
+    Calls of operators and their tools. The leader of every node serves it, in either role, and so does every engine that loads kvferry.
+    The same methods of PrefillControl and DecodeControl exist for tools of version 0.1. In an engine's instance of both sides, they apply
+    to one side.
     """
 
     Status: grpc.aio.UnaryUnaryMultiCallable[
@@ -171,17 +171,17 @@ class NodeControlAsyncStub:
     the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
     that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
-    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine has
-    loaded kvferry and decides its role itself, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
-    requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
-    take it on for another reason.
+    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine that
+    loaded kvferry decides its role, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or
+    another change is under way. DEADLINE_EXCEEDED: requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for
+    the other role. INTERNAL: its ranks could not change for another reason.
     """
 
 class NodeControlServicer(metaclass=abc.ABCMeta):
     """------------------------------------------------------------------------------------------------------------------
-    Every node, served by its leader, whatever its role is, and every engine that loads kvferry: what operators and their tools call. The
-    same methods of PrefillControl and DecodeControl do the same, for one side where an engine's instance has both, and are there for tools
-    of version 0.1.
+    Calls of operators and their tools. The leader of every node serves it, in either role, and so does every engine that loads kvferry.
+    The same methods of PrefillControl and DecodeControl exist for tools of version 0.1. In an engine's instance of both sides, they apply
+    to one side.
     """
 
     @abc.abstractmethod
@@ -258,10 +258,10 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
         that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
-        INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine has
-        loaded kvferry and decides its role itself, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
-        requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
-        take it on for another reason.
+        INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine that
+        loaded kvferry decides its role, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or
+        another change is under way. DEADLINE_EXCEEDED: requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for
+        the other role. INTERNAL: its ranks could not change for another reason.
         """
 
 def add_NodeControlServicer_to_server(servicer: NodeControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
@@ -301,9 +301,9 @@ class PrefillControlStub:
         transfer.pb.kvferry_pb2.PrefillMessage,
         transfer.pb.kvferry_pb2.PrefillEvent,
     ]
-    """As `Prefill`, but the decode side gives room in the same stream, and nobody calls `Reserve`. The first message has `request`.
-    When this side could begin, it sends `room_wanted` once; the decode side answers with `room` when it has room, however long
-    that takes. Only between sides with the capability "room_in_stream".
+    """As `Prefill`, but the decode side answers about room in the same stream, and `Reserve` is not called. The first message has
+    `request`. When this side could begin, it sends `room_wanted` once. The decode side answers with `room` when it has room, without a
+    time limit. Only for prefill sides with the capability "room_in_stream".
 
     Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
     """
@@ -366,9 +366,9 @@ class PrefillControlAsyncStub:
         transfer.pb.kvferry_pb2.PrefillMessage,
         transfer.pb.kvferry_pb2.PrefillEvent,
     ]
-    """As `Prefill`, but the decode side gives room in the same stream, and nobody calls `Reserve`. The first message has `request`.
-    When this side could begin, it sends `room_wanted` once; the decode side answers with `room` when it has room, however long
-    that takes. Only between sides with the capability "room_in_stream".
+    """As `Prefill`, but the decode side answers about room in the same stream, and `Reserve` is not called. The first message has
+    `request`. When this side could begin, it sends `room_wanted` once. The decode side answers with `room` when it has room, without a
+    time limit. Only for prefill sides with the capability "room_in_stream".
 
     Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
     """
@@ -437,9 +437,9 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[transfer.pb.kvferry_pb2.PrefillMessage],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[transfer.pb.kvferry_pb2.PrefillEvent], collections.abc.AsyncIterator[transfer.pb.kvferry_pb2.PrefillEvent]]:
-        """As `Prefill`, but the decode side gives room in the same stream, and nobody calls `Reserve`. The first message has `request`.
-        When this side could begin, it sends `room_wanted` once; the decode side answers with `room` when it has room, however long
-        that takes. Only between sides with the capability "room_in_stream".
+        """As `Prefill`, but the decode side answers about room in the same stream, and `Reserve` is not called. The first message has
+        `request`. When this side could begin, it sends `room_wanted` once. The decode side answers with `room` when it has room, without a
+        time limit. Only for prefill sides with the capability "room_in_stream".
 
         Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
         """

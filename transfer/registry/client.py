@@ -140,7 +140,7 @@ class SessionWatch:
         self._ticker = self._loop.call_later(heartbeats.tick_s, self._tick)
 
     def report_link(self, link: Link) -> None:
-        """Report what this writer measured of the link to the decode rank, with a heartbeat that is sent at once."""
+        """Report this writer's measurements of the link to the decode rank, with a heartbeat that is sent at once."""
         self._link = link
         self._wake.set()
 

@@ -1,7 +1,7 @@
-"""Proto messages to core types and back. What comes from a peer is checked here.
+"""Convert proto messages to core types and back. Values from a peer are checked here.
 
 Raises:
-    RemoteProtocolError: A field cannot be; it is named, with its value. Only `sampling_from_proto` raises another error.
+    RemoteProtocolError: A field is invalid; the message has its name and value. Only `sampling_from_proto` raises another error.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def layout_to_proto(layout: KVLayout) -> pb.LayoutInfo:
 
 
 def layout_from_proto(info: pb.LayoutInfo) -> KVLayout:
-    """Return the layout that a peer says it has."""
+    """Return the layout that a peer reports."""
     with _refusing("layout"):
         _check_count("runs", len(info.runs), MAX_LAYERS)
         num_layers = sum(run.num_layers for run in info.runs)
@@ -149,7 +149,7 @@ def link_to_proto(link: Link, *, peer_incarnation: int = 0) -> pb.LinkStatus:
 
 
 def link_from_proto(info: pb.LinkStatus) -> Link:
-    """Return what a peer measured of a link."""
+    """Return a peer's measurements of a link."""
     with _refusing("link"):
         return Link(
             prefill_rank=info.prefill_rank,

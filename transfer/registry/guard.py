@@ -1,4 +1,4 @@
-"""The way of every call on a server, in one interceptor. From the outside to the servicer's method:
+"""The checks of every call on a server, in one interceptor. In order, up to the servicer's method:
 
 1. With TLS, `METHOD_ROLES` and the allow-lists say whether the caller's certificate may call the method.
 2. A method that clients may call needs a place among those of clients. A client that holds all of them must not keep two tiers
@@ -55,7 +55,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     Args:
         names: Allow-list of each role; None lets everybody in, as without TLS.
-        on_refused: Called for each call that no allow-list lets in.
+        on_refused: Called for each call that no allow-list accepts.
         max_client_calls: Calls in progress of methods that clients may call.
     """
 
@@ -139,7 +139,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 
 
 def _reader(deserialise: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Return a deserialiser that returns the error of bytes that are no message: raised, it would be gRPC's to answer."""
+    """Return a deserialiser that returns the error of bytes that are no message. If it were raised, gRPC would answer."""
     if deserialise is None:
         return None
 
@@ -153,7 +153,8 @@ def _reader(deserialise: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 def _tidy(serve: Any, *, is_stream: bool) -> Any:
-    """Return a coroutine function that never gives `serve` a message that could not be read, and sends what a generator yields.
+    """Return a coroutine function that never passes an unreadable message to `serve`, and sends each message that a generator
+    yields.
 
     A generator is closed at the end of the call, not when the collector finds it.
     """

@@ -2,11 +2,11 @@
 
 `_STATUSES` has the status of each error that a servicer raises, `_ERRORS` the error that the caller's code gets for each status.
 
-Every status has a google.rpc.Status in its trailing metadata, for programs: the word for the error, and after how long
-another try can do better; google.rpc.ErrorInfo and RetryInfo carry them.
+Every status has a google.rpc.Status in its trailing metadata, for programs: the word for the error, and the time after which
+another attempt can succeed; google.rpc.ErrorInfo and RetryInfo carry them.
 
-INTERNAL has `SPARES_KV` among its trailing metadata where nothing is said against the KV of the one request: a step failed for
-all of its requests, or there is a bug. Without, as an older peer always sends it, that KV may be damaged.
+INTERNAL has `SPARES_KV` among its trailing metadata if the KV of the request is not suspect: a step failed for all of its
+requests, or there is a bug. Without it, as from an older peer, the KV may be damaged.
 
 RESOURCE_EXHAUSTED with `SPARES_KV` is `OutOfMemory`: an engine found no memory for a step, which counts against its node.
 """
@@ -74,7 +74,7 @@ class Reason:
 OTHER_REASON: Final = Reason(word="INTERNAL")
 
 _STATUSES: Final[tuple[tuple[type[TransferError], grpc.StatusCode, Reason], ...]] = (
-    # What was asked for can never be done.
+    # The request can never succeed.
     (ConfigError, grpc.StatusCode.INVALID_ARGUMENT, Reason(word="INVALID_REQUEST")),
     (LayoutError, grpc.StatusCode.FAILED_PRECONDITION, Reason(word="TIERS_DO_NOT_FIT")),
     (RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT, Reason(word="PROTOCOL_BROKEN")),
@@ -94,7 +94,7 @@ _STATUSES: Final[tuple[tuple[type[TransferError], grpc.StatusCode, Reason], ...]
 """The first line that matches. Anything else is INTERNAL with `OTHER_REASON`: a bug."""
 
 _ERRORS: Final[dict[grpc.StatusCode, type[TransferError]]] = {
-    # What was asked for, or the caller itself, is refused.
+    # The request or its caller is rejected.
     grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
     grpc.StatusCode.OUT_OF_RANGE: ConfigError,
     grpc.StatusCode.PERMISSION_DENIED: ConfigError,
@@ -223,7 +223,7 @@ def readable(answer: _Answer | None, *, method: str, peer: str = "") -> _Answer:
     """Return an answer to a call of `method`, if it is one: a client's gRPC gives None for bytes that are no message.
 
     Args:
-        peer: Who answered, where the message is to name it.
+        peer: Peer that answered, for the error message.
 
     Raises:
         RemoteProtocolError: Its bytes did not parse.

@@ -141,7 +141,7 @@ def _apply(changed: Iterable[Change], named: dict[str, bytes]) -> None:
 
 
 def _entries(named: dict[str, bytes]) -> list[str]:
-    """Return the address in each key; if there is none, the key and its value, which is refused later."""
+    """Return the address in each key; if there is none, the key and its value, which is rejected later."""
     return [_address(value) or f"{key} = {value[:MAX_VALUE_BYTES].decode(errors='replace')}" for key, value in named.items()]
 
 
