@@ -158,6 +158,11 @@ class NodeService(pb_grpc.NodeControlServicer):
     # Drain
 
     @property
+    def draining(self) -> Draining:
+        """Why the node takes no new requests, if it takes none."""
+        return self._draining
+
+    @property
     def num_in_flight(self) -> int:
         every = [side.in_flight for side in self.sides]
         return sum(requests.num_queued + requests.num_running for requests in every if requests is not None)
@@ -226,7 +231,8 @@ class NodeService(pb_grpc.NodeControlServicer):
         """What the page shows: both tiers, as far as this node knows the other one."""
         status = self.status()
         peers = (*status.peers, *status.other_side.peers)
-        others = await self._peer_look.look([peer.address for peer in peers if peer.state in ("joined", "draining")])
+        joined = dict.fromkeys(peer.address for peer in peers if peer.state in ("joined", "draining"))
+        others = await self._peer_look.look(list(joined))
         return Picture(address=self._address, status=status, requests=self.requests_in_flight(MAX_REQUESTS), others=others)
 
     def collect_metrics(self) -> Iterable[MetricFamily]:

@@ -80,6 +80,7 @@ class _Life:
             reserve_client=node.reserving,
             metrics=node.metrics,
             tracer=node.tracer,
+            draining=node.draining,
         )
         self.joins = self.calls.joins
 

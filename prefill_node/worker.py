@@ -321,7 +321,8 @@ class PrefillWorker:
             request.steps_under_way -= 1
             request.is_computed = request.is_computed or part.is_last
             if isinstance(outcome, StepFailed):
-                self.outgoing.cancel(part.request_id, outcome.reason)
+                # The leader has heard of the failure, or this life of the ranks ends: another attempt can succeed elsewhere.
+                self.outgoing.cancel(part.request_id, outcome.reason, is_passing=True)
             self._release_if_over(part.request_id, request)
             if part.request_id in self._requests:
                 # Of the next step, nothing below its window is read; of the prompt, the last window still has to be gathered.

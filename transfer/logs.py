@@ -111,7 +111,8 @@ def configure_engine_logging(config: LogConfig) -> None:
 
 
 def _drop_below_level(_: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    if not _levels.isEnabledFor(structlog.processors.NAME_TO_LEVEL[method]):
+    # Not `isEnabledFor`: the engine may disable all loggers that exist, and kvferry would be silent.
+    if structlog.processors.NAME_TO_LEVEL[method] < _levels.getEffectiveLevel():
         raise structlog.DropEvent
     return event
 
@@ -130,7 +131,7 @@ def log_level() -> str:
 
 def is_debug() -> bool:
     """Whether lines of every chunk are written: asked first, because to make one takes longer."""
-    return _levels.isEnabledFor(logging.DEBUG)
+    return _levels.getEffectiveLevel() <= logging.DEBUG
 
 
 def set_log_level(level: str) -> None:

@@ -99,7 +99,7 @@ def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
 
 
 def _head(node: Seen, status: pb.NodeStatus) -> Text:
-    text = Text.assemble((f"{node.role} node {node.address} ", "bold"), cell_text(state_badge(node.state)))
+    text = printable(f"{node.role} node {node.address} ", "bold").append_text(cell_text(state_badge(node.state)))
     text.append(
         f"  up {duration(status.uptime_s)}, {status.queued_requests} queued, {status.running_requests} running, "
         f"{status.restarts} restarts"
@@ -108,11 +108,13 @@ def _head(node: Seen, status: pb.NodeStatus) -> Text:
         text.append("\n").append_text(printable(node.reason, "yellow"))
     if status.HasField("instance"):
         shard = status.instance.shard
-        text.append(
-            f"\nincarnation {status.instance.incarnation:#018x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "
-            f"{shard.dtype}), transport {status.instance.transport}, model {status.instance.model_fingerprint}"
+        lines = (
+            f"incarnation {status.instance.incarnation:#018x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "
+            f"{shard.dtype}), transport {status.instance.transport}, model {status.instance.model_fingerprint}",
+            f"capabilities: {', '.join(status.instance.capabilities) or 'none'}",
         )
-        text.append(f"\ncapabilities: {', '.join(status.instance.capabilities) or 'none'}")
+        for line in lines:
+            text.append("\n").append_text(printable(line))
     return text
 
 

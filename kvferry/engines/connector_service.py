@@ -113,6 +113,7 @@ class ConnectorNode(NodeService):
         return self._address
 
     async def close(self) -> None:
+        await self._set_serving(False)  # no decode side is to find this instance once its port is closed
         async with contextlib.AsyncExitStack() as stack:  # in reverse; an error of one does not keep the others from closing
             for tracer in self._tracers:
                 stack.push_async_callback(asyncio.to_thread, tracer.close)

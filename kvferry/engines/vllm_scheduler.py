@@ -21,7 +21,7 @@ import structlog
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from transfer.connector.bound_prompts import PromptState
-from transfer.tracing import TRACEPARENT
+from transfer.tracing import TRACEPARENT, parse_traceparent
 from transfer.utf8 import is_utf8
 
 MAX_TRANSFER_ID_CHARS: Final = 96
@@ -85,7 +85,8 @@ def _params_of(request: Any) -> Mapping[str, Any]:
 def _traceparent_of(request: Any) -> str:
     """Return the client's traceparent; empty means none. vLLM keeps it for a request only while its own tracing is on."""
     headers = getattr(request, "trace_headers", None) or {}
-    return str(headers.get(TRACEPARENT, ""))
+    text = str(headers.get(TRACEPARENT, ""))
+    return text if parse_traceparent(text) is not None else ""  # it becomes metadata of a call, which a wrong one would fail
 
 
 def _set(request: Any, **params: bool) -> None:

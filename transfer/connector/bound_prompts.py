@@ -178,7 +178,10 @@ class BoundPrompts:
             raise ValueError(f"prompt {name} is wanted twice")
         span = None
         if self._tracer is not None:
-            told: dict[str, str | int] = {"request_id": transfer_id or name, "prompt_tokens": len(token_ids)}
+            told: dict[str, str | int] = {
+                "request_id": transfer_id if transfer_id and is_utf8(transfer_id) else name,
+                "prompt_tokens": len(token_ids),
+            }
             span = self._tracer.begin("kvferry.fetch", parent=traceparent, attributes=told)
         prompt = self._prompts[name] = BoundPrompt(
             name=name,
@@ -220,7 +223,8 @@ class BoundPrompts:
         before, prompt.shown = prompt.shown, PromptView(state=PromptState.BOUND)
         prompt.tables, prompt.bound_token = tables, start_token
         prompt.bound.set()
-        self.transfers.room_changed()
+        if prompt.attempts:
+            self.transfers.ask_again(prompt.current)
         if before.state is PromptState.FAILED:
             self._settle(prompt, before.failure)  # which was counted when it failed
 
@@ -291,7 +295,10 @@ class BoundPrompts:
     # Implementation of `IncomingScheduler`
 
     async def prepare(self, attempt: Attempt[BoundPrompt]) -> None:
-        attempt.prompt.sent_s = time.monotonic()
+        prompt = attempt.prompt
+        prompt.sent_s = time.monotonic()
+        if prompt.bound.is_set():  # between two attempts, perhaps from a later token on
+            prompt.start_token = attempt.start_token = prompt.bound_token
 
     async def room(self, attempt: Attempt[BoundPrompt], plan: ChunkPlan) -> IncomingRoom | NotYet:
         prompt = attempt.prompt

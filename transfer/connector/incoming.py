@@ -133,6 +133,7 @@ class IncomingTransfers(Generic[PromptT]):
         self._placing: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # calls to prefill nodes, and waits for a node or for room
         self._without_room: dict[Attempt[PromptT], asyncio.Future[None]] = {}  # done when the scheduler is to be asked again
+        self._is_asking_again = False
 
     @property
     def _prompts(self) -> tuple[PromptT, ...]:
@@ -438,7 +439,8 @@ class IncomingTransfers(Generic[PromptT]):
         if attempt.after is None:  # turned away, as one that may not wait
             self.give_up(attempt.prompt, PeerUnreachable(self._peers.unavailable_reason()), outcome="refused")
         else:
-            self.give_up(attempt.prompt, attempt.after)
+            after = attempt.after
+            self.give_up(attempt.prompt, PeerUnreachable(str(after)) if isinstance(after, Preempted) else after)
 
     def _stop_waiting(self, attempt: Attempt[PromptT]) -> None:
         """Stop the wait for a prefill node. No-op if the attempt does not wait."""
@@ -457,11 +459,12 @@ class IncomingTransfers(Generic[PromptT]):
         is_counted = not isinstance(error, Preempted)  # no peer is at fault; the engine computes it again
         may_retry = (is_retried(error) and len(prompt.attempts) <= self._retries) or not is_counted
         if not may_retry or self._queue_left_s(attempt) <= 0:
-            self.give_up(prompt, error)
+            self.give_up(prompt, error if is_counted else PeerUnreachable(str(error)))  # callers know no preemption
             return
         self._judge(attempt, verdict_of(error), str(error))
         self._stop(attempt, error)
         self._go_on(attempt)
+        self._forget_if_done(attempt)  # if only the note was missing, no rank reports on it any more
 
     def _go_on(self, attempt: Attempt[PromptT]) -> None:
         """Begin the attempt after a failed one, or end the prompt, once the pages may be used again."""
@@ -599,11 +602,24 @@ class IncomingTransfers(Generic[PromptT]):
     # Room
 
     def room_changed(self) -> None:
-        """Ask the scheduler again for attempts that wait for room, the oldest prompts first."""
+        """Ask the scheduler again for attempts that wait for room, the oldest prompts first: it may have some now.
+
+        Changes in one turn of the loop lead to one question for each attempt.
+        """
+        if self._without_room and not self._is_asking_again:
+            self._is_asking_again = True
+            asyncio.get_running_loop().call_soon(self._ask_oldest_again)
+
+    def _ask_oldest_again(self) -> None:
+        self._is_asking_again = False
         for attempt in heapq.nsmallest(ASKED_AT_ONCE, self._without_room, key=lambda one: one.prompt.accepted_s):
-            changed = self._without_room[attempt]
-            if not changed.done():
-                changed.set_result(None)
+            self.ask_again(attempt)
+
+    def ask_again(self, attempt: Attempt[PromptT]) -> None:
+        """Ask the scheduler again for one attempt, if it waits for room."""
+        changed = self._without_room.get(attempt)
+        if changed is not None and not changed.done():
+            changed.set_result(None)
 
     async def _until_room_changed(self, attempt: Attempt[PromptT]) -> None:
         changed = self._without_room[attempt] = asyncio.get_running_loop().create_future()

@@ -339,7 +339,7 @@ class OutgoingTransfers:
         A prompt that is computed for one transfer ends with it: its caller asks again, perhaps another node. Any other prompt
         waits until it is computed again.
         """
-        self.fail(transfer, PeerUnreachable(reason) if transfer.is_only_attempt else Preempted(reason))
+        self.fail(transfer, Preempted(reason))
 
     def fail(self, transfer: Transfer, error: TransferError) -> None:
         """Report the error to the caller, and have the ranks cancel the transfer. No-op once it is over."""

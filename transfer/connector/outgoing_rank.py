@@ -54,6 +54,7 @@ class _Outgoing:
     is_reading: bool = True
     reason: str = ""  # why it was cancelled here
     is_preempted: bool = False
+    is_passing: bool = False
 
 
 class OutgoingRank:
@@ -99,15 +100,16 @@ class OutgoingRank:
         )
         return True
 
-    def cancel(self, transfer_id: str, reason: str, *, is_preempted: bool = False) -> None:
+    def cancel(self, transfer_id: str, reason: str, *, is_preempted: bool = False, is_passing: bool = False) -> None:
         """Stop sending a transfer; no-op if it is over. The first reason is reported to the leader.
 
         Args:
-            is_preempted: See `TransferNotSent`.
+            is_preempted, is_passing: See `TransferNotSent`.
         """
         outgoing = self._outgoing.get(transfer_id)
         if outgoing is not None and not outgoing.reason:
-            outgoing.reason, outgoing.is_preempted = clip_reason(reason), is_preempted
+            outgoing.reason = clip_reason(reason)
+            outgoing.is_preempted, outgoing.is_passing = is_preempted, is_passing
             self._sender.abort_request(transfer_id, outgoing.reason)
 
     def on_message(self, message: Any) -> bool:
@@ -158,7 +160,7 @@ class OutgoingRank:
             TransferNotSent(
                 transfer_id=request_id,
                 reason=outgoing.reason or reason,
-                is_passing=not outgoing.reason,
+                is_passing=outgoing.is_passing or not outgoing.reason,
                 is_preempted=outgoing.is_preempted,
             )
         )

@@ -22,8 +22,7 @@ from prometheus_client.utils import floatToGoString
 from transfer.metrics.series import MetricFamily
 from transfer.metrics.table import RANK_METRICS
 
-MAX_FORMATS: Final = 4
-"""Number of formats whose lines a page keeps. A client can ask for any number of formats."""
+_OPEN_METRICS: Final = "application/openmetrics-text;version=1.0.0"
 
 _PLACE: Final = " NaN\n"
 """End of a line whose number is NaN. No other line ends so: names and labels end otherwise, and help texts are our own."""
@@ -99,8 +98,6 @@ class MetricsPage:
         """
         encoder, content_type = _encoder_for(accept)
         if content_type not in self._formats:
-            if len(self._formats) == MAX_FORMATS:
-                self._formats.clear()
             self._formats[content_type] = _Format(encoder)
         return self._formats[content_type].text(families).encode(), content_type
 
@@ -145,7 +142,9 @@ def _number_text(number: float) -> str:
 
 
 def _encoder_for(accept: str) -> tuple[Callable[[Any], bytes], str]:
+    """Return the encoder of one of two formats: a scraper names any version, and each format has its own lines here."""
     try:
-        return choose_encoder(accept)
-    except (TypeError, ValueError):  # the version is not a number
-        return choose_encoder("")
+        is_open = choose_encoder(accept)[1].startswith("application/openmetrics-text")
+    except (TypeError, ValueError):  # a version in it is no number
+        is_open = False
+    return choose_encoder(_OPEN_METRICS if is_open else "")

@@ -7,10 +7,11 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S
-from tests.offload.tier_contexts import number_on
 
 PAGE = 8
 CHUNK = 32
@@ -128,3 +129,15 @@ def stored_files(directory: Path) -> list[Path]:
 def unfinished_files(directory: Path) -> list[Path]:
     """Files that somebody is writing, or has left half-written."""
     return list(directory.rglob(".writing-*"))
+
+
+def number_on(page: str, name: str, **labels: str) -> float:
+    """Return the sum of the samples of a metric page that have these labels."""
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    assert found, f"no sample of {name} with {labels}"
+    return sum(found)
