@@ -174,13 +174,14 @@ class Waker:
 
     def _schedule(self) -> None:
         if self._scheduled is None and not self._stopped:
-            self._scheduled = self._loop.call_soon(self._run)
+            self._scheduled = self._loop.call_soon(self.take_batch)
 
     def _on_readable(self) -> None:
         if self._scheduled is None:
-            self._run()  # in this turn of the loop: another one would cost every message its time
+            self.take_batch()  # in this turn of the loop: another one would cost every message its time
 
-    def _run(self) -> None:
+    def take_batch(self) -> None:
+        """Take payloads until the socket is empty or the batch is full. What is left comes in the next turn of the loop."""
         self._scheduled = None
         self._is_running = True
         is_empty, ends_s = False, time.monotonic() + WATCH_S
