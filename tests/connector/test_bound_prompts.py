@@ -199,6 +199,26 @@ async def test_a_prompt_is_fetched_again_from_the_node_that_it_names_once_no_ran
     assert connector.settled() == [""] and connector.num_retries == 1
 
 
+async def test_an_attempt_that_lacked_only_the_note_is_forgotten_when_the_next_one_begins(
+    clock: HandClock, connector: Connector
+) -> None:
+    """No rank reports on it any more. It stayed in the table, so a drain waited for it until the process ended."""
+    connector.prompts.want("b", "t", "prefill:1", PROMPT, 0, needs_note=True)
+    await turns()
+    (first,) = connector.transfers.request_ids
+    connector.prompts.bind("b", TABLES)
+    await connector.has_room(first)
+    connector.arrives(first)
+    assert connector.state() is PromptState.BOUND, "it lacks the note"
+    await connector.loses()
+    await clock.advance(RETRY_PAUSE_S)
+    (second,) = connector.transfers.request_ids[1:]
+    assert second in connector.peer.calls
+    connector.prompts.cancel("b", GIVEN_UP)
+    await turns()
+    assert connector.transfers.num_prompts == 0
+
+
 @pytest.mark.parametrize("engine_has_it", [True, False])
 async def test_a_node_that_started_again_has_lost_the_prompts_of_its_engine(
     clock: HandClock, connector: Connector, engine_has_it: bool

@@ -21,6 +21,7 @@ from transfer.connector.outgoing_rank import Free
 
 Pair = Callable[..., tuple[Instance, Instance]]
 PROMPT = prompt_of(100)
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 class Vllm:
@@ -461,7 +462,13 @@ class AskedLeader:
 
 @pytest.mark.parametrize(
     ("headers", "told"),
-    [(None, ""), ({"tracestate": "a=b"}, ""), ({"traceparent": "00-1-2-01", "tracestate": "a=b"}, "00-1-2-01")],
+    [
+        (None, ""),
+        ({"tracestate": "a=b"}, ""),
+        ({"traceparent": TRACEPARENT, "tracestate": "a=b"}, TRACEPARENT),
+        ({"traceparent": "00-1-2-01"}, ""),
+        ({"traceparent": "\u00e9\n"}, ""),
+    ],
 )
 def test_a_fetch_belongs_to_the_clients_trace(headers: dict[str, str] | None, told: str) -> None:
     leader: Any = AskedLeader()
@@ -494,13 +501,13 @@ def test_a_prefix_cache_that_grows_before_there_are_blocks(can_start_late: bool)
         kv_transfer_params={"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"},
         mm_features=[],
         prompt_embeds=None,
-        trace_headers={"traceparent": "00-1-2-01"},
+        trace_headers={"traceparent": TRACEPARENT},
     )
     assert scheduler.matched(request, 32) == (None, False)
-    assert told == [{"start_token": 32, "traceparent": "00-1-2-01"}]
+    assert told == [{"start_token": 32, "traceparent": TRACEPARENT}]
     if not can_start_late:
         assert scheduler.matched(request, 48) == (None, False)
-        assert told[1:] == ["its start in the prompt has changed", {"start_token": 48, "traceparent": "00-1-2-01"}]
+        assert told[1:] == ["its start in the prompt has changed", {"start_token": 48, "traceparent": TRACEPARENT}]
     assert scheduler.matched(request, 48) == (52, True)
     scheduler.allocated(request, ([4, 5],), 52)
     assert told[-1] == ([[4, 5]], 48)
