@@ -134,7 +134,7 @@ def test_a_payload_above_the_limit_cuts_the_sender_off(server: ZmqControlServer,
         assert not heard and server.num_dropped == 0
 
 
-def test_what_cannot_be_sent_is_not_yet_and_bounded(server: ZmqControlServer, ears: Ears) -> None:
+def test_payloads_that_cannot_be_sent_are_rejected_and_bounded(server: ZmqControlServer, ears: Ears) -> None:
     """The other end's network takes nothing more: a listener that never answers, a client whose process is stopped."""
     payload = bytes(16384)  # more than any socket buffer swallows, long before the bound
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -168,7 +168,7 @@ def greeting(mechanism: bytes) -> bytes:
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\x00") + bytes(32)
 
 
-def test_strangers_are_not_heard_do_not_grow_memory_and_are_counted(server: ZmqControlServer, ears: Ears) -> None:
+def test_strangers_are_rejected_do_not_grow_memory_and_are_counted(server: ZmqControlServer, ears: Ears) -> None:
     """No key, a key that nobody attached with, what is no ZeroMQ, an older ZeroMQ: each with all that it can send."""
     client = open_client(server.address)
     wait_for(ears, server, client, b"before")
@@ -341,7 +341,7 @@ def spoilt(said: bytes, chance: random.Random) -> bytes:
     return bytes(changed[: chance.randint(1, len(changed))] if chance.random() < 0.3 else changed)
 
 
-def test_spoilt_handshakes_hurt_neither_end(server: ZmqControlServer, ears: Ears) -> None:
+def test_broken_handshakes_harm_neither_end(server: ZmqControlServer, ears: Ears) -> None:
     """What both ends once said, said again and spoilt, to a server and to a client."""
     chance = random.Random(7)
     proxy = Proxy(port_of(server))
