@@ -201,7 +201,7 @@ def _cache_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise EngineError(f"{folder} belongs to somebody else; run the demo in a directory that you can write to")
+        raise EngineError(f"{folder} belongs to another user; run the demo in a directory that you can write to")
     return folder
 
 

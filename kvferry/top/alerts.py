@@ -31,7 +31,7 @@ class Alert:
 
 
 class Alerts:
-    """Finds what is wrong in view after view; owned by whoever looks."""
+    """Find faults in successive views of a cluster. One caller owns it."""
 
     def __init__(self) -> None:
         self._oldest: dict[tuple[str, int], tuple[int, float]] = {}  # of each ring's open grants, and since when it is

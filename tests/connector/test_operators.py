@@ -124,14 +124,14 @@ def test_a_drain_waits_for_what_is_in_flight_and_is_undone(pair: Pair) -> None:
     )
     with pytest.raises(HTTPError, match="503"):
         read(source, "/readyz")
-    wait_for(lambda: [peer.state for peer in status_of(decode).peers] == ["draining"], "the decode side is told")
+    wait_for(lambda: [peer.state for peer in status_of(decode).peers] == ["draining"], "the decode side has the drain")
     decode.fetches("b", "t", source)  # the engine has the prompt, and finishes it
     assert decode.settled("b").failure == ""
     source.freed("a")
     assert ask(source, lambda client: client.drain(budget_s=TIMEOUT_S)) == 0
     assert ask(source, NodeClient.undrain) and not ask(source, NodeClient.undrain)
     assert status_of(source).ready and read(source, "/readyz") == "ready\n"
-    wait_for(decode.joined, "the decode side is told again")
+    wait_for(decode.joined, "the decode side has the end of the drain")
     hand_over(source, decode, "c")
 
 

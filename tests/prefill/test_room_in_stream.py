@@ -13,6 +13,7 @@ from prefill_node.rank_messages import StartRequest
 from tests.decode.local_nodes import LocalContext
 from tests.prefill.leader_world import World
 from tests.prefill.test_node import Leader, leader
+from transfer.connector import prefill_calls as calls_module
 from transfer.connector.decode_instances import Reservation
 from transfer.connector.outgoing import PromptStarted, RoomWanted
 from transfer.errors import RemoteProtocolError, TransferAborted
@@ -130,6 +131,15 @@ async def test_messages_out_of_order_end_the_call(
         await caller.send(message)
     assert caller.error is not None and caller.error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert complaint in str(caller.error.details())
+
+
+async def test_a_call_without_a_first_message_is_refused(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a peer holds any number of open calls."""
+    monkeypatch.setattr(calls_module, "FIRST_MESSAGE_S", 0.0)
+    caller = Caller(leader)
+    await turns()
+    assert caller.error is not None and caller.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "within 0 s" in str(caller.error.details())
 
 
 async def test_room_before_it_is_wanted_ends_the_call(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:

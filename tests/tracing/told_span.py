@@ -6,7 +6,7 @@ from transfer.tracing import Span, Value
 
 
 class ToldSpan:
-    """A `Span` that keeps what it is told: its spans as name and error, open ones with None."""
+    """A `Span` that records its child spans as name and error; None for open ones."""
 
     def __init__(self, name: str = "root") -> None:
         self.name = name
@@ -21,7 +21,7 @@ class ToldSpan:
         return made
 
     def record(self, name: str, *, begun_s: float, ended_s: float, error: str = "", **attributes: Value) -> None:
-        assert begun_s <= ended_s and self.error is None, "nothing is told of a span that is over"
+        assert begun_s <= ended_s and self.error is None, "a span that is over gets no further call"
         self.within.append(ToldSpan(name))
         self.within[-1].end(error)
 

@@ -88,7 +88,7 @@ class ServerConfig(Section):
     port: Port = Field(default=0, description="Port of the public gRPC API; 0 takes a free one.")
     http_port: Port = Field(default=0, description="Port of /healthz, /readyz, /metrics and the status page; 0 takes a free one.")
     advertise_host: Host | None = Field(
-        default=None, description="Host that peers are told to connect to; null is server.host. Needed with a wildcard host."
+        default=None, description="Host that peers connect to; null is server.host. Needed with a wildcard host."
     )
 
     @property

@@ -1,7 +1,7 @@
 """The attempts of a decode leader: one table for daemons and for engines that schedule by themselves.
 
 A prompt is sent to one prefill node. When that node is about to send, it asks for room. The leader's scheduler answers, and the
-ranks are told to expect the KV. When all ranks have the complete KV, the prompt is settled. If an attempt fails, another one can
+ranks expect the KV. When all ranks have the complete KV, the prompt is settled. If an attempt fails, another one can
 follow. If the prompt names its prefill node, it is on that node; otherwise on a node that the prompt was not sent to.
 Each attempt has an id of its own (docs/adr/0012-a-transfer-id-for-each-try.md), under which prefill node and ranks know it. So a
 late message of an attempt finds that attempt, or nothing.

@@ -169,7 +169,7 @@ class OfferedPrompts(OutgoingTransfers):
             self._preempt(transfer, "the prefill side's engine has preempted the prompt")
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
-        """The engine has computed the whole prompt; its pages stay until it is told that they are free.
+        """The engine has computed the whole prompt; its pages stay until kvferry reports that they are free.
 
         Args:
             first_token: The one after the prompt, where it is known.
@@ -189,7 +189,7 @@ class OfferedPrompts(OutgoingTransfers):
             self._hold(prompt)
 
     def withdraw(self, name: str, reason: str) -> None:
-        """The engine gives the prompt up: who asks for it is told why. No-op for one that is closed."""
+        """Give the prompt up for the engine, and report the reason to decode sides that ask for it. No-op for a closed one."""
         prompt = self._prompts.get(name)
         if prompt is not None and not prompt.is_closed:
             self._close(prompt, reason)

@@ -44,6 +44,9 @@ from transfer.sizes import Cut, choose_cut
 from transfer.tracing import Tracer, traceparent_in
 
 MAX_ID_CHARS = 128
+FIRST_MESSAGE_S: Final = 10.0
+"""Limit for the first message of `PrefillIntoRoom`. An honest caller sends it with the call."""
+
 GIVEN_UP: Final = "the decode side gave the request up"
 
 log = structlog.get_logger(__name__)
@@ -180,7 +183,11 @@ class PrefillCalls:
         self, messages: AsyncIterator[pb.PrefillMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[pb.PrefillEvent, None]:
         """Yield the events of a `PrefillControl.PrefillIntoRoom` call; as `prefill`, but the caller gives room in `messages`."""
-        first = await anext(messages, None)
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                first = await anext(messages, None)
+        except TimeoutError:
+            await self.refuse(ConfigError(f"PrefillIntoRoom must send request within {FIRST_MESSAGE_S:g} s"), context)
         if first is None or not first.HasField("request"):
             await self.refuse(ConfigError("the first message of PrefillIntoRoom must have request"), context)
         async with contextlib.aclosing(self.prefill(first.request, context, messages)) as events:

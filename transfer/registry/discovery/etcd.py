@@ -296,7 +296,7 @@ class Registration:
             self._lease, self._heartbeat_s = lease, lives_s / RENEWALS_OF_A_LEASE
             log.info("registered", where=self._members.where, address=self._address, key=self._key, lease_s=lives_s)
         else:
-            if not await client.has(self._key):  # whoever deleted it has left the lease alive
+            if not await client.has(self._key):  # another client deleted it, and the lease is still alive
                 await self._put(client, self._lease)
                 log.warning("registration_was_deleted", where=self._members.where, address=self._address, key=self._key)
             if self._problem:
