@@ -132,6 +132,12 @@ def test_nothing_is_set_aside_for_a_request_that_is_given_up_or_asks_no_more() -
     )
 
 
+def test_nothing_is_set_aside_for_a_request_that_the_pool_can_never_hold() -> None:
+    one = Asking(10)
+    assert not one.ask("too long", 11, accepted_s=0.0)
+    assert one.room.num_waiting == 0 and one.ask("younger", 10, accepted_s=1.0)
+
+
 def test_room_is_set_aside_in_each_group_of_layers() -> None:
     full, window = (
         LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=1),
