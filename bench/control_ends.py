@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from transfer.chunk import ChunkPlan
 from transfer.config import TlsConfig
@@ -118,8 +118,12 @@ class Writer:
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self.num_granted = 0
         self.asked_at_s = 0.0  # when a grant was last asked for
-        self._pump: EventPump[tx.Event, tx.Action] = EventPump(
-            loop, handle=self._machine.handle, carry_out=self._carry_out, is_idle=lambda: self._machine.is_idle, tick=tx.Tick()
+        self._pump: EventPump[tx.Event] = EventPump(
+            loop,
+            handle=self._machine.handle,
+            carry_out=dict.fromkeys(get_args(tx.Action), self._carry_out),
+            is_idle=lambda: self._machine.is_idle,
+            tick=tx.Tick(),
         )
         self._pump.feed(tx.SenderSessionOpened(session=session, incarnation=DECODE_LIFE, ring_capacity_bytes=ring_bytes))
 
@@ -199,8 +203,12 @@ class Target:
         self._ahead: set[str] = set()  # requests that are expected, and that nobody has asked for
         self.ring = StagingAllocator(ring_bytes, incarnation=DECODE_LIFE)
         self._machine = Receiver(rx.ReceiverSettings(is_one_sided=False), self.ring)
-        self._pump: EventPump[rx.Event, rx.Action] = EventPump(
-            loop, handle=self._machine.handle, carry_out=self._carry_out, is_idle=lambda: self._machine.is_idle, tick=rx.Tick()
+        self._pump: EventPump[rx.Event] = EventPump(
+            loop,
+            handle=self._machine.handle,
+            carry_out=dict.fromkeys(get_args(rx.Action), self._carry_out),
+            is_idle=lambda: self._machine.is_idle,
+            tick=rx.Tick(),
         )
 
     def open(self, session: int) -> None:

@@ -20,7 +20,7 @@ from transfer.config import TransportConfig
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, ResourceExhausted, TransferError, TransportError
-from transfer.instance import AttachRequest, AttachResponse, Link
+from transfer.instance import AttachRequest, AttachResponse
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
@@ -246,9 +246,6 @@ class Sender:
 
     def on_watermark(self, number: int, watermark: Watermark) -> None:
         self.watched.add(number)
-
-    def link_measured(self, number: int, link: Link, peer: str = "") -> None:
-        pass
 
 
 async def test_a_one_sided_probe_writes_behind_the_ring_that_others_use() -> None:

@@ -39,9 +39,9 @@ class ClosesAtGrant(ReceiverLoop):
 
     closed_for = ""
 
-    def _carry_out(self, action: protocol.Action) -> None:
-        super()._carry_out(action)
-        if isinstance(action, protocol.PrepareScatter) and not self.closed_for:
+    def _prepare_later(self, action: protocol.PrepareScatter) -> None:
+        super()._prepare_later(action)
+        if not self.closed_for:
             self.closed_for = action.piece.request_id
             self.close_session(action.piece.session, "the test ends it")
 

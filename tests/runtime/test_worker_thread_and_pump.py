@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any, get_args
 
 import pytest
 
+from examples.one_process import TwoTiers
 from tests.runtime.instances import until
 from transfer import event_pump
 from transfer.event_pump import EventPump
+from transfer.layout import DType, KVLayout, Shard
+from transfer.receive import loop as receive_loop
+from transfer.receive.events import Action as ReceiverAction
+from transfer.send import loop as send_loop
+from transfer.send.events import Action as SenderAction
 from transfer.worker_thread import WorkerThread
 
 
@@ -82,11 +89,11 @@ class Machine:
         return [event * 10, event * 10 + 1]
 
 
-def pump_of(machine: Machine, carry_out: object) -> EventPump[object, int]:
+def pump_of(machine: Machine, carry_out: Callable[[int], None]) -> EventPump[object]:
     return EventPump(
         asyncio.get_running_loop(),
         handle=machine.handle,
-        carry_out=carry_out,  # type: ignore[arg-type]
+        carry_out={int: carry_out},
         is_idle=lambda: machine.is_idle,
         tick="tick",
     )
@@ -128,3 +135,18 @@ async def test_ticks_come_only_while_the_machine_is_not_idle(monkeypatch: pytest
     await asyncio.sleep(0.03)
     assert machine.num_ticks == seen
     pump.close()
+
+
+async def test_both_loops_carry_out_every_action_of_their_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[set[type]] = []
+
+    def recorded(loop: asyncio.AbstractEventLoop, **arguments: Any) -> EventPump[Any]:
+        tables.append(set(arguments["carry_out"]))
+        return EventPump(loop, **arguments)
+
+    for module in (send_loop, receive_loop):
+        monkeypatch.setattr(module, "EventPump", recorded)
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype=DType.FLOAT16)
+    TwoTiers(layout, Shard(), Shard(), is_one_sided=True).close()
+    for action_type in (SenderAction, ReceiverAction):
+        assert set(get_args(action_type)) in tables

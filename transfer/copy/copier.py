@@ -56,6 +56,7 @@ class CopyPlan(ABC):
         self.used_pages = Range(begin=begin, end=end)
         self.can_digest = self._can_digest()
 
+    @abstractmethod
     def gather(self, pages: Tensor, out: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
         """Copy tokens from their pages into `out`, laid out as the buffers say; bytes between and behind them stay.
 
@@ -72,16 +73,13 @@ class CopyPlan(ABC):
         Raises:
             LayoutError: An argument is of the wrong kind, place or size, or `pages` names pages outside the pool or one twice.
         """
-        self._check(pages, out, "out", first_page, digest)
-        self._gather(pages, out, first_page, digest)
 
+    @abstractmethod
     def scatter(self, pages: Tensor, source: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
         """Copy `source` into the pages of its tokens: the reverse of `gather`, same arguments and errors.
 
         No other slot and no other head of a page is touched. The digest is of the bytes of `source`.
         """
-        self._check(pages, source, "source", first_page, digest)
-        self._scatter(pages, source, first_page, digest)
 
     def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
         """Return whether a call for a wire at that address only queues work.
@@ -95,12 +93,6 @@ class CopyPlan(ABC):
 
     def compile(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> None:  # noqa: B027  # nothing to do on a host
         """Do what is missing for `is_compiled`, without a copy. Any thread may, while others copy; does nothing twice."""
-
-    @abstractmethod
-    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None: ...
-
-    @abstractmethod
-    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None: ...
 
     def _check_digest(self, digest: Digest) -> None:
         """Refuse what this plan cannot add to; one on a GPU overrides."""
@@ -117,6 +109,7 @@ class CopyPlan(ABC):
         return True
 
     def _check(self, pages: Tensor, wire: WireMemory, name: str, first_page: int, digest: Digest | None) -> None:
+        """Check everything that a copy relies on; every `gather` and `scatter` calls it first."""
         self._check_wire(wire, name)
         pool = self._pool
         if pages.dtype is not torch.int64 or pages.dim() != 1 or pages.device != pool.device or not pages.is_contiguous():

@@ -153,10 +153,12 @@ class _TritonPlan(CopyPlan):
                 f"{name} is a {type(wire).__name__} for kernels of device {device_index}; must be for kernels of {device}"
             )
 
-    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
+    def gather(self, pages: Tensor, out: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        self._check(pages, out, "out", first_page, digest)
         self._launch_all(pages, out, first_page, digest, is_gather=True)
 
-    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
+    def scatter(self, pages: Tensor, source: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        self._check(pages, source, "source", first_page, digest)
         self._launch_all(pages, source, first_page, digest, is_gather=False)
 
     def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:

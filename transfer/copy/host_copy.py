@@ -189,7 +189,8 @@ class _HostPlan(CopyPlan):
         self._groups = _grouped(self.buffers, copier.places, is_joining=not self._is_converting)
         self._blocks = [block for group in self._groups for block in group.blocks()]
 
-    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
+    def gather(self, pages: Tensor, out: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        self._check(pages, out, "out", first_page, digest)
         tensor = wire_tensor(out)
         wire = tensor.numpy()
         for group, plan in self._with_token_plans(self._groups, pages[first_page:]):
@@ -200,7 +201,8 @@ class _HostPlan(CopyPlan):
         if isinstance(digest, HostDigest):
             digest.update(wire[: self.num_wire_bytes])
 
-    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
+    def scatter(self, pages: Tensor, source: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        self._check(pages, source, "source", first_page, digest)
         tensor = wire_tensor(source)
         wire = tensor.numpy()
         groups = self._groups if digest is None else self._blocks

@@ -23,7 +23,8 @@ class ReferenceCopier(HeadSliceCopier):
 
 
 class _ReferencePlan(CopyPlan):
-    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
+    def gather(self, pages: Tensor, out: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        self._check(pages, out, "out", first_page, digest)
         wire, copier = wire_tensor(out), self._copier
         for buffer in self.buffers:
             page, offset = self._places(pages, first_page, buffer)
@@ -31,7 +32,8 @@ class _ReferencePlan(CopyPlan):
             copier.wire_part(wire, buffer).copy_(convert(found, copier.wire_dtype, scale=copier.scale(buffer)))
         self._add(digest, wire)
 
-    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
+    def scatter(self, pages: Tensor, source: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        self._check(pages, source, "source", first_page, digest)
         wire, copier = wire_tensor(source), self._copier
         for buffer in self.buffers:
             page, offset = self._places(pages, first_page, buffer)

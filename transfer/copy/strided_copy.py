@@ -60,7 +60,8 @@ class _StridedPlan(CopyPlan):
         self._is_converting = copier.wire_dtype is not copier.pool.element
         self._arrays = [copier.arrays[buffer.layer, buffer.is_v] for buffer in self.buffers]
 
-    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
+    def gather(self, pages: Tensor, out: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        self._check(pages, out, "out", first_page, digest)
         wire = wire_tensor(out)
         for buffer, array, runs in self._with_runs(pages[first_page:]):
             if self._is_converting:
@@ -72,7 +73,8 @@ class _StridedPlan(CopyPlan):
         if isinstance(digest, HostDigest):
             digest.update(wire[: self.num_wire_bytes])
 
-    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
+    def scatter(self, pages: Tensor, source: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        self._check(pages, source, "source", first_page, digest)
         wire = wire_tensor(source)
         for buffer, array, runs in self._with_runs(pages[first_page:]):
             if isinstance(digest, HostDigest):

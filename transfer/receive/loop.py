@@ -31,7 +31,7 @@ from transfer.receive.receiver import Receiver
 from transfer.receive.state import ReceiverPiece
 from transfer.ring import StagingAllocator, Watermark
 from transfer.tracing import Span
-from transfer.transport.base import ByteRange, LocalMemory, Session
+from transfer.transport.base import ByteRange, Session
 from transfer.transport.driver import SessionDriver
 
 log = structlog.get_logger(__name__)
@@ -108,7 +108,8 @@ class ReceiverLoop:
         self._owner = owner
         self._transport = transport = context.transport
         self._ring_memory = ring_memory
-        self._memory = transport.register(ring_memory.tensor)
+        self.memory = transport.register(ring_memory.tensor)
+        """The ring's memory, which sessions offer to writers."""
         self._control = control
         self._metrics = metrics = context.metrics
         self._tracer = context.tracer
@@ -118,7 +119,7 @@ class ReceiverLoop:
             StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=context.instance.incarnation),
         )
         metrics.watch_ring(self._receiver.ring)
-        self._driver = SessionDriver(loop)
+        self.driver = SessionDriver(loop)
         self._queue = open_queue("scatter", pool.device, loop, context.on_crash)
         self._sessions: dict[int, Session] = {}
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
@@ -128,10 +129,22 @@ class ReceiverLoop:
         self._requests: dict[str, RankRequest] = {}
         self._prepared: dict[str, dict[int, PieceCopy]] = {}  # by request and where the grant begins
         self._to_prepare: dict[int, ReceiverPiece] = {}  # by where the grant begins
-        self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
+        self._pump: EventPump[protocol.Event] = EventPump(
             loop,
             handle=self._receiver.handle,
-            carry_out=self._carry_out,
+            carry_out={
+                protocol.Send: self._send,
+                protocol.PostReceive: self._post,
+                protocol.PrepareScatter: self._prepare_later,
+                protocol.StartScatter: self._scatter,
+                protocol.PublishWatermark: self._publish_watermark,
+                protocol.IncomingComplete: self._on_complete,
+                protocol.IncomingFailed: self._on_failed,
+                protocol.IncomingDrained: self._on_drained,
+                protocol.CloseSession: lambda action: self.close_session(action.session, action.reason),
+                protocol.MessageDropped: lambda action: self._drop(action.reason),
+                protocol.ChunkBroken: lambda action: metrics.counter("broken_chunks").inc(),
+            },
             is_idle=lambda: self._receiver.is_idle,
             tick=protocol.Tick(),
         )
@@ -139,10 +152,6 @@ class ReceiverLoop:
         self._publish: Publish | None = None
         self.num_dropped = 0
         control.watch(loop, self._on_received)
-
-    @property
-    def driver(self) -> SessionDriver:
-        return self._driver
 
     @property
     def ring(self) -> StagingAllocator:
@@ -195,11 +204,6 @@ class ReceiverLoop:
         """
         self._on_session_closed, self._publish = on_closed, publish
 
-    @property
-    def memory(self) -> LocalMemory:
-        """The ring's memory, to be offered to writers."""
-        return self._memory
-
     def open_session(self, number: int, session: Session, *, incarnation: int, control_key: bytes = b"") -> None:
         """Take over an attached session.
 
@@ -223,7 +227,7 @@ class ReceiverLoop:
         session = self._sessions.pop(number, None)
         if session is None:
             return
-        self._driver.remove(session)
+        self.driver.remove(session)
         session.close()
         self._queue.forget(number)
         self._control.forget(number)
@@ -276,37 +280,27 @@ class ReceiverLoop:
 
     # Carrying out
 
-    def _carry_out(self, action: protocol.Action) -> None:
-        match action:
-            case protocol.Send():
-                # A message that cannot be queued is as one that was lost on the way: what needs an answer is repeated.
-                if not self._control.send(action.session, encode(action.message)):
-                    self._drop("queue_full")
-            case protocol.PostReceive():
-                self._post(action)
-            case protocol.PrepareScatter():
-                self._prepare_later(action.piece)
-            case protocol.StartScatter():
-                self._scatter(action)
-            case protocol.PublishWatermark():
-                if self._publish is not None:  # else no session was opened yet
-                    self._publish(self.ring.watermark(), action.sessions)
-            case protocol.IncomingComplete():
-                self._forget(action.request_id)
-                self._owner.on_complete(action.request_id)
-            case protocol.IncomingFailed():
-                if self._spans and (span := self._spans.get(action.request_id)) is not None:
-                    span.end(action.reason)
-                self._owner.on_failed(action.request_id, action.reason, is_data_loss=action.is_data_loss)
-            case protocol.IncomingDrained():
-                self._forget(action.request_id)
-                self._owner.on_drained(action.request_id)
-            case protocol.CloseSession():
-                self.close_session(action.session, action.reason)
-            case protocol.MessageDropped():
-                self._drop(action.reason)
-            case protocol.ChunkBroken():
-                self._metrics.counter("broken_chunks").inc()
+    def _send(self, action: protocol.Send) -> None:
+        # A message that cannot be queued is as one that was lost on the way: what needs an answer is repeated.
+        if not self._control.send(action.session, encode(action.message)):
+            self._drop("queue_full")
+
+    def _publish_watermark(self, action: protocol.PublishWatermark) -> None:
+        if self._publish is not None:  # else no session was opened yet
+            self._publish(self.ring.watermark(), action.sessions)
+
+    def _on_complete(self, action: protocol.IncomingComplete) -> None:
+        self._forget(action.request_id)
+        self._owner.on_complete(action.request_id)
+
+    def _on_failed(self, action: protocol.IncomingFailed) -> None:
+        if self._spans and (span := self._spans.get(action.request_id)) is not None:
+            span.end(action.reason)
+        self._owner.on_failed(action.request_id, action.reason, is_data_loss=action.is_data_loss)
+
+    def _on_drained(self, action: protocol.IncomingDrained) -> None:
+        self._forget(action.request_id)
+        self._owner.on_drained(action.request_id)
 
     def _drop(self, reason: str) -> None:
         self.num_dropped += 1
@@ -326,7 +320,7 @@ class ReceiverLoop:
         if session is None:
             return  # its loss is on its way to the protocol
         offset = grant.begin % self.ring.capacity_bytes
-        handle = session.expect(self._memory, ByteRange(begin=offset, end=offset + piece.num_bytes), action.key)
+        handle = session.expect(self.memory, ByteRange(begin=offset, end=offset + piece.num_bytes), action.key)
 
         def done(_: object, error: TransferError | None) -> None:
             if error is not None:
@@ -334,7 +328,7 @@ class ReceiverLoop:
             else:
                 self._pump.feed(protocol.ReceiveSettled(grant=grant, num_bytes=handle.num_bytes))
 
-        self._driver.watch(session, handle, done)
+        self.driver.watch(session, handle, done)
 
     def _forget(self, request_id: str) -> None:
         """No copy of the request is queued, and none will be."""
@@ -346,11 +340,11 @@ class ReceiverLoop:
         if self._host_arrivals is not None:
             self._host_arrivals.copier.forget(request_id)
 
-    def _prepare_later(self, piece: ReceiverPiece) -> None:
+    def _prepare_later(self, action: protocol.PrepareScatter) -> None:
         """Behind the grant's message, which somebody waits for, and one a turn of the loop: a message can ask for a thousand."""
         if not self._to_prepare:
             self._loop.call_soon(self._prepare_next)
-        self._to_prepare[piece.grant.begin] = piece
+        self._to_prepare[action.piece.grant.begin] = action.piece
 
     def _prepare_next(self) -> None:
         """What a scatter takes besides its bytes, before they come: the first of a request binds its pages and checks its tables,

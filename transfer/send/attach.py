@@ -129,7 +129,7 @@ class DecodeSessions:
         """What this rank has written over each of its links: fields of the wire contract's LinkUse."""
         uses: list[dict[str, Any]] = []
         for number, session in self._open.items():
-            use = self._sender.link_use(number)
+            use = self._context.metrics.link_use(number)
             uses.append(
                 {
                     "peer_incarnation": session.peer.instance.incarnation,
@@ -252,7 +252,7 @@ class DecodeSessions:
             raise PeerUnreachable(f"decode rank {decode_rank} at {address} was lost while its link was probed")
         peer.sessions[decode_rank] = number
         peer.ring_bytes = min(peer.ring_bytes or answer.ring_capacity_bytes, answer.ring_capacity_bytes)
-        self._sender.link_measured(number, link, address)
+        self._context.metrics.link_measured(number, link, address)
         watch.report_link(link)
         return link
 

@@ -21,10 +21,8 @@ from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.event_pump import EventPump
-from transfer.instance import Link
 from transfer.logs import is_debug
 from transfer.messages import decode, encode
-from transfer.metrics.links import LinkUse
 from transfer.piece import Piece, RankRequest
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
@@ -113,24 +111,34 @@ class SenderLoop:
         self._tracer = context.tracer
         self._spans: dict[str, Span] = {}  # of requests that are traced
         self._gathered: dict[int, _TracedPiece] = {}  # of those, by slot, until they are written or their request ends
-        self._driver = SessionDriver(loop)
+        self.driver = SessionDriver(loop)
         self._queue = open_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
         self.copier = PieceCopier(pool, is_source=True)
-        """Prepares the pieces; to be warmed up when a session is attached."""
-        self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
+        """Prepares the pieces. Warm it up when a session is attached."""
+        credit_wait = self._credit_wait = self._metrics.histogram("stage_seconds", stage="credit_wait")
+        ack = self._metrics.histogram("stage_seconds", stage="ack")
+        self._pump: EventPump[protocol.Event] = EventPump(
             loop,
             handle=self._sender.handle,
-            carry_out=self._carry_out,
+            carry_out={
+                protocol.Send: self._send,
+                protocol.StartGather: self._gather,
+                protocol.StartWrite: self._write,
+                protocol.Decline: self._decline,
+                protocol.SourceReleased: self._on_source_released,
+                protocol.WaitGivenUp: lambda action: credit_wait.observe(action.credit_wait_s),
+                protocol.PieceReleased: lambda action: ack.observe(action.ack_s),
+                protocol.OutgoingSent: self._on_sent,
+                protocol.OutgoingFailed: self._on_failed,
+                protocol.CloseSession: lambda action: self._lose_session(action.session, action.reason),
+                protocol.MessageDropped: lambda action: self._drop(action.reason),
+            },
             is_idle=lambda: self._sender.is_idle,
             tick=protocol.Tick(),
         )
         self._on_session_closed: Callable[[int, str], None] = lambda session, reason: None
         self.num_dropped = 0
-
-    @property
-    def driver(self) -> SessionDriver:
-        return self._driver
 
     @property
     def num_requests(self) -> int:
@@ -143,10 +151,6 @@ class SenderLoop:
     @property
     def num_sessions(self) -> int:
         return len(self._peers)
-
-    def link_use(self, number: int) -> LinkUse:
-        """What was written in an open session."""
-        return self._metrics.link_use(number)
 
     def check_idle(self) -> None:
         """Prove the protocol's invariants.
@@ -197,16 +201,12 @@ class SenderLoop:
         )
         self._pump.feed(opened)
 
-    def link_measured(self, number: int, link: Link, peer: str = "") -> None:
-        """An open session's link, to the decode rank at the address `peer`, was probed."""
-        self._metrics.link_measured(number, link, peer)
-
     def close_session(self, number: int, reason: str) -> None:
         """End a session: its transport first, so that nothing more of it is begun when the protocol hears of it."""
         peer = self._peers.pop(number, None)
         if peer is None:
             return
-        self._driver.remove(peer.session)
+        self.driver.remove(peer.session)
         self._metrics.link_closed(number)
         self._queue.forget(number)
         peer.session.close()  # tells the peer behind gathers that are under way into its ring; nothing here waits for them
@@ -247,36 +247,20 @@ class SenderLoop:
 
     # Carrying out
 
-    def _carry_out(self, action: protocol.Action) -> None:
-        match action:
-            case protocol.Send():
-                self._send(action)
-            case protocol.StartGather():
-                self._gather(action)
-            case protocol.StartWrite():
-                self._write(action)
-            case protocol.Decline():
-                self._decline(action)
-            case protocol.SourceReleased():
-                self.copier.forget(action.request_id)
-                self._owner.on_source_released(action.request_id)
-            case protocol.WaitGivenUp():
-                self._metrics.histogram("stage_seconds", stage="credit_wait").observe(action.credit_wait_s)
-            case protocol.PieceReleased():
-                self._metrics.histogram("stage_seconds", stage="ack").observe(action.ack_s)
-            case protocol.OutgoingSent():
-                self._metrics.request_sent(action.stats)
-                if self._spans:
-                    self._end_span(action.request_id, stats=action.stats)
-                self._owner.on_sent(action.request_id, action.stats)
-            case protocol.OutgoingFailed():
-                if self._spans:
-                    self._end_span(action.request_id, error=action.reason)
-                self._owner.on_failed(action.request_id, action.reason)
-            case protocol.CloseSession():
-                self._lose_session(action.session, action.reason)
-            case protocol.MessageDropped():
-                self._drop(action.reason)
+    def _on_source_released(self, action: protocol.SourceReleased) -> None:
+        self.copier.forget(action.request_id)
+        self._owner.on_source_released(action.request_id)
+
+    def _on_sent(self, action: protocol.OutgoingSent) -> None:
+        self._metrics.request_sent(action.stats)
+        if self._spans:
+            self._end_span(action.request_id, stats=action.stats)
+        self._owner.on_sent(action.request_id, action.stats)
+
+    def _on_failed(self, action: protocol.OutgoingFailed) -> None:
+        if self._spans:
+            self._end_span(action.request_id, error=action.reason)
+        self._owner.on_failed(action.request_id, action.reason)
 
     def _trace_gather(self, action: protocol.StartGather) -> _TracedPiece | None:
         self._gathered.pop(action.slot, None)  # of a request that fails, and of which other pieces are still under way
@@ -326,7 +310,7 @@ class SenderLoop:
             return
         piece, session = action.piece, action.piece.session
         copy = self.copier.prepare(piece, self._owner.tables_of(piece.request_id))
-        self._metrics.histogram("stage_seconds", stage="credit_wait").observe(action.credit_wait_s)
+        self._credit_wait.observe(action.credit_wait_s)
         traced = self._trace_gather(action) if self._spans else None
         is_direct = self._peers[session].is_direct
 
@@ -368,7 +352,7 @@ class SenderLoop:
         except LocalProtocolError as error:
             self._lose_session(action.session, f"the decline cannot be made: {error}")
             return
-        self._driver.watch(peer.session, handle, lambda _, error: None)
+        self.driver.watch(peer.session, handle, lambda _, error: None)
 
     def _write(self, action: protocol.StartWrite) -> None:
         number, num_bytes, grant = action.piece.session, action.piece.num_bytes, action.piece.granted
@@ -406,4 +390,4 @@ class SenderLoop:
                 log.debug("written", session=number, grant=grant.begin, bytes=num_bytes, seconds=seconds)
             self._pump.feed(protocol.WriteFinished(slot=action.slot))
 
-        self._driver.watch(peer.session, handle, done)
+        self.driver.watch(peer.session, handle, done)

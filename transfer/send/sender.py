@@ -171,7 +171,9 @@ class Sender:
             case GatherFinished():
                 self._on_gather_finished(event)
             case WriteFinished():
-                self._on_write_finished(event)
+                # If its session was lost first, no piece is in the slot.
+                if (piece := self._slots.piece_in(event.slot, SenderStage.WRITING)) is not None:
+                    self._on_written(piece)
             case SlotWriteFailed():
                 self._on_write_failed(event)
             case OutgoingAborted():
@@ -341,7 +343,7 @@ class Sender:
                     is_last_kept = self._is_last_slot_kept() if is_last_kept is None else is_last_kept
                     if is_last_kept:
                         break
-                self._begin(waiting.pop(), session)
+                self._gather(waiting.pop(), session)
                 self._eager[number] = self._eager.pop(number)  # now it comes after the others
             if not waiting.has_free and not waiting.has_later:
                 del self._eager[number]
@@ -356,22 +358,22 @@ class Sender:
             for number, session in self._sessions.items()
         )
 
-    def _begin(self, piece: SenderPiece, session: SessionState) -> None:
-        """Start the piece's gather, with a free slot unless it needs none."""
-        self._slots.take(piece, is_direct=session.is_direct)
-        if piece.sending.first_gather_s is None:
-            piece.sending.first_gather_s = self._now_s
-        ready_s = piece.ready_s if piece.ready_s is not None else self._now_s
-        self._gather(piece, credit_wait_s=self._now_s - ready_s)
+    # Gather and write
 
-    def _gather(self, piece: SenderPiece, *, credit_wait_s: float) -> None:
+    def _gather(self, piece: SenderPiece, session: SessionState) -> None:
+        """Start the piece's gather. The first time, take a slot and record the wait for credit."""
+        credit_wait_s = 0.0
+        if piece.slot is None:
+            assert piece.ready_s is not None
+            credit_wait_s = self._now_s - piece.ready_s
+            self._slots.take(piece, is_direct=session.is_direct)
+            if piece.sending.first_gather_s is None:
+                piece.sending.first_gather_s = self._now_s
         piece.stage = SenderStage.GATHERING
-        self._sessions[piece.session].num_gathering += 1
+        session.num_gathering += 1
         assert piece.slot is not None
         event = piece.sending.computed[piece.chunk.index]
         self._actions.append(StartGather(piece=piece, slot=piece.slot, event=event, credit_wait_s=credit_wait_s))
-
-    # Gather and write
 
     def _on_gather_finished(self, event: GatherFinished) -> None:
         piece = self._slots.piece_in(event.slot, SenderStage.GATHERING)
@@ -399,13 +401,8 @@ class Sender:
         assert piece.slot is not None
         self._actions.append(StartWrite(piece=piece, slot=piece.slot, key=grant_key(piece.granted.begin, piece.attempt)))
 
-    def _on_write_finished(self, event: WriteFinished) -> None:
-        piece = self._slots.piece_in(event.slot, SenderStage.WRITING)
-        if piece is not None:  # otherwise its session was lost first
-            self._on_written(piece)
-
     def _on_written(self, piece: SenderPiece) -> None:
-        """The piece's bytes lie in its grant."""
+        """The piece's bytes lie in its grant: `WriteFinished`, or on a direct session `GatherFinished`."""
         request, grant = piece.sending, piece.granted
         request.writes += 1
         request.num_bytes += piece.num_bytes
@@ -519,11 +516,12 @@ class Sender:
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is SenderStage.WRITTEN and message.attempt == piece.attempt:
             # Slots, and the pages behind direct sessions, are kept until the grant's release for just this.
-            self._sessions[session].discard_written(piece)
+            state = self._sessions[session]
+            state.discard_written(piece)
             piece.attempt += 1
             piece.sending.resends += 1
-            if self._sessions[session].is_direct:
-                self._gather(piece, credit_wait_s=0.0)
+            if state.is_direct:
+                self._gather(piece, state)
             else:
                 self._write(piece)
 
