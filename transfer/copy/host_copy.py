@@ -139,27 +139,27 @@ class BufferGroup:
     """Neighbours in a stack and on the wire, with the same tokens.
 
     Args:
-        pieces: Of these buffers.
-        buffers: As the plan was given them.
+        pieces: Pieces of these buffers.
+        buffers: The buffers, as the plan was given them.
+        tokens: Tokens of each buffer.
+        wire: Bytes of the group in the wire tensor.
     """
 
     pieces: PoolPieces
     buffers: Sequence[WireBuffer]
+    tokens: Range
+    wire: slice
 
-    @property
-    def tokens(self) -> Range:
-        return self.buffers[0].tokens
-
-    @property
-    def wire(self) -> slice:
-        """Its bytes in the wire tensor."""
-        return slice(self.buffers[0].offset_bytes, self.buffers[-1].offset_bytes + self.buffers[-1].num_bytes)
+    @classmethod
+    def of(cls, pieces: PoolPieces, buffers: Sequence[WireBuffer]) -> BufferGroup:
+        wire = slice(buffers[0].offset_bytes, buffers[-1].offset_bytes + buffers[-1].num_bytes)
+        return cls(pieces=pieces, buffers=buffers, tokens=buffers[0].tokens, wire=wire)
 
     def blocks(self) -> list[BufferGroup]:
-        """The same buffers in groups of about `BLOCK_BYTES`."""
+        """Return the same buffers in groups of about `BLOCK_BYTES`."""
         step = max(1, BLOCK_BYTES // self.buffers[0].num_bytes)
         return [
-            BufferGroup(pieces=self.pieces.part(begin, begin + step), buffers=self.buffers[begin : begin + step])
+            BufferGroup.of(self.pieces.part(begin, begin + step), self.buffers[begin : begin + step])
             for begin in range(0, len(self.buffers), step)
         ]
 
@@ -248,7 +248,7 @@ def _grouped(
     groups: list[BufferGroup] = []
     for run in runs:
         place = places[run[0].layer, run[0].is_v]
-        groups.append(BufferGroup(pieces=place.stack.part(place.index, place.index + len(run)), buffers=tuple(run)))
+        groups.append(BufferGroup.of(place.stack.part(place.index, place.index + len(run)), tuple(run)))
     return groups
 
 

@@ -51,69 +51,70 @@ _TAILS = (0, 1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PieceCopy:
-    """One piece, to be copied on any thread; to be kept until the copy has run.
+    """One piece, to be copied on any thread. Keep it until the copy has run.
 
     Args:
-        plans: One for each group that the piece has layers of.
+        plans: One for each group that the piece has layers of, by index of the group.
+        device: Device of the pool.
+        num_wire_bytes: Size of the payload in bytes.
+        can_digest: Whether the plans together digest the piece. Otherwise the digest is one more pass over the wire.
         tables: For each plan the request's page table: int64 [n] in host memory, or kept on the pool's device.
         first_pages: For each plan the entry of its table with the plan's token 0.
-        device: Of the pool.
     """
 
-    plans: Sequence[CopyPlan]
-    tables: Sequence[Tensor | DeviceTable]
-    first_pages: Sequence[int]
+    plans: Mapping[int, CopyPlan]
     device: torch.device
+    num_wire_bytes: int
+    can_digest: bool
+    tables: Sequence[Tensor | DeviceTable] = ()
+    first_pages: Sequence[int] = ()
 
-    @property
-    def num_wire_bytes(self) -> int:
-        """Size of the payload in bytes."""
-        return max((plan.num_wire_bytes for plan in self.plans), default=0)
+    @classmethod
+    def of(cls, plans: Mapping[int, CopyPlan], device: torch.device) -> PieceCopy:
+        """Create the copy of all pieces with these plans, without page tables: it can be compiled."""
+        num_wire_bytes = max((plan.num_wire_bytes for plan in plans.values()), default=0)
+        is_gapless = sum(plan.num_moved_bytes for plan in plans.values()) == num_wire_bytes
+        can_digest = is_gapless and all(plan.can_digest for plan in plans.values())
+        return cls(plans=plans, device=device, num_wire_bytes=num_wire_bytes, can_digest=can_digest)
 
     def is_compiled(self, wire_address: int, *, is_gather: bool) -> bool:
-        """Whether a copy with a digest, from or to a wire at that address, would only be queued.
+        """Return whether a copy with a digest, from or to a wire at that address, would only be queued.
 
-        On a GPU the first of its kind compiles kernels, for seconds; the first of each plan uploads tables, and waits.
+        On a GPU the first copy of its kind compiles kernels, for seconds. The first of each plan uploads tables, and waits.
         """
-        can_digest = self._can_digest
-        if not can_digest and not is_add_digest_compiled(self.device, wire_address, self.num_wire_bytes):
+        if not self.can_digest and not is_add_digest_compiled(self.device, wire_address, self.num_wire_bytes):
             return False
-        return all(plan.is_compiled(wire_address, has_digest=can_digest, is_gather=is_gather) for plan in self.plans)
+        return all(
+            plan.is_compiled(wire_address, has_digest=self.can_digest, is_gather=is_gather) for plan in self.plans.values()
+        )
 
     def compile(self, wire_address: int, *, is_gather: bool) -> None:
         """Compile and upload what `is_compiled` requires, without a copy. Safe on any thread during other copies; idempotent."""
-        can_digest = self._can_digest
-        if not can_digest:
+        if not self.can_digest:
             compile_add_digest(self.device, wire_address, self.num_wire_bytes)
-        for plan in self.plans:
-            plan.compile(wire_address, has_digest=can_digest, is_gather=is_gather)
+        for plan in self.plans.values():
+            plan.compile(wire_address, has_digest=self.can_digest, is_gather=is_gather)
 
     def upload(self) -> None:
-        """Queue, on the current stream, what is new in the page tables; copies on that stream then need not do it."""
+        """Queue, on the current stream, what is new in the page tables. Copies on that stream then need not do it."""
         for table in self.tables:
             _pages_of(table)
 
     def gather(self, out: WireMemory, digest: Digest | None = None) -> None:
-        """From the pages into the first bytes of `out`, see `CopyPlan.gather`; the digest is of all bytes of the piece."""
-        inside = digest if digest is not None and self._can_digest else None
-        for plan, table, first_page in zip(self.plans, self.tables, self.first_pages, strict=True):
+        """Copy from the pages into the first bytes of `out`, see `CopyPlan.gather`. The digest is of all bytes of the piece."""
+        inside = digest if self.can_digest else None
+        for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
             plan.gather(_pages_of(table), out, first_page=first_page, digest=inside)
         if digest is not None and inside is None:
             add_digest(digest, out, self.num_wire_bytes)
 
     def scatter(self, source: WireMemory, digest: Digest | None = None) -> None:
-        """From the first bytes of `source` into the pages, see `CopyPlan.scatter`; the digest is of all bytes of the piece."""
-        inside = digest if digest is not None and self._can_digest else None
+        """Copy from the first bytes of `source` into the pages: the reverse of `gather`."""
+        inside = digest if self.can_digest else None
         if digest is not None and inside is None:
             add_digest(digest, source, self.num_wire_bytes)
-        for plan, table, first_page in zip(self.plans, self.tables, self.first_pages, strict=True):
+        for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
             plan.scatter(_pages_of(table), source, first_page=first_page, digest=inside)
-
-    @property
-    def _can_digest(self) -> bool:
-        """Whether the plans together digest the piece. Otherwise the digest is one more pass over the wire."""
-        is_gapless = sum(plan.num_moved_bytes for plan in self.plans) == self.num_wire_bytes
-        return is_gapless and all(plan.can_digest for plan in self.plans)
 
 
 def _pages_of(table: Tensor | DeviceTable) -> Tensor:
@@ -158,10 +159,10 @@ class PieceCopier:
         if piece.request.layout is not self._layout:
             self._adopt(piece.request.layout)
         chunk_page = piece.chunk.tokens.begin // self._pool.page_size
-        found = self._plans_of(piece)
+        found = self._copy_of(piece)
         kept: list[Tensor | DeviceTable] = []
         first_pages: list[int] = []
-        for group, plan in found.items():
+        for group, plan in found.plans.items():
             start = 0 if self._is_state[group] else chunk_page
             first, end, table = start + plan.used_pages.begin, start + plan.used_pages.end, tables[group]
             if self._device_tables:
@@ -170,7 +171,14 @@ class PieceCopier:
             else:
                 kept.append(torch.from_numpy(np.array(table[start:end], dtype=np.int64)))  # a third of what torch.tensor takes
                 first_pages.append(0)
-        return PieceCopy(plans=tuple(found.values()), tables=kept, first_pages=first_pages, device=self._pool.device)
+        return PieceCopy(
+            plans=found.plans,
+            device=found.device,
+            num_wire_bytes=found.num_wire_bytes,
+            can_digest=found.can_digest,
+            tables=kept,
+            first_pages=first_pages,
+        )
 
     async def warm_up(
         self, routes: Sequence[Route], plan: ChunkPlan, *, layout: KVLayout, dtype: DType, scales: Scales | None
@@ -209,9 +217,7 @@ class PieceCopier:
             chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers)
             for chunk, num_bytes in Pieces(chunks, layout, route, num_tokens=num_tokens, dtype=dtype):
                 piece = Piece(request=request, route=route, session=0, chunk=chunk, num_bytes=num_bytes)
-                plans = tuple(copier._plans_of(piece).values())
-                # Wires begin on multiples of 16 bytes.
-                PieceCopy(plans=plans, tables=(), first_pages=(), device=self._pool.device).compile(16, is_gather=self._is_source)
+                copier._copy_of(piece).compile(16, is_gather=self._is_source)  # wires begin on multiples of 16 bytes
 
     def forget(self, request_id: str) -> None:
         """The request's pages are given back, or it is over: use what is kept of its tables for others. Does nothing twice.
@@ -222,8 +228,11 @@ class PieceCopier:
         for kept in self._device_tables:
             kept.forget(request_id)
 
-    def _plans_of(self, piece: Piece) -> Mapping[int, CopyPlan]:
-        """Return the plan of each group. Tokens count from the chunk's first page, or from the state in a group of states."""
+    def _copy_of(self, piece: Piece) -> PieceCopy:
+        """Return the copy of the piece, without page tables.
+
+        Tokens count from the chunk's first page, or from the state in a group of states.
+        """
         tokens, layers, request = piece.chunk.tokens, piece.chunk.layers, piece.request
         first_token = tokens.begin - tokens.begin % self._pool.page_size
         begin, end = tokens.begin - first_token, tokens.end - first_token
@@ -269,9 +278,7 @@ class PieceCopier:
         self._known_ends: dict[tuple[int, int, int], tuple[int, Route, Scales | None]] = {}
         self._planned.cache_clear()
 
-    def _plan(
-        self, number: int, begin: int, end: int, first_layer: int, end_layer: int, num_tokens: int
-    ) -> Mapping[int, CopyPlan]:
+    def _plan(self, number: int, begin: int, end: int, first_layer: int, end_layer: int, num_tokens: int) -> PieceCopy:
         route, dtype, scales = next(itertools.islice(self._ends, number, None))
         tokens, layers = Range(begin=begin, end=end), Range(begin=first_layer, end=end_layer)
         by_group: dict[int, list[WireBuffer]] = {}
@@ -281,10 +288,11 @@ class PieceCopier:
                 buffer = replace(buffer, tokens=Range(begin=0, end=len(buffer.tokens)))
             by_group.setdefault(group, []).append(buffer)
         heads = route.heads.source if self._is_source else route.heads.target
-        return {
+        plans = {
             group: self._copier(group, buffers[0].layer, heads, dtype, scales).plan(buffers)
             for group, buffers in by_group.items()
         }
+        return PieceCopy.of(plans, self._pool.device)
 
     def _copier(self, group: int, layer: int, heads: Range, dtype: DType, scales: FrozenScales) -> HeadSliceCopier:
         """Return the copier of a group's pages; `layer` is one of its layers."""
