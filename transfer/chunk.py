@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, overload
 
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, Range, Route, Shard, first_travelling_token, most_routes, wire_bytes
+from transfer.layout import DType, KVLayout, Range, Route, Shard, most_routes, payload_rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +132,10 @@ class Pieces:
     """
 
     def __init__(self, chunks: Chunks, layout: KVLayout, route: Route, *, num_tokens: int, dtype: DType) -> None:
-        self._chunks, self._layout, self._route, self._num_tokens, self._dtype = chunks, layout, route, num_tokens, dtype
+        self._chunks, self._num_tokens = chunks, num_tokens
+        self._rates = [payload_rates(layout, route, layers, dtype) for layers in chunks.groups]
         # The payload of a group of layers begins at one token. Its pieces are the chunks from that token range on.
-        self._first_ranges = [
-            chunks.range_of(first_travelling_token(layout, route, layers=layers, num_tokens=num_tokens, dtype=dtype))
-            for layers in chunks.groups
-        ]
+        self._first_ranges = [chunks.range_of(rates.first_token(num_tokens)) for rates in self._rates]
         self._len = sum(chunks.num_ranges - first for first in self._first_ranges)
         self._sizes: dict[int, int] = {}  # of the pieces that were asked about: each is asked about a few times
 
@@ -163,15 +161,12 @@ class Pieces:
         at, group = divmod(index, len(self._first_ranges))
         return self._first_ranges[group] <= at < self._chunks.num_ranges
 
+    def num_slices(self, chunk: Chunk) -> int:
+        """Return the writes that a piece would take as token x layer x K/V slices."""
+        return self._rates[chunk.index % len(self._rates)].num_slices(chunk.tokens, self._num_tokens)
+
     def _size_of(self, chunk: Chunk) -> int:
-        return wire_bytes(
-            self._layout,
-            self._route,
-            tokens=chunk.tokens,
-            layers=chunk.layers,
-            num_tokens=self._num_tokens,
-            dtype=self._dtype,
-        )
+        return self._rates[chunk.index % len(self._rates)].num_bytes(chunk.tokens, self._num_tokens)
 
 
 def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route], dtype: DType) -> int:

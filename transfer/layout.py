@@ -489,29 +489,8 @@ def wire_buffers(
 
 
 def wire_bytes(layout: KVLayout, route: Route, *, tokens: Range, layers: Range, num_tokens: int, dtype: DType) -> int:
-    """Payload of the grant for this part of a chunk, in bytes; 0 where chunk and route share nothing."""
-    rates = _rates(layout, route, layers, dtype)
-    if rates.num_states and tokens.end == num_tokens:
-        buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype)
-        return buffers[-1].offset_bytes + buffers[-1].num_bytes
-    return sum(rate.count(tokens, num_tokens) * rate.token_bytes for rate in rates.windows)
-
-
-def wire_slices(layout: KVLayout, route: Route, *, tokens: Range, layers: Range, num_tokens: int, dtype: DType) -> int:
-    """Writes that this part of a chunk would take as token x layer x K/V slices; what a window leaves out is none."""
-    rates = _rates(layout, route, layers, dtype)
-    num_states = rates.num_states if tokens.end == num_tokens else 0
-    return num_states + sum(rate.count(tokens, num_tokens) * rate.token_buffers for rate in rates.windows)
-
-
-def first_travelling_token(layout: KVLayout, route: Route, *, layers: Range, num_tokens: int, dtype: DType) -> int:
-    """Return the first token of a prompt that has a payload on `route`; `num_tokens` if none has.
-
-    From that token on each token range has a payload: a window reaches to the end of the prompt, and a recurrent state travels
-    with the last token.
-    """
-    rates = _rates(layout, route, layers, dtype)
-    return min((rate.first_token(num_tokens) for rate in rates.windows), default=num_tokens - bool(rates.num_states))
+    """Return the payload of this part of a chunk in bytes; 0 where chunk and route share nothing."""
+    return payload_rates(layout, route, layers, dtype).num_bytes(tokens, num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,33 +516,54 @@ class _WindowRate:
         return max(0, tokens.end - max(tokens.begin, self.first_token(num_tokens)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rates:
-    """Payload of some layers on one route: of each distinct window, and of the recurrent states."""
+class PayloadRates:
+    """The payload of some layers on one route, for any part of any prompt. Create one with `payload_rates`.
 
-    windows: tuple[_WindowRate, ...]
-    num_states: int
+    Recurrent states travel with the last token of a prompt, and each window of layers with the tokens that it still reaches.
+    """
+
+    def __init__(self, layout: KVLayout, route: Route, layers: Range, dtype: DType) -> None:
+        self._layout, self._route, self._layers, self._dtype = layout, route, layers, dtype
+        of_window: dict[int, list[LayerSpec]] = {}
+        self._num_states = 0
+        for layer in route.layers_in(layout, layers):
+            spec = layout.layers[layer]
+            if spec.kind is LayerKind.RECURRENT_STATE:
+                self._num_states += 1
+            else:
+                of_window.setdefault(spec.window_tokens, []).append(spec)
+        self._windows = [
+            _WindowRate(
+                window_tokens=window_tokens,
+                token_bytes=sum(spec.k_head_dim + spec.v_head_dim for spec in specs) * route.heads.count * dtype.num_bytes,
+                token_buffers=sum(spec.num_buffers for spec in specs),
+            )
+            for window_tokens, specs in of_window.items()
+        ]
+
+    def num_bytes(self, tokens: Range, num_tokens: int) -> int:
+        """Return the bytes of `tokens` of a prompt of `num_tokens`."""
+        if self._num_states and tokens.end == num_tokens:
+            last = wire_buffers(
+                self._layout, self._route, tokens=tokens, layers=self._layers, num_tokens=num_tokens, dtype=self._dtype
+            )[-1]
+            return last.offset_bytes + last.num_bytes
+        return sum([rate.count(tokens, num_tokens) * rate.token_bytes for rate in self._windows])
+
+    def num_slices(self, tokens: Range, num_tokens: int) -> int:
+        """Return the writes that `tokens` would take as token x layer x K/V slices."""
+        num_states = self._num_states if tokens.end == num_tokens else 0
+        return num_states + sum([rate.count(tokens, num_tokens) * rate.token_buffers for rate in self._windows])
+
+    def first_token(self, num_tokens: int) -> int:
+        """Return the first token of a prompt that has a payload; `num_tokens` if none has. All later tokens have one."""
+        return min([rate.first_token(num_tokens) for rate in self._windows], default=num_tokens - bool(self._num_states))
 
 
-@lru_cache(maxsize=1024)  # called for each piece of each request; one entry for each group of layers
-def _rates(layout: KVLayout, route: Route, layers: Range, dtype: DType) -> _Rates:
-    of_window: dict[int, list[LayerSpec]] = {}
-    num_states = 0
-    for layer in route.layers_in(layout, layers):
-        spec = layout.layers[layer]
-        if spec.kind is LayerKind.RECURRENT_STATE:
-            num_states += 1
-        else:
-            of_window.setdefault(spec.window_tokens, []).append(spec)
-    windows = tuple(
-        _WindowRate(
-            window_tokens=window_tokens,
-            token_bytes=sum(spec.k_head_dim + spec.v_head_dim for spec in specs) * route.heads.count * dtype.num_bytes,
-            token_buffers=sum(spec.num_buffers for spec in specs),
-        )
-        for window_tokens, specs in of_window.items()
-    )
-    return _Rates(windows=windows, num_states=num_states)
+@lru_cache(maxsize=1024)  # called for each route of each request; one entry for each group of layers
+def payload_rates(layout: KVLayout, route: Route, layers: Range, dtype: DType) -> PayloadRates:
+    """Return the payload rates of `layers` on `route`; `dtype` is the element type on the wire."""
+    return PayloadRates(layout, route, layers, dtype)
 
 
 def _travelling_tokens(spec: LayerSpec, tokens: Range, num_tokens: int) -> Range:

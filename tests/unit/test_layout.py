@@ -23,11 +23,11 @@ from transfer.layout import (
     Route,
     Shard,
     TokenOrder,
+    payload_rates,
     routes,
     wire_buffers,
     wire_bytes,
     wire_dtype,
-    wire_slices,
 )
 
 MHA = LayerSpec(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
@@ -205,7 +205,8 @@ def test_wire_buffers_are_contiguous_and_exact(data: st.DataObject, layout: KVLa
             assert buffer.row_bytes == route.heads.count * (spec.v_head_dim if buffer.is_v else spec.k_head_dim) * element
             position = buffer.offset_bytes + buffer.num_bytes
         assert position == wire_bytes(layout, route, **arguments)
-        assert sum(len(buffer.tokens) for buffer in buffers) == wire_slices(layout, route, **arguments)
+        num_slices = payload_rates(layout, route, layers, dtype).num_slices(tokens, num_tokens)
+        assert sum(len(buffer.tokens) for buffer in buffers) == num_slices
         places = [(buffer.layer, buffer.is_v) for buffer in buffers]
         assert places == sorted(set(places))
 

@@ -114,11 +114,9 @@ class ReceiverLoop:
         self._metrics = metrics = context.metrics
         self._tracer = context.tracer
         self._spans: dict[str, Span] = {}  # of requests that are traced
-        self._receiver = Receiver(
-            ReceiverSettings(is_one_sided=transport.is_one_sided),
-            StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=context.instance.incarnation),
-        )
-        metrics.watch_ring(self._receiver.ring)
+        self.ring = StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=context.instance.incarnation)
+        self._receiver = Receiver(ReceiverSettings(is_one_sided=transport.is_one_sided), self.ring)
+        metrics.watch_ring(self.ring)
         self.driver = SessionDriver(loop)
         self._queue = open_queue("scatter", pool.device, loop, context.on_crash)
         self._sessions: dict[int, Session] = {}
@@ -152,10 +150,6 @@ class ReceiverLoop:
         self._publish: Publish | None = None
         self.num_dropped = 0
         control.watch(loop, self._on_received)
-
-    @property
-    def ring(self) -> StagingAllocator:
-        return self._receiver.ring
 
     @property
     def ring_peak_bytes(self) -> int:

@@ -103,7 +103,7 @@ class Receiver:
 
     def __init__(self, settings: ReceiverSettings, ring: StagingAllocator) -> None:
         self._settings = settings
-        self._ring = ring
+        self.ring = ring
         self._sessions: dict[int, int] = {}  # session -> incarnation of the writer
         self._lost: set[int] = set()  # sessions that were closed, and whose writers may still write
         self._requests: dict[str, ReceiverRequest] = {}
@@ -118,10 +118,6 @@ class Receiver:
         self._published = ring.position
         self._is_truncated = False  # the last watermark had no room for every released range
         self.ring_peak_bytes = 0
-
-    @property
-    def ring(self) -> StagingAllocator:
-        return self._ring
 
     @property
     def num_requests(self) -> int:
@@ -189,10 +185,10 @@ class Receiver:
 
     def check_invariants(self) -> None:
         """Raises LocalProtocolError when the state contradicts itself."""
-        self._ring.check_invariants()
-        if self._ring.num_live_grants != len(self._live):
+        self.ring.check_invariants()
+        if self.ring.num_live_grants != len(self._live):
             raise LocalProtocolError(
-                f"invariant broken: {self._ring.num_live_grants} live grants, {len(self._live)} pieces hold one"
+                f"invariant broken: {self.ring.num_live_grants} live grants, {len(self._live)} pieces hold one"
             )
         for request in self._requests.values():
             request.check_invariants()
@@ -229,7 +225,7 @@ class Receiver:
         request.failure = reason
         for piece in request.pieces():
             if piece.stage is ReceiverStage.GRANTED:
-                self._ring.quarantine(piece.grant)
+                self.ring.quarantine(piece.grant)
         for route in request.routes.values():
             self._ask_to_drain(request, route)
         self._settle(request, request.pieces())
@@ -239,7 +235,7 @@ class Receiver:
             return  # nobody is left to ask
         route.asked_s = self._now_s
         message = AbortTransfer(
-            incarnation=self._ring.incarnation,
+            incarnation=self.ring.incarnation,
             request_id=request.request_id,
             route=route.route.index,
             reason=clip_reason(request.failure or ""),
@@ -266,7 +262,7 @@ class Receiver:
             del self._requests[request.request_id]
 
     def _release(self, piece: ReceiverPiece) -> None:
-        self._ring.release(piece.grant)
+        self.ring.release(piece.grant)
         route = piece.receiving.routes[piece.route.index]
         del route.pieces[piece.chunk.index]
         route.released[piece.chunk.index] = piece.grant
@@ -384,17 +380,17 @@ class Receiver:
     def _issue(self, route: ReceiverRoute, request_id: str, grants: Mapping[int, Grant]) -> None:
         """Send `GrantsIssued`; `grants` is by chunk index."""
         issued = tuple(IssuedGrant(chunk=chunk, begin=grant.begin, end=grant.end) for chunk, grant in grants.items())
-        message = GrantsIssued(incarnation=self._ring.incarnation, request_id=request_id, route=route.route.index, grants=issued)
+        message = GrantsIssued(incarnation=self.ring.incarnation, request_id=request_id, route=route.route.index, grants=issued)
         self._actions.append(Send(session=route.session, message=message))
 
     def _refuse(self, session: int, message: GrantRequest, reason: str) -> None:
         answer = GrantRefused(
-            incarnation=self._ring.incarnation, request_id=message.request_id, route=message.route, reason=clip_reason(reason)
+            incarnation=self.ring.incarnation, request_id=message.request_id, route=message.route, reason=clip_reason(reason)
         )
         self._actions.append(Send(session=session, message=answer))
 
     def _grant(self, request: ReceiverRequest, route: ReceiverRoute, chunk: Chunk, num_bytes: int) -> Grant:
-        head, grant = self._ring.head, self._ring.assign(num_bytes)
+        head, grant = self.ring.head, self.ring.assign(num_bytes)
         piece = ReceiverPiece(
             request=request.incoming,
             route=route.route,
@@ -408,7 +404,7 @@ class Receiver:
         self._live[piece.grant.begin] = piece
         # A grant alone says nothing new to writers, and its ack would only delay the next one; padding may be what one waits for.
         self._may_publish = self._may_publish or grant.begin != head
-        self.ring_peak_bytes = max(self.ring_peak_bytes, min(self._ring.live_bytes, self._ring.capacity_bytes))
+        self.ring_peak_bytes = max(self.ring_peak_bytes, min(self.ring.live_bytes, self.ring.capacity_bytes))
         self._waiting.add(piece.grant, piece)
         self._actions.append(PrepareScatter(piece=piece))
         return grant
@@ -424,7 +420,7 @@ class Receiver:
             if not self._settings.is_one_sided:
                 self._post(piece)
             told = self._told.get(piece.session)
-            if told is not None and piece.grant.end - told > self._ring.capacity_bytes:
+            if told is not None and piece.grant.end - told > self.ring.capacity_bytes:
                 self._news_for.add(piece.session)
 
     def _publish(self) -> None:
@@ -432,10 +428,10 @@ class Receiver:
 
         While it has no room for every released range everybody hears of each: what was left out may be what somebody waits for.
         """
-        was_truncated, self._is_truncated = self._is_truncated, self._ring.num_ranges > MAX_PUBLISHED_RANGES
+        was_truncated, self._is_truncated = self._is_truncated, self.ring.num_ranges > MAX_PUBLISHED_RANGES
         is_for_all = was_truncated or self._is_truncated
         self._actions.append(PublishWatermark(sessions=None if is_for_all else frozenset(self._news_for)))
-        self._published = self._ring.position
+        self._published = self.ring.position
         for session in self._sessions if is_for_all else self._news_for:
             self._told[session] = self._published
         self._news_for.clear()
@@ -537,7 +533,7 @@ class Receiver:
             self._actions.append(ChunkBroken(session=piece.session, request_id=request.request_id))
         piece.ready = None
         if request.failure is not None:
-            self._ring.quarantine(piece.grant)
+            self.ring.quarantine(piece.grant)
             self._settle(request, [piece])
         elif piece.attempt + 1 >= MAX_ATTEMPTS:
             where = f"chunk {piece.chunk.index} of request {request.request_id} from prefill rank {piece.route.prefill_rank}"
@@ -551,7 +547,7 @@ class Receiver:
 
     def _reject(self, piece: ReceiverPiece, reason: str) -> None:
         message = ChunkRejected(
-            incarnation=self._ring.incarnation,
+            incarnation=self.ring.incarnation,
             request_id=piece.request_id,
             route=piece.route.index,
             chunk=piece.chunk.index,

@@ -326,6 +326,8 @@ class Sender:
         A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older grant
         that is waited for (rule 2, and docs/adr/0010).
         """
+        if not self._eager:
+            return
         unlooked = next((number for number, session in self._eager.items() if session.waiting.has_later), None)
         if unlooked is not None:  # of one session in a turn, however many peers make their looks dear
             self._eager[unlooked] = self._eager.pop(unlooked)
@@ -406,7 +408,7 @@ class Sender:
         request, grant = piece.sending, piece.granted
         request.writes += 1
         request.num_bytes += piece.num_bytes
-        request.slices += piece.num_slices
+        request.slices += request.routes[piece.route.index].expected.num_slices(piece.chunk)
         piece.stage, piece.since_s, piece.written_s = SenderStage.WRITTEN, self._now_s, self._now_s
         if request.failure is not None:
             # The peer will not take it over any more: the write has settled, that is all that was waited for.

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from transfer.chunk import Chunk, Pieces, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.layout import Route, wire_slices
+from transfer.layout import Route
 from transfer.piece import Piece, RankRequest
 from transfer.ring import MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
 from transfer.ring_index import PositionIndex, WaitingGrants
@@ -74,19 +74,6 @@ class SenderPiece(Piece):
                 f"chunk {self.chunk.index} of request {self.request.request_id} has no grant at {self.stage.name}"
             )
         return self.grant
-
-    @property
-    def num_slices(self) -> int:
-        """Writes that the piece would have taken as token x layer x K/V slices; what a window leaves out is none."""
-        request = self.request
-        return wire_slices(
-            request.layout,
-            self.route,
-            tokens=self.chunk.tokens,
-            layers=self.chunk.layers,
-            num_tokens=request.num_tokens,
-            dtype=request.wire_dtype,
-        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -290,7 +277,7 @@ class SessionState:
             raise LocalProtocolError(f"invariant broken: keys of the grants that begin at {both} are held and spent")
 
     def _is_spent(self, begin: int) -> bool:
-        return any(grant_key(begin, attempt) in self.spent for attempt in range(MAX_ATTEMPTS))
+        return bool(self.spent) and any(grant_key(begin, attempt) in self.spent for attempt in range(MAX_ATTEMPTS))
 
 
 class StagingSlots:
