@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from decode_node.role import ROLE
 from node_runtime import command
 from transfer.config import DecodeNodeConfig
 
@@ -41,12 +40,4 @@ def serve(
     check_config: command.CheckConfig = False,
 ) -> None:
     """Run a decode node until SIGTERM or SIGINT."""
-    command.run_daemon(
-        context,
-        DecodeNodeConfig,
-        ROLE.load_leader,
-        check_step_fits=ROLE.check_step_fits,
-        file=config,
-        overrides=set_,
-        is_check_only=check_config,
-    )
+    command.run_daemon(context, DecodeNodeConfig)

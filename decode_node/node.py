@@ -14,7 +14,6 @@ import structlog
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import LeaderTiers
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import CODEC, DecodeStepDone, JobDone, check_step_fits
 from decode_node.request_state import Done, GenerationObserver, GenerationRequest, Tokens
 from decode_node.requests import DecodeRequests
@@ -151,7 +150,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     def __init__(self, daemon: Daemon, config: DecodeNodeConfig) -> None:
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
-        super().__init__(daemon, config, entry=run_decode_rank, codec=CODEC, on_rank_message=self._on_rank_message)
+        super().__init__(daemon, config, codec=CODEC, on_rank_message=self._on_rank_message)
         self.discovery = open_discovery(
             config.discovery, config.peers.prefill_nodes, self.security
         )  # of the node: every life of its ranks uses its results

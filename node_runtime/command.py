@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -19,14 +18,10 @@ from node_runtime import exit_codes
 from node_runtime.collector import freeze_gc
 from node_runtime.early_start import prepare_process
 from node_runtime.fork_server import end_fork_server, start_fork_server
-from node_runtime.node_role import node_role
-from node_runtime.preloading import preloaded_modules
+from node_runtime.node_role import check_step_fits, make_leader, preloaded_modules
 from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.errors import TransferError
 from transfer.load_config import load_config
-
-if TYPE_CHECKING:
-    from node_runtime.daemon import Daemon, OtherRole, RoleServer
 
 SETTING_OF_FLAG = {
     "model": "model",
@@ -80,9 +75,6 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALU
 CheckConfig = Annotated[bool, typer.Option("--check-config", help="Check the configuration and exit.")]
 
 
-AnyNodeConfig = TypeVar("AnyNodeConfig", bound=NodeConfig)
-
-
 def daemon_app(summary: str) -> typer.Typer:
     """Return a daemon's command line without its command."""
     app = typer.Typer(add_completion=False, no_args_is_help=True, help=summary)
@@ -104,57 +96,41 @@ def _callback(
     """Settings by precedence: --set, named flags, KVFERRY_... in the environment, the file; see docs/configuration.md."""
 
 
-def run_daemon(
-    context: typer.Context,
-    config_type: type[AnyNodeConfig],
-    load_role: Callable[[], Callable[[Daemon, AnyNodeConfig], RoleServer]],
-    *,
-    check_step_fits: Callable[[AnyNodeConfig], None],
-    file: Path | None,
-    overrides: list[str] | None,
-    is_check_only: bool,
-) -> None:
+def run_daemon(context: typer.Context, config_type: type[NodeConfig]) -> None:
     """Load the settings and run the node; exit with one of `exit_codes`.
 
     Args:
         context: Context of the command. Its named flags have precedence over the file and the environment.
         config_type: Class of the role's settings.
-        load_role: Imports the role's leader. It is called last, because it loads torch and gRPC.
-        check_step_fits: Raises ConfigError if a step of the role can be larger than a message.
-        file, overrides, is_check_only: The flags that are not settings.
     """
     # Without the flag, a repeatable flag is empty, a counted flag is 0, and any other flag is None.
     given = {name: value for name, value in context.params.items() if value != () and (name != "insecure" or value)}
     flags = {SETTING_OF_FLAG[name]: value for name, value in given.items() if name in SETTING_OF_FLAG}
+    is_check_only = given.get("check_config", False)
     try:
-        config = load_config(config_type, file=file, environment=os.environ, flags=flags, overrides=overrides or [])
+        config = load_config(
+            config_type, file=given.get("config"), environment=os.environ, flags=flags, overrides=given.get("set_") or []
+        )
         if not is_check_only:
             prepare_process()
             start_fork_server(preloaded_modules(config))
-        other_config, warning = _checked(config, check_step_fits)
+        other_config, warning = _checked(config)
         if is_check_only:
-            if isinstance(config, DecodeNodeConfig) and not (config.peers.prefill_nodes or config.discovery.finds_nodes):
-                print(
-                    "decode-node: warning: peers.prefill_nodes is empty, and discovery.kind is static without a discovery.file; "
-                    "the node will never be ready",
-                    file=sys.stderr,
-                )
-            if warning is not None:
-                print(f"{config.role}-node: warning: {warning}", file=sys.stderr)
-            print(f"{config.role}: the configuration is valid")
-            sys.exit(exit_codes.OK)
-        code = _serve(config, load_role, other_config, warning)
+            _report_valid(config, warning)
+            code = exit_codes.OK
+        else:
+            code = _serve(config, other_config, warning)
     except TransferError as error:
         for line in str(error).splitlines():
             print(f"{config_type.role}-node: {line}", file=sys.stderr)
-        sys.exit(exit_codes.exit_code_of(error))
+        code = exit_codes.exit_code_of(error)
     finally:
         if not is_check_only:
             end_fork_server()
     sys.exit(code)
 
 
-def _checked(config: AnyNodeConfig, check_step_fits: Callable[[AnyNodeConfig], None]) -> tuple[NodeConfig | None, str | None]:
+def _checked(config: NodeConfig) -> tuple[NodeConfig | None, str | None]:
     """Validate the settings before a rank starts; return the settings of the other role, and a warning or None."""
     from node_runtime.rank_setup import check_before_start
     from transfer.plain_text import check_plain_text
@@ -165,19 +141,26 @@ def _checked(config: AnyNodeConfig, check_step_fits: Callable[[AnyNodeConfig], N
     check_before_start(config)
     other_config = load_other_role(config)
     if other_config is not None:
-        node_role(other_config.role).check_step_fits(other_config)
+        check_step_fits(other_config)
         check_before_start(other_config)
     warning = check_plain_text(config)
     certificate_files(config)
     return other_config, warning
 
 
-def _serve(
-    config: AnyNodeConfig,
-    load_role: Callable[[], Callable[[Daemon, AnyNodeConfig], RoleServer]],
-    other_config: NodeConfig | None,
-    warning: str | None,
-) -> int:
+def _report_valid(config: NodeConfig, warning: str | None) -> None:
+    if isinstance(config, DecodeNodeConfig) and not (config.peers.prefill_nodes or config.discovery.finds_nodes):
+        print(
+            "decode-node: warning: peers.prefill_nodes is empty, and discovery.kind is static without a discovery.file; "
+            "the node will never be ready",
+            file=sys.stderr,
+        )
+    if warning is not None:
+        print(f"{config.role}-node: warning: {warning}", file=sys.stderr)
+    print(f"{config.role}: the configuration is valid")
+
+
+def _serve(config: NodeConfig, other_config: NodeConfig | None, warning: str | None) -> int:
     """Run the node until it ends; return its exit code."""
     import structlog
 
@@ -188,14 +171,6 @@ def _serve(
     configure_logging(config.log, role=config.role)
     if warning is not None:
         structlog.get_logger(__name__).warning("insecure", reason=warning)
-    make_role = load_role()
-    other = None if other_config is None else _other_role(other_config)
+    node = Daemon(config, make_leader, other_config=other_config)
     freeze_gc()
-    return run_measured(Daemon(config, lambda daemon: make_role(daemon, config), other=other).run())
-
-
-def _other_role(config: NodeConfig) -> OtherRole:
-    from node_runtime.daemon import OtherRole
-
-    make_role = node_role(config.role).load_leader()
-    return OtherRole(config=config, make_role=lambda daemon: make_role(daemon, config))
+    return run_measured(node.run())

@@ -15,12 +15,11 @@ import structlog
 from node_runtime.daemon import Daemon
 from node_runtime.exit_codes import NO_MEMORY
 from node_runtime.health import Readiness
-from node_runtime.node_role import ROLE_NAMES
+from node_runtime.node_role import ROLE_NAMES, preloaded_modules
 from node_runtime.node_service import ANSWER_S, NodeService
 from node_runtime.open_tracer import open_tracer
-from node_runtime.preloading import preloaded_modules
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_worker import RankSpec
+from node_runtime.rank_process import run_rank
 from node_runtime.role_service import RoleServices, service_of
 from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor
 from transfer.config import NodeConfig
@@ -64,7 +63,6 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
     Args:
         daemon: Runs this leader.
         config: The node's settings.
-        entry: Entry point of a rank process.
         codec: Messages between leader and ranks.
         on_rank_message: Called with the rank and the message, for the running life.
     """
@@ -74,7 +72,6 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         daemon: Daemon,
         config: ConfigT,
         *,
-        entry: Callable[[RankSpec], None],
         codec: RankCodec,
         on_rank_message: Callable[[int, Any], None],
     ) -> None:
@@ -87,7 +84,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         self._is_handed_over = False  # the change of role is the daemon's now, and cannot be called off
         self._switching: asyncio.Future[None] | None = None
         self._daemon = daemon
-        self._ranks = RankSide(config=config, entry=entry, codec=codec, on_message=on_rank_message)
+        self._ranks = RankSide(config=config, codec=codec, on_message=on_rank_message)
         self._life: LifeT | None = None
         self._services: RoleServices | None = None
         self._supervisor: RankSupervisor | None = None
@@ -96,11 +93,9 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
 
     def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
         self._supervisor = RankSupervisor(
-            self.config,
-            self._ranks.entry,
-            self._ranks.codec,
+            self._ranks,
+            run_rank,
             preload=preloaded_modules(self.config),
-            on_message=self._ranks.on_message,
             on_lost=on_lost,
             other_config=self._daemon.other_config,
         )

@@ -1,7 +1,7 @@
-"""The rank processes of a node: started together, watched, and ended together.
+"""The rank processes of a node: started, watched and ended together.
 
-A tensor-parallel group is of no use without one of its ranks, so the first exit ends the group's life. Ranks are forked from
-`node_runtime.fork_server`. The first start waits for its imports, in a thread: the leader answers meanwhile.
+A tensor-parallel group cannot run without one of its ranks, so the first exit ends the group's life. Ranks are forked from
+`node_runtime.fork_server`. The first start waits for its imports in a thread, while the leader answers calls.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from node_runtime.fork_server import start_fork_server
+from node_runtime.rank_worker import RankSpec
 
 
 class RankGroup:
     """One life of a node's ranks.
 
     Args:
-        name: For process titles.
-        target: Entry point of a rank process; importable by name.
-        arguments: Arguments of each rank's entry point, in rank order.
-        preload: Modules that the fork server imports before the first rank. Without effect where it runs already.
+        name: Name of the processes, before the rank's number.
+        entry: Entry point of a rank process, importable by name.
+        specs: Argument of each rank's entry point, in rank order.
+        preload: Modules that the fork server imports before the first rank, unless it runs already.
     """
 
     def __init__(
-        self, name: str, target: Callable[..., None], arguments: Sequence[tuple[Any, ...]], *, preload: Sequence[str] = ()
+        self, name: str, entry: Callable[[RankSpec], None], specs: Sequence[RankSpec], *, preload: Sequence[str]
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        self._preload = tuple(preload)
+        self._preload = preload
         self._starting: asyncio.Future[None] | None = None
         self._is_stopping = False
         self._watched: set[int] = set()
         self._processes: list[BaseProcess] = [
-            context.Process(target=target, args=args, name=f"{name}-{rank}", daemon=True) for rank, args in enumerate(arguments)
+            context.Process(target=entry, args=(spec,), name=f"{name}-{rank}", daemon=True) for rank, spec in enumerate(specs)
         ]
 
     @property
@@ -45,15 +45,15 @@ class RankGroup:
         return [process.pid or 0 for process in self._processes]
 
     async def start(self, on_exit: Callable[[int, int], None]) -> None:
-        """Start all ranks; `on_exit(rank, exit code)` is called on this loop for each that ends, until `stop()`.
+        """Start all ranks. Until `stop()`, call `on_exit(rank, exit code)` on this loop for each rank that ends.
 
-        Cancelled, or not waited for, it may leave ranks, which `stop()` ends.
+        If this call is cancelled, ranks may be left, which `stop()` ends.
         """
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_all))
         await asyncio.shield(self._starting)
         if self._is_stopping:
             return
-        # Not before: a process that starts looks after those before it as well, and only one may read how a process ended.
+        # Not earlier: `Process.start` also polls the processes before it, and only one reader may collect an exit code.
         for rank, process in enumerate(self._processes):
             self._watched.add(process.sentinel)
             asyncio.get_running_loop().add_reader(process.sentinel, self._exited, rank, on_exit)
@@ -79,11 +79,11 @@ class RankGroup:
     async def stop(self, grace_s: float) -> None:
         """Wait up to `grace_s` for the ranks to end by themselves, then kill them. Afterwards none is left.
 
-        A start that is under way comes first to its end: a rank that is being forked has no number yet by which to kill it.
+        This first waits for a start that is under way: a rank that is being forked has no process id yet.
         """
         self._is_stopping = True
         if self._starting is not None:
-            await asyncio.gather(asyncio.shield(self._starting), return_exceptions=True)  # what it raised is start()'s to raise
+            await asyncio.gather(asyncio.shield(self._starting), return_exceptions=True)  # start() raises its error
         started = [process for process in self._processes if process.pid is not None]
         for process in started:
             self._unwatch(process)
@@ -92,7 +92,7 @@ class RankGroup:
             await asyncio.sleep(0.02)
         for process in started:
             if process.is_alive() and process.pid is not None:
-                # SIGKILL also ends a stopped process, and one that is stuck in a collective.
+                # SIGKILL also ends a process that is stopped, or stuck in a collective.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
         for process in started:
@@ -102,7 +102,7 @@ class RankGroup:
 
 
 def watch_leader(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
-    """In a rank process: call `on_death` on `loop` when the leader's process has ended, however it did."""
+    """Call `on_death` on the loop of a rank process when its leader's process has ended for any reason."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         loop.add_reader(parent.sentinel, on_death)

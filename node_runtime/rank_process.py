@@ -1,7 +1,7 @@
-"""The life of one rank process: start, hello, serve its leader, report, end; or go on as a rank of the other role.
+"""Run one rank process: start, say hello, serve the leader, report, and end or become a rank of the other role.
 
-A rank never outlives its leader, and an exception that nobody expected ends it at once and loudly: the leader sees the exit, ends
-the group, and starts a new one with a new incarnation.
+A rank never outlives its leader. An unexpected exception ends it at once: the leader sees the exit, ends the group, and starts a
+new one under a new incarnation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import structlog
 from node_runtime import exit_codes
 from node_runtime.allocator import keep_freed_memory
 from node_runtime.collector import freeze_gc
-from node_runtime.node_role import NodeRole, node_role
+from node_runtime.node_role import rank_parts
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_group import watch_leader
@@ -37,23 +37,20 @@ from transfer.loop_turns import run_measured, turns_of
 from transfer.out_of_memory import allocating, is_out_of_memory, out_of_memory
 
 REPORT_S = 0.25
-SIGN_OF_LIFE_S = 1.0  # a rank of which nothing changes says at least this often that it is there
+SIGN_OF_LIFE_S = 1.0  # longest time between two reports of a rank whose state does not change
 REFUSAL_HEARD_S = 5.0
-SWITCH_INTERVAL_S = 0.0005  # the engine's thread holds the interpreter lock for long stretches; the owner's loop must get in
+SWITCH_INTERVAL_S = 0.0005  # the engine's thread holds the interpreter lock for long; the loop must get its turn
 
 log = structlog.get_logger(__name__)
 
 
-def run_rank(
-    spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory, *, role_of: Callable[[str], NodeRole] = node_role
-) -> None:
-    """Be a rank until the leader says otherwise. Ends the process.
+def run_rank(spec: RankSpec, *, parts_of: Callable[[str], tuple[RankCodec, WorkerFactory]] = rank_parts) -> None:
+    """Run a rank until its leader ends it; exit the process. The entry point of every rank.
 
     Args:
-        codec, make_worker: Of the role that it begins with.
-        role_of: Finds the role that it may be told to go on with.
+        parts_of: Returns the messages and the worker of a role.
     """
-    # A terminal's Ctrl-C, and a service manager's SIGTERM, reach every process of the node; the leader decides what they mean.
+    # Ctrl-C of a terminal and SIGTERM of a service manager reach every process of the node; only the leader reacts to them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -63,7 +60,7 @@ def run_rank(
     configure_logging(spec.config.log, role=spec.config.role, rank=spec.rank, incarnation=spec.incarnation)
     code = exit_codes.FAILED
     try:
-        code = run_measured(_serve(spec, codec, make_worker, role_of))
+        code = run_measured(_serve(spec, parts_of))
     except Exception as error:
         code = _log_crash(spec, error)
     finally:
@@ -73,26 +70,25 @@ def run_rank(
         os._exit(code)
 
 
-async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory, role_of: Callable[[str], NodeRole]) -> int:
+async def _serve(spec: RankSpec, parts_of: Callable[[str], tuple[RankCodec, WorkerFactory]]) -> int:
     loop = asyncio.get_running_loop()
     watch_leader(loop, lambda: _end_without_leader(spec.rendezvous.parent))
     loop.set_exception_handler(partial(_crash, spec))
     engine = RankEngine(loop)
     is_switched = False
     while True:
+        codec, make_worker = parts_of(spec.config.role)
         over = await _live(spec, codec, make_worker, engine, is_switched=is_switched)
         if not isinstance(over, RankSwitch):
             return over
         spec, is_switched = spec.switched(over), True
         rename_process(role=over.role, incarnation=over.incarnation)
-        role = role_of(over.role)
-        codec, make_worker = role.load_codec(), role.load_worker()
 
 
 async def _live(
     spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory, engine: RankEngine, *, is_switched: bool
 ) -> int | RankSwitch:
-    """Be one worker until it is over; the exit code, or what to go on as."""
+    """Run one worker to its end; return the exit code, or the change of role that ended it."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[RankShutdown | RankSwitch] = loop.create_future()
     link = RankLink(spec.address, codec)
@@ -113,44 +109,43 @@ async def _live(
             hello = await worker.start()
     except TransferError as error:
         code = exit_codes.exit_code_of(error)
-        log.debug("rank_start_failed", error=str(error))  # said once, by the leader, and not by every rank
+        log.debug("rank_start_failed", error=str(error))  # the leader logs the error once for all ranks
         may_pass = isinstance(error, OutOfMemory)
         link.send(RankStartFailed(rank=spec.rank, reason=str(error), exit_code=code, may_pass=may_pass))
-        # The leader ends a node that cannot start. One that was another role before becomes that again, once every rank has said
-        # whether it could change, for which each takes its time; a leader that is gone is noticed by `watch_leader`.
+        # The leader ends a node that cannot start. A node that had another role returns to it once every rank has answered, which
+        # can take long; `watch_leader` notices a leader that has ended.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(over, timeout=None if is_switched else REFUSAL_HEARD_S)
-        if over.done() and not over.cancelled() and isinstance(said := over.result(), RankSwitch):
+        if over.done() and not over.cancelled() and isinstance(order := over.result(), RankSwitch):
             link.close()
-            return said
+            return order
         return code
     freeze_gc()
     turns_of(loop).start_counting()
     link.send(hello)
     log.info("rank_ready", pid=hello.pid, pool_pages=hello.pool_pages)
     await _report(spec.rank, worker, link, over)
-    said = over.result()
+    order = over.result()
     await worker.close()
-    if isinstance(said, RankSwitch):
+    if isinstance(order, RankSwitch):
         await engine.rest()
-        link.close()
-        return said
-    await engine.close()
+    else:
+        await engine.close()
     link.close()
-    return exit_codes.OK
+    return order if isinstance(order, RankSwitch) else exit_codes.OK
 
 
 def _end_without_leader(folder: Path) -> None:
-    """The leader was killed, so nobody else will remove the folder that it shared with its ranks."""
+    """Remove the folder that a killed leader shared with its ranks, and exit."""
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(exit_codes.LEADER_GONE)
 
 
 async def _report(rank: int, worker: Worker, link: RankLink, over: asyncio.Future[Any]) -> None:
-    """Send state and metrics whenever they have changed, and now and then if not, until it is over.
+    """Report state and metrics when they have changed, and at least every `SIGN_OF_LIFE_S`, until `over` is done.
 
-    An idle rank proves its invariants before each report: state that contradicts itself is a bug that can hand out memory twice,
-    so it ends the rank here, as any other bug does.
+    An idle rank checks its invariants before each report. A broken invariant can hand out memory twice, so it ends the rank like
+    any other bug.
     """
     last: dict[str, Any] = {}
     last_s = 0.0
@@ -177,7 +172,7 @@ def _crash(spec: RankSpec, loop: asyncio.AbstractEventLoop, context: dict[str, A
 
 def _log_crash(spec: RankSpec, error: BaseException) -> int:
     """Log the error that ends the rank, and return the exit code."""
-    if is_out_of_memory(error):  # for example in a copy: no bug, so one line instead of a traceback
+    if is_out_of_memory(error):  # for example in a copy; not a bug, so it is logged without a traceback
         line = out_of_memory(error, f"copying KV on rank {spec.rank}", device=spec.device, advice="lower memory.static_fraction")
         log.critical("rank_out_of_memory", error=str(line))
         return exit_codes.NO_MEMORY

@@ -1,4 +1,4 @@
-"""The leader's hold on its ranks: starts a life of the group, speaks to it, ends it, and says when it was lost."""
+"""Supervise a node's ranks in its leader: start a life of the group, send it messages, end it, and report its loss."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from transfer.errors import EngineError, LocalProtocolError, TransferError
 
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 10.0
-RANK_SILENCE_S = 30.0  # a rank reports every second; a busy machine can keep it from that for a while, a hung one never ends
+RANK_SILENCE_S = 30.0  # a rank reports every second; on a busy machine reports can be late, from a hung rank they never come
 SILENCE_TICK_S = 1.0
-EXIT_GRACE_S = 0.2  # by then a rank that died has been seen to; its socket may end a moment before its process does
+EXIT_GRACE_S = 0.2  # the socket of a rank that died may close a moment before its exit is seen
 
 log = structlog.get_logger(__name__)
 
@@ -37,8 +37,8 @@ class RankStartError(TransferError):
     """The ranks could not start.
 
     Args:
-        exit_code: What the node ends with, see `node_runtime.exit_codes`.
-        may_pass: As of `RankStartFailed`.
+        exit_code: Exit code of the node, see `node_runtime.exit_codes`.
+        may_pass: See `RankStartFailed`.
     """
 
     def __init__(self, message: str, exit_code: int, *, may_pass: bool = False) -> None:
@@ -49,55 +49,57 @@ class RankStartError(TransferError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSide:
-    """What hangs on the role of a node's ranks.
+    """The part of a node's ranks that depends on the role.
 
     Args:
-        config: The node's settings; every rank gets them.
-        entry: Entry point of a rank process, importable by name.
+        config: Settings of the node, for every rank.
         codec: Messages of the role.
-        on_message: (rank, message) of the running life, but for hellos and reports.
+        on_message: Called with the rank and each message of the running life except hellos and reports.
     """
 
     config: NodeConfig
-    entry: Callable[[RankSpec], None]
     codec: RankCodec
     on_message: Callable[[int, Any], None]
 
 
 class RankSupervisor:
-    """One node's ranks, life after life.
+    """The ranks of one node, life after life.
 
     Args:
-        config, entry, codec, on_message: As of `RankSide`, of the role that the node begins with.
+        side: The role that the node begins with.
+        entry: Entry point of a rank process, importable by name.
         preload: Modules that the fork server imports once, before it forks ranks.
-        on_lost: The life is of no more use, and why; `stop()` and perhaps `start()` are the owner's next steps.
-        other_config: The node's settings in its other role; None where it has none, and `switch()` may not be called.
+        on_lost: Called with the reason when the life cannot continue. The owner calls `stop()`, and perhaps `start()`.
+        other_config: Settings of the node's other role. None means that it has none, and that `switch()` may not be called.
     """
 
     def __init__(
         self,
-        config: NodeConfig,
+        side: RankSide,
         entry: Callable[[RankSpec], None],
-        codec: RankCodec,
         *,
         preload: Sequence[str],
-        on_message: Callable[[int, Any], None],
         on_lost: Callable[[str], None],
         other_config: NodeConfig | None = None,
     ) -> None:
-        self._side = RankSide(config=config, entry=entry, codec=codec, on_message=on_message)
+        config = side.config
+        self._side = side
+        self._entry = entry
         self._configs = (config, other_config)
         self._preload = preload
         self._on_lost = on_lost
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-")
+        self.folder = Path(self._folder.name)
+        """Private folder of the ranks' sockets, until `cleanup()`."""
         self._num_ranks = config.parallel.tp_size
         self._link: LeaderLink | None = None
         self._group: RankGroup | None = None
         self._hellos: dict[int, RankReady] = {}
-        self._refusals: dict[int, RankStartFailed] | None = None  # of ranks that could not change their role, while that goes on
+        self._refusals: dict[int, RankStartFailed] | None = None  # of ranks that could not change their role; None: no change
         self._started: asyncio.Future[None] | None = None
         self._is_running = False
-        self._is_whole = True
+        self.is_whole = True
+        """Whether no process of the group is known to have ended."""
         self._silent_ticks: list[int] = []
         self._ticker: asyncio.TimerHandle | None = None
         self._log_level: str = config.log.level  # the same in both roles
@@ -105,21 +107,17 @@ class RankSupervisor:
         self.reports: dict[int, RankReport] = {}
 
     @property
-    def num_ranks(self) -> int:
-        return self._num_ranks
-
-    @property
     def pids(self) -> list[int]:
         return self._group.pids if self._group is not None else []
 
     async def start(self) -> tuple[RankReady, ...]:
-        """Start a new life, under a new incarnation; returns the ranks' hellos in rank order.
+        """Start a new life under a new incarnation; return the ranks' hellos in rank order.
 
         Raises:
-            RankStartError: A rank refused, died, or did not answer in time. `stop()` is still to be called.
+            RankStartError: A rank refused, died, or did not answer in time. The owner must still call `stop()`.
         """
         link, started = self._begin_life()
-        self._is_whole = True
+        self.is_whole = True
         config = self._side.config
         other_config = next(one for one in self._configs if one is not config)
         specs = [
@@ -133,15 +131,15 @@ class RankSupervisor:
             )
             for rank in range(self._num_ranks)
         ]
-        self._group = RankGroup(config.role, self._side.entry, [(spec,) for spec in specs], preload=self._preload)
+        self._group = RankGroup(config.role, self._entry, specs, preload=self._preload)
         return await self._until_started(self._group.start(self._on_exit), started)
 
     async def switch(self, side: RankSide) -> tuple[RankReady, ...]:
-        """Have the processes that there are begin a new life in the other role; returns their hellos in rank order.
+        """Have the running processes begin a new life in the other role; return their hellos in rank order.
 
         Raises:
-            RankStartError: A rank could not, or died. Where `is_whole`, every rank waits for what it shall be next: `switch()` to
-                the role that they had is possible. Otherwise `stop()` is.
+            RankStartError: A rank could not, or died. If `is_whole`, every rank waits, and `switch()` to the former role is
+                possible. Otherwise only `stop()` is.
         """
         before = self._link
         assert before is not None and self._group is not None
@@ -159,29 +157,19 @@ class RankSupervisor:
                     rendezvous=str(self._rendezvous),
                 )
                 if not before.send(rank, message):
-                    self._is_whole = False
-                    raise RankStartError(f"rank {rank} does not take messages", exit_code=4)
+                    self.is_whole = False
+                    raise RankStartError(f"rank {rank} does not take messages", ENGINE_FAILED)
             return await self._until_started(started)
         finally:
             self._refusals = None
-            before.close()  # every rank has left it, unless the group is of no more use
+            before.close()  # every rank has left it, or the group cannot be used any more
 
     def begin_as(self, side: RankSide) -> None:
-        """What the next `start()` makes of the ranks."""
+        """Set the role of the ranks that the next `start()` starts."""
         self._side = side
 
-    @property
-    def folder(self) -> Path:
-        """Where the sockets of the ranks are, until `cleanup()`."""
-        return Path(self._folder.name)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no process of the group has ended, as far as is known."""
-        return self._is_whole
-
     def _begin_life(self) -> tuple[LeaderLink, asyncio.Future[None]]:
-        """What belongs to one life, made anew; of what ranks still say of the one before, nothing is heard."""
+        """Renew the state of a life. Later messages of the former life are ignored."""
         loop = asyncio.get_running_loop()
         self.incarnation = secrets.randbits(63) + 1
         self._hellos, self.reports = {}, {}
@@ -199,25 +187,25 @@ class RankSupervisor:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await asyncio.gather(*waited_for)
         except TimeoutError:
-            self._is_whole = False
+            self.is_whole = False
             missing = sorted(set(range(self._num_ranks)) - self._hellos.keys())
-            raise RankStartError(f"ranks {missing} did not start within {START_TIMEOUT_S:g} s", exit_code=4) from None
+            raise RankStartError(f"ranks {missing} did not start within {START_TIMEOUT_S:g} s", ENGINE_FAILED) from None
         if self._log_level != self._side.config.log.level:
             self.broadcast(RankLogLevel(level=self._log_level))
         return tuple(self._hellos[rank] for rank in range(self._num_ranks))
 
     def set_log_level(self, level: str) -> None:
-        """What the ranks of this life, and of those after it, write to their logs; one of `transfer.logs.LEVELS`."""
+        """Set the log level of the ranks in this life and later ones; one of `transfer.logs.LEVELS`."""
         self._log_level = level
-        if self._is_running:  # those that start are told when they have
+        if self._is_running:  # ranks that are starting receive it once they have started
             self.broadcast(RankLogLevel(level=level))
 
     def broadcast(self, message: object) -> None:
-        """To every rank, in the same order as all broadcasts. A rank that does not take it ends the life.
+        """Send to every rank, in the same order as all broadcasts. A rank that does not take it ends the life.
 
         Raises:
-            LocalProtocolError: No message can carry it. The life ends here too: the ranks do not know what the leader takes for
-                said, and what they hold for it would never be given back.
+            LocalProtocolError: The message cannot be encoded. This ends the life too: leader and ranks would differ, and memory
+                that one holds for the other would never be released.
         """
         if self._link is None:
             return
@@ -234,7 +222,7 @@ class RankSupervisor:
             self.lose_soon(f"rank {rank} does not take messages")
 
     def lose_soon(self, reason: str) -> None:
-        """Give the life up, but let the exit of a process that died come first: it says which rank it was, and how."""
+        """End the life after a moment in which the exit of a dead process can be seen; its reason is more precise."""
         asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._lose_life, self.incarnation, reason)
 
     def _lose_life(self, incarnation: int, reason: str) -> None:
@@ -242,7 +230,7 @@ class RankSupervisor:
             self.lose(reason)
 
     async def stop(self, *, is_graceful: bool) -> None:
-        """End the life; afterwards no process of it is left. Graceful: the ranks close what they have open."""
+        """End the life and all its processes. If `is_graceful`, the ranks first close their resources."""
         self._is_running = False
         self._stop_ticking()
         if self._link is not None and is_graceful:
@@ -253,10 +241,10 @@ class RankSupervisor:
         if self._link is not None:
             self._link.close()
             self._link = None
-        self.reports = {}  # or pages would show rings, links and sessions that are no more, until the next life reports
+        self.reports = {}  # or pages would show rings, links and sessions that no longer exist
 
     def cleanup(self) -> None:
-        """Remove the private folder; the supervisor is of no more use."""
+        """End the fork server and remove the private folder. The supervisor cannot be used any more."""
         end_fork_server()
         with contextlib.suppress(OSError):
             self._folder.cleanup()
@@ -271,7 +259,7 @@ class RankSupervisor:
                 self._hellos[rank] = message
                 self._end_switch_if_heard()
                 if len(self._hellos) == self._num_ranks and self._started is not None and not self._started.done():
-                    self._is_running = True  # from this very moment on a rank's end is a loss, and no failed start
+                    self._is_running = True  # from now on a rank's exit is a loss, not a failed start
                     self._silent_ticks = [0] * self._num_ranks
                     self._tick()
                     self._started.set_result(None)
@@ -286,20 +274,20 @@ class RankSupervisor:
                 try:
                     self._side.on_message(rank, message)
                 except Exception as error:
-                    # Half of it may have been done: no count of this life can be trusted any more.
+                    # The message may be half handled, so no count of this life can be trusted.
                     log.exception("rank_message_failed", rank=rank, message=type(message).__name__)
                     self.lose(f"{type(message).__name__} of rank {rank} could not be handled: {error!r}")
 
     def _end_switch_if_heard(self) -> None:
-        """Where a rank could not change its role, and each has said whether it could: nothing more is to be waited for."""
+        """Fail a change of role that a rank refused, once every rank has answered."""
         if self._refusals and len(self._refusals.keys() | self._hellos.keys()) == self._num_ranks:
             self._refuse_start(next(iter(self._refusals.values())))  # later refusals can be a consequence of the first
 
     def _tick(self) -> None:
-        """Count towards each rank's silence.
+        """Count the ticks since each rank's last message.
 
-        Ticks, not seconds: a leader that was stopped, or busy, has ticked once when it goes on, and then reads what its ranks
-        have said meanwhile.
+        Ticks, not seconds: a leader that was stopped or busy ticks once when it continues, and then reads the messages that
+        arrived meanwhile.
         """
         for rank, ticks in enumerate(self._silent_ticks):
             self._silent_ticks[rank] = ticks + 1
@@ -314,7 +302,7 @@ class RankSupervisor:
         self._ticker, self._silent_ticks = None, []
 
     def _on_exit(self, rank: int, code: int) -> None:
-        self._is_whole = False
+        self.is_whole = False
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         if code == NO_MEMORY:
             how += " (memory ran out; the log of the rank names the work and the settings)"
@@ -329,7 +317,7 @@ class RankSupervisor:
             self._started.set_exception(error)
 
     def lose(self, reason: str) -> None:
-        """Give the life up: it cannot go on."""
+        """End the life: it cannot continue."""
         if self._is_running:
             self._is_running = False
             self._stop_ticking()
@@ -338,10 +326,10 @@ class RankSupervisor:
 
 
 def check_alike(hellos: tuple[RankReady, ...]) -> None:
-    """Ranks of one group must see one model, have pools of one size, and write and check KV alike.
+    """Check that the ranks of a group have the same model, pool size, KV scales and digests.
 
     Raises:
-        EngineError: They do not; the ranks and values are named.
+        EngineError: They differ; the message names the ranks and values.
     """
     first = hellos[0]
     for hello in hellos[1:]:

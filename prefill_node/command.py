@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from node_runtime import command
-from prefill_node.role import ROLE
 from transfer.config import PrefillNodeConfig
 
 app = command.daemon_app("Computes prompts and moves their KV to decode nodes.")
@@ -36,12 +35,4 @@ def serve(
     check_config: command.CheckConfig = False,
 ) -> None:
     """Run a prefill node until SIGTERM or SIGINT."""
-    command.run_daemon(
-        context,
-        PrefillNodeConfig,
-        ROLE.load_leader,
-        check_step_fits=ROLE.check_step_fits,
-        file=config,
-        overrides=set_,
-        is_check_only=check_config,
-    )
+    command.run_daemon(context, PrefillNodeConfig)

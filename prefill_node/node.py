@@ -16,7 +16,6 @@ from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.rank_messages import PagesReleased, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, check_step_fits
 from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
@@ -110,7 +109,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     def __init__(self, daemon: Daemon, config: PrefillNodeConfig) -> None:
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
-        super().__init__(daemon, config, entry=run_prefill_rank, codec=CODEC, on_rank_message=self._on_rank_message)
+        super().__init__(daemon, config, codec=CODEC, on_rank_message=self._on_rank_message)
         self.registration = open_registration(config.discovery)
         self.reserving = ReserveClient(self.security)
         self._join_service = JoinService(security=self.security, draining=self._draining)

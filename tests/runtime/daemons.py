@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from node_runtime.daemon import Daemon, NodeState, OtherRole
+from node_runtime.daemon import Daemon, NodeState
 from node_runtime.health import Readiness
 from node_runtime.rank_worker import RankSpec
 from node_runtime.supervisor import RankSide, RankSupervisor
@@ -31,14 +31,12 @@ class Ranks:
         self.heard: list[tuple[int, Any]] = []
         self.lost: list[str] = []
         self.on_message: Callable[[int, Any], None] = lambda rank, message: self.heard.append((rank, message))
-        self.supervisor = RankSupervisor(
-            prefill_config(folder, parallel={"tp_size": 2}),
-            entry,
-            rank_entries.CODEC,
-            preload=preload,
+        side = RankSide(
+            config=prefill_config(folder, parallel={"tp_size": 2}),
+            codec=rank_entries.CODEC,
             on_message=lambda rank, message: self.on_message(rank, message),
-            on_lost=self.lost.append,
         )
+        self.supervisor = RankSupervisor(side, entry, preload=preload, on_lost=self.lost.append)
         self.folder = self.supervisor.folder
 
 
@@ -56,7 +54,7 @@ async def ranks_of(folder: Path, entry: Callable[[RankSpec], None], *, preload: 
 
 
 class QuietRole:
-    """A `node_runtime.daemon.SwitchableRole` that remembers what happened to it."""
+    """A `node_runtime.daemon.RoleServer` that remembers what happened to it."""
 
     status_page = None
 
@@ -67,9 +65,10 @@ class QuietRole:
         self.heard: list[Any] = []
         self.in_flight = 0
         self.supervised: RankSupervisor | None = None
+        self._entry = entry
         self._other = other
         self._side = RankSide(
-            config=config, entry=entry, codec=rank_entries.CODEC, on_message=lambda rank, message: self.heard.append(message)
+            config=config, codec=rank_entries.CODEC, on_message=lambda rank, message: self.heard.append(message)
         )
 
     @property
@@ -85,16 +84,7 @@ class QuietRole:
         return "127.0.0.1:1234"
 
     def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
-        side = self._side
-        self.supervised = RankSupervisor(
-            side.config,
-            side.entry,
-            side.codec,
-            preload=PRELOAD,
-            on_message=side.on_message,
-            on_lost=on_lost,
-            other_config=self._other,
-        )
+        self.supervised = RankSupervisor(self._side, self._entry, preload=PRELOAD, on_lost=on_lost, other_config=self._other)
         return self.supervised
 
     async def begin_life(self, hellos: tuple[RankReady, ...]) -> None:
@@ -149,8 +139,8 @@ class Node:
         first, second = (make(folder, **{**shared, **settings}) for make in (prefill_config, decode_config))
         self.role = QuietRole(first, entry, second if has_two_roles else None)
         self.decode = QuietRole(second, entry, first)
-        other = OtherRole(config=second, make_role=lambda _: self.decode) if has_two_roles else None
-        self.daemon = Daemon(first, lambda _: self.role, other=other)
+        roles = {"prefill": self.role, "decode": self.decode}
+        self.daemon = Daemon(first, lambda _, config: roles[config.role], other_config=second if has_two_roles else None)
         self.life = asyncio.ensure_future(self.daemon.run())
 
     @property

@@ -22,7 +22,7 @@ def main(model: Path) -> None:
 
     start_early(["serve"])
     from node_runtime.fork_server import start_fork_server
-    from node_runtime.preloading import preloaded_modules
+    from node_runtime.node_role import preloaded_modules
     from tests.runtime.instances import decode_config
 
     start_fork_server(preloaded_modules(decode_config(model)))

@@ -6,20 +6,15 @@ import asyncio
 import sys
 from pathlib import Path
 
-from node_runtime.supervisor import RankSupervisor
+from node_runtime.supervisor import RankSide, RankSupervisor
 from tests.runtime import rank_entries
 from tests.runtime.instances import prefill_config
 
 
 async def main(folder: Path) -> None:
-    supervisor = RankSupervisor(
-        prefill_config(folder, parallel={"tp_size": 2}),
-        rank_entries.obedient,
-        rank_entries.CODEC,
-        preload=["tests.runtime.preloaded"],
-        on_message=lambda rank, message: None,
-        on_lost=lambda reason: None,
-    )
+    config = prefill_config(folder, parallel={"tp_size": 2})
+    side = RankSide(config=config, codec=rank_entries.CODEC, on_message=lambda rank, message: None)
+    supervisor = RankSupervisor(side, rank_entries.obedient, preload=["tests.runtime.preloaded"], on_lost=lambda reason: None)
     await supervisor.start()
     print(*supervisor.pids, flush=True)
     await asyncio.sleep(60)

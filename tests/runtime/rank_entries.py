@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from node_runtime.node_role import NodeRole
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankCodec, RankLink
 from node_runtime.rank_messages import RankLogLevel, RankShutdown, RankSwitch
@@ -117,14 +116,8 @@ class ScriptedWorker(ObedientWorker):
 
 
 def _run(script: Script, spec: RankSpec) -> None:
-    """Be a rank that may be told to change its role."""
-
-    def refuse() -> Any:
-        raise AssertionError("a rank has no leader")
-
-    worker = partial(ScriptedWorker, script)
-    role = NodeRole(check_step_fits=lambda config: None, load_codec=lambda: CODEC, load_leader=refuse, load_worker=lambda: worker)
-    run_rank(spec, CODEC, worker, role_of=lambda name: role)
+    """Be a rank whose worker is the same in both roles."""
+    run_rank(spec, parts_of=lambda role: (CODEC, partial(ScriptedWorker, script)))
 
 
 def _life_of(spec: RankSpec) -> int:

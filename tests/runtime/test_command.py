@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import typer
@@ -203,15 +202,12 @@ def test_the_collector_spares_all_that_a_leader_has_loaded(model: Path, monkeypa
     is_spared: list[bool] = []
 
     class Daemon:
-        def __init__(self, *_: object, other: None) -> None: ...
+        def __init__(self, *_: object, other_config: None) -> None:
+            loaded.append([])
 
         async def run(self) -> int:
             is_spared.append(all(one is not loaded[0] for one in gc.get_objects()))
             return exit_codes.OK
-
-    def load_role() -> Mock:
-        loaded.append([])
-        return Mock()
 
     monkeypatch.setattr(daemon, "Daemon", Daemon)
     for module, name in ((command, "prepare_process"), (command, "start_fork_server"), (logs, "configure_logging")):
@@ -220,9 +216,7 @@ def test_the_collector_spares_all_that_a_leader_has_loaded(model: Path, monkeypa
     context.params = {"model": model, "insecure": 1}
     try:
         with pytest.raises(SystemExit) as ended:
-            command.run_daemon(
-                context, PrefillNodeConfig, load_role, check_step_fits=Mock(), file=None, overrides=None, is_check_only=False
-            )
+            command.run_daemon(context, PrefillNodeConfig)
         assert ended.value.code == exit_codes.OK and is_spared == [True]
     finally:
         gc.unfreeze()

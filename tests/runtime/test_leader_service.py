@@ -20,7 +20,6 @@ from node_runtime.exit_codes import NO_MEMORY
 from node_runtime.health import Readiness
 from node_runtime.leader_service import ConfigT, Leader
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_worker import RankSpec
 from node_runtime.supervisor import RankStartError, RankSupervisor
 from tests.authority import Authority
 from tests.runtime.instances import decode_config, instance, prefill_config, until
@@ -88,7 +87,6 @@ class AskedDaemon:
 
     def __init__(self, other: NodeConfig | None = None) -> None:
         self.state = NodeState.READY
-        self.started_s = 0.0
         self.num_restarts, self.http_port, self.incarnation = 4, 7, 9
         self.is_stopping, self.can_switch = False, True
         self.other_config = other
@@ -108,17 +106,11 @@ class AskedDaemon:
             raise self.error
 
 
-def no_rank(spec: RankSpec) -> None:
-    raise AssertionError("no rank is started")
-
-
 class PlainLeader(Leader[ConfigT, Life]):
     """A role without methods of its own, whose lives the test begins and ends."""
 
     def __init__(self, daemon: AskedDaemon, config: ConfigT) -> None:
-        super().__init__(
-            cast(Daemon, daemon), config, entry=no_rank, codec=RankCodec(), on_rank_message=lambda rank, message: None
-        )
+        super().__init__(cast(Daemon, daemon), config, codec=RankCodec(), on_rank_message=lambda rank, message: None)
         self.asked = daemon
 
     @property

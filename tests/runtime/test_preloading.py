@@ -13,12 +13,12 @@ import pytest
 
 from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.model_config import modules_of
-from node_runtime.preloading import preloaded_modules
+from node_runtime.node_role import preloaded_modules
 from node_runtime.streaming_copies import TUNABLES, tunables
 from tests.runtime.instances import decode_config, prefill_config
 
 ROOT = Path(__file__).resolve().parents[2]
-DECODE, PREFILL = ({f"{role}_node.rank", f"{role}_node.worker"} for role in ("decode", "prefill"))
+DECODE, PREFILL = ({"node_runtime.rank_process", f"{role}_node.worker"} for role in ("decode", "prefill"))
 MODULES = {"torch", "embedded_engine.loading", "transformers.models.llama.modeling_llama", *DECODE}
 SET_BEFORE = {"UCX_LOG_LEVEL": "info"}
 ENVIRONMENT = {

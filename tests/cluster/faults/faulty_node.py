@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from node_runtime.rank_process import run_rank
 from node_runtime.rank_worker import RankSpec
 
 FAULTS_FILE: Final = "CHAOS_FAULTS_FILE"
@@ -108,37 +108,20 @@ def _disturb_prefill(faults: Faults) -> None:
     attach.TransferControlClient = FaultyClient
 
 
-def run_faulty_prefill_rank(spec: RankSpec) -> None:
-    """Be a prefill rank that can be disturbed."""
-    from prefill_node.rank import run_prefill_rank
-
-    _disturb_prefill(Faults(Path(os.environ[FAULTS_FILE])))
-    run_prefill_rank(spec)
-
-
-def run_faulty_decode_rank(spec: RankSpec) -> None:
-    """Be a decode rank that can be disturbed."""
-    from decode_node.rank import run_decode_rank
-
-    _disturb_decode(Faults(Path(os.environ[FAULTS_FILE])))
-    run_decode_rank(spec)
+def run_faulty_rank(spec: RankSpec) -> None:
+    """Be a rank that can be disturbed."""
+    disturb = {"prefill": _disturb_prefill, "decode": _disturb_decode}[spec.config.role]
+    disturb(Faults(Path(os.environ[FAULTS_FILE])))
+    run_rank(spec)
 
 
 def main(role: str) -> None:
     """The role's daemon with other ranks."""
-    command: Any = importlib.import_module(f"{role}_node.command")
-    load = command.ROLE.load_leader
-
-    def load_leader() -> Any:
-        leader = load()
-        module: Any = importlib.import_module(f"{role}_node.node")
-        # By the name under which the processes of the ranks import it: this module is __main__ here.
-        faulty = importlib.import_module("tests.cluster.faults.faulty_node")
-        setattr(module, f"run_{role}_rank", getattr(faulty, f"run_faulty_{role}_rank"))
-        return leader
-
-    command.ROLE = dataclasses.replace(command.ROLE, load_leader=load_leader)
-    command.app()
+    # By the name under which the processes of the ranks import it: this module is __main__ here.
+    faulty = importlib.import_module("tests.cluster.faults.faulty_node")
+    leader_service: Any = importlib.import_module("node_runtime.leader_service")
+    leader_service.run_rank = faulty.run_faulty_rank
+    importlib.import_module(f"{role}_node.command").app()
 
 
 if __name__ == "__main__":
