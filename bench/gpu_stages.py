@@ -13,9 +13,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bench.gpu_decode import CONFIG, PAGE_SIZE
@@ -68,7 +69,33 @@ def measure(*, device: str, num_layers: int, repetitions: int, is_tiny: bool) ->
         report.add(case, "step", _samples(lambda items=items: engine.decode(items), device, repetitions))  # type: ignore[misc]
         report.facts[case] = {"requests": batch, "context": context}
     engine.close()
+    prefill_terms = {
+        f"prefill of {new} tokens behind {before}": (1.0, new, new * before + new * (new - 1) / 2) for new, before in prefills
+    }
+    decode_terms = {
+        f"decode of {batch} requests of {context} tokens": (1.0, batch, batch * context) for batch, context in decodes
+    }
+    for step, terms, rates in (
+        ("prefill", prefill_terms, ("token", "attention")),
+        ("decode", decode_terms, ("request", "context")),
+    ):
+        names = [f"{step}_{rate}_s" for rate in ("step", *rates)]
+        report.facts[f"stage times of {step}"] = dict(fit(report, terms, names))
     return report
+
+
+def fit(report: Report, terms: Mapping[str, tuple[float, ...]], names: Sequence[str]) -> dict[str, float]:
+    """Return constants of `StageTimes` in seconds: least squares of the relative error over the medians of steps.
+
+    Args:
+        terms: What a step's time is linear in, by case.
+        names: Name of each term's constant.
+    """
+    medians_s = {row.case: row.median_s for row in report.rows}
+    relative = np.array([np.array(values) / medians_s[case] for case, values in terms.items()])
+    constants = np.linalg.lstsq(relative, np.ones(len(terms)))[0]
+    largest_error = float(abs(relative @ constants - 1).max())
+    return dict(zip(names, constants.tolist(), strict=True)) | {"largest_error": largest_error}
 
 
 def _samples(step: Callable[[], object], device: str, repetitions: int) -> list[float]:
