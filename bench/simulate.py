@@ -28,9 +28,9 @@ from bench.simulation.settings import ClusterSettings, Placement
 from bench.simulation.sizing import Sizing, load_of, ratio_text, size
 from bench.simulation.stage_times import StageTimes
 from bench.timing import Environment, readable_bytes
-from kvferry.bench_serve.options import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, shape_of
+from kvferry.bench_serve.options import shape_of
 from kvferry.bench_serve.summary import Objectives, Spread
-from kvferry.bench_serve.workload import Shape
+from kvferry.bench_serve.workload import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, Shape
 from transfer.errors import ConfigError
 
 _TIMES = Path(__file__).parent / "simulation"

@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 import transfer
+from kvferry.bench_serve.workload import ArrivalKind, Choice
 from kvferry.cli.node_commands import node_app
-from kvferry.cli.options import JsonFlag, Target, TlsOptions, member, with_tls
+from kvferry.cli.options import JsonFlag, Target, TlsOptions, with_options
 from kvferry.cli.text_command import TextTyper
 from kvferry.demo.kinds import ModelKind
+from kvferry.demo.options import DemoClusterOptions, DemoOptions
 from transfer.errors import ConfigError
 
 app = TextTyper(no_args_is_help=True, help="Moves the KV cache of prompts from prefill to decode nodes, and shows it.")
@@ -39,69 +41,21 @@ def callback(
 
 
 @app.command()
-def demo(
-    prefill_tp: Annotated[int, typer.Option(help="Tensor parallel degree of the prefill tier.")] = 4,
-    decode_tp: Annotated[int, typer.Option(help="Tensor parallel degree of the decode tier.")] = 2,
-    prefill_page_size: Annotated[int, typer.Option(help="Tokens per page of the prefill tier.")] = 16,
-    decode_page_size: Annotated[int, typer.Option(help="Tokens per page of the decode tier.")] = 32,
-    prefill_order: Annotated[str, typer.Option(help="Order inside the prefill tier's pages: NHD or HND.")] = "NHD",
-    decode_order: Annotated[str, typer.Option(help="Order inside the decode tier's pages: NHD or HND.")] = "NHD",
-    transport: Annotated[str, typer.Option(help="Data plane: ucx, nixl, or cuda_ipc between GPUs.")] = "ucx",
-    device: Annotated[
-        str, typer.Option(help="cpu or cuda: a GPU for each rank; the tiers share where there are too few.")
-    ] = "cpu",
-    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; by default a small model is made.")] = None,
-    model_kind: Annotated[ModelKind, typer.Option(help="What the layers of the model that is made keep.")] = ModelKind.LLAMA,
-    dtype: Annotated[str, typer.Option(help="float32, where tokens are comparable, or model: its own.")] = "float32",
-    prompts: Annotated[Path | None, typer.Option(help="Text file, one prompt a line; by default those built in.")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many; by default each prompt once.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
-    offload: Annotated[
-        Path | None,
-        typer.Option(help="Keep KV in this directory, behind a small device pool and host memory; run it twice."),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file as JSON; - is standard output.")] = None,
-) -> None:
+@with_options
+async def demo(options: DemoOptions) -> int:
     """Run both tiers on this machine, send prompts through them, and compare every token with a single process."""
-    from kvferry.cli.signals import run_until_signalled
-    from kvferry.demo.command import DemoOptions, run_demo
+    from kvferry.demo.command import run_demo
 
-    options = DemoOptions(
-        prefill_tp=prefill_tp,
-        decode_tp=decode_tp,
-        prefill_page_size=prefill_page_size,
-        decode_page_size=decode_page_size,
-        prefill_order=prefill_order,
-        decode_order=decode_order,
-        transport=transport,
-        device=device,
-        model=model,
-        model_kind=model_kind,
-        dtype=dtype,
-        prompts_file=prompts,
-        num_requests=requests,
-        max_new_tokens=max_new_tokens,
-        offload=offload,
-        json_file=json,
-    )
-    raise typer.Exit(run_until_signalled(lambda: run_demo(options)))
+    return await run_demo(options)
 
 
 @app.command("demo-cluster")
-def demo_cluster(
-    prefill: Annotated[int, typer.Option(help="Prefill nodes.")] = 2,
-    decode: Annotated[int, typer.Option(help="Decode nodes.")] = 2,
-    rate: Annotated[float, typer.Option(help="Requests a second.")] = 3.0,
-    seconds: Annotated[float, typer.Option(help="How long they come.")] = 20.0,
-    keep: Annotated[bool, typer.Option("--keep", help="Stay afterwards, to be looked at, until Ctrl-C.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the summary to this file as JSON; - is standard output.")] = None,
-) -> None:
+@with_options
+async def demo_cluster(options: DemoClusterOptions) -> int:
     """Run several nodes of each tier on this machine under load, with Prometheus where there is one, and sum it up."""
-    from kvferry.cli.signals import run_until_signalled
-    from kvferry.demo.cluster import DemoClusterOptions, run_demo_cluster
+    from kvferry.demo.cluster import run_demo_cluster
 
-    options = DemoClusterOptions(num_prefill=prefill, num_decode=decode, rate=rate, seconds=seconds, is_kept=keep, json_file=json)
-    raise typer.Exit(run_until_signalled(lambda: run_demo_cluster(options)))
+    return await run_demo_cluster(options)
 
 
 @model_app.command("make")
@@ -157,19 +111,18 @@ def plan(
     json: JsonFlag = False,
     png: Annotated[Path | None, typer.Option(help="Write a picture to this .png file.")] = None,
     compare: Annotated[str | None, typer.Option(help='Other settings beside these, for example "tp=4,page_size=64".')] = None,
-) -> None:
+) -> int:
     """Say what a node's devices would hold: weights, KV pools, reserve, and how many tokens fit. Needs no GPU."""
     from kvferry.plan.command import run_plan
     from kvferry.plan.options import PlanOptions
 
     options = PlanOptions(**{one.name: context.params[one.name] for one in fields(PlanOptions)})
-    code = run_plan(model, options, is_json=json, png=png, compare=compare)
-    raise typer.Exit(code)
+    return run_plan(model, options, is_json=json, png=png, compare=compare)
 
 
 @app.command()
-@with_tls
-def generate(
+@with_options
+async def generate(
     target: Target,
     prompt: Annotated[str | None, typer.Argument(help="The prompt, tokenised by the decode node.")] = None,
     token_ids: Annotated[str | None, typer.Option(help="Token ids instead of a prompt, with commas between them.")] = None,
@@ -183,10 +136,9 @@ def generate(
     *,
     tls: TlsOptions,
     json: JsonFlag = False,
-) -> None:
+) -> int:
     """Generate at a decode node; the text streams. Ctrl-C cancels the request."""
     from kvferry.cli.generate import make_request, run_generate
-    from kvferry.cli.signals import run_until_signalled
 
     request = make_request(
         prompt=prompt,
@@ -199,14 +151,12 @@ def generate(
         ignore_eos=ignore_eos,
     )
     security = tls.security("generate", target)
-    raise typer.Exit(
-        run_until_signalled(lambda: run_generate(target, request, security=security, timeout_s=timeout, is_json=json))
-    )
+    return await run_generate(target, request, security=security, timeout_s=timeout, is_json=json)
 
 
 @app.command()
-@with_tls
-def status(
+@with_options
+async def status(
     target: Target,
     json: JsonFlag = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
@@ -214,23 +164,22 @@ def status(
     tls: TlsOptions,
 ) -> None:
     """Show a node of either kind: state, ranks, pool, ring, peers, links."""
-    from kvferry.cli.signals import run_until_signalled
     from kvferry.cli.status_view import run_status
 
     security = tls.security("status", target)
-    raise typer.Exit(run_until_signalled(lambda: run_status(target, security=security, is_json=json, is_watching=watch)))
+    await run_status(target, security=security, is_json=json, is_watching=watch)
 
 
 @bench_app.command("serve")
-@with_tls
-def bench_serve(
+@with_options
+async def bench_serve(
     target: Annotated[
         list[str] | None, typer.Option(metavar="HOST:PORT", help="A decode node's gRPC address; once for each.")
     ] = None,
     rate: Annotated[
         list[str] | None, typer.Option(metavar="N[,N...]", help="Requests a second; several: a sweep, one by one.")
     ] = None,
-    arrivals: Annotated[str, typer.Option(help="poisson, uniform or constant gaps between requests.")] = "poisson",
+    arrivals: Annotated[ArrivalKind, typer.Option(help="Gaps between requests.")] = ArrivalKind.POISSON,
     prompt_tokens: Annotated[
         str, typer.Option(metavar="LENGTHS", help="N, fixed:N, uniform:LEAST:MOST or lognormal:MEDIAN:SIGMA[:MOST].")
     ] = "256",
@@ -245,7 +194,7 @@ def bench_serve(
     duration: Annotated[float | None, typer.Option(help="Seconds of arrivals that count, of each rate, instead.")] = None,
     warmup: Annotated[int, typer.Option(help="Requests before them, which do not count, of each rate.")] = 5,
     timeout: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 120.0,
-    choice: Annotated[str, typer.Option(help="round-robin or least-outstanding, among the targets.")] = "round-robin",
+    choice: Annotated[Choice, typer.Option(help="How a target is chosen for a request.")] = Choice.ROUND_ROBIN,
     slo_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token that count as good.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Mean seconds for each further token that count as good.")] = None,
     seed: Annotated[
@@ -260,26 +209,23 @@ def bench_serve(
     plot: Annotated[Path | None, typer.Option(help="Write a picture to this .png file.")] = None,
     *,
     tls: TlsOptions,
-) -> None:
+) -> int:
     """Send requests at a rate, whatever becomes of them (open loop), and report TTFT, TPOT, goodput and what moved."""
-    from kvferry.bench_serve.arrivals import ArrivalKind
     from kvferry.bench_serve.command import run_bench_serve
-    from kvferry.bench_serve.generator import Choice
     from kvferry.bench_serve.options import LoadOptions, fresh_seed, parse_rates, shape_of
     from kvferry.bench_serve.summary import Objectives
-    from kvferry.cli.signals import run_until_signalled
 
     options = LoadOptions(
         targets=tuple(target or ()),
         rates=parse_rates(rate) if rate else (),
-        arrivals=member(ArrivalKind, "--arrivals", arrivals),
+        arrivals=arrivals,
         shape=shape_of(prompt_tokens, output_tokens, shared_prefix=shared_prefix, num_prefixes=prefixes),
         trace=trace,
         num_requests=requests,
         duration_s=duration,
         num_warm_up=warmup,
         timeout_s=timeout,
-        choice=member(Choice, "--choice", choice),
+        choice=choice,
         objectives=Objectives(ttft_s=slo_ttft, tpot_s=slo_tpot),
         seed=fresh_seed() if seed is None else seed,
         max_lateness_s=max_lateness,
@@ -287,11 +233,11 @@ def bench_serve(
         temperature=temperature,
     )
     security = tls.security("bench serve", *options.targets)
-    raise typer.Exit(run_until_signalled(lambda: run_bench_serve(options, security=security, json_file=json, plot=plot)))
+    return await run_bench_serve(options, security=security, json_file=json, plot=plot)
 
 
 @app.command()
-@with_tls
+@with_options
 def route(
     prefill: Annotated[
         list[str] | None,
@@ -341,7 +287,7 @@ def route(
     tls: TlsOptions,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
-) -> None:
+) -> int:
     """Serve OpenAI's API in front of prefill and decode servers until SIGTERM or SIGINT. docs/engines.md."""
     from kvferry.router.serve import run_route
     from kvferry.router.settings import router_settings
@@ -364,13 +310,12 @@ def route(
         model_name=model_name,
         ready_file=ready_file,
     )
-    code = run_route(settings, tls=asdict(tls), log_level=log_level, log_format=log_format)
-    raise typer.Exit(code)
+    return run_route(settings, tls=asdict(tls), log_level=log_level, log_format=log_format)
 
 
 @app.command()
-@with_tls
-def top(
+@with_options
+async def top(
     addresses: Annotated[
         list[str], typer.Argument(metavar="HOST:PORT...", help="gRPC addresses of nodes; they name the others.")
     ],
@@ -379,19 +324,16 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds from one look to the next.")] = 1.0,
     *,
     tls: TlsOptions,
-) -> None:
+) -> int:
     """Show a cluster live: nodes, rings, links against their probe, requests in flight; drain nodes and abort requests."""
-    from kvferry.cli.signals import run_until_signalled
     from kvferry.top.command import run_top
 
     security = tls.security("top", *addresses, what="HOST:PORT")
-    raise typer.Exit(
-        run_until_signalled(lambda: run_top(addresses, security=security, is_once=once, is_json=json, every_s=every))
-    )
+    return await run_top(addresses, security=security, is_once=once, is_json=json, every_s=every)
 
 
 @app.command()
-@with_tls
+@with_options
 def doctor(
     json: JsonFlag = False,
     node: Annotated[
@@ -404,18 +346,14 @@ def doctor(
     ] = None,
     *,
     tls: TlsOptions,
-) -> None:
+) -> int:
     """Check what this machine offers; exit code 1 if something is missing that kvferry cannot do without."""
     from kvferry.doctor.command import run_doctor
     from kvferry.doctor.ports import server_of
 
-    nodes = node or []
-    security = None
-    if nodes:
-        security = tls.security("doctor", *nodes, what="--node")
+    security = tls.security("doctor", *node, what="--node") if node else None
     servers = [server_of(file) for file in node_config or ()]
-    code = run_doctor(is_json=json, nodes=nodes, security=security, servers=servers)
-    raise typer.Exit(code)
+    return run_doctor(is_json=json, nodes=node or (), security=security, servers=servers)
 
 
 def main() -> None:

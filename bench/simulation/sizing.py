@@ -10,9 +10,8 @@ from bench.simulation.cluster import largest_piece_bytes
 from bench.simulation.outcome import Outcome, simulate
 from bench.simulation.settings import ClusterSettings
 from bench.simulation.stage_times import StageTimes
-from kvferry.bench_serve.arrivals import ArrivalKind
 from kvferry.bench_serve.summary import ATTAINED, Objectives
-from kvferry.bench_serve.workload import Planned, Shape, plan_requests
+from kvferry.bench_serve.workload import ArrivalKind, Planned, Shape, plan_requests
 from transfer.ring import ALIGNMENT_BYTES
 
 NO_WORSE: Final = 1.02

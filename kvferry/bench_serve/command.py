@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -22,9 +21,9 @@ from kvferry.bench_serve.report import LoadReport, machine, print_report
 from kvferry.bench_serve.summary import RateSummary, summarise
 from kvferry.bench_serve.workload import Planned, Prompts, longest_prompt
 from kvferry.cli import exit_codes
+from kvferry.cli.json_report import check_writable, is_standard_output, write_report
 from kvferry.cli.node_client import NodeClient
-from kvferry.demo.command import cpu_name
-from transfer.errors import ConfigError, PeerUnreachable, TransferError
+from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security
 
@@ -32,17 +31,16 @@ from transfer.registry.security import Security
 async def run_bench_serve(
     options: LoadOptions, *, security: Security | None = None, json_file: Path | None = None, plot: Path | None = None
 ) -> int:
-    """Put the load on the nodes and print what came of it; returns the exit code. Cancelled, it reports what has come."""
-    try:
-        if plot is not None:
-            check_picture(plot)
-        _check_json(json_file)
-        report = await put_load(options, security=security, on_broken_off=lambda partial: _publish(partial, json_file, plot))
-        _publish(report, json_file, plot)
-    except TransferError as error:
-        for line in str(error).splitlines():
-            print(f"kvferry bench serve: {line}", file=sys.stderr)
-        return exit_codes.exit_code_of(error)
+    """Put the load on the nodes, print the outcome, and return the exit code. If it is cancelled, it reports the partial outcome.
+
+    Raises:
+        TransferError: See `put_load`, or a file cannot be written.
+    """
+    if plot is not None:
+        check_picture(plot)
+    check_writable(json_file)
+    report = await put_load(options, security=security, on_broken_off=lambda partial: _publish(partial, json_file, plot))
+    _publish(report, json_file, plot)
     if report.is_late or not any(one.served for one in report.summaries):
         return exit_codes.FAILED
     return exit_codes.OK
@@ -83,7 +81,7 @@ async def put_load(
                 objectives=options.objectives,
                 settings=options.to_json(),
                 nodes=nodes,
-                machine=machine(cpu_name()),
+                machine=machine(),
                 command=shlex.join(["kvferry", *sys.argv[1:]]),
                 date=date,
                 load_before=load_before,
@@ -173,25 +171,9 @@ def _vocab_size(options: LoadOptions, nodes: list[dict[str, Any]]) -> int:
     return min(map(int, told))
 
 
-def _check_json(file: Path | None) -> None:
-    if file is None or str(file) == "-":
-        return
-    try:
-        with open(file, "ab"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--json is {file}; it cannot be written: {error.strerror}") from None
-
-
 def _publish(report: LoadReport, json_file: Path | None, plot: Path | None) -> None:
-    is_on_output = str(json_file) == "-"
-    print_report(report, Console(highlight=False, stderr=is_on_output))
-    if json_file is not None:
-        text = json.dumps(report.to_json(), indent=1)
-        if is_on_output:
-            print(text)
-        else:
-            json_file.write_text(text + "\n", encoding="utf-8")
+    print_report(report, Console(highlight=False, stderr=is_standard_output(json_file)))
+    write_report(report.to_json(), json_file)
     if plot is not None:
         write_picture(report, plot)
         print(f"wrote {plot}", file=sys.stderr)

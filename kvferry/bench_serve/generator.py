@@ -7,25 +7,16 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from typing import Final
 
-from kvferry.bench_serve.records import Moved, Record
-from kvferry.bench_serve.summary import Lateness, Spread
-from kvferry.bench_serve.workload import Planned
+from kvferry.bench_serve.summary import Lateness, Moved, Record, Spread
+from kvferry.bench_serve.workload import Choice, Planned
 from kvferry.cli.node_client import NodeClient, code_name
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 
 TICK_S: Final = 0.02
 """How often the generator looks whether its own loop runs late."""
-
-
-class Choice(StrEnum):
-    """Which decode node gets the next request."""
-
-    ROUND_ROBIN = "round-robin"
-    LEAST_OUTSTANDING = "least-outstanding"
 
 
 class OpenLoop:

@@ -9,17 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench_serve.arrivals import ArrivalKind
-from kvferry.bench_serve.generator import Choice
-from kvferry.bench_serve.lengths import Lengths
 from kvferry.bench_serve.summary import Objectives
-from kvferry.bench_serve.workload import Planned, Shape, number_within, plan_requests, read_trace
+from kvferry.bench_serve.workload import (
+    MAX_RATE,
+    MAX_REQUESTS,
+    MAX_SECONDS,
+    ArrivalKind,
+    Choice,
+    Lengths,
+    Planned,
+    Shape,
+    number_within,
+    plan_requests,
+    read_trace,
+)
 from kvferry.cli.options import check_range
 from transfer.errors import ConfigError
 
-MAX_REQUESTS = 1_000_000
-MAX_RATE = 100_000
-MAX_SECONDS = 86_400
 _FRESH_SEEDS = 1 << 31
 
 
@@ -220,7 +226,7 @@ def parse_rates(texts: list[str]) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def shape_of(prompt_tokens: str, output_tokens: str, *, shared_prefix: float, num_prefixes: int) -> Shape:
+def shape_of(prompt_tokens: str, output_tokens: str, *, shared_prefix: float = 0.0, num_prefixes: int = 1) -> Shape:
     """Of the command's texts.
 
     Raises:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -70,14 +72,23 @@ class LoadReport:
         }
 
 
-def machine(cpu: str) -> dict[str, Any]:
-    """This one."""
+def machine() -> dict[str, Any]:
+    """Describe this machine."""
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def cpu_name() -> str:
+    """Return the processor's name as the system reports it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def print_report(report: LoadReport, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""How the commands that call a node reach it: their flags over KVFERRY_TLS__... of the environment over a YAML file."""
+"""Address and security of a node that a command calls. Flags win over KVFERRY_TLS__..., and that wins over a YAML file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from kvferry.cli.node_address import check_address
 from transfer.config import ENVIRONMENT_PREFIX, ClientConfig
+from transfer.config.values import checked_host_port
+from transfer.errors import ConfigError
 from transfer.load_config import load_config
 from transfer.plain_text import check_plain_text
 from transfer.registry.security import Security, security_of
 
 _OWN_VARIABLES: Final = f"{ENVIRONMENT_PREFIX}TLS__"
 """The others are settings of a node, which may run in the same environment."""
+
+
+def check_address(what: str, address: str) -> None:
+    """Check that `address`, which `what` names (an option, for example), is a host:port.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    try:
+        checked_host_port(address)
+    except ValueError as error:
+        raise ConfigError(f"{what} is {address!r}; {error}") from None
 
 
 def client_security(
@@ -29,17 +42,16 @@ def client_security(
     peer_names: Sequence[str] | None = None,
     insecure: int = 0,
 ) -> Security:
-    """How a command calls `targets`; a warning about it is printed.
+    """Return the security with which `command` calls `targets`, and print a warning if it is none.
 
     Args:
-        command: Name of the command.
-        targets: host:port of each node; looked at first.
+        targets: host:port of each node.
         what: The option that names them.
         file: YAML file with a section ``tls``.
-        cert, key, ca, peer_names, insecure: Its flags; None, empty and 0: not given.
+        cert, key, ca, peer_names, insecure: Flags of the command; None, empty and 0 mean not given.
 
     Raises:
-        ConfigError: A target is no host:port, a setting is wrong, or the node may not be called like this.
+        ConfigError: A target is no host:port, a setting is invalid, or the node may not be called like this.
     """
     for target in targets:
         check_address(what, target)

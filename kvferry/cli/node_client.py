@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import grpc
 
-from kvferry.cli.node_address import check_address
+from kvferry.cli.client_settings import check_address
 from transfer.errors import PeerUnreachable, RemoteProtocolError, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc

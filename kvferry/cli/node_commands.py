@@ -1,16 +1,15 @@
-"""`kvferry node ...`: what an operator does to a node that runs."""
+"""`kvferry node ...`: commands of an operator for a node that runs."""
 
 from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvferry.cli import exit_codes
-from kvferry.cli.options import JsonFlag, Target, TlsOptions, check_timeout, with_tls
+from kvferry.cli.options import JsonFlag, Target, TlsOptions, check_timeout, with_options
 from kvferry.cli.text_command import TextTyper
 from transfer.errors import PeerUnreachable
 
@@ -21,20 +20,23 @@ node_app = TextTyper(
     no_args_is_help=True, help="Drain a node, look at its requests, abort one, change its role or its log level."
 )
 
-RequestId = Annotated[str, typer.Argument(help="The client's request id, or a transfer's.")]
+
+def _client(command: str, target: str, tls: TlsOptions) -> NodeClient:
+    from kvferry.cli.node_client import NodeClient
+
+    return NodeClient(target, security=tls.security(f"node {command}", target))
 
 
 @node_app.command()
-@with_tls
-def drain(
+@with_options
+async def drain(
     target: Target,
     timeout: Annotated[float, typer.Option(help="Seconds that requests in flight get.")] = 30.0,
     *,
     tls: TlsOptions,
-) -> None:
+) -> int:
     """Take no new requests, and wait until those in flight are over; exit code 6 where some are left. The node stays drained."""
-
-    async def work(client: NodeClient) -> int:
+    async with _client("drain", target, tls) as client:
         check_timeout(timeout)
         remaining = await client.drain(budget_s=timeout)
         if remaining:
@@ -45,35 +47,25 @@ def drain(
         except PeerUnreachable:  # one that is being stopped ends with its last request
             print(f"{target} is drained, and has ended")
             return exit_codes.OK
-        if not status.draining and status.state != "draining":
-            print(f"{target} has nothing in flight, and takes requests: its drain was undone meanwhile", file=sys.stderr)
-            return exit_codes.FAILED
-        print(f"{target} is drained")
-        return exit_codes.OK
-
-    _run("drain", target, tls, work)
+    if not status.draining and status.state != "draining":
+        print(f"{target} has nothing in flight, and takes requests: its drain was undone meanwhile", file=sys.stderr)
+        return exit_codes.FAILED
+    print(f"{target} is drained")
+    return exit_codes.OK
 
 
 @node_app.command()
-@with_tls
-def undrain(
-    target: Target,
-    *,
-    tls: TlsOptions,
-) -> None:
+@with_options
+async def undrain(target: Target, *, tls: TlsOptions) -> None:
     """Take requests again."""
-
-    async def work(client: NodeClient) -> int:
+    async with _client("undrain", target, tls) as client:
         was_draining = await client.undrain()
-        print(f"{target} takes requests again" if was_draining else f"{target} was not draining")
-        return exit_codes.OK
-
-    _run("undrain", target, tls, work)
+    print(f"{target} takes requests again" if was_draining else f"{target} was not draining")
 
 
 @node_app.command()
-@with_tls
-def requests(
+@with_options
+async def requests(
     target: Target,
     limit: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The oldest so many; 0: as many as an answer holds.")] = 0,
     json: JsonFlag = False,
@@ -81,46 +73,41 @@ def requests(
     tls: TlsOptions,
 ) -> None:
     """Show the requests in flight, the oldest first."""
+    from rich.console import Console
 
-    async def work(client: NodeClient) -> int:
-        from rich.console import Console
+    from kvferry.cli.status_view import request_table
+    from transfer.registry.plain_values import plain
 
-        from kvferry.cli.request_table import request_table, requests_to_json
-
+    async with _client("requests", target, tls) as client:
         answer = await client.list_requests(limit)
-        if json:
-            print(json_module.dumps(requests_to_json(answer), indent=2))
-        else:
-            Console().print(request_table(answer, target))
-        return exit_codes.OK
-
-    _run("requests", target, tls, work)
+    if json:
+        print(json_module.dumps(plain(answer), indent=2))
+    else:
+        Console().print(request_table(answer, target))
 
 
 @node_app.command()
-@with_tls
-def abort(
+@with_options
+async def abort(
     target: Target,
-    request_id: RequestId,
+    request_id: Annotated[str, typer.Argument(help="The client's request id, or a transfer's.")],
     reason: Annotated[str, typer.Option(help="One line, for whoever waits for the request.")] = "",
     *,
     tls: TlsOptions,
-) -> None:
+) -> int:
     """Give a request up; exit code 1 where no such request is in flight."""
-
-    async def work(client: NodeClient) -> int:
-        if await client.abort(request_id, reason=reason):
-            print(f"{request_id} is aborted")
-            return exit_codes.OK
-        print(f"{target} has no request {request_id} in flight", file=sys.stderr)
-        return exit_codes.FAILED
-
-    _run("abort", target, tls, work)
+    async with _client("abort", target, tls) as client:
+        is_found = await client.abort(request_id, reason=reason)
+    if is_found:
+        print(f"{request_id} is aborted")
+        return exit_codes.OK
+    print(f"{target} has no request {request_id} in flight", file=sys.stderr)
+    return exit_codes.FAILED
 
 
 @node_app.command("switch-role")
-@with_tls
-def switch_role(
+@with_options
+async def switch_role(
     target: Target,
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
     timeout: Annotated[float, typer.Option(help="Seconds that requests in flight get.")] = 60.0,
@@ -128,48 +115,24 @@ def switch_role(
     tls: TlsOptions,
 ) -> None:
     """Make a prefill node a decode node, or the other way about, where it has settings for that (other_role)."""
-
-    async def work(client: NodeClient) -> int:
+    async with _client("switch-role", target, tls) as client:
         check_timeout(timeout)  # 0 seconds mean to the node: as long as its own settings allow
         answer = await client.switch_role(role, budget_s=timeout)
         before = f"before: {answer.role_before}" if answer.role_before != answer.role else "as before"
         print(f"{target} is a {answer.role} node ({before}), incarnation {answer.incarnation:#018x}")
         if (await client.status()).draining:
             print(f"it was told to drain, and takes no requests: kvferry node undrain --target {target}")
-        return exit_codes.OK
-
-    _run("switch-role", target, tls, work)
 
 
 @node_app.command("log-level")
-@with_tls
-def log_level(
+@with_options
+async def log_level(
     target: Target,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
     *,
     tls: TlsOptions,
 ) -> None:
     """Change what the node and its ranks write to their logs."""
-
-    async def work(client: NodeClient) -> int:
+    async with _client("log-level", target, tls) as client:
         before = await client.set_log_level(level)
-        print(f"{target} writes {level} (before: {before})")
-        return exit_codes.OK
-
-    _run("log-level", target, tls, work)
-
-
-def _run(command: str, target: str, tls: TlsOptions, work: Callable[[NodeClient], Awaitable[int]]) -> NoReturn:
-    """Call the node; end the command with the exit code of `work`.
-
-    Raises:
-        TransferError: The call failed.
-    """
-    from kvferry.cli.node_client import NodeClient
-    from kvferry.cli.signals import run_until_signalled
-
-    async def call() -> int:
-        async with NodeClient(target, security=tls.security(f"node {command}", target)) as client:
-            return await work(client)
-
-    raise typer.Exit(run_until_signalled(call))
+    print(f"{target} writes {level} (before: {before})")

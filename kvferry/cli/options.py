@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -26,14 +26,24 @@ Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
-def check_timeout(timeout_s: float) -> None:
-    """Whether a `--timeout` can be waited for.
+def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace each parameter whose type is a dataclass with the options that the fields of the dataclass declare."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {one.name: one.annotation for one in signature.parameters.values() if is_dataclass(one.annotation)}
+    parameters: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        group = groups.get(one.name)
+        parameters += (one,) if group is None else inspect.signature(group, eval_str=True).parameters.values()
 
-    Raises:
-        ConfigError: It cannot.
-    """
-    if not 0 < timeout_s <= _LONGEST_S:
-        raise ConfigError(f"--timeout is {timeout_s:g}; it must be above 0 and at most {_LONGEST_S} seconds")
+    @functools.wraps(command)
+    def with_groups(**given: Any) -> Any:
+        for name, group in groups.items():
+            given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
+        return command(**given)
+
+    with_groups.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_groups.__annotations__ = {one.name: one.annotation for one in parameters}
+    return with_groups
 
 
 def _tls_option(*names: str, help: str, **settings: Any) -> Any:
@@ -67,24 +77,14 @@ class TlsOptions:
         return client_security(command, *targets, what=what, **asdict(self))
 
 
-_TLS_PARAMETERS: Final = tuple(inspect.signature(TlsOptions, eval_str=True).parameters.values())
+def check_timeout(timeout_s: float) -> None:
+    """Check that a `--timeout` can be waited for.
 
-
-def with_tls(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `TlsOptions` in place of its keyword `tls`."""
-    signature = inspect.signature(command, eval_str=True)
-    parameters: list[inspect.Parameter] = []
-    for one in signature.parameters.values():
-        parameters += _TLS_PARAMETERS if one.name == "tls" else (one,)
-
-    @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        tls = TlsOptions(**{one.name: given.pop(one.name) for one in _TLS_PARAMETERS})
-        command(**given, tls=tls)
-
-    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {one.name: one.annotation for one in parameters}
-    return with_options
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise ConfigError(f"--timeout is {timeout_s:g}; it must be above 0 and at most {_LONGEST_S} seconds")
 
 
 def check_range(option: str, number: int, least: int, most: int) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from kvferry.cli import exit_codes
 
 
-def run_until_signalled(make: Callable[[], Coroutine[Any, Any, int]]) -> int:
+def run_until_signalled(command: Coroutine[Any, Any, int]) -> int:
     """Run to the end and return the exit code, also when Ctrl-C, SIGTERM or SIGHUP cancels it meanwhile."""
-    return asyncio.run(_run(make))
+    return asyncio.run(_run(command))
 
 
-async def _run(make: Callable[[], Coroutine[Any, Any, int]]) -> int:
+async def _run(command: Coroutine[Any, Any, int]) -> int:
     loop = asyncio.get_running_loop()
-    task = loop.create_task(make())
+    task = loop.create_task(command)
     ended_by: list[int] = []
 
     def end(code: int) -> None:

@@ -1,17 +1,16 @@
-"""`kvferry status`: a node's state as tables or JSON, once or again and again."""
+"""`kvferry status` and `kvferry node requests`: a node's state and its requests, as tables or JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli import exit_codes
 from kvferry.cli.node_client import NodeClient
 from kvferry.cli.text_bars import cell_text, printable, text_table
 from node_runtime.cluster_view import Seen, view_of
@@ -34,21 +33,20 @@ from transfer.registry.security import Security
 WATCH_S: Final = 0.5
 
 
-async def run_status(target: str, *, security: Security | None = None, is_json: bool, is_watching: bool) -> int:
-    """Print it; returns the exit code. Watching, it goes on until it is cancelled, and shows when the node does not answer."""
-    try:
-        async with NodeClient(target, security=security) as client:
-            if is_watching:
-                await (_watch_json(client) if is_json else _watch(client))
-            status = await client.status()
-    except TransferError as error:
-        print(f"kvferry status: {error}", file=sys.stderr)
-        return exit_codes.exit_code_of(error)
+async def run_status(target: str, *, security: Security | None = None, is_json: bool, is_watching: bool) -> None:
+    """Print the status. Watching goes on until it is cancelled; the tables show when the node does not answer.
+
+    Raises:
+        TransferError: The node does not answer.
+    """
+    async with NodeClient(target, security=security) as client:
+        if is_watching:
+            await (_watch_json(client) if is_json else _watch(client))
+        status = await client.status()
     if is_json:
-        print(json.dumps(status_to_json(status), indent=2))
+        print(json.dumps(plain(status), indent=2))
     else:
         Console().print(status_tables(status, target))
-    return exit_codes.OK
 
 
 async def _watch(client: NodeClient) -> None:
@@ -66,13 +64,8 @@ async def _watch(client: NodeClient) -> None:
 async def _watch_json(client: NodeClient) -> None:
     """One object a line."""
     while True:
-        print(json.dumps(status_to_json(await client.status())), flush=True)
+        print(json.dumps(plain(await client.status())), flush=True)
         await asyncio.sleep(WATCH_S)
-
-
-def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
-    """Every field under its name in the wire contract, also those that are 0; see `transfer.registry.plain_values`."""
-    return plain(status)
 
 
 def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
@@ -194,3 +187,16 @@ def _chunk_table(status: pb.NodeStatus) -> CellTable:
             layers = number(plan.layers_per_group) if plan.layers_per_group else "all"
             rows.append(Row(cells=(peer.address, number(plan.chunk_tokens), layers, in_bytes(peer.largest_piece_bytes))))
     return table_of("chunks", ("peer", ">tokens", ">layers", ">largest piece"), rows)
+
+
+def request_table(answer: pb.ListRequestsResponse, title: str) -> Table:
+    """Return a row for each request, the oldest first."""
+    left_out = answer.total - len(answer.requests)
+    headings = ("request", "stage", "age", "with", ">prompt", ">ready", ">generated", ">ranks done", ">retries")
+    rows = []
+    for one in answer.requests:
+        generated = f"{one.generated_tokens}/{one.max_new_tokens}" if one.max_new_tokens else "-"
+        counts = (str(one.prompt_tokens), str(one.ready_tokens), generated, str(one.ranks_done), str(one.retries))
+        rows.append(Row(cells=(one.request_id, state_badge(one.stage), duration(one.age_s), one.peer, *counts)))
+    shown = f"{title}: {answer.total} in flight" + (f", {left_out} of them not shown" if left_out else "")
+    return text_table(table_of(shown, headings, rows))

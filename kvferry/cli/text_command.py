@@ -1,7 +1,8 @@
-"""A command line whose commands reject arguments that are not text, and report errors as lines and an exit code."""
+"""Commands of a command line: they accept only text, may be coroutines, return their exit code, and report errors as lines."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class TextCommand(TyperCommand):
-    """A command that accepts only UTF-8 arguments.
+    """A command that accepts only UTF-8 arguments. Its function, or coroutine, returns the exit code; None means success.
 
-    Without this check, other arguments would raise an error where they are first sent or written, without naming the argument.
+    Without the check, other arguments would raise an error where they are first sent or written, without naming the argument.
     A `TransferError` ends the command with the error's lines on standard error and the error's exit code.
     """
 
@@ -29,7 +30,7 @@ class TextCommand(TyperCommand):
 
         Raises:
             typer.BadParameter: An argument is not UTF-8.
-            typer.Exit: The command failed.
+            typer.Exit: The command has ended, with this exit code.
         """
         parameter: Any  # whose type Typer keeps to itself
         for parameter in self.params:
@@ -38,12 +39,17 @@ class TextCommand(TyperCommand):
                 if isinstance(value, str | Path) and not is_utf8(str(value)):
                     raise typer.BadParameter(f"{str(value)!r} is not UTF-8; it must be", ctx=ctx, param=parameter)
         try:
-            return super().invoke(ctx)
+            code = super().invoke(ctx)
+            if inspect.iscoroutine(code):
+                from kvferry.cli.signals import run_until_signalled
+
+                code = run_until_signalled(code)
         except TransferError as error:
             command = ctx.command_path.removeprefix(ctx.find_root().command_path)
             for line in str(error).splitlines():
                 print(f"kvferry{command}: {line}", file=sys.stderr)
-            raise typer.Exit(exit_codes.exit_code_of(error)) from None
+            code = exit_codes.exit_code_of(error)
+        raise typer.Exit(code or exit_codes.OK)
 
 
 class TextTyper(typer.Typer):

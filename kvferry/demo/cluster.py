@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,19 +15,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.bench_serve.command import put_load
-from kvferry.bench_serve.lengths import Lengths
-from kvferry.bench_serve.options import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, LoadOptions
+from kvferry.bench_serve.options import LoadOptions, shape_of
 from kvferry.bench_serve.report import LoadReport, print_report
 from kvferry.bench_serve.summary import Objectives, Spread
-from kvferry.bench_serve.workload import Shape
 from kvferry.cli import exit_codes
+from kvferry.cli.json_report import is_standard_output, write_report
 from kvferry.cli.text_bars import text_table
-from kvferry.demo.command import wait_idle, write_report
+from kvferry.demo.command import wait_idle
 from kvferry.demo.kinds import cached_demo_model
+from kvferry.demo.options import DemoClusterOptions
 from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from kvferry.local_cluster.prometheus import HOW_TO_GET_IT, Prometheus, find_prometheus, prometheus
 from node_runtime.view_cells import Row, bandwidth, latency, table_of
-from transfer.errors import ConfigError, TransferError
+from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 
 POOL_TOKENS: Final = 8192
@@ -38,36 +37,6 @@ OBJECTIVES: Final = Objectives(ttft_s=2.0, tpot_s=0.2)
 STATUS_S: Final = 0.5
 RULES: Final = Path(__file__).parents[2] / "deploy" / "monitoring" / "rules" / "kvferry.yaml"
 """Beside the package in a checkout; an installed one has none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoClusterOptions:
-    """What to run.
-
-    Args:
-        num_prefill, num_decode: Nodes of each tier, each with one rank.
-        rate: Requests a second, at random moments.
-        seconds: How long they come.
-        is_kept: Stay afterwards, until Ctrl-C.
-        json_file: Where the summary goes as JSON; ``-`` is standard output.
-    """
-
-    num_prefill: int = 2
-    num_decode: int = 2
-    rate: float = 3.0
-    seconds: float = 20.0
-    is_kept: bool = False
-    json_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, most in (("--prefill", self.num_prefill, 16), ("--decode", self.num_decode, 16)):
-            if not 1 <= value <= most:
-                raise ConfigError(f"{name} is {value}; it must be in [1, {most}]")
-        for name, number, largest in (("--rate", self.rate, MAX_RATE), ("--seconds", self.seconds, MAX_SECONDS)):
-            if not 0 < number <= largest:
-                raise ConfigError(f"{name} is {number:g}; it must be above 0 and at most {largest}")
-        if self.rate * self.seconds > MAX_REQUESTS:
-            raise ConfigError(f"--rate {self.rate:g} for --seconds {self.seconds:g} is over {MAX_REQUESTS} requests")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,30 +91,15 @@ class ClusterSummary:
 
 
 async def run_demo_cluster(options: DemoClusterOptions) -> int:
-    """Run it and print what it came to; returns the exit code. However it ends, no process of it is left."""
-    is_on_output = str(options.json_file) == "-"
-    console = Console(highlight=False, soft_wrap=True, stderr=is_on_output)
+    """Run the nodes under load, print a summary, and return the exit code. However it ends, no process of it is left.
 
-    def publish(summary: ClusterSummary) -> bool:
-        print_summary(summary, console)
-        return write_report("demo-cluster", summary.to_json(), options.json_file)
-
-    try:
-        summary = await _run(options, console, publish)
-    except TransferError as error:
-        for line in str(error).splitlines():
-            print(f"kvferry demo-cluster: {line}", file=sys.stderr)
-        return exit_codes.exit_code_of(error)
-    is_written = publish(summary)
-    return exit_codes.OK if summary.is_success and is_written else exit_codes.FAILED
-
-
-async def _run(options: DemoClusterOptions, console: Console, publish: Callable[[ClusterSummary], bool]) -> ClusterSummary:
-    """The whole run; one that is kept is summed up before somebody ends it, for there is nothing after that."""
+    Raises:
+        TransferError: It could not be run, or its summary could not be written.
+    """
+    console = Console(highlight=False, soft_wrap=True, stderr=is_standard_output(options.json_file))
     model = await cached_demo_model()
     tier = TierSpec(model=model, pool_tokens=POOL_TOKENS)
-    spec = ClusterSpec(prefill=tier, decode=tier, num_prefill=options.num_prefill, num_decode=options.num_decode)
-    cluster = LocalCluster(spec)
+    cluster = LocalCluster(ClusterSpec(prefill=tier, decode=tier, num_prefill=options.num_prefill, num_decode=options.num_decode))
     console.print(f"starting {options.num_prefill} prefill and {options.num_decode} decode nodes")
     begun_s = time.monotonic()
     async with cluster:
@@ -154,14 +108,20 @@ async def _run(options: DemoClusterOptions, console: Console, publish: Callable[
         with _watched(cluster, console) as server:
             _say_where(cluster, server, console)
             summary = await _under_load(options, cluster, server, console, ready_s=ready_s)
-            if options.is_kept:
-                publish(summary)
+            if options.is_kept:  # the summary comes now, because a signal ends the command here
+                _publish(summary, options, console)
                 console.print("still running; Ctrl-C ends it")
                 await asyncio.Event().wait()
         stopped = await cluster.stop()
     summary.leftovers += stopped.complaints
     summary.has_ended = True
-    return summary
+    _publish(summary, options, console)
+    return exit_codes.OK if summary.is_success else exit_codes.FAILED
+
+
+def _publish(summary: ClusterSummary, options: DemoClusterOptions, console: Console) -> None:
+    print_summary(summary, console)
+    write_report(summary.to_json(), options.json_file)
 
 
 @contextlib.contextmanager
@@ -190,11 +150,10 @@ async def _under_load(
     options: DemoClusterOptions, cluster: LocalCluster, server: Prometheus | None, console: Console, *, ready_s: float
 ) -> ClusterSummary:
     console.print(f"{options.rate:g} requests a second for {options.seconds:g} s, at random moments")
-    prompt, output = Lengths.parse("--prompt-tokens", PROMPT_TOKENS), Lengths.parse("--output-tokens", OUTPUT_TOKENS)
     load = LoadOptions(
         targets=tuple(node.address for node in cluster.decode_nodes),
         rates=(options.rate,),
-        shape=Shape(prompt=prompt, output=output),
+        shape=shape_of(PROMPT_TOKENS, OUTPUT_TOKENS),
         duration_s=options.seconds,
         num_warm_up=len(cluster.nodes),
         objectives=OBJECTIVES,

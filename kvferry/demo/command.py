@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import platform
 import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -19,10 +17,13 @@ from typing import Any, Final
 from rich.console import Console
 
 import transfer
+from kvferry.bench_serve.report import cpu_name
 from kvferry.cli import exit_codes
+from kvferry.cli.json_report import is_standard_output, write_report
 from kvferry.cli.node_client import NodeClient
 from kvferry.demo.kinds import ModelKind, cached_demo_model
 from kvferry.demo.offload import POOL_TOKENS, offload_report, offload_settings, store_settings
+from kvferry.demo.options import DemoOptions
 from kvferry.demo.prompts import architecture, check_prompts_fit, chosen_dtype, load_prompts, model_dtype
 from kvferry.demo.reference import EXACT_DTYPE, ReferenceRun
 from kvferry.demo.report import DemoReport, DemoRequest, find_leaks, make_report
@@ -43,99 +44,49 @@ _CLEAR_REFUSALS: Final = (node_exit_codes.BAD_CONFIG, node_exit_codes.NO_MEMORY)
 _PACKAGES: Final = ("torch", "transformers", "triton", "grpcio", "pyzmq", "ucxx-cu13", "ucxx-cu12")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
-    """What to run. The nodes judge their own settings; here only what they never see is checked.
+def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterSpec:
+    """Return both tiers, with queues that hold all requests at once.
 
-    Args:
-        device: "cpu" or "cuda".
-        model: Hugging Face directory; None makes the demo model.
-        model_kind: Which one.
-        dtype: What both tiers and the single process compute in: "float32", in which tokens are comparable, or "model", the
-            directory's own.
-        prompts_file: One prompt a line; None takes those built in.
-        num_requests: None sends each prompt once.
-        max_new_tokens: Tokens to generate for each prompt, exactly.
-        offload: Directory that decode stores KV in, behind a device pool that is too small and host memory; None: no such tiers.
-        json_file: Where the report goes as JSON; ``-`` is standard output.
+    The pools of windows and states are as large as the requests that run at once can need. Of the kinds that have some, few
+    requests run at once, in small chunks, so that their pages are used again while the demo runs.
     """
-
-    prefill_tp: int = 4
-    decode_tp: int = 2
-    prefill_page_size: int = 16
-    decode_page_size: int = 32
-    prefill_order: str = "NHD"
-    decode_order: str = "NHD"
-    transport: str = "ucx"
-    device: str = "cpu"
-    model: Path | None = None
-    model_kind: ModelKind = ModelKind.LLAMA
-    dtype: str = EXACT_DTYPE
-    prompts_file: Path | None = None
-    num_requests: int | None = None
-    max_new_tokens: int = 32
-    offload: Path | None = None
-    json_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.dtype not in (EXACT_DTYPE, "model"):
-            raise ConfigError(f"--dtype is {self.dtype}; it must be {EXACT_DTYPE} or model")
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError(f"--device is {self.device}; it must be cpu or cuda")
-        if self.model is not None and self.model_kind is not ModelKind.LLAMA:
-            raise ConfigError(f"--model-kind is {self.model_kind}; it is of the model that is made, and --model names another")
-        if self.json_file is not None and not self.is_json_on_stdout:
-            _check_writable(self.json_file)
-
-    @property
-    def is_json_on_stdout(self) -> bool:
-        return self.json_file is not None and str(self.json_file) == "-"
-
-    def cluster(self, model: Path, num_requests: int) -> ClusterSpec:
-        """The two tiers, with queues that take every request at once.
-
-        The pools of windows and states are as large as the requests that run at once can need: of the kinds that have some, few
-        run at once, and in small chunks, so that their pages are used again while the demo runs.
-        """
-        settings: dict[str, object] = {
-            "limits.max_queued_requests": max(256, num_requests),
-            "limits.queue_timeout_s": REQUEST_TIMEOUT_S,
-        }
-        dtype = chosen_dtype(self.dtype, model)
-        if dtype is not None:
-            settings["dtype"] = dtype
-        is_tight = self.model_kind is not ModelKind.LLAMA
-        if is_tight:
-            settings["limits.max_running_requests"] = TIGHT_RUNNING_REQUESTS
-        decode_settings = dict(settings)
-        if self.offload is not None:
-            decode_settings |= offload_settings(self.offload)
-            settings |= store_settings(self.offload)
-        if self.device == "cuda":
-            settings["device"] = decode_settings["device"] = "cuda"
-            decode_settings["first_device"] = first_decode_device(self.prefill_tp, self.decode_tp)
-        return ClusterSpec(
-            prefill=TierSpec(
-                model=model,
-                tp_size=self.prefill_tp,
-                page_size=self.prefill_page_size,
-                order=self.prefill_order,
-                settings=settings,
-            ),
-            decode=TierSpec(
-                model=model,
-                tp_size=self.decode_tp,
-                page_size=self.decode_page_size,
-                order=self.decode_order,
-                settings=decode_settings,
-                **({} if self.offload is None else {"pool_tokens": POOL_TOKENS}),
-            ),
-            transport=self.transport,
-            heartbeat_s=DEMO_HEARTBEAT_S,
-            chunk_tokens=TIGHT_CHUNK_TOKENS if is_tight else None,
-        )
+    settings: dict[str, object] = {
+        "limits.max_queued_requests": max(256, num_requests),
+        "limits.queue_timeout_s": REQUEST_TIMEOUT_S,
+    }
+    dtype = chosen_dtype(options.dtype, model)
+    if dtype is not None:
+        settings["dtype"] = dtype
+    is_tight = options.model_kind is not ModelKind.LLAMA
+    if is_tight:
+        settings["limits.max_running_requests"] = TIGHT_RUNNING_REQUESTS
+    decode_settings = dict(settings)
+    if options.offload is not None:
+        decode_settings |= offload_settings(options.offload)
+        settings |= store_settings(options.offload)
+    if options.device == "cuda":
+        settings["device"] = decode_settings["device"] = "cuda"
+        decode_settings["first_device"] = first_decode_device(options.prefill_tp, options.decode_tp)
+    return ClusterSpec(
+        prefill=TierSpec(
+            model=model,
+            tp_size=options.prefill_tp,
+            page_size=options.prefill_page_size,
+            order=options.prefill_order,
+            settings=settings,
+        ),
+        decode=TierSpec(
+            model=model,
+            tp_size=options.decode_tp,
+            page_size=options.decode_page_size,
+            order=options.decode_order,
+            settings=decode_settings,
+            **({} if options.offload is None else {"pool_tokens": POOL_TOKENS}),
+        ),
+        transport=options.transport,
+        heartbeat_s=DEMO_HEARTBEAT_S,
+        chunk_tokens=TIGHT_CHUNK_TOKENS if is_tight else None,
+    )
 
 
 def first_decode_device(prefill_tp: int, decode_tp: int) -> int:
@@ -155,64 +106,28 @@ def first_decode_device(prefill_tp: int, decode_tp: int) -> int:
     return prefill_tp if count >= prefill_tp + decode_tp else 0
 
 
-def _check_writable(file: Path) -> None:
-    """Refuse before a run of a minute what could not take its report; leaves nothing behind.
+async def run_demo(options: DemoOptions) -> int:
+    """Run the demo. Return the exit code, which is 0 only if all tokens match and no resource is still held.
 
     Raises:
-        ConfigError: The file cannot be opened for writing.
+        TransferError: It could not be run, or its report could not be written.
     """
-    target = Path(os.path.realpath(file))
-    if os.path.exists(target) and not (target.is_file() or target.is_dir()):
-        return  # a pipe, say: opening it is heard at its other end
-    is_new = not os.path.exists(target)
-    try:
-        target.open("a").close()
-        if is_new:
-            target.unlink()
-    except OSError as error:
-        raise ConfigError(_unwritable(file, error)) from error
-
-
-def _unwritable(file: Path, error: OSError) -> str:
-    return f"--json is {file}; it cannot be written: {error.strerror or error}"
-
-
-async def run_demo(options: DemoOptions) -> int:
-    """Run it; returns the exit code: 0 only if all tokens are right and nothing is left over."""
-    console = Console(stderr=options.is_json_on_stdout)
+    console = Console(stderr=is_standard_output(options.json_file))
     try:
         report = await _run(options, DemoView(console))
     except NodeFailed as error:
-        # A refusal says everything in its one line; what died needs its last words.
+        # One line says why a node refused to start. Of a node that died, the end of its log says more.
         if error.exit_code not in _CLEAR_REFUSALS:
             for line in error.log_tail:
                 print(f"  {line}", file=sys.stderr)
         print(f"kvferry demo: {error}", file=sys.stderr)
         return error.exit_code if error.exit_code is not None and error.exit_code > 0 else exit_codes.FAILED
-    except TransferError as error:
-        print(f"kvferry demo: {error}", file=sys.stderr)
-        return exit_codes.exit_code_of(error)
     except asyncio.CancelledError:
         print("kvferry demo: interrupted", file=sys.stderr)
         raise
     print_report(console, report)
-    is_written = write_report("demo", report.to_json(), options.json_file)
-    return exit_codes.OK if report.is_success and is_written else exit_codes.FAILED
-
-
-def write_report(command: str, content: dict[str, Any], file: Path | None) -> bool:
-    """Write a report as JSON and return whether that worked. ``-`` means standard output; None means no report."""
-    text = json.dumps(content, indent=2) + "\n"
-    if str(file) == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    elif file is not None:
-        try:
-            file.write_text(text, encoding="utf-8")
-        except OSError as error:  # the disk is full, say; that it can be written at all was checked before the run
-            print(f"kvferry {command}: {_unwritable(file, error)}", file=sys.stderr)
-            return False
-    return True
+    write_report(report.to_json(), options.json_file)
+    return exit_codes.OK if report.is_success else exit_codes.FAILED
 
 
 async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
@@ -233,7 +148,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
             view.phase(
                 f"the model is {own_dtype}; computing in {dtype}, where tokens are comparable (--dtype model keeps its own)"
             )
-        cluster = LocalCluster(options.cluster(model, len(prompts)))
+        cluster = LocalCluster(cluster_of(options, model, len(prompts)))
         with ReferenceRun(model, prompts, options.max_new_tokens, cluster.environment, dtype=dtype) as reference:
             view.phase(
                 f"starting prefill TP {options.prefill_tp} (pages of {options.prefill_page_size}) "
@@ -354,12 +269,3 @@ def _environment(options: DemoOptions, model: Path) -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "system": platform.platform(),
     }
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

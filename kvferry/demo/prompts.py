@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from decode_node.text import TextCodec
-from kvferry.bench_serve.options import MAX_REQUESTS
+from kvferry.bench_serve.workload import MAX_REQUESTS
 from kvferry.demo.reference import EXACT_DTYPE
 from planner import model_directory
 from transfer.errors import ConfigError

@@ -15,7 +15,6 @@ from kvferry.cli import exit_codes
 from kvferry.top.alerts import Alerts
 from kvferry.top.cluster_watch import ClusterWatch
 from kvferry.top.view import picture, view_to_json
-from transfer.errors import TransferError
 from transfer.registry.security import Security
 
 BETWEEN_S: Final = 0.5
@@ -25,18 +24,18 @@ PLAIN_WIDTH: Final = 200
 
 
 async def run_top(addresses: Sequence[str], *, security: Security | None, is_once: bool, is_json: bool, every_s: float) -> int:
-    """Show it; returns the exit code. Once: 0 if any node has answered."""
-    try:
-        if not (is_once or is_json):
-            return await _run_live(addresses, security=security, every_s=every_s)
-        async with ClusterWatch(addresses, security=security, patience_s=None) as watch:
-            watch.check_named()
-            await watch.look()
-            await asyncio.sleep(BETWEEN_S)
-            view = await watch.look()
-    except TransferError as error:
-        print(f"kvferry top: {error}", file=sys.stderr)
-        return exit_codes.exit_code_of(error)
+    """Show the cluster and return the exit code, which is 0 for a single picture if any node has answered.
+
+    Raises:
+        ConfigError: An address is invalid, or must not be called in plain text.
+    """
+    if not (is_once or is_json):
+        return await _run_live(addresses, security=security, every_s=every_s)
+    async with ClusterWatch(addresses, security=security, patience_s=None) as watch:
+        watch.check_named()
+        await watch.look()
+        await asyncio.sleep(BETWEEN_S)
+        view = await watch.look()
     alerts, _ = Alerts().update(view)
     if is_json:
         print(json.dumps(view_to_json(view, alerts), indent=2))

@@ -20,13 +20,21 @@ from typer.testing import CliRunner
 
 from kvferry.__main__ import app
 from kvferry.bench_serve import generator
-from kvferry.bench_serve.arrivals import ArrivalKind, gaps_s
-from kvferry.bench_serve.generator import Choice, OpenLoop
-from kvferry.bench_serve.lengths import Lengths
+from kvferry.bench_serve.generator import OpenLoop
 from kvferry.bench_serve.options import shape_of
-from kvferry.bench_serve.records import Moved, Record
-from kvferry.bench_serve.summary import Lateness, Objectives, Spread, percentile, summarise, sustained_rate
-from kvferry.bench_serve.workload import FIRST_ID, Planned, Prompts, Shape, plan_requests, read_trace
+from kvferry.bench_serve.summary import Lateness, Moved, Objectives, Record, Spread, percentile, summarise, sustained_rate
+from kvferry.bench_serve.workload import (
+    FIRST_ID,
+    ArrivalKind,
+    Choice,
+    Lengths,
+    Planned,
+    Prompts,
+    Shape,
+    gaps_s,
+    plan_requests,
+    read_trace,
+)
 from kvferry.cli import exit_codes
 from kvferry.cli.node_client import NodeClient
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
@@ -294,7 +302,7 @@ def test_failures_are_counted_by_status(run_loop: RunLoop) -> None:
         ((), "no --target"),
         (("--target", "127.0.0.1:1", "--target", "127.0.0.1:1", "--rate", "1"), "--target 127.0.0.1:1 is given twice"),
         (("--target", "127.0.0.1:1", "--rate", "1,x", "--requests", "1"), "--rate has 'x'"),
-        (("--target", "127.0.0.1:1", "--rate", "1", "--requests", "1", "--arrivals", "gamma"), "--arrivals is 'gamma'"),
+        (("--target", "127.0.0.1:1", "--rate", "1", "--requests", "1", "--arrivals", "gamma"), "Invalid value for '--arrivals'"),
         (("--target", "127.0.0.1:1", "--trace", "/nowhere", "--insecure"), "--trace is /nowhere; it cannot be read"),
         (("--target", "127.0.0.1:1", "--rate", "1", "--requests", "1", "--insecure", "--plot", "a.svg"), "--plot is a.svg"),
     ],

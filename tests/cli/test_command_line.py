@@ -15,10 +15,11 @@ import transfer
 from kvferry.__main__ import app
 from kvferry.cli import exit_codes
 from kvferry.cli.generate import make_request, parse_token_ids
+from kvferry.cli.json_report import write_report
 from kvferry.cli.text_command import TextCommand
-from kvferry.demo.command import DemoOptions, write_report
+from kvferry.demo.options import DemoOptions
 from kvferry.demo.prompts import load_prompts
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, TransferError
 from transfer.registry.convert import sampling_from_proto
 
 
@@ -177,9 +178,10 @@ def test_a_report_file_is_neither_made_nor_changed_before_there_is_a_report(tmp_
     assert link.is_symlink() and old.read_text() == "an earlier report"
 
 
-def test_a_disk_that_is_full_at_the_end_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not write_report("demo", {}, Path("/dev/full"))
-    assert capsys.readouterr().err == "kvferry demo: --json is /dev/full; it cannot be written: No space left on device\n"
+def test_a_disk_that_is_full_at_the_end_is_one_line() -> None:
+    with pytest.raises(TransferError, match="--json is /dev/full; it cannot be written: No space left on device") as failed:
+        write_report({}, Path("/dev/full"))
+    assert exit_codes.exit_code_of(failed.value) == exit_codes.FAILED
 
 
 def test_token_ids_with_commas_and_spaces() -> None:

@@ -10,10 +10,10 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from kvferry.bench_serve.records import Moved, Record
 from kvferry.bench_serve.report import LoadReport
-from kvferry.bench_serve.summary import Lateness, Objectives, Spread, summarise
-from kvferry.demo.cluster import ClusterSummary, DemoClusterOptions, print_summary
+from kvferry.bench_serve.summary import Lateness, Moved, Objectives, Record, Spread, summarise
+from kvferry.demo.cluster import ClusterSummary, print_summary
+from kvferry.demo.options import DemoClusterOptions
 from transfer.errors import ConfigError
 
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from embedded_engine.loading import load_engine
 from kvferry.demo import reference
-from kvferry.demo.command import DemoOptions
+from kvferry.demo.command import cluster_of
+from kvferry.demo.options import DemoOptions
 from kvferry.demo.prompts import BUILT_IN, chosen_dtype, model_dtype
 from tests.embedded_engine.steps import generate_all
 from tests.runtime.instances import prefill_config
@@ -38,7 +39,7 @@ def test_both_nodes_are_told_the_same(bfloat16_dir: Path, demo_dir: Path) -> Non
         (bfloat16_dir, "model", "bfloat16"),
         (demo_dir, "float32", "float32"),
     ):
-        cluster = DemoOptions(model=model, dtype=option).cluster(model, 1)
+        cluster = cluster_of(DemoOptions(model=model, dtype=option), model, 1)
         assert {cluster.settings_of(role)["dtype"] for role in ("prefill", "decode")} == {dtype}
     with pytest.raises(ConfigError, match="--dtype is float64; it must be float32 or model"):
         DemoOptions(dtype="float64")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from embedded_engine.model_files import read_model_files
-from kvferry.demo.command import DemoOptions
 from kvferry.demo.kinds import ModelKind, cached_demo_model
 from kvferry.demo.model import make_demo_model
+from kvferry.demo.options import DemoOptions
 from transfer.errors import ConfigError
 from transfer.layout import Shard
 

@@ -10,7 +10,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import rank_messages as decode_messages
-from kvferry.cli.status_view import status_to_json
 from node_runtime.rank_memory import rank_memory
 from planner.model_directory import ModelDirectory
 from planner.model_shape import read_model_shape
@@ -23,6 +22,7 @@ from transfer.connector.side_service import memory_to_proto
 from transfer.layout import Shard
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pool.kv_pool import KVPool
+from transfer.registry.plain_values import plain
 
 WEIGHTS = 1 << 20
 MODEL = ModelDirectory(
@@ -83,7 +83,7 @@ def test_it_travels_to_the_leader_and_from_there_to_everybody(plan: MemoryPlan) 
     assert lines["weights"].real_bytes == WEIGHTS and not lines["reserve"].HasField("real_bytes")
     assert all(line.formula for line in found.lines)
 
-    content = status_to_json(pb.NodeStatus(memory_plan=found))["memory_plan"]
+    content = plain(pb.NodeStatus(memory_plan=found))["memory_plan"]
     assert content["max_total_tokens"] == 192 and content["warnings"] == ["rank 1: pool: too large"]
     assert {line["name"]: line["real_bytes"] for line in content["lines"]}["reserve"] is None
-    assert status_to_json(pb.NodeStatus())["memory_plan"] is None
+    assert plain(pb.NodeStatus())["memory_plan"] is None

@@ -9,14 +9,14 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console, RenderableType
 
-from kvferry.cli.request_table import request_table, requests_to_json
-from kvferry.cli.status_view import status_tables, status_to_json
+from kvferry.cli.status_view import request_table, status_tables
 from kvferry.top.alerts import Alerts
 from kvferry.top.view import picture
 from node_runtime.cluster_view import Seen, view_of
 from node_runtime.status_page import Picture, StatusPage
 from tests.status.served import decode_status
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.plain_values import plain
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2Jb\x1b[31m [bold]c[/bold]\nalert: all is well"
 IDLE = pb.NodeStatus(role="decode", state="ready", not_ready_reason="no prefill node is joined: [b]:1 is lost: no such host")
@@ -74,7 +74,7 @@ def test_a_node_with_live_ranks_that_can_serve_nobody_is_not_shown_as_ready(show
 
 
 def test_status_as_json_has_the_unchanged_state() -> None:
-    content = status_to_json(IDLE)
+    content = plain(IDLE)
     assert (content["state"], content["ready"], content["not_ready_reason"]) == ("ready", False, IDLE.not_ready_reason)
 
 
@@ -112,7 +112,7 @@ def test_reported_text_reaches_a_terminal_as_text_only(command: str) -> None:
 
 def test_the_requests_that_are_not_shown_are_counted() -> None:
     assert "3 in flight, 2 of them not shown" in drawn(request_table(hostile_requests(), "h:1"))
-    (one,) = requests_to_json(hostile_requests())["requests"]
+    (one,) = plain(hostile_requests())["requests"]
     assert one["request_id"] == HOSTILE and one["generated_tokens"] == 0
 
 

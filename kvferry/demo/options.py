@@ -1,0 +1,84 @@
+"""Options of the demos. Each field is an option of the command line. The nodes check their own settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvferry.bench_serve.workload import MAX_RATE, MAX_REQUESTS, MAX_SECONDS
+from kvferry.cli.json_report import check_writable
+from kvferry.cli.options import check_range
+from kvferry.demo.kinds import ModelKind
+from kvferry.demo.reference import EXACT_DTYPE
+from transfer.errors import ConfigError
+
+_MAX_NODES: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """Options of `kvferry demo`."""
+
+    prefill_tp: Annotated[int, typer.Option(help="Tensor parallel degree of the prefill tier.")] = 4
+    decode_tp: Annotated[int, typer.Option(help="Tensor parallel degree of the decode tier.")] = 2
+    prefill_page_size: Annotated[int, typer.Option(help="Tokens per page of the prefill tier.")] = 16
+    decode_page_size: Annotated[int, typer.Option(help="Tokens per page of the decode tier.")] = 32
+    prefill_order: Annotated[str, typer.Option(help="Order inside the prefill tier's pages: NHD or HND.")] = "NHD"
+    decode_order: Annotated[str, typer.Option(help="Order inside the decode tier's pages: NHD or HND.")] = "NHD"
+    transport: Annotated[str, typer.Option(help="Data plane: ucx, nixl, or cuda_ipc between GPUs.")] = "ucx"
+    device: Annotated[str, typer.Option(help="cpu or cuda: a GPU for each rank; the tiers share where there are too few.")] = (
+        "cpu"
+    )
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; by default a small model is made.")] = None
+    model_kind: Annotated[ModelKind, typer.Option(help="What the layers of the model that is made keep.")] = ModelKind.LLAMA
+    dtype: Annotated[str, typer.Option(help="float32, where tokens are comparable, or model: its own.")] = EXACT_DTYPE
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", help="Text file, one prompt a line; by default those built in.")
+    ] = None
+    num_requests: Annotated[int | None, typer.Option("--requests", help="How many; by default each prompt once.")] = None
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32
+    offload: Annotated[
+        Path | None,
+        typer.Option(help="Keep KV in this directory, behind a small device pool and host memory; run it twice."),
+    ] = None
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the report to this file as JSON; - is standard output.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.dtype not in (EXACT_DTYPE, "model"):
+            raise ConfigError(f"--dtype is {self.dtype}; it must be {EXACT_DTYPE} or model")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device is {self.device}; it must be cpu or cuda")
+        if self.model is not None and self.model_kind is not ModelKind.LLAMA:
+            raise ConfigError(f"--model-kind is {self.model_kind}; it is of the model that is made, and --model names another")
+        check_writable(self.json_file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoClusterOptions:
+    """Options of `kvferry demo-cluster`."""
+
+    num_prefill: Annotated[int, typer.Option("--prefill", help="Prefill nodes.")] = 2
+    num_decode: Annotated[int, typer.Option("--decode", help="Decode nodes.")] = 2
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 3.0
+    seconds: Annotated[float, typer.Option(help="How long they come.")] = 20.0
+    is_kept: Annotated[bool, typer.Option("--keep", help="Stay afterwards, to be looked at, until Ctrl-C.")] = False
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the summary to this file as JSON; - is standard output.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_range("--prefill", self.num_prefill, 1, _MAX_NODES)
+        check_range("--decode", self.num_decode, 1, _MAX_NODES)
+        for name, number, largest in (("--rate", self.rate, MAX_RATE), ("--seconds", self.seconds, MAX_SECONDS)):
+            if not 0 < number <= largest:
+                raise ConfigError(f"{name} is {number:g}; it must be above 0 and at most {largest}")
+        if self.rate * self.seconds > MAX_REQUESTS:
+            raise ConfigError(f"--rate {self.rate:g} for --seconds {self.seconds:g} is over {MAX_REQUESTS} requests")
+        check_writable(self.json_file)
