@@ -349,7 +349,7 @@ def doctor(
 ) -> int:
     """Check what this machine offers; exit code 1 if something is missing that kvferry cannot do without."""
     from kvferry.doctor.command import run_doctor
-    from kvferry.doctor.ports import server_of
+    from kvferry.doctor.node import server_of
 
     security = tls.security("doctor", *node, what="--node") if node else None
     servers = [server_of(file) for file in node_config or ()]

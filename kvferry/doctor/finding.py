@@ -1,4 +1,4 @@
-"""What `kvferry doctor` finds: one thing that was looked at, how it is, and the command that fixes it."""
+"""Findings of `kvferry doctor`: the subject, its state, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check. `fix` is a command or step, and empty if the state is OK.
 
-    Args:
-        name: What.
-        state: `FAIL`: kvferry cannot run like this; `WARN`: it can, slower or not everywhere.
-        text: What was found.
-        fix: Command or step that fixes it; empty when it is ok.
+    FAIL means that kvferry cannot run like this; WARN means that it runs slower, or not everywhere.
     """
 
     name: str
@@ -49,7 +45,7 @@ def fail(name: str, text: str, fix: str) -> Finding:
 
 
 def read_line(path: Path) -> str | None:
-    """What a small file of the kernel says; None: there is none, or it may not be read."""
+    """Return the stripped text of a file; None if it does not exist or must not be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -29,21 +29,16 @@ _WRITTEN: Final = "written\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopbackResult:
-    """What was measured."""
-
     lane: str
     latency_s: float
     bandwidth_bytes_per_s: float
 
 
 def measure_loopback(transport: str) -> LoopbackResult:
-    """Transfer 64 MiB a few times between two new processes.
-
-    Args:
-        transport: "ucx", "nixl" or "cuda_ipc".
+    """Transfer 64 MiB a few times between two new processes over "ucx", "nixl" or "cuda_ipc".
 
     Raises:
-        EngineError: It could not be done; one line says why.
+        EngineError: The transfer failed.
     """
     command = [sys.executable, "-m", "kvferry.doctor.loopback", "writer", transport]
     environment = child_environment() | {"UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
@@ -69,7 +64,7 @@ def measure_loopback(transport: str) -> LoopbackResult:
 
 
 def _open(name: str, *, is_target: bool) -> tuple[Transport, Any]:
-    """The transport, and zeroed memory for it: on a GPU where it joins GPUs, two different ones where there are two."""
+    """Return the transport and zeroed memory for it, for `cuda_ipc` on two different GPUs if possible."""
     match name:
         case "ucx":
             from transfer.transport.ucx import UcxTransport
@@ -89,7 +84,7 @@ def _open(name: str, *, is_target: bool) -> tuple[Transport, Any]:
 
 
 def _host_memory() -> Any:
-    """Shared, as the rings of host pools are for `nixl`; every page is touched."""
+    """Return shared memory, as the rings of host pools for `nixl` are; every page is touched."""
     import numpy as np
 
     memory = np.frombuffer(mmap.mmap(-1, NUM_BYTES), dtype=np.uint8)

@@ -1,41 +1,45 @@
-"""`kvferry doctor --node`: how this machine and a node that runs get along, as far as a client of the node can tell."""
+"""Checks of nodes: of one that runs (`--node`), and of the ports that a configuration needs here (`--node-config`)."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import transfer
 from kvferry.cli.node_client import NodeClient, is_refusal_of_caller
 from kvferry.doctor.finding import Finding, fail, ok, warn
-from transfer.errors import TransferError
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, ServerConfig
+from transfer.errors import ConfigError, TransferError
+from transfer.load_config import load_config
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security
 
 MAX_OFFSET_S: Final = 0.5
-"""Logs of two machines whose clocks are further apart cannot be laid side by side."""
-_TRIES: Final = 5  # the quickest of them says most about the clock
+"""With a larger offset, the logs of two machines cannot be compared."""
+_TRIES: Final = 5  # the fastest call gives the best estimate of the clock
 _ANSWER_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """What came of calling a node.
+    """Outcome of calls of a node.
 
     Args:
-        address: host:port of its gRPC API.
-        status: As it answered; None: it did not.
-        error: Why not.
-        is_refused: It answers, and does not let this caller in.
-        round_trip_s: Of the quickest answer.
-        offset_s: Its clock less that of this machine, good to half of the round trip.
-        http_error: Why its HTTP port does not answer; empty: it does.
+        status: None means that it did not answer; `error` is the reason.
+        is_refused: It answered, and rejected this caller.
+        round_trip_s: Time of the fastest answer.
+        offset_s: Its clock minus the clock of this machine, with an error of up to half of the round trip.
+        http_error: Why its HTTP port does not answer; empty if it does.
     """
 
     address: str
@@ -48,13 +52,10 @@ class NodeLook:
 
 
 async def look_at_node(address: str, security: Security | None, *, timeout_s: float = _ANSWER_S) -> NodeLook:
-    """Call it, a few times.
-
-    Args:
-        timeout_s: Bound of each call.
+    """Call a node a few times, each for at most `timeout_s`.
 
     Raises:
-        ConfigError: The address is none, or must not be called like this.
+        ConfigError: The address is invalid, or must not be called like this.
     """
     best: tuple[float, float, pb.NodeStatus] | None = None
     async with NodeClient(address, security=security) as client:
@@ -74,7 +75,7 @@ async def look_at_node(address: str, security: Security | None, *, timeout_s: fl
 
 
 def _http_error(address: str, port: int) -> str:
-    """Why /healthz does not answer at the same host; empty: it does."""
+    """Return why /healthz does not answer at the same host; empty if it does."""
     url = f"http://{address.rpartition(':')[0]}:{port}/healthz"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # nobody in between
     try:
@@ -86,12 +87,7 @@ def _http_error(address: str, port: int) -> str:
 
 
 def check_node(look: NodeLook, *, transports: Collection[str]) -> Iterator[Finding]:
-    """Every finding about one node.
-
-    Args:
-        look: What came of calling it.
-        transports: That this machine has.
-    """
+    """Yield the findings about a node; `transports` are those of this machine."""
     name = f"node {look.address}"
     status = look.status
     if status is None:
@@ -156,3 +152,49 @@ def _check_transport(name: str, status: pb.NodeStatus, transports: Collection[st
     return warn(
         name, text, f"pip install 'kvferry[{'nixl' if theirs == 'nixl' else 'cuda-ipc'}]', or another transport.name there"
     )
+
+
+def server_of(file: Path, environment: Mapping[str, str] = os.environ) -> ServerConfig:
+    """Return the addresses of a node's configuration, of either tier.
+
+    Raises:
+        ConfigError: It is invalid for both tiers. The message is that of the tier with fewer problems.
+    """
+    problems: list[str] = []
+    kinds: tuple[type[NodeConfig], ...] = (PrefillNodeConfig, DecodeNodeConfig)
+    for kind in kinds:
+        try:
+            return load_config(kind, file=file, environment=environment).server
+        except ConfigError as error:
+            problems.append(str(error))
+    raise ConfigError(min(problems, key=lambda text: text.count("\n")))
+
+
+def check_configured_ports(server: ServerConfig) -> Iterator[Finding]:
+    """Check that a node with these settings could bind its two ports now."""
+    for setting, what, port in (
+        ("server.port", "gRPC", server.port),
+        ("server.http_port", "health, metrics, status page", server.http_port),
+    ):
+        yield _check_port(setting, what, server.host, port)
+
+
+def _check_port(setting: str, what: str, host: str, port: int) -> Finding:
+    where = f"{host} port {port}" if port else f"{host}, a free port"
+    text = f"{where} ({what})"
+    bound = "" if host == "*" else host.strip("[]")
+    try:
+        family, *_, address = socket.getaddrinfo(bound or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            one.bind(address)
+            one.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            fix = f"ss -ltnp 'sport = :{port}' says by whom; stop it, or choose another {setting}"
+            return warn(setting, f"{text} is taken: by the node itself, where it runs already, or by something else", fix)
+        if error.errno == errno.EACCES:
+            return fail(setting, f"{text}: {error.strerror}", f"choose a {setting} from 1024")
+        fix = "set server.host to an address of this machine (ip addr), or to 0.0.0.0 with server.advertise_host"
+        return fail(setting, f"{text} cannot be bound: {error.strerror or error}", fix)
+    return ok(setting, f"{text} can be bound; whether others reach it, `kvferry doctor --node` tells from where they are")

@@ -8,7 +8,9 @@ import resource
 import pytest
 
 from kvferry.doctor import command as doctor
-from kvferry.doctor.command import Finding, State
+from kvferry.doctor import host
+from kvferry.doctor.devices import check_gpu
+from kvferry.doctor.finding import Finding, State
 from kvferry.doctor.loopback import LoopbackResult
 from transfer.errors import EngineError
 
@@ -16,23 +18,23 @@ from transfer.errors import EngineError
 @pytest.mark.parametrize(
     ("finding", "state"),
     [
-        (doctor.check_python((3, 11, 0)), State.OK),
-        (doctor.check_python((3, 10, 12)), State.FAIL),
-        (doctor.check_packages(lambda name: "1"), State.OK),
-        (doctor.check_packages(lambda name: None if name == "triton" else "1"), State.FAIL),
-        (doctor.check_ucx("UCX 1", ["self/memory", "tcp/eth0"], []), State.OK),
-        (doctor.check_ucx("UCX 1", ["self/memory", "tcp/eth0"], ["mlx5_0"]), State.WARN),
-        (doctor.check_ucx("UCX 1", ["self/memory", "rc_mlx5/mlx5_0:1"], ["mlx5_0"]), State.OK),
-        (doctor.check_ucx("UCX 1", ["cma/memory"], []), State.FAIL),
-        (doctor.check_shared_memory(1 << 30, 1 << 30), State.OK),
-        (doctor.check_shared_memory(64 << 20, 64 << 20), State.WARN),
-        (doctor.check_ptrace_scope(None), State.OK),
-        (doctor.check_ptrace_scope("1"), State.WARN),
-        (doctor.check_memlock(8 << 20, has_rdma=True), State.WARN),
-        (doctor.check_memlock(resource.RLIM_INFINITY, has_rdma=True), State.OK),
-        (doctor.check_open_files(5375), State.WARN),
-        (doctor.check_gpu(True, "2.13.0+cpu"), State.WARN),
-        (doctor.check_gpu(True, "2.13.0+cu130"), State.OK),
+        (host.check_python((3, 11, 0)), State.OK),
+        (host.check_python((3, 10, 12)), State.FAIL),
+        (host.check_packages(lambda name: "1"), State.OK),
+        (host.check_packages(lambda name: None if name == "triton" else "1"), State.FAIL),
+        (host.check_ucx("UCX 1", ["self/memory", "tcp/eth0"], []), State.OK),
+        (host.check_ucx("UCX 1", ["self/memory", "tcp/eth0"], ["mlx5_0"]), State.WARN),
+        (host.check_ucx("UCX 1", ["self/memory", "rc_mlx5/mlx5_0:1"], ["mlx5_0"]), State.OK),
+        (host.check_ucx("UCX 1", ["cma/memory"], []), State.FAIL),
+        (host.check_shared_memory(1 << 30, 1 << 30), State.OK),
+        (host.check_shared_memory(64 << 20, 64 << 20), State.WARN),
+        (host.check_ptrace_scope(None), State.OK),
+        (host.check_ptrace_scope("1"), State.WARN),
+        (host.check_memlock(8 << 20, has_rdma=True), State.WARN),
+        (host.check_memlock(resource.RLIM_INFINITY, has_rdma=True), State.OK),
+        (host.check_open_files(5375), State.WARN),
+        (check_gpu(True, "2.13.0+cpu"), State.WARN),
+        (check_gpu(True, "2.13.0+cu130"), State.OK),
     ],
 )
 def test_each_check_tells_right_from_wrong(finding: Finding, state: State) -> None:
@@ -54,6 +56,6 @@ def test_a_slow_transfer_warns_and_a_failed_one_fails() -> None:
 
 
 def test_ports_can_be_had_here() -> None:
-    found = doctor.check_ports()
+    found = host.check_ports()
     assert found.state is State.OK and "--node-config" in found.text, "it says what it has not looked at"
     assert os.environ.get("UCX_TLS") is None

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.doctor.clock import ClockState, check_clock
+from kvferry.doctor.devices import Gid, PeerAccess, RdmaPort, check_gpu_direct, check_peers, check_port, rdma_devices, read_ports
 from kvferry.doctor.finding import Finding, State
-from kvferry.doctor.gpu import PeerAccess, check_peers
-from kvferry.doctor.rdma import Gid, RdmaPort, check_gpu_direct, check_port, rdma_devices, read_ports
-from kvferry.doctor.versions import (
-    check_versions,
-)
+from kvferry.doctor.host import ClockState, check_clock, check_versions
 
 LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a00:0005"

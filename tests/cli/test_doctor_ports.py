@@ -12,7 +12,7 @@ from kvferry.__main__ import app
 from kvferry.cli import exit_codes
 from kvferry.doctor import command as doctor
 from kvferry.doctor.finding import State
-from kvferry.doctor.ports import check_configured_ports, server_of
+from kvferry.doctor.node import check_configured_ports, server_of
 from transfer.config import ServerConfig
 from transfer.errors import ConfigError
 

@@ -123,7 +123,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "transformers": ("transformers", ("embedded_engine/*", "kvferry/*")),
     "triton": ("triton", ("transfer/copy/*", "embedded_engine/kernels/*")),
     "typer": ("typer", CLI_FILES),
-    "ucxx": ("ucxx-cu13", ("transfer/transport/ucx.py", "transfer/transport/ucx_*.py", "kvferry/doctor/command.py")),
+    "ucxx": ("ucxx-cu13", ("transfer/transport/ucx.py", "transfer/transport/ucx_*.py", "kvferry/doctor/host.py")),
     "xxhash": (
         "xxhash",
         ("transfer/storage/envelope.py", "transfer/transport/*", "transfer/copy/*", *NODES),

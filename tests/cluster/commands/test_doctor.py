@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from kvferry.doctor import command as doctor
-from kvferry.doctor.gpu import PeerAccess, look_at_peers
+from kvferry.doctor.devices import PeerAccess, look_at_peers
 from kvferry.local_cluster.spec import child_environment
 
 

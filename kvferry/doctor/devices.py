@@ -1,9 +1,12 @@
-"""RDMA devices as the kernel shows them: ports, their state, their GIDs, and whether network cards reach a GPU's memory."""
+"""Checks of devices: GPUs and their access to each other, RDMA ports, and RDMA to GPU memory."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +14,86 @@ from typing import Final
 
 from kvferry.doctor.finding import Finding, ok, read_line, warn
 
+_CHILD_S: Final = 60.0  # torch and its first look at the devices take seconds, many where the machine is busy
+_SHOWN_PAIRS: Final = 6
+_SCRIPT: Final = """
+import json, torch
+count = torch.cuda.device_count()
+reach = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
+print(json.dumps({"names": [torch.cuda.get_device_name(one) for one in range(count)], "reach": reach}))
+"""
 _FIRST_DMABUF_KERNEL: Final = (5, 12)
-"""Linux from which a network card can be given a GPU's memory as a dma-buf."""
+"""The first Linux that exports a GPU's memory to a network card as a dma-buf."""
 _NO_GID: Final = "0000:0000:0000:0000:0000:0000:0000:0000"
 _ROCE_V2: Final = "RoCE v2"
 
 
+def check_gpu(has_gpu: bool, torch_version: str | None) -> Finding:
+    if not has_gpu:
+        return ok("gpu", "none; everything runs on the CPU")
+    if torch_version is not None and torch_version.endswith("+cpu"):
+        text = f"there is one, but torch {torch_version} cannot use it"
+        return warn("gpu", text, "install torch's CUDA build: make clean setup")
+    return ok("gpu", f"yes, torch {torch_version or 'MISSING'}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAccess:
+    """GPUs in torch's order; `reach[a][b]` means that a can read and write b's memory."""
+
+    names: tuple[str, ...]
+    reach: tuple[tuple[bool, ...], ...]
+
+
+def look_at_peers() -> PeerAccess | str:
+    """Ask torch in another process, because CUDA stays loaded in a process that asked. Return the reason if it fails."""
+    try:
+        run = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=_CHILD_S)
+    except subprocess.TimeoutExpired:
+        return f"torch did not answer within {_CHILD_S:g} s"
+    if run.returncode != 0:
+        lines = run.stderr.strip().splitlines()
+        return lines[-1] if lines else f"torch ended with {run.returncode}"
+    return parse_peers(run.stdout)
+
+
+def parse_peers(text: str) -> PeerAccess | str:
+    """Parse the last line of the other process's output; libraries may have written the lines before."""
+    try:
+        content = json.loads(text.strip().splitlines()[-1])
+        return PeerAccess(names=tuple(content["names"]), reach=tuple(tuple(map(bool, row)) for row in content["reach"]))
+    except (IndexError, KeyError, TypeError, ValueError):
+        return f"torch's answer is not understood: {text[:200]!r}"
+
+
+def check_peers(found: PeerAccess | str) -> Finding:
+    name = "gpu peer access"
+    if isinstance(found, str):
+        return warn(name, f"not known: {found}", "nvidia-smi topo -p2p r, and see the line about the gpu")
+    count = len(found.names)
+    if count == 0:
+        fix = "unset CUDA_VISIBLE_DEVICES; nvidia-smi tells whether it works"
+        return warn(name, "torch sees no GPU, though there is one", fix)
+    what = ", ".join(f"{found.names.count(name)} x {name}" for name in dict.fromkeys(found.names))
+    if count == 1:
+        return ok(name, f"{what}: none to reach")
+    missing = [f"{a}-{b}" for a in range(count) for b in range(count) if not found.reach[a][b]]
+    if not missing:
+        return ok(name, f"{what}: each reaches every other")
+    more = f" and {len(missing) - _SHOWN_PAIRS} more" if len(missing) > _SHOWN_PAIRS else ""
+    pairs = f"{', '.join(missing[:_SHOWN_PAIRS])}{more}"
+    fix = "nvidia-smi topo -p2p r tells why; without NVLink: iommu=pt and ACS off (setpci), in a VM its PCI topology"
+    return warn(name, f"{what}: not {pairs}; between those there is no cuda_ipc, and ucx copies over the host", fix)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gid:
-    """One of a port's addresses.
+    """An address of a port.
 
     Args:
-        index: In the port's table; UCX_IB_GID_INDEX.
-        address: As the kernel writes it.
+        index: Index in the port's table, as in UCX_IB_GID_INDEX.
         kind: "IB/RoCE v1" or "RoCE v2".
-        network_device: That it belongs to; empty on InfiniBand.
+        network_device: Empty on InfiniBand.
     """
 
     index: int
@@ -35,7 +103,7 @@ class Gid:
 
     @property
     def is_routable(self) -> bool:
-        """Whether it stands for an IP address that is more than link-local."""
+        """Return True unless the address is link-local."""
         return not ipaddress.IPv6Address(self.address).is_link_local
 
 
@@ -44,13 +112,10 @@ class RdmaPort:
     """One port of a device, in the kernel's words.
 
     Args:
-        device: For example "mlx5_0".
-        port: From 1.
+        port: Number, from 1.
         state: "ACTIVE", "INIT", "DOWN" and so on.
         physical: "LinkUp", "Polling", "Disabled" and so on.
         link_layer: "InfiniBand" or "Ethernet".
-        rate: For people.
-        gids: Those that are set.
     """
 
     device: str
@@ -63,12 +128,12 @@ class RdmaPort:
 
     @property
     def network_device(self) -> str:
-        """That goes with the port, as far as its addresses tell; empty: none."""
+        """Return the network device of the port's addresses; empty means none."""
         return next((gid.network_device for gid in self.gids if gid.network_device), "")
 
     @property
     def roce_gid(self) -> Gid | None:
-        """The RoCE v2 address to take: of IPv4, else any that can be routed, else the first."""
+        """Return the best RoCE v2 address: IPv4, or else routable, or else the first."""
         found = [gid for gid in self.gids if gid.kind == _ROCE_V2]
         routable = [gid for gid in found if gid.is_routable]
         of_ipv4 = [gid for gid in routable if ipaddress.IPv6Address(gid.address).ipv4_mapped is not None]
@@ -76,12 +141,12 @@ class RdmaPort:
 
 
 def rdma_devices(root: Path) -> list[str]:
-    """Names of all devices under a root directory, "/" of this machine."""
+    """Return the names of the RDMA devices under a root directory."""
     return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
 
 
 def read_ports(root: Path) -> Iterator[RdmaPort]:
-    """Every port of every device under a root directory."""
+    """Yield every port of every RDMA device under a root directory."""
     for device in rdma_devices(root):
         folder = root / "sys/class/infiniband" / device / "ports"
         for path in sorted(folder.glob("*"), key=lambda one: int(one.name) if one.name.isdigit() else 0):
@@ -115,12 +180,7 @@ def _read_gids(port: Path) -> Iterator[Gid]:
 
 
 def check_rdma(ports: Sequence[RdmaPort], *, has_verbs: bool) -> Iterator[Finding]:
-    """Whether programs may use the devices at all, and each port.
-
-    Args:
-        ports: Of all devices.
-        has_verbs: Whether there is a /dev/infiniband/uverbs device.
-    """
+    """Check that programs can use the devices (`has_verbs`: /dev/infiniband/uverbs exists), and check each port."""
     if not ports:
         yield ok("rdma", "no device; hosts would talk over TCP")
         return
@@ -134,13 +194,12 @@ def check_rdma(ports: Sequence[RdmaPort], *, has_verbs: bool) -> Iterator[Findin
 
 
 def check_port(port: RdmaPort) -> Finding:
-    """Whether a port has a link, and an address that others can reach it at."""
+    """Check that a port has a link, and an address that other hosts can reach."""
     name = f"rdma {port.device}:{port.port}"
     text = f"{port.state}, {port.physical}, {port.link_layer}, {port.rate}"
-    is_ethernet = port.link_layer == "Ethernet"
     if port.state != "ACTIVE":
         return warn(name, text, _fix_link(port))
-    if not is_ethernet:
+    if port.link_layer != "Ethernet":
         return ok(name, f"{text}, GID {port.gids[0].address}" if port.gids else text)
     gid = port.roce_gid
     if gid is None:
@@ -169,12 +228,11 @@ def _address(gid: Gid) -> str:
 
 
 def check_gpu_direct(*, has_gpu: bool, has_rdma: bool, has_peermem: bool, driver: str, kernel: str) -> Finding | None:
-    """Whether a network card can read and write a GPU's memory; None where there is no GPU or no RDMA.
+    """Check that a network card can read and write a GPU's memory; None if there is no GPU or no RDMA.
 
     Args:
-        has_gpu, has_rdma: What there is.
-        has_peermem: Whether the module nvidia_peermem is loaded.
-        driver: /proc/driver/nvidia/version.
+        has_peermem: The module nvidia_peermem is loaded.
+        driver: Content of /proc/driver/nvidia/version.
         kernel: Release of the kernel.
     """
     if not (has_gpu and has_rdma):
