@@ -1,11 +1,11 @@
-"""Both tiers on this machine, as processes of their own: for the demo, for tests, and for trying things out.
+"""Both tiers on this machine, in separate processes: for the demos, for tests, and for experiments.
 
     spec = ClusterSpec(prefill=TierSpec(model=path, tp_size=4), decode=TierSpec(model=path, tp_size=2))
     async with LocalCluster(spec) as cluster:
         status = await cluster.decode.status()
 
-However the block or the process around it ends (normally, by an exception, cancelled, killed by a signal), no process of the
-cluster is left, and no file of it.
+When the block or the process around it ends (normally, by an exception, cancelled, or killed by a signal), no process and no file
+of the cluster remains.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["ClusterNode", "ClusterSpec", "LocalCluster", "NodeFailed", "StopRepo
 
 _HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.05
-_REFUSAL_GRACE_S: Final = 2.0  # the decode node joins again after 0.4 and 0.8 s; what still refuses it then will go on refusing
-_FADE_S: Final = 15.0  # fork servers end by themselves after their leader, and take seconds to unload torch on a busy machine
+_REFUSAL_GRACE_S: Final = 2.0  # the decode node joins again after 0.4 and 0.8 s; a refusal that lasts longer is final
+_FADE_S: Final = 15.0  # fork servers end after their leader, and need seconds to unload torch on a busy machine
 _STOP_S: Final = 20.0  # for an orderly stop
 _KILL_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReport:
-    """How a cluster ended.
+    """Outcome of stopping a cluster.
 
     Args:
-        exit_codes: Of each node, by its name: the role, with a number where the role has several.
-        survivors: Command lines of processes that had to be killed because they had not ended by themselves.
+        exit_codes: Exit code of each node, by name.
+        survivors: Command lines of processes that did not end by themselves and were killed.
     """
 
     exit_codes: Mapping[str, int]
@@ -54,7 +54,7 @@ class StopReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every node drained, ended with exit code 0, and left no process behind."""
+        """Return True if every node drained, ended with exit code 0, and left no process behind."""
         return not self.complaints
 
     @property
@@ -67,11 +67,10 @@ class StopReport:
 
 
 class LocalCluster:
-    """Both tiers, of one node each or of several.
+    """Both tiers, each with one node or several.
 
     Args:
-        spec: What to start.
-        environment: Variables for the nodes, over those of this process (of which ``KVFERRY_...`` are left out).
+        environment: Variables for the nodes, in addition to those of this process except ``KVFERRY_...``.
     """
 
     def __init__(self, spec: ClusterSpec, *, environment: Mapping[str, str] | None = None) -> None:
@@ -97,12 +96,12 @@ class LocalCluster:
 
     @property
     def prefill(self) -> ClusterNode:
-        """The first one, where there are several."""
+        """Return the first prefill node."""
         return self.prefill_nodes[0]
 
     @property
     def decode(self) -> ClusterNode:
-        """The first one, where there are several."""
+        """Return the first decode node."""
         return self.decode_nodes[0]
 
     @property
@@ -119,7 +118,7 @@ class LocalCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment of the cluster's processes. Others that are started with it end with the cluster, too."""
+        """Return the environment of the cluster's processes. Any process that is started with it ends with the cluster."""
         environment = child_environment() | self._extra_environment
         environment[process_guard.MARK] = self._token
         if self._folder is not None:
@@ -127,14 +126,14 @@ class LocalCluster:
         return environment
 
     def processes(self) -> dict[int, str]:
-        """Command lines of all living processes of the cluster by process id: leaders, ranks, fork servers."""
+        """Return the command lines of all living processes of the cluster (leaders, ranks, fork servers), by process id."""
         return process_guard.processes_of(self._token)
 
     async def start(self) -> None:
-        """Start both tiers; returns when every decode node has joined every prefill node.
+        """Start both tiers, and return when every decode node has joined every prefill node.
 
         Raises:
-            NodeFailed: A node refused, died, or was not ready in time; nothing is left.
+            NodeFailed: A node refused, died, or was not ready in time. No process remains.
         """
         self._open()
         try:
@@ -147,12 +146,12 @@ class LocalCluster:
             raise
 
     def launch(self, role: Role, index: int = 0) -> ClusterNode:
-        """Start one node, at the address that it had before if it is not the first in its place (which must have ended)."""
+        """Start a node. If it replaces one that ended, it uses the same address."""
         name = self.spec.names(role)[index]
         folder, former = self._opened(), self._nodes.get(name)
         assert former is None or former.exit_code is not None, f"the {name} node runs"
         ready_file = ClusterNode.ready_path(folder, name)
-        ready_file.unlink(missing_ok=True)  # one that was killed leaves it
+        ready_file.unlink(missing_ok=True)  # a killed node leaves it
         ports = {name: held.getsockname()[1] for name, held in self._ports.items()}
         prefill = [f"{_HOST}:{ports[name]}" for name in self.spec.names("prefill")]
         command = self.spec.command(role, port=ports[name], prefill_addresses=prefill, ready_file=ready_file)
@@ -161,13 +160,13 @@ class LocalCluster:
         return node
 
     async def wait_joined(self, timeout_s: float | None = None) -> None:
-        """Wait until all nodes are ready and joined: every decode node with every prefill node.
+        """Wait until all nodes are ready, and every decode node has joined every prefill node.
 
         Args:
             timeout_s: By default the spec's `start_timeout_s`.
 
         Raises:
-            NodeFailed: A node ended, or refuses the other one, or the time is over.
+            NodeFailed: A node ended or refused another one, or the time is over.
         """
         timeout_s = self.spec.start_timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
@@ -189,11 +188,11 @@ class LocalCluster:
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> StopReport:
-        """Let all nodes drain and end, and look whether anything is left; kills what is. A second time: the first report."""
+        """Let all nodes drain and end, and kill the processes that remain. A second call returns the first report."""
         if self.stop_report is not None:
             return self.stop_report
         try:
-            # Decode first: its requests end, then nobody asks prefill for anything.
+            # Decode first: once its requests have ended, no prompt reaches prefill.
             for node in (*self.decode_nodes, *self.prefill_nodes):
                 node.terminate()
             await self._until(lambda: all(node.exit_code is not None for node in self.nodes), _STOP_S)
@@ -204,7 +203,7 @@ class LocalCluster:
         return self.stop_report
 
     def kill(self) -> None:
-        """End everything at once. Does not need an event loop, and nothing can cancel it; takes some ten milliseconds."""
+        """Kill all processes at once. It needs no event loop, cannot be cancelled, and takes some ten milliseconds."""
         if self._folder is None:
             return
         survivors = self.processes()
@@ -225,8 +224,8 @@ class LocalCluster:
     def _open(self) -> None:
         if self._folder is not None or self.stop_report is not None:
             raise TransferError("this local cluster was started before; make another one")
-        # A socket that is bound but does not listen keeps the port from everybody else; the node, which sets SO_REUSEADDR as
-        # this does, can still listen on it. So all nodes can start at once, each knowing the others' addresses.
+        # A socket that is bound but does not listen keeps the port from other programs. The node can still listen on it, because
+        # it also sets SO_REUSEADDR. So all nodes can start at once and know the others' addresses.
         for name in (name for role in ROLES for name in self.spec.names(role)):
             held = self._ports[name] = socket.socket()
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -241,7 +240,7 @@ class LocalCluster:
         return self._folder
 
     async def _what_is_missing(self) -> tuple[ClusterNode | None, str]:
-        """The node that is waited for and what it says; (None, "") when all are ready."""
+        """Return a node that is not ready and the reason; (None, "") if all are ready and joined."""
         for node in self.nodes:
             if node.ready_file is None:
                 return node, node.not_started
@@ -252,7 +251,7 @@ class LocalCluster:
             if len(self.prefill_nodes) > 1:
                 try:
                     apart = [peer for peer in (await node.status()).peers if peer.state != "joined"]
-                except TransferError as error:  # its ranks have died, and it says so in a moment
+                except TransferError as error:  # its ranks have died; it reports that soon
                     return node, str(error)
                 if apart:
                     return node, f"prefill node {apart[0].address} is {apart[0].state}: {apart[0].reason}"
@@ -262,7 +261,7 @@ class LocalCluster:
         return sum(1 for node in self.prefill_nodes for _ in node.log.events("join_refused"))
 
     def _refusal(self) -> NodeFailed:
-        """Of the first prefill node that refuses anybody, in its own words."""
+        """Return the reason of the first prefill node that refused a decode node."""
         node = next(node for node in self.prefill_nodes if any(node.log.events("join_refused")))
         return node.failure(str(list(node.log.events("join_refused"))[-1].get("reason")))
 

@@ -1,11 +1,11 @@
-"""Ends the processes of a local cluster when their starter is gone, however it went: also by SIGKILL.
+"""Ends the processes of a local cluster when the process that started them ends, also by SIGKILL.
 
-Run as a script, with nothing but the standard library: ``python -I -S process_guard.py TOKEN FOLDER``. Its standard input is a
+It runs as a script and needs only the standard library: ``python -I -S process_guard.py TOKEN FOLDER``. Its standard input is a
 pipe whose other end only the starter holds, so end of file means that the starter has ended or has finished with the cluster. The
-guard then kills what is left of the cluster and removes its folder.
+guard then kills the remaining processes of the cluster and removes its folder.
 
-A process belongs to a cluster if it was started with the cluster's token in its environment, and so do its children, in whatever
-session or group they are. Unlike a process id, a token is never used again.
+A process belongs to a cluster if its environment has the cluster's token. Its children inherit it, in any session or group.
+Unlike a process id, a token is never reused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import signal
 import sys
 import time
 
-MARK = "LOCAL_CLUSTER_OF_KVFERRY"  # not KVFERRY_...: the daemons refuse names with that prefix that are no settings
+MARK = "LOCAL_CLUSTER_OF_KVFERRY"  # not KVFERRY_...: the daemons reject unknown names with that prefix
 _SWEEP_S = 10.0
 
 
 def processes_of(token: str) -> dict[int, str]:
-    """Living processes of the cluster: command line by process id. Those of other users are not seen."""
+    """Return the command lines of the cluster's living processes by process id, without those of other users."""
     wanted = f"{MARK}={token}".encode()
     found: dict[int, str] = {}
     for name in os.listdir("/proc"):
@@ -34,14 +34,14 @@ def processes_of(token: str) -> dict[int, str]:
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
-            continue  # it has ended, or is another user's
-        if command:  # a zombie has none, and nothing that could be ended
+            continue  # it has ended, or belongs to another user
+        if command:  # a zombie has none
             found[int(name)] = command
     return found
 
 
 def kill_all(token: str, *, timeout_s: float = _SWEEP_S) -> dict[int, str]:
-    """Kill every process of the cluster, until none is left; those that still live after `timeout_s`."""
+    """Kill the processes of the cluster until none remains. Return those that still live after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while living := processes_of(token):
         for pid in living:
@@ -58,7 +58,7 @@ def kill_all(token: str, *, timeout_s: float = _SWEEP_S) -> dict[int, str]:
 def _main() -> None:
     token, folder = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the starter, and reach everybody in its terminal
+        signal.signal(number, signal.SIG_IGN)  # they are for the starter, but reach all processes of its terminal
     while os.read(0, 1024):
         continue
     kill_all(token)

@@ -1,4 +1,4 @@
-"""A Prometheus that scrapes nodes of this machine for as long as a block lasts: for the demo, and for tests."""
+"""A Prometheus server that scrapes nodes of this machine: for the demo and for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transfer.errors import ConfigError, TransferError
 SCRAPE_S: Final = 0.5
 JOB: Final = "kvferry"
 HOW_TO_GET_IT: Final = "on Debian or Ubuntu: apt-get install --no-install-recommends prometheus"
-# What runs here is never reached through a proxy that is meant for the internet.
+# No proxy between processes of one machine.
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _HOST: Final = "127.0.0.1"
 _START_S: Final = 30.0
@@ -30,22 +30,18 @@ _ANSWER_S: Final = 10.0
 
 
 def find_prometheus() -> str | None:
-    """Where the program is; None: not installed."""
+    """Return the path of the program; None if it is not installed."""
     return shutil.which("prometheus")
 
 
 class Prometheus:
-    """The server's HTTP API.
-
-    Args:
-        url: Where it listens.
-    """
+    """The HTTP API of a server at `url`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def is_ready(self) -> bool:
-        """Whether it answers queries."""
+        """Return True if it answers queries."""
         try:
             with _OPENER.open(f"{self.url}/-/ready", timeout=_ANSWER_S) as answer:
                 return bool(answer.status == 200)
@@ -53,7 +49,7 @@ class Prometheus:
             return False
 
     def asked(self, path: str) -> Any:
-        """Data of an answer of the API, such as of ``rules``."""
+        """Return the data of an answer, for example of ``rules``."""
         with _OPENER.open(f"{self.url}/api/v1/{path}", timeout=_ANSWER_S) as answer:
             return json.load(answer)["data"]
 
@@ -62,13 +58,13 @@ class Prometheus:
 def prometheus(
     folder: Path, targets: Sequence[str] | Path, *, environment: Mapping[str, str], rules: Path | None = None
 ) -> Iterator[Prometheus]:
-    """A server that scrapes host:port addresses; its process has ended when this ends.
+    """Run a server that scrapes `targets`, and end it with the context.
 
     Args:
-        folder: Empty; holds what it collects, and its log.
-        targets: Of the job `JOB`; or a file that has them, with their labels, as ``file_sd_configs`` takes it; it may change.
-        environment: Of its process; a local cluster's has it end with the cluster, at the latest.
-        rules: A file of alerts that it looks at with each scrape.
+        folder: Empty folder for its data and its log.
+        targets: host:port addresses, or a file for ``file_sd_configs``, which may change.
+        environment: Environment of its process. With a local cluster's it ends with the cluster, at the latest.
+        rules: File of alerts, which it evaluates with each scrape.
 
     Raises:
         TransferError: It does not start.
@@ -88,7 +84,7 @@ def prometheus(
         "rule_files": [str(rules)] if rules is not None else [],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    # A bound socket that does not listen keeps the port from everybody but those who, as Go's listeners, set SO_REUSEADDR too.
+    # A bound socket that does not listen keeps the port from programs that do not set SO_REUSEADDR, as Go's listeners do.
     with socket.socket() as held, open(folder / "log", "wb") as log:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((_HOST, 0))

@@ -1,4 +1,4 @@
-"""What a local cluster is made of: two tiers, each of one node, and the command lines that start them."""
+"""Specification of a local cluster: its two tiers, and the command lines of their nodes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpec:
-    """One tier's node. Values are not judged here: the node does that, and says what is wrong with its settings.
+    """Settings of the nodes of one tier. The nodes check them.
 
     Args:
         model: Hugging Face model directory.
         tp_size: Tensor parallel degree, which is the number of rank processes.
         page_size: Tokens per page.
         order: "NHD" or "HND".
-        pool_tokens: Room of each rank's KV pool.
-        settings: Any other setting of the node by its path, for example ``{"limits.max_running_requests": 4}``; these win.
+        pool_tokens: Capacity of each rank's KV pool.
+        settings: Other settings of the node by path, for example ``{"limits.max_running_requests": 4}``; they win.
     """
 
     model: Path
@@ -41,7 +41,7 @@ class TierSpec:
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def all_settings(self) -> dict[str, object]:
-        """Settings by path."""
+        """Return all settings by path."""
         return {
             "model": self.model,
             "parallel.tp_size": self.tp_size,
@@ -58,14 +58,10 @@ class ClusterSpec:
     Args:
         prefill, decode: The tiers. Their models may differ, so that a test can check this case.
         num_prefill, num_decode: Nodes of each tier; every decode node uses every prefill node.
-        transport: Name of the data plane.
         security: TLS for nodes whose settings have certificates. None means plain text on the loopback device.
-        chunk_tokens: Tokens per chunk.
-        layers_per_group: Layers per chunk; 0 for all.
+        layers_per_group: Layers per chunk; 0 means all.
         staging_slots: Staging slots of each prefill rank.
         ring_bytes: Ring of each decode rank.
-        heartbeat_s: Seconds between heartbeats.
-        log_level: "debug", "info", "warning" or "error".
         start_timeout_s: Longest time from the start until the tiers are joined.
     """
 
@@ -94,12 +90,12 @@ class ClusterSpec:
         return self.prefill if role == "prefill" else self.decode
 
     def names(self, role: Role) -> tuple[str, ...]:
-        """Of the tier's nodes: the role, with a number where there are several."""
+        """Return the names of the tier's nodes: the role, with a number if there are several."""
         number = self.num_prefill if role == "prefill" else self.num_decode
         return (role,) if number == 1 else tuple(f"{role}-{index}" for index in range(number))
 
     def settings_of(self, role: Role) -> dict[str, object]:
-        """Every setting of the tier's node that is not left at its default, by path."""
+        """Return the settings of the tier's nodes that are not left at their defaults, by path."""
         shared = {"transport.name": self.transport, "heartbeat.interval_s": self.heartbeat_s}
         own: dict[str, object]
         if role == "prefill":
@@ -115,12 +111,12 @@ class ClusterSpec:
         return given | plain_text | self.tier(role).all_settings()
 
     def command(self, role: Role, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
-        """The command line of a node of that tier.
+        """Return the command line of a node.
 
         Args:
-            port: Of its gRPC API.
-            prefill_addresses: host:port of the prefill nodes, which a decode node joins.
-            ready_file: Written by the node once it is ready.
+            port: Port of its gRPC API.
+            prefill_addresses: host:port of the prefill nodes that a decode node joins.
+            ready_file: File that the node writes once it is ready.
         """
         command = [sys.executable, "-m", f"{role}_node", "serve", "--port", str(port), "--ready-file", str(ready_file)]
         command += ["--log-format", "json", "--log-level", self.log_level]
@@ -136,7 +132,7 @@ def _text(value: object) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment for processes that run this very source, installed or not, and that take no setting from this process's own."""
+    """Return the environment of a process that runs this source, installed or not, without settings from this environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     source = str(Path(kvferry.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (source, environment.get("PYTHONPATH")) if part)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.local_cluster.node_log import NodeLog
+from kvferry.local_cluster.node import NodeLog
 from kvferry.local_cluster.spec import ClusterSpec, TierSpec, child_environment
 from transfer.errors import ConfigError
 
