@@ -1,33 +1,20 @@
-"""What an engine's step leaves to the sender: an event that fires when the KV is computed, a while after the host said so.
+"""A step of an engine on a GPU, as the sender sees it: an event that fires when the KV is computed.
 
-An engine on a GPU queues a step's kernels and says at once that the chunk is computed, behind an event: gathers are queued while
-the device is still at the step (`embedded_engine.engine` does so, layer by layer). On CPUs a step is over when it is said to be.
+An engine on a GPU queues the kernels of a step, and reports the chunk as computed behind an event. Gathers are queued while the
+device still runs the step (`embedded_engine.engine` does so, layer by layer).
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-from transfer.engine_types import DeviceEvent
 
 STEP_S = 0.01
 """How far the host is ahead of the device; a step of a thousand tokens of a large model takes longer."""
 
 _CYCLES_PER_S = 1.98e9  # of an H200; only the length of the step depends on it, and that is measured
-
-
-class EngineStep(Protocol):
-    """A step that is under way."""
-
-    @property
-    def event(self) -> DeviceEvent: ...
-
-    def computed_s(self) -> float:
-        """When the event fired, monotonic clock; to be asked behind it."""
-        ...
 
 
 class DeviceStep:
@@ -52,20 +39,3 @@ class DeviceStep:
         self.event.synchronize()
         elapsed_ms: float = self._begin.elapsed_time(self.event)
         return self._queued_s + elapsed_ms / 1e3
-
-
-class PretendedStep:
-    """The same without a device; also its own event."""
-
-    def __init__(self) -> None:
-        self.fires_s = time.monotonic() + STEP_S
-
-    @property
-    def event(self) -> DeviceEvent:
-        return self
-
-    def synchronize(self) -> None:
-        time.sleep(max(0.0, self.fires_s - time.monotonic()))
-
-    def computed_s(self) -> float:
-        return self.fires_s

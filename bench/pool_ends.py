@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from bench.engine_step import DeviceStep, EngineStep, PretendedStep
+from bench.engine_step import DeviceStep
 from bench.link_ends import open_transport
 from bench.pool_setting import SEED, Case, PagePicker, Setting
-from bench.pretended import PretendedLane, PretendedTransport
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.copy import head_slice_copier
-from transfer.copy.copy_queue import OpenCopyQueue, open_copy_queue
+from transfer.copy.copy_queue import open_copy_queue
 from transfer.copy.digest import digests_for
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
@@ -93,14 +92,6 @@ class RecordedHistogram(Histogram):
         self._keep(value)
 
 
-def _data_plane(setting: Setting, lane: str, device: str) -> tuple[Transport, OpenCopyQueue]:
-    """What moves the bytes, and what copies them."""
-    if not setting.pretended_bytes_per_s:
-        return open_transport(lane, device), open_copy_queue
-    made = functools.partial(PretendedLane, bytes_per_s=setting.pretended_bytes_per_s)
-    return PretendedTransport(), lambda name, device, loop, on_crash: made(name, loop, on_crash)
-
-
 def own_instance(setting: Setting, shard: Shard, transport: Transport) -> Instance:
     return Instance(
         incarnation=secrets.randbits(63) + 1,
@@ -157,7 +148,7 @@ class PrefillEnd:
             self._computed.record()
         self.metrics = StageRecorder(role="prefill")
         self._sent: dict[str, asyncio.Future[SentStats]] = {}
-        self._transport, open_queue = _data_plane(setting, lane, device)
+        self._transport = open_transport(lane, device)
         self._instance = own_instance(setting, setting.prefill_shard, self._transport)
         slot_bytes = staging_slot_bytes(setting.config.chunk, setting.config.staging, setting.layout, setting.prefill_shard)
         context = RankContext(
@@ -176,7 +167,7 @@ class PrefillEnd:
             pool=self.picker.pool,
             staging=StagingBuffer(num_bytes=setting.num_slots * slot_bytes, device=device),
             settings=SenderSettings(num_slots=setting.num_slots),
-            open_queue=open_queue,
+            open_queue=open_copy_queue,
         )
         self._sessions = DecodeSessions(
             context=context,
@@ -211,10 +202,10 @@ class PrefillEnd:
             self._sent[request_id] = self._loop.create_future()
             if self._setting.asks_ahead:
                 self._start(request_id, case)
-        step: EngineStep | None = None
+        step: DeviceStep | None = None
         if self._setting.asks_ahead:
             await asyncio.sleep(GRANT_LEAD_S)
-            step = self._begin_step()
+            step = DeviceStep(self._engine_stream) if self._setting.devices.is_cuda else None
         for request_id in request_ids:
             started_s.append(time.monotonic())
             if not self._setting.asks_ahead:
@@ -224,12 +215,6 @@ class PrefillEnd:
         stats = [await self._sent[request_id] for request_id in request_ids]
         self._sent.clear()
         return started_s if step is None else [step.computed_s()] * len(started_s), stats
-
-    def _begin_step(self) -> EngineStep | None:
-        """A step in which all requests are computed; None: they are already."""
-        if self._setting.devices.is_cuda:
-            return DeviceStep(self._engine_stream)
-        return PretendedStep() if self._setting.pretended_bytes_per_s else None
 
     def _start(self, request_id: str, case: Case) -> None:
         setting = self._setting
@@ -286,7 +271,7 @@ class DecodeEnd:
             compile_kernels(self.picker, setting, _target_heads(setting))
         self.metrics = StageRecorder(role="decode")
         self._complete: dict[str, asyncio.Future[float]] = {}
-        self._transport, open_queue = _data_plane(setting, lane, device)
+        self._transport = open_transport(lane, device)
         self.instance = own_instance(setting, setting.decode_shard, self._transport)
         self._control = ZmqControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
         # A one-sided probe writes behind the ring.
@@ -309,7 +294,7 @@ class DecodeEnd:
             ),
             control=self._control,
             probe_bytes=probe_bytes,
-            open_queue=open_queue,
+            open_queue=open_copy_queue,
         )
         self._servicer = TransferControlServicer(
             watermark=self._receiver.ring.watermark(),

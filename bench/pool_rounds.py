@@ -211,7 +211,7 @@ class _Decode:
         chunks = split_into_chunks(plan, num_tokens=case.num_tokens, num_layers=setting.layout.num_layers)
         with contextlib.ExitStack() as stack:
             copy_once = plain = None
-            if not setting.devices.is_cuda and not setting.pretended_bytes_per_s:
+            if not setting.devices.is_cuda:
                 num_bytes = setting.moved_bytes(case.num_tokens)
                 copy_once = await asyncio.to_thread(memcpy_of, num_bytes)
                 plain = stack.enter_context(contextlib.closing(PlainMemcpy(num_bytes)))
@@ -236,13 +236,10 @@ class _Decode:
         rounds.prefill_cpu_s.append(sent.cpu_s)
         rounds.wall_s.append(max(complete_s) - min(sent.started_s))
         rounds.request_s += [done - begun for done, begun in zip(complete_s, sent.started_s, strict=True)]
-        is_direct = bool(self._setting.pretended_bytes_per_s) or self._lane.endswith("/fused")
-        rounds.add_stages(sent.stages | end.metrics.take(), min(sent.started_s), is_direct=is_direct)
+        rounds.add_stages(sent.stages | end.metrics.take(), min(sent.started_s), is_direct=self._lane.endswith("/fused"))
         rounds.writes += sent.writes
         rounds.resends += sent.resends
         rounds.acks += end.num_acks - num_acks
-        if self._setting.pretended_bytes_per_s:
-            return  # nothing was moved
         # Beside the loop, here and there: a process whose heartbeats stop is given up.
         self._pipe.send(("digest", request_ids, case))
         there = [await asyncio.to_thread(end.digest, request_id, case) for request_id in request_ids]

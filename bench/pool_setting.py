@@ -62,7 +62,6 @@ class Setting:
         num_slots: Staging slots.
         ring_bytes: Size of the ring.
         asks_ahead: Grants are asked for before the KV is computed, as a prefill node does it.
-        pretended_bytes_per_s: Speed of a link that moves nothing, see `bench.pretended`; 0: a real lane.
 
     Raises:
         ValueError: Prefill rank 0 writes to others too.
@@ -81,7 +80,6 @@ class Setting:
     num_slots: int
     ring_bytes: int
     asks_ahead: bool = True
-    pretended_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         every = routes(self.layout, self.prefill_shard, self.decode_shard)

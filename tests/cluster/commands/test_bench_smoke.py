@@ -102,16 +102,6 @@ def test_the_whole_table_judges_every_benchmark_that_ran(tmp_path: Path) -> None
     assert record["is_quick"] is True
 
 
-def test_hosts_beside_a_pretended_link(tmp_path: Path) -> None:
-    sizes = ("--mb", "1", "--piece-mb", "2", "--ring-mb", "8", "--in-flight", "1")
-    record = bench("bench.host", tmp_path / "record.json", *sizes, "--gb-per-s", "1")
-    rows = {row["what"]: row for row in record["rows"]}
-    link, moved = rows["the link alone"], rows["kvferry pretended, pool to pool"]
-    assert link["median_s"] == pytest.approx(link["bytes"] / 1e9)
-    assert moved["median_s"] > link["median_s"] and 0 < moved["ratio"] < 1
-    assert {f"kvferry pretended, {hop}" for hop in ("computed to gathered", "written to scattered")} <= rows.keys()
-
-
 def test_the_table_of_offload(tmp_path: Path) -> None:
     record = bench("bench.offload", tmp_path / "record.json", "--only", "offload_copies")
     assert record["title"] == "kvferry: targets of KV offload"
