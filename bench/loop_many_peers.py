@@ -13,7 +13,7 @@ from bench.loop_peers import LAYOUT, instance
 from bench.loop_turns import Watch
 from bench.timing import ROOT
 from decode_node.admission import Admission, page_needs
-from decode_node.offload.tiers import DeviceOnly
+from decode_node.offload.tiers import Tiers
 from decode_node.request_state import GenerationObserver
 from decode_node.requests import DecodeRequests
 from transfer.breaker import BreakerSettings
@@ -146,7 +146,7 @@ def placed_together(watch: Watch, *, number: int = NUM_PLACED, num_tokens: int =
             pool = PageCounts((2 * number * num_tokens,))
             outcomes: list[str] = []
             requests = DecodeRequests(
-                tiers=DeviceOnly(Admission(pool_pages=pool, needs=page_needs(groups, 16), max_running=number)),
+                tiers=Tiers(Admission(pool_pages=pool, needs=page_needs(groups, 16), max_running=number)),
                 peers=peers,
                 text=_NoText(),  # type: ignore[arg-type]  # nothing is generated
                 own=instance(DECODE_LIFE, tp_size=1),

@@ -12,8 +12,8 @@ import grpc
 import structlog
 
 from decode_node.admission import Admission, page_needs
-from decode_node.offload.open import LeaderTiers
-from decode_node.offload.tiers import DeviceOnly
+from decode_node.offload.open import open_tiers
+from decode_node.offload.tiers import Tiers
 from decode_node.rank_messages import CODEC, DecodeStepDone, JobDone, check_step_fits
 from decode_node.request_state import Done, GenerationObserver, GenerationRequest, Tokens
 from decode_node.requests import DecodeRequests
@@ -96,18 +96,13 @@ class _Life:
             if admission.num_running < config.limits.max_running_requests:  # otherwise it waits for a slot, not for pages
                 self.full_pool.waits(transfer_id)
 
-        self.tiers: LeaderTiers | None = None
+        self.tiers = Tiers(admission)
         if config.offload.is_on:
-            self.tiers = LeaderTiers(
-                config,
-                hellos,
-                admission=admission,
-                broadcast=node.broadcast,
-                metrics=node.metrics,
-                client=store,
+            self.tiers = open_tiers(
+                config, hellos, admission=admission, broadcast=node.broadcast, metrics=node.metrics, client=store
             )
         self.generation = DecodeRequests(
-            tiers=DeviceOnly(admission) if self.tiers is None else self.tiers.leader,
+            tiers=self.tiers,
             peers=self.peers,
             text=node.text,
             own=first.instance,
@@ -187,8 +182,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             await life.generation.close(error)
             life.full_pool.close()
             await life.peers.close()
-            if life.tiers is not None:
-                await life.tiers.close()
+            await life.tiers.close()
 
     async def close(self) -> None:
         await self.discovery.close()
@@ -203,7 +197,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         return Readiness(is_ready=True)
 
     def show(self) -> Mapping[str, int]:
-        if self._life is not None and self._life.tiers is not None:
+        if self._life is not None:
             self._life.tiers.show()
         return show_peers(self._prefill_peers, self.metrics)
 
@@ -233,8 +227,6 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                 else:
                     life.generation.on_step_failed(message)
             case JobDone():
-                if life.tiers is None:
-                    raise LocalProtocolError(f"rank {rank} has done job {message.job}; this node keeps nothing in host memory")
                 life.tiers.job_done(rank, message)
             case PagesReleased():
                 life.requests.on_drained(rank, message.request_id)

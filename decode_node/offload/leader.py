@@ -1,12 +1,11 @@
-"""What of each request lies where: ordered by the decode leader, carried out by its ranks.
+"""Decide in which tier the pages of each request lie. The decode leader orders, and its ranks carry out.
 
 A request gets its place in both tiers at once, when prefill is about to compute it (`decode_node.offload.page_placement`).
-While it runs, its whole pages are saved into host memory a stride at a time. Where pages leave the device early, those that every
-rank has saved are left behind when the request's share is used up; the share shrinks when others need room, and pages come back
-when there is plenty.
+While it runs, its whole pages are saved into host memory a stride at a time.
+With early release, the device gives up pages that every rank has saved when the request's share is used up.
+The share shrinks when others need room. Pages come back when there is plenty.
 
-Nothing here waits: every order is a job (`decode_node.offload.jobs`), and what follows from it is decided when the last rank has
-answered.
+Nothing here waits. Every order is a job (`decode_node.offload.jobs`), and the next decision follows the last rank's answer.
 """
 
 from __future__ import annotations
@@ -22,31 +21,29 @@ from decode_node.offload.page_placement import Placement, place, refusal
 from decode_node.offload.saving import next_save
 from decode_node.offload.store_leader import StoreLeader
 from decode_node.offload.tiered_request import TieredRequest
-from decode_node.offload.tiers import Place, Prompt
-from decode_node.rank_messages import CopyPages, EntryRun, HostPageRun, LoadPages, MoveBoundary, SavePages
+from decode_node.offload.tiers import Place, Prompt, Tiers
+from decode_node.rank_messages import CopyPages, EntryRun, HostPageRun, JobDone, LoadPages, MoveBoundary, SavePages
 from transfer.instance import Instance
 from transfer.storage.hashing import HashingTurns
 from transfer.storage.keys import PageHashes
 
 MAX_SAVES: Final = 4
-"""Saves under way at once, over all requests: one is copied while the ranks' answers to another are on their way."""
+"""Saves in flight over all requests, so that one is copied while the ranks answer another."""
 
 MAX_LAST_SAVES: Final = 48
-"""Saves that are ordered when a request ends; its other pages are not kept. All saves of a long prompt in pages of one token took
-the loop 0.4 s."""
+"""Saves when a request ends; its other pages are not kept. All saves of a long prompt in pages of one token took 0.4 s."""
 
 MAX_BROUGHT_BACK: Final = 256
-"""Pages that are brought back at a time, so that what has to be saved has its turn."""
+"""Pages that are brought back at a time, so that saves have their turn."""
 
 
-class OffloadLeader:
-    """`Tiers` with host memory, and with a store where there is one; see the module's docstring.
+class OffloadLeader(Tiers):
+    """Tiers with host memory and, if there is one, a store; see the module's docstring.
 
     Args:
-        context: Settings, index, counts and ranks.
         slack_pages: Pages of a window that are set aside, see `TieredRequest.may_step`.
         seed_of: Returns the seed of the hashes, given a request's salt and the instance that computes its prompt.
-        store: Keeps what is in host memory, and brings what is not; None: there is no third tier.
+        store: The third tier, or None.
     """
 
     def __init__(
@@ -57,7 +54,8 @@ class OffloadLeader:
         seed_of: Callable[[str, Instance], bytes],
         store: StoreLeader | None,
     ) -> None:
-        self._context = context
+        super().__init__(context.admission)
+        self.context = context
         self._rules = context.rules
         self._tier = context.tier
         self._slack_pages = slack_pages
@@ -78,7 +76,7 @@ class OffloadLeader:
     # A request's life
 
     async def look_up(self, token_ids: Sequence[int], salt: str, *, prefill: Instance, may_skip: bool) -> Prompt:
-        """What the store has of a prompt, and host memory has not, is brought into host memory."""
+        """Bring the prompt's pages that only the store has into host memory."""
         chain = PageHashes(page_size=self._rules.page_size, seed=self._seed_of(salt, prefill))
         await self._turns.extend(chain, token_ids)
         now_ns, fetched = time.time_ns(), frozenset[bytes]()
@@ -87,7 +85,7 @@ class OffloadLeader:
         return Prompt(token_ids=token_ids, chain=chain, fetched=fetched, asked_ns=now_ns)
 
     def refusal(self, num_tokens: int) -> str | None:
-        return refusal(self._context, num_tokens)
+        return refusal(self.context, num_tokens)
 
     def place(
         self,
@@ -102,7 +100,7 @@ class OffloadLeader:
         assert prompt.chain is not None  # look_up
         prompt_tokens = len(prompt.token_ids)
         found = place(
-            self._context,
+            self.context,
             request_id,
             prompt.chain,
             prompt_tokens=prompt_tokens,
@@ -112,17 +110,17 @@ class OffloadLeader:
             accepted_s=accepted_s,
         )
         if found is None:
-            self._go_on()  # others give pages up for the oldest request that waits
+            self._go_on()  # others give up pages for the oldest request that waits
             return None
         request = self._requests[request_id] = found.request
         request.asked_ns = prompt.asked_ns
         request.num_loading = bool(found.loads) + len(found.copies)
         if request.num_loading:
             self._to_load[request_id] = found
-        self._context.metrics.counter("offload_prompt_tokens").inc(prompt_tokens)
+        self.context.metrics.counter("offload_prompt_tokens").inc(prompt_tokens)
         self._count_hits(found, prompt.fetched)
         if self._store is not None:
-            # It may have been away when they were saved, or have let go of them.
+            # The store may have been away when they were saved, or may have evicted them.
             self._store.back_up((*found.hits, *found.loaded_from), asked_ns=prompt.asked_ns)
         return Place(
             pages=found.pages,
@@ -134,7 +132,7 @@ class OffloadLeader:
         num_fetched = sum(page.page_hash in fetched for page in found.hits)
         hits = {"device": found.num_device_hits, "host": len(found.hits) - num_fetched, "storage": num_fetched}
         for tier, num_pages in hits.items():
-            self._context.metrics.counter("offload_hit_tokens", tier=tier).inc(num_pages * self._rules.page_size)
+            self.context.metrics.counter("offload_hit_tokens", tier=tier).inc(num_pages * self._rules.page_size)
 
     def begin_loading(self, request_id: str) -> None:
         found = self._to_load.pop(request_id, None)
@@ -147,27 +145,26 @@ class OffloadLeader:
             self._loaded(found.request)
 
         if found.loads:
-            job = self._context.jobs.begin(done)
-            self._context.broadcast(LoadPages(job=job, request_id=request_id, runs=found.loads))
+            job = self.context.jobs.begin(done)
+            self.context.broadcast(LoadPages(job=job, request_id=request_id, runs=found.loads))
         for copy in found.copies:
             self._copy(found.request, copy)
 
     def _copy(self, request: TieredRequest, copy: DeviceCopy) -> None:
-        """Have pages of another request copied, which keeps them meanwhile."""
+        """Copy pages of another request, which keeps them meanwhile."""
         source = copy.source
 
         def done(_: frozenset[int]) -> None:
             source.num_copied_from -= 1
             source.saving.pop(job, None)
             self._loaded(request)
-            self._go_on()
-            self._tell_room()
+            self._on_job_over()
 
-        job = self._context.jobs.begin(done)
+        job = self.context.jobs.begin(done)
         source.num_copied_from += 1
         source.saving[job] = {group: begin for group, (begin, _) in copy.runs.items() if group != FULL}
         runs = tuple(EntryRun(group=group, first_entry=begin, count=end - begin) for group, (begin, end) in copy.runs.items())
-        self._context.broadcast(CopyPages(job=job, source_id=source.request_id, request_id=request.request_id, runs=runs))
+        self.context.broadcast(CopyPages(job=job, source_id=source.request_id, request_id=request.request_id, runs=runs))
 
     def _loaded(self, request: TieredRequest) -> None:
         request.num_loading -= 1
@@ -184,8 +181,8 @@ class OffloadLeader:
         self._filled(request, arrived, "prompt")
         request.is_running = True
         request.num_computed = request.num_prompt_tokens
-        request.whole_windows(self._context.groups)
-        self._context.on_device.add(request, request.boundary)
+        request.whole_windows(self.context.groups)
+        self.context.on_device.add(request, request.boundary)
         self._saving[request_id] = None
         self._go_on()
 
@@ -195,24 +192,24 @@ class OffloadLeader:
             return
         request.num_computed += 1
         if request.chain.extend((token_id,)):
-            self._context.on_device.add(request, request.num_whole - 1)
+            self.context.on_device.add(request, request.num_whole - 1)
             self._saving[request_id] = None
 
     def may_step(self, request_id: str, position: int) -> bool:
         request = self._requests[request_id]
-        may = request.may_step(position, self._context.groups, self._slack_pages)
+        may = request.may_step(position, self.context.groups, self._slack_pages)
         if not may:
             self._has_stalled = True
-            if request.stalled_at != position:  # it is asked again whenever somebody else has had a step
+            if request.stalled_at != position:  # it is asked again after every step of another request
                 request.stalled_at = position
-                self._context.metrics.counter("offload_stalls").inc()
+                self.context.metrics.counter("offload_stalls").inc()
         return may
 
     def step_over(self) -> None:
         self._go_on()
 
     def finish(self, request_id: str) -> None:
-        """What is whole of it is saved before the ranks give its pages back."""
+        """Save its whole pages before the ranks give them back."""
         request = self._requests[request_id]
         self._saving.pop(request_id, None)
         for _ in range(0 if request.is_damaged else MAX_LAST_SAVES):
@@ -222,21 +219,21 @@ class OffloadLeader:
 
     def give_up(self, request_id: str) -> None:
         self._saving.pop(request_id, None)
-        self._context.admission.stop_waiting(request_id)
+        super().give_up(request_id)
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request)
         else:
-            self._context.short.discard(request_id)
+            self.context.short.discard(request_id)
 
     def _end(self, request: TieredRequest) -> None:
         request.is_running = False
-        self._context.on_device.remove(request)
+        self.context.on_device.remove(request)
 
     def damaged(self, prompt: Prompt) -> None:
-        """No page of its chain is found again, in any tier: which one is damaged nobody knows.
+        """Let no page of its chain be found again, in any tier, because the damaged one is not known.
 
-        Nor is any of the requests under way that begin alike: they may have it from this one, or this one from them.
+        The same applies to running requests that begin alike: they may have copied the page from this one, or this one from them.
         """
         if prompt.chain is None:
             return
@@ -246,8 +243,8 @@ class OffloadLeader:
                 request.is_damaged = True
                 chains.append(request.chain)
         hashes = list(dict.fromkeys(page_hash for chain in chains for page_hash in chain.hashes))
-        self._context.on_device.forget(hashes)
-        kept = [index for index in range(len(self._context.groups)) if self._tier.num_pages(index)]
+        self.context.on_device.forget(hashes)
+        kept = [index for index in range(len(self.context.groups)) if self._tier.num_pages(index)]
         pages = [(group, page_hash) for group in kept for page_hash in hashes]
         for group, page_hash in pages:
             page = self._tier.find(group, page_hash)
@@ -257,23 +254,39 @@ class OffloadLeader:
             self._store.delete(pages)
 
     def gone(self, request_id: str) -> None:
-        """The ranks have done their jobs for it, too."""
+        """Release its pages. The ranks have done all jobs for it."""
         request = self._requests.pop(request_id)
-        self._context.admission.release(request_id)
-        self._context.short.discard(request_id)
+        super().gone(request_id)
+        self.context.short.discard(request_id)
         self._tier.forget(request_id)
         for page in request.host:
             if not page.is_ready:
                 self._tier.discard(page)
             self._tier.let_go(page)
-        self._context.touch(request.chain.hashes)  # whatever order they were saved in
+        self.context.touch(request.chain.hashes)  # in any order they were saved
         self._go_on()
         self.check_idle()
 
     def check_idle(self) -> None:
-        """Raises LocalProtocolError when no request and no job is left and yet host pages are held or promised."""
-        if not self._requests and not len(self._context.jobs):
+        """Raise LocalProtocolError if no request and no job is left, but host pages are held or promised."""
+        if not self._requests and not len(self.context.jobs):
             self._tier.check_idle()
+
+    def job_done(self, rank: int, message: JobDone) -> None:
+        self.context.jobs.done(rank, message.job, message.failed)
+        self.check_idle()
+
+    def show(self) -> None:
+        metrics = self.context.metrics
+        for index, group in enumerate(self.context.groups):
+            counts = self._tier.counts(index)
+            for state, pages in (("free", counts.free), ("cached", counts.cached), ("held", counts.held)):
+                metrics.gauge("host_pages", group=group.name, state=state).set(pages)
+        metrics.gauge("offload_backup_queue").set(0 if self._store is None else self._store.num_queued)
+
+    async def close(self) -> None:
+        if self._store is not None:
+            await self._store.close()
 
     # Saving
 
@@ -290,8 +303,8 @@ class OffloadLeader:
             self._bring_back()
 
     def _save(self, request: TieredRequest, *, is_last: bool) -> bool:
-        """Order the next save of a request; False when there is none."""
-        save = next_save(self._context, request, is_last=is_last)
+        """Order the next save of a request. Return False if there is none."""
+        save = next_save(self.context, request, is_last=is_last)
         if save is None:
             return False
         self._num_saves += 1
@@ -302,23 +315,23 @@ class OffloadLeader:
             self._filled(request, save.pages, save.source)
             for page in save.transient:
                 self._tier.let_go(page)
-            self._go_on()
-            self._tell_room()
+            self._on_job_over()
 
-        job = self._context.jobs.begin(done)
+        job = self.context.jobs.begin(done)
         request.saving[job] = save.first_window_pages
-        self._context.broadcast(SavePages(job=job, request_id=request.request_id, runs=save.runs))
+        self.context.broadcast(SavePages(job=job, request_id=request.request_id, runs=save.runs))
         return True
 
     def _filled(self, request: TieredRequest, pages: Sequence[HostPage], source: str) -> None:
         for page in pages:
             self._tier.ready(page)
         if pages:
-            self._context.metrics.counter("offload_saved_pages", source=source).inc(sum(page.group == FULL for page in pages))
+            self.context.metrics.counter("offload_saved_pages", source=source).inc(sum(page.group == FULL for page in pages))
             if self._store is not None:
                 self._store.back_up(pages, asked_ns=request.asked_ns)
 
-    def _tell_room(self) -> None:
+    def _on_job_over(self) -> None:
+        self._go_on()
         if self._has_stalled:
             self._has_stalled = False
             self._on_room()
@@ -333,7 +346,7 @@ class OffloadLeader:
         )
 
     def _move(self, request: TieredRequest) -> None:
-        """Leave device pages behind, as far as they are saved and the request's share asks for it."""
+        """Give up device pages that are saved, as far as the request's share asks for it."""
         boundary = request.wanted_boundary()
         give_back = 0
         target = request.shrinks_to
@@ -348,25 +361,24 @@ class OffloadLeader:
             request.is_moving, request.leaves_to = False, None
             if request.request_id not in self._requests:
                 return
-            self._context.metrics.counter("offload_released_pages").inc(boundary - request.boundary)
+            self.context.metrics.counter("offload_released_pages").inc(boundary - request.boundary)
             request.boundary = boundary
             if give_back:
                 self._resize(request, -give_back)
                 request.shrinks_to = None
-            self._go_on()
-            self._tell_room()
+            self._on_job_over()
 
-        job = self._context.jobs.begin(done)
-        self._context.broadcast(
+        job = self.context.jobs.begin(done)
+        self.context.broadcast(
             MoveBoundary(job=job, request_id=request.request_id, boundary=boundary, host_pages=pages, give_back=give_back)
         )
 
     def _shrink(self) -> None:
-        """While a request waits for device pages, or more are taken than the mark allows, ask whoever has most to spare."""
+        """Ask the request with most to spare for device pages, if others wait for them or too many are in use."""
         free = self._free_pages()
         wanted = self._num_wanted()
         short = max(wanted - free, self._rules.pool_pages - free - self._rules.high_pages)
-        short -= sum(request.share - request.target_share for request in self._requests.values())  # is on its way
+        short -= sum(request.share - request.target_share for request in self._requests.values())  # already asked for
         if short <= 0:
             return
         spare = max(self._movable(), key=lambda one: one.target_share - one.least_share, default=None)
@@ -375,7 +387,7 @@ class OffloadLeader:
         target = max(spare.least_share, spare.share - short)
         more = max(0, spare.total_pages - target - spare.guaranteed)
         if not self._tier.promise(spare.request_id, FULL, more):
-            self._context.host_full(spare.request_id)
+            self.context.host_full(spare.request_id)
             return
         spare.guaranteed += more
         spare.shrinks_to = target
@@ -383,7 +395,7 @@ class OffloadLeader:
         self._saving[spare.request_id] = None
 
     def _bring_back(self) -> None:
-        """While there is plenty of room, load pages that were left behind; the request that lacks fewest first."""
+        """Load pages that left the device early, while there is plenty of room. The request that lacks fewest goes first."""
         room = self._rules.low_pages - (self._rules.pool_pages - self._free_pages()) - self._num_wanted()
         behind = [request for request in self._movable() if request.boundary and request.shrinks_to is None]
         if room <= 0 or not behind:
@@ -400,25 +412,24 @@ class OffloadLeader:
             if not request.is_running:
                 return  # a rank may have forgotten it
             request.boundary = boundary
-            self._context.broadcast(MoveBoundary(job=None, request_id=request.request_id, boundary=boundary))
-            self._context.metrics.counter("offload_restored_pages").inc(count)
-            self._go_on()
-            self._tell_room()
+            self.context.broadcast(MoveBoundary(job=None, request_id=request.request_id, boundary=boundary))
+            self.context.metrics.counter("offload_restored_pages").inc(count)
+            self._on_job_over()
 
         pages = tuple(page.number for page in request.host[boundary : request.boundary])
         run = HostPageRun(group=FULL, first_entry=boundary, host_pages=pages)
-        job = self._context.jobs.begin(done)
-        self._context.broadcast(LoadPages(job=job, request_id=request.request_id, runs=(run,), grow=count))
+        job = self.context.jobs.begin(done)
+        self.context.broadcast(LoadPages(job=job, request_id=request.request_id, runs=(run,), grow=count))
 
     def _num_wanted(self) -> int:
-        """Device pages that the oldest request that waits needs."""
-        return self._context.admission.wanted.pages.by_group[FULL]
+        """Return the device pages that the oldest waiting request needs."""
+        return self._admission.wanted.pages.by_group[FULL]
 
     def _free_pages(self) -> int:
-        return self._context.admission.free_pages.by_group[FULL]
+        return self._admission.free_pages.by_group[FULL]
 
     def _resize(self, request: TieredRequest, count: int) -> bool:
-        is_done = self._context.admission.resize(request.request_id, FULL, count)
+        is_done = self._admission.resize(request.request_id, FULL, count)
         if is_done:
             request.share += count
         return is_done

@@ -124,12 +124,13 @@ class StoreLeader:
         """Pages that wait to be put into the store."""
         return len(self._to_back_up)
 
-    def close(self) -> None:
-        """Order nothing more."""
+    async def close(self) -> None:
+        """Order nothing more, and close the client in bounded time."""
         self._to_back_up.clear()
         self._distrusted.close()
         if self._retry is not None:
             self._retry.cancel()
+        await self._client.close()
 
     def _order(
         self,

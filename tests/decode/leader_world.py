@@ -8,7 +8,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from decode_node.admission import Admission, page_needs
-from decode_node.offload.tiers import DeviceOnly
+from decode_node.offload.tiers import Tiers
 from decode_node.rank_messages import DecodeStepDone, ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.request_state import Done, GenerationObserver, GenerationRequest, Tokens
 from decode_node.requests import DecodeRequests
@@ -187,7 +187,7 @@ class World:
         self.reserving: dict[str, asyncio.Task[int | None]] = {}
         self.peers = Peers(self.peer, self.other)
         self.leader = DecodeRequests(
-            tiers=DeviceOnly(self.admission),
+            tiers=Tiers(self.admission),
             peers=self.peers,
             text=cast(TextCodec, Text()),
             own=instance(DECODE_LIFE, tp_size=NUM_RANKS),

@@ -81,7 +81,7 @@ def test_a_request_holds_more_or_fewer_pages_later() -> None:
 
 
 class Asking:
-    """Requests of one token a page that ask for room as `DeviceOnly` does; `now_s` is the clock."""
+    """Requests of one token a page that ask for room as `Tiers` does; `now_s` is the clock."""
 
     def __init__(self, pool_pages: int, *, max_running: int = 8) -> None:
         self.now_s = 0.0

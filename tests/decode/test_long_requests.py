@@ -13,7 +13,7 @@ import pytest
 
 from decode_node.admission import Admission
 from decode_node.admission import page_needs as decode_needs
-from decode_node.offload.tiers import DeviceOnly, Prompt
+from decode_node.offload.tiers import Prompt, Tiers
 from prefill_node import requests as requests_module
 from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep
 from prefill_node.requests import PrefillRequests
@@ -49,7 +49,7 @@ class Cluster:
             max_running=max_running,
             now_s=loop.time,
         )
-        self._tiers = DeviceOnly(self.admission)
+        self._tiers = Tiers(self.admission)
         self._accepted_s: dict[str, float] = {}
         self._num_tokens: dict[str, int] = {}
         self._join = new_join()

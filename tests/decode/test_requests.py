@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node import requests as requests_module
-from decode_node.offload.tiers import DeviceOnly, Prompt
+from decode_node.offload.tiers import Prompt, Tiers
 from decode_node.rank_messages import ExpectRequest, FinishRequest
 from decode_node.request_state import Done, GenerationRequest, Tokens
 from tests.decode.leader_moves import MOVES, drained, play
@@ -195,7 +195,7 @@ async def test_kept_kv_is_forgotten_with_the_request_that_is_named_and_not_with_
     world: World, monkeypatch: pytest.MonkeyPatch, spares_kv: bool
 ) -> None:
     forgotten: list[Prompt] = []
-    monkeypatch.setattr(DeviceOnly, "damaged", lambda _, prompt: forgotten.append(prompt))
+    monkeypatch.setattr(Tiers, "damaged", lambda _, prompt: forgotten.append(prompt))
     request = world.submit("a")
     await turns()
     world.call("a").fail(EngineError("prefill:1: the engine failed", spares_kv=spares_kv))

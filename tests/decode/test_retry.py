@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from decode_node import requests as requests_module
-from decode_node.offload.tiers import DeviceOnly, Prompt
+from decode_node.offload.tiers import Prompt, Tiers
 from decode_node.rank_messages import ExpectRequest
 from decode_node.request_state import Done, GenerationRequest, Tokens
 from tests.decode.leader_moves import play
@@ -419,13 +419,13 @@ async def test_an_abort_or_a_failed_step_says_nothing_of_the_prefill_node(world:
 async def test_each_try_looks_its_prompt_up_for_the_node_that_it_goes_to(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of other precisions have other KV: what the first try found is of no use to the second."""
     asked: list[int] = []
-    look_up = DeviceOnly.look_up
+    look_up = Tiers.look_up
 
-    async def noted(tiers: DeviceOnly, *args: Any, prefill: Instance, may_skip: bool) -> Prompt:
+    async def noted(tiers: Tiers, *args: Any, prefill: Instance, may_skip: bool) -> Prompt:
         asked.append(prefill.incarnation)
         return await look_up(tiers, *args, prefill=prefill, may_skip=may_skip)
 
-    monkeypatch.setattr(DeviceOnly, "look_up", noted)
+    monkeypatch.setattr(Tiers, "look_up", noted)
     request = await waiting(world)
     first = request.known
     world.lose(world.peer)

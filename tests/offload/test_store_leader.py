@@ -54,6 +54,9 @@ class Store:
         self.deleted += keys
         return [key not in self.stuck for key in keys]
 
+    async def close(self) -> None:
+        pass
+
 
 class Leader:
     def __init__(self, *, host_pages: int = 100, page_bytes: int = 10, timeout_s: float = 5.0) -> None:
@@ -148,7 +151,7 @@ async def test_what_could_not_be_stored_is_tried_again(clock: HandClock) -> None
     await clock.advance(RETRY_S)
     assert one.answer().hashes == (pages[1].page_hash,)
     assert pages[1].stored_s is not None and not one.sent
-    one.leader.close()
+    await one.leader.close()
 
 
 async def test_what_is_found_in_host_memory_counts_as_used_in_the_store_now_and_then(clock: HandClock) -> None:
@@ -292,7 +295,7 @@ async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again(clock: 
     assert page is not None
     one.back_up([page])
     assert one.answer().hashes == (chain.hashes[2],)
-    one.leader.close()
+    await one.leader.close()
 
 
 async def test_what_is_put_while_it_is_deleted_is_deleted_again() -> None:
@@ -311,4 +314,4 @@ async def test_what_is_put_while_it_is_deleted_is_deleted_again() -> None:
     assert len(one.store.deleted) == 4
     one.back_up(again)
     assert len(one.sent) == 1, "the store has it no longer"
-    one.leader.close()
+    await one.leader.close()
