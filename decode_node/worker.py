@@ -1,8 +1,7 @@
-"""One decode rank: its engine, its pool, and what becomes of each request on it.
+"""Run one decode rank: its engine, its pool, and its part of each request.
 
-The rank's loop owns everything but the running step: it reserves and binds pages, runs the receiver, and serves its
-writers (`transfer.receive.attach`). The leader decides what is admitted, and which requests a step advances; all ranks run the
-same steps.
+The rank's loop owns everything but the running step: it reserves and binds pages, runs the receiver, and serves its writers
+(`transfer.receive.attach`). The leader admits requests and chooses those that a step advances. All ranks run the same steps.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
 from transfer.connector.incoming_rank import IncomingRank
 from transfer.connector.incoming_sessions import IncomingSessions
-from transfer.connector.messages import (
-    CancelIncoming,
-)
+from transfer.connector.messages import CancelIncoming
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import LocalProtocolError
@@ -52,7 +49,7 @@ STEP_ADVICE: Final = "lower memory.static_fraction or limits.max_running_request
 RING_ADVICE: Final = "lower ring.capacity_bytes or memory.static_fraction"
 
 LET_GO_S: Final = 1.0
-"""Writers that have the ring mapped get so long to let go of it; of one that has not, the transport keeps the memory for ever."""
+"""Longest wait for writers to unmap the ring. If one does not, the transport keeps the memory for the life of the process."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,27 +61,8 @@ class _Request:
     steps_under_way: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRankParts:
-    """Parts of an open rank that its requests use.
-
-    Args:
-        engine: Computes the steps.
-        allocator: Pages of the device pool.
-        receiver: Receives KV.
-        sessions: Sessions with prefill ranks.
-        offload: Pages in host memory; None means that the rank has none.
-    """
-
-    engine: DecodeEngine
-    allocator: GroupAllocator
-    receiver: ReceiverLoop
-    sessions: IncomingSessions
-    offload: OffloadRank | None
-
-
 class DecodeWorker:
-    """See the module's docstring; a `node_runtime.rank_worker.Worker`."""
+    """See the module's docstring. Implements `node_runtime.rank_worker.Worker` and `IncomingEngine`."""
 
     def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self._spec = spec
@@ -99,7 +77,6 @@ class DecodeWorker:
         self._engine_thread = engine.thread
         self._requests: dict[str, _Request] = {}
         self.incoming = IncomingRank(engine=self, send=link.send)
-        """What the rank receives."""
         self._engine: DecodeEngine
         self._allocator: GroupAllocator
         self._offload: OffloadRank | None = None
@@ -118,7 +95,7 @@ class DecodeWorker:
         return hello
 
     async def _open(self, undo: contextlib.AsyncExitStack) -> RankReady:
-        """Everything but the engine; what `undo` has must be undone where it fails."""
+        """Open everything but the engine. If that fails, the caller runs `undo`."""
         config, engine = self._config, self._engine
         transport = open_transport(config.transport, host=config.server.host, device_index=engine.pool.device.index)
         opening = undo.enter_context(contextlib.ExitStack())
@@ -136,22 +113,6 @@ class DecodeWorker:
             )
         slack_tokens = config.offload.window_slack_tokens(pool.page_size)
         allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
-        offload = await open_offload_rank(
-            config,
-            instance,
-            engine,
-            allocator=allocator,
-            engine_thread=self._engine_thread,
-            loop=self._loop,
-            metrics=self._metrics,
-            send=self._link.send,
-            on_free=self.on_copies_over,
-            on_crash=self._crash,
-        )
-        if offload is not None:
-            undo.push_async_callback(offload.close)
-        memory = rank_memory(engine, {"ring": num_bytes})
-        self._metrics.memory(memory.planned, memory.real)
         context = RankContext(
             loop=self._loop,
             instance=instance,
@@ -164,6 +125,19 @@ class DecodeWorker:
             on_crash=self._crash,
             tracer=self._tracer,
         )
+        offload = await open_offload_rank(
+            config,
+            context,
+            engine,
+            allocator=allocator,
+            engine_thread=self._engine_thread,
+            send=self._link.send,
+            on_free=self.on_copies_over,
+        )
+        if offload is not None:
+            undo.push_async_callback(offload.close)
+        memory = rank_memory(engine, {"ring": num_bytes})
+        self._metrics.memory(memory.planned, memory.real)
         receiving = open_receiving(
             context=context, owner=self.incoming, pool=pool, memory=ring_memory, server=config.server, host_arrivals=offload
         )
@@ -176,15 +150,7 @@ class DecodeWorker:
             heartbeat_s=config.heartbeat.interval_s,
             send=self._link.send,
         )
-        self.use(
-            DecodeRankParts(
-                engine=engine,
-                allocator=allocator,
-                receiver=receiving.loop,
-                sessions=sessions,
-                offload=offload,
-            )
-        )
+        self.use(engine=engine, allocator=allocator, receiver=receiving.loop, sessions=sessions, offload=offload)
         address = await sessions.start()
         return RankReady(
             rank=self._spec.rank,
@@ -201,14 +167,22 @@ class DecodeWorker:
             can_switch=self._rank_engine.can_switch,
         )
 
-    def use(self, parts: DecodeRankParts) -> None:
-        """Serve requests with these parts, as `start` does with those that it opens."""
-        self._engine = parts.engine
-        self._allocator = parts.allocator
-        self._receiver = parts.receiver
-        self._sessions = parts.sessions
-        self.incoming.begin(parts.receiver, parts.sessions)
-        self._offload = parts.offload
+    def use(
+        self,
+        *,
+        engine: DecodeEngine,
+        allocator: GroupAllocator,
+        receiver: ReceiverLoop,
+        sessions: IncomingSessions,
+        offload: OffloadRank | None,
+    ) -> None:
+        """Serve requests with these parts. `start` calls it with the parts that it opens."""
+        self._engine = engine
+        self._allocator = allocator
+        self._receiver = receiver
+        self._sessions = sessions
+        self.incoming.begin(receiver, sessions)
+        self._offload = offload
 
     def _crash(self, error: BaseException) -> None:
         self._loop.call_exception_handler({"message": "a worker thread failed", "exception": error})
@@ -246,13 +220,10 @@ class DecodeWorker:
 
     def on_over(self, transfer_id: str, *, is_whole: bool) -> None:
         """See `IncomingEngine.on_over`."""
-        self._leave_if_leaving(transfer_id)
+        self.on_copies_over(transfer_id)
 
     def on_copies_over(self, request_id: str) -> None:
         """Release the pages of a request that no copy uses any more, if it is leaving."""
-        self._leave_if_leaving(request_id)
-
-    def _leave_if_leaving(self, request_id: str) -> None:
         request = self._requests.get(request_id)
         if request is not None and request.is_leaving:
             self._leave(request_id)
@@ -303,7 +274,7 @@ class DecodeWorker:
 
     def _item_of(self, part: DecodeStepPart, request: _Request) -> DecodeItem:
         offload = self._offload
-        # The steps before are over: the leader sends one at a time.
+        # The steps before are over, because the leader sends one at a time.
         copied_from = None if offload is None else offload.copied_from(part.request_id)
         self._allocator.advance(part.request_id, part.position, copied_from=copied_from)
         tables = self._allocator.cover(part.request_id, part.position + 1)
@@ -330,10 +301,8 @@ class DecodeWorker:
         if self._spec.rank == 0 or isinstance(outcome, StepFailed):
             self._link.send(outcome)
 
-    # What the receiver asks
-
     def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
-        """The request's tables up to `num_tokens`; pages are bound only now, when their data may be written."""
+        """Return the request's tables up to `num_tokens`. Bind pages only now, when their data may be written."""
         return self._allocator.cover(request_id, num_tokens)
 
     # Reports and end

@@ -1,8 +1,7 @@
-"""From a decode node's settings to one rank's host pool and its end of the store."""
+"""Make one rank's host pool and its end of the store from a decode node's settings."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -13,58 +12,53 @@ from decode_node.offload.store_leader import JOBS_AT_ONCE
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError
 from transfer.host_memory import host_memory
-from transfer.instance import Instance
 from transfer.layer_groups import GroupKind
-from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.host_pool import HostPool
 from transfer.pool.page_allocator import GroupAllocator
+from transfer.rank_context import RankContext
 from transfer.storage.envelope import HEADER_BYTES
-from transfer.storage.keys import store_fingerprint
 from transfer.storage.open import open_store_client
 from transfer.worker_thread import WorkerThread
 
 
 async def open_offload_rank(
     config: DecodeNodeConfig,
-    instance: Instance,
+    context: RankContext,
     engine: Any,
     *,
     allocator: GroupAllocator,
     engine_thread: WorkerThread,
-    loop: asyncio.AbstractEventLoop,
-    metrics: RankMetrics,
     send: Callable[[object], None],
     on_free: Callable[[str], None],
-    on_crash: Callable[[BaseException], None],
 ) -> OffloadRank | None:
-    """The rank's part of the tiers; None where there is no host memory for KV. Arguments as of `OffloadRank`.
+    """Return the rank's part of the tiers, or None without host memory for KV. Arguments as of `OffloadRank`.
 
     Args:
-        engine: The rank's engine, loaded; where pages can leave the device early it must be able to read them in host memory,
-            see `DecodeEngine.use_host_pool`.
+        engine: The rank's engine, loaded. With early release it must read pages in host memory, see `DecodeEngine.use_host_pool`.
 
     Raises:
-        ConfigError: The settings do not go together with the model or the engine.
+        ConfigError: The settings do not fit the model or the engine.
         MemoryPlanError: The host has too little memory.
     """
     settings = config.offload
     if not settings.is_on:
         return None
     pool = engine.pool
+    page_bytes = [group.page_bytes(pool.layout, pool.shard) for group in pool.groups]
     counts = host_page_counts(
         settings,
         pool.groups,
         page_size=pool.page_size,
         device_pages=pool.num_pages,
-        page_bytes=[group.page_bytes(pool.layout, pool.shard) for group in pool.groups],
+        page_bytes=page_bytes,
         available_bytes=host_memory()[1] // pool.shard.num_ranks,
     )
     if config.storage.is_set:
-        kept = [one.page_bytes(pool.layout, pool.shard) for one in pool.groups if one.kind is not GroupKind.STATE]
+        kept = [size for size, group in zip(page_bytes, pool.groups, strict=True) if group.kind is not GroupKind.STATE]
         check_store_sizes(config.storage, page_bytes=kept, header_bytes=HEADER_BYTES, jobs_at_once=JOBS_AT_ONCE)
-    rules_of(settings, page_size=pool.page_size, pool_pages=pool.num_pages[0])  # here, because what a rank refuses ends the node
-    num_bytes = sum(count * group.page_bytes(pool.layout, pool.shard) for count, group in zip(counts, pool.groups, strict=True))
+    rules_of(settings, page_size=pool.page_size, pool_pages=pool.num_pages[0])  # an error of a rank at start ends the node
+    num_bytes = sum(count * size for count, size in zip(counts, page_bytes, strict=True))
     advice = "lower offload.host_memory or offload.host_ratio"
     with allocating("allocating the host pool", device="cpu", advice=advice, num_bytes=num_bytes):
         host = HostPool(pool, num_pages=counts)
@@ -75,19 +69,16 @@ async def open_offload_rank(
                 f"offload.device_window is {settings.device_window}, and the engine {config.engine} cannot read KV in host "
                 "memory (it has no use_host_pool); leave it out"
             )
-        # Where its steps run; on a GPU it captures some, for seconds.
+        # On the thread of its steps. On a GPU it captures graphs, which takes seconds.
         await engine_thread.call(lambda: use_host_pool(host, block_bytes=settings.buffer_bytes))
     return OffloadRank(
+        context,
         pool=pool,
         host=host,
         allocator=allocator,
         engine_thread=engine_thread,
-        loop=loop,
-        metrics=metrics,
         send=send,
         on_free=on_free,
-        on_crash=on_crash,
-        store=open_store_client(config.storage, loop=loop, observer=metrics.store),
-        fingerprint=store_fingerprint(instance),
+        store=open_store_client(config.storage, loop=context.loop, observer=context.metrics.store),
         buffer_bytes=settings.buffer_bytes,
     )

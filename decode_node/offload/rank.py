@@ -1,8 +1,8 @@
-"""One rank's host pool: pages copied into it and out of it, from and into the store, as the leader orders.
+"""Keep one rank's host pool: copy pages into it and out of it, and from and into the store, as the leader orders.
 
 The rank's loop owns it. Copies run on two threads, one for each direction of the host link, beside the engine and the transfers.
-A save begins when the steps before it are over, and no page goes back to the device pool while a copy reads or fills it: that is
-what `is_busy` and `copied_from` are for.
+A save begins when the steps before it are over. No page goes back to the device pool while a copy reads or fills it:
+`is_busy` and `copied_from` ensure this.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from decode_node.offload.context import FULL
 from decode_node.rank_messages import (
     BackUpPages,
     CopyPages,
@@ -33,29 +34,26 @@ from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.layer_groups import NO_PAGE, GroupKind
 from transfer.layout import Range
-from transfer.metrics import RankMetrics
 from transfer.pool.host_pool import HostPool, mixed_pool
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator, PageEntries
+from transfer.rank_context import RankContext
 from transfer.storage.client import StoreClient
-from transfer.storage.keys import store_key, storing_rank
+from transfer.storage.keys import store_fingerprint, store_key, storing_rank
 from transfer.worker_thread import WorkerThread
-
-FULL = 0
-"""Index of the group of layers that keep every token, which comes first."""
 
 Tables = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """Tables as a step was given them; the same objects again while nothing has changed, which are not looked at twice.
+    """Tables of a step. While nothing changes, the next step gets the same objects, which its engine need not read again.
 
     Args:
-        given: The device table that it was made of.
-        boundary: The boundary that it was made for.
-        device: The device table without what is read in host memory.
-        host: Host pages of that.
+        given: Device table that they were made from.
+        boundary: Boundary that they were made for.
+        device: Device table without the entries that are read in host memory.
+        host: Host pages of those entries.
     """
 
     given: PageEntries
@@ -66,14 +64,14 @@ class _Shown:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """What of a request lies in host memory.
+    """A request's pages in host memory.
 
     Args:
-        host_pages: Of its leading entries, as far as the leader has said.
-        boundary: Leading entries that steps read there.
-        num_jobs: Copies of its pages under way.
+        host_pages: Host pages of its leading entries.
+        boundary: Leading entries that steps read in host memory.
+        num_jobs: Copies of its pages in flight.
         copied_from: First entry of each window that a copy reads, by job and group.
-        shown: What the last step was given.
+        shown: Tables of the last step.
     """
 
     host_pages: list[int]
@@ -87,51 +85,39 @@ class OffloadRank:
     """See the module's docstring.
 
     Args:
-        pool: The device pool.
-        host: The host pool.
-        allocator: Device pages.
-        engine_thread: What runs the engine's steps.
-        loop: The rank's loop.
-        metrics: Where durations and counts go.
-        send: To the leader.
+        engine_thread: Runs the engine's steps.
+        send: Sends a message to the leader.
         on_free: Called with the id of a request that no copy uses any more.
-        on_crash: Called with an error that must end the rank.
-        store: The rank's end of the store; None where there is none.
-        fingerprint: Of the store's pages.
-        buffer_bytes: Device memory of each direction's copies.
-        open_thread: Returns the thread of each direction's copies, from its name, the loop and `on_crash`.
+        store: Client of the store; None means that there is no store.
+        buffer_bytes: Device memory for the copies of each direction.
+        open_thread: Makes the thread of each direction from its name, the loop and `on_crash`.
     """
 
     def __init__(
         self,
+        context: RankContext,
         *,
         pool: KVPool,
         host: HostPool,
         allocator: GroupAllocator,
         engine_thread: WorkerThread,
-        loop: asyncio.AbstractEventLoop,
-        metrics: RankMetrics,
         send: Callable[[object], None],
         on_free: Callable[[str], None],
-        on_crash: Callable[[BaseException], None],
         store: StoreClient | None,
-        fingerprint: str,
         buffer_bytes: int,
         open_thread: Callable[[str, asyncio.AbstractEventLoop, Callable[[BaseException], None]], WorkerThread] = WorkerThread,
     ) -> None:
+        self._context = context
         self._pool = pool
         self._host = host
         self._allocator = allocator
         self._engine_thread = engine_thread
-        self._loop = loop
-        self._metrics = metrics
         self._send = send
         self._on_free = on_free
-        self._on_crash = on_crash
         self._store = store
-        self._fingerprint = fingerprint
-        self._save_thread = open_thread("save", loop, on_crash)
-        self._load_thread = open_thread("load", loop, on_crash)
+        self._fingerprint = store_fingerprint(context.instance)
+        self._save_thread = open_thread("save", context.loop, context.on_crash)
+        self._load_thread = open_thread("load", context.loop, context.on_crash)
         self._save_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         self._load_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         for mover in (self._save_mover, self._load_mover):
@@ -144,17 +130,17 @@ class OffloadRank:
     # Requests
 
     def expect(self, request_id: str, host_pages: tuple[int, ...]) -> None:
-        """A request is about to arrive, its leading pages in these host pages."""
+        """Expect a request whose leading pages are these host pages."""
         self._requests[request_id] = _Request(host_pages=list(host_pages), boundary=len(host_pages))
         if host_pages:
             self._allocator.full.pass_before(request_id, len(host_pages))
 
     def is_busy(self, request_id: str) -> bool:
-        """Whether a copy reads or fills the request's device pages."""
+        """Return whether a copy reads or fills the request's device pages."""
         return self._requests[request_id].num_jobs > 0
 
     def copied_from(self, request_id: str) -> dict[int, int] | None:
-        """First entry of each window that a copy reads, by group; None where there is none."""
+        """Return the first entry of each window that a copy reads, by group; None if no copy reads a window."""
         found: dict[int, int] = {}
         for of_job in self._requests[request_id].copied_from.values():
             for group, entry in of_job.items():
@@ -162,14 +148,14 @@ class OffloadRank:
         return found or None
 
     def forget(self, request_id: str) -> None:
-        """The request's pages are back."""
+        """Forget a request whose pages are back."""
         del self._requests[request_id]
 
     def arrives_in_host(self, request_id: str, tokens: Range) -> bool:
-        """Whether that part of the prompt goes to host memory.
+        """Return whether that part of the prompt goes to host memory.
 
         Raises:
-            LocalProtocolError: Part of it does; the leader lets a boundary be only where chunks begin.
+            LocalProtocolError: Only some of it does. The leader sets a boundary only where a chunk begins.
         """
         request = self._requests[request_id]
         boundary = request.boundary * self._pool.page_size
@@ -180,13 +166,13 @@ class OffloadRank:
         return tokens.end <= boundary
 
     def host_tables(self, request_id: str, tables: Tables) -> Tables:
-        """Tables for what arrives in host memory: host pages in place of the device's."""
+        """Return the tables for KV that arrives in host memory: host pages replace the device pages."""
         return (self._requests[request_id].host_pages, *tables[1:])
 
     def step_tables(
         self, request_id: str, tables: tuple[PageEntries, ...]
     ) -> tuple[tuple[PageEntries, ...], tuple[tuple[int, ...], ...]]:
-        """What a step is given: device tables without the entries that are read in host memory, and the host pages of those."""
+        """Return a step's device tables, without the entries that are read in host memory, and the host pages of those."""
         request = self._requests[request_id]
         if not request.boundary:
             return tables, ()
@@ -204,7 +190,7 @@ class OffloadRank:
     # The leader's orders
 
     def on_message(self, message: Any) -> bool:
-        """Carry out an order; False when it is none."""
+        """Carry out an order. Return False for any other message."""
         match message:
             case SavePages():
                 self._save(message)
@@ -223,67 +209,44 @@ class OffloadRank:
         return True
 
     def _save(self, message: SavePages) -> None:
-        request = self._requests[message.request_id]
         moves = self._moves(message.request_id, message.runs)
-        request.copied_from[message.job] = self._window_entries(message.runs)
-        request.num_jobs += 1
-
-        def done(result: tuple[int, float]) -> None:
-            self._metrics.pages_copied("save", *result)
-            request.copied_from.pop(message.job, None)
-            self._job_over(message.request_id, request, message.job)
+        on_over = self._begin_job(message.job, message.request_id, read=message.runs)
 
         def copy(event: DeviceEvent | None) -> None:
-            self._save_thread.submit(lambda: _timed(lambda: self._save_mover.save(moves, event)), done)
+            self._submit(self._save_thread, "save", lambda: self._save_mover.save(moves, event), on_over)
 
-        # Behind the steps that compute the pages. Of another rank's step the leader knows that it is over, not of this rank's.
+        # After the steps that compute the pages: the leader knows that they are over on another rank, not on this one.
         self._engine_thread.submit(self._recorded_event, copy)
 
     def _load(self, message: LoadPages) -> None:
-        request = self._requests[message.request_id]
         for run in message.runs:
             if run.group == FULL and message.grow:
                 self._grow(message.request_id, message.grow)
             end = (run.first_entry + len(run.host_pages)) * self._pool.page_size
             self._allocator.cover(message.request_id, end)
         moves = self._moves(message.request_id, message.runs)
-        request.num_jobs += 1
-
-        def done(result: tuple[int, float]) -> None:
-            self._metrics.pages_copied("load", *result)
-            self._job_over(message.request_id, request, message.job)
-
-        self._load_thread.submit(lambda: _timed(lambda: self._load_mover.load(moves)), done)
+        on_over = self._begin_job(message.job, message.request_id)
+        self._submit(self._load_thread, "load", lambda: self._load_mover.load(moves), on_over)
 
     def _grow(self, request_id: str, num_pages: int) -> None:
-        """Take device pages for what is brought back."""
+        """Take device pages for entries that are brought back."""
         if not self._allocator.full.reserve(request_id, num_pages):
             raise LocalProtocolError(f"no room for {num_pages} pages of request {request_id}, which the leader had counted")
         self._allocator.full.bind_before(request_id, num_pages)
 
     def _copy(self, message: CopyPages) -> None:
-        source, request = self._requests[message.source_id], self._requests[message.request_id]
         copies: list[PageCopy] = []
         for run in message.runs:
             self._allocator.cover(message.request_id, (run.first_entry + run.count) * self._pool.page_size)
             of_source = self._device_pages(message.source_id, run.group, run.first_entry, run.count)
             of_target = self._device_pages(message.request_id, run.group, run.first_entry, run.count)
             copies.append(PageCopy(group=run.group, source_pages=of_source, target_pages=of_target))
-        source.copied_from[message.job] = self._window_entries(message.runs)
-        source.num_jobs += 1
-        request.num_jobs += 1
-
-        def done(result: tuple[int, float]) -> None:
-            self._metrics.pages_copied("copy", *result)
-            source.copied_from.pop(message.job, None)
-            self._send(JobDone(job=message.job))
-            self._copied(message.source_id, source)
-            self._copied(message.request_id, request)
+        on_over = self._begin_job(message.job, message.source_id, message.request_id, read=message.runs)
 
         def copy(event: DeviceEvent | None) -> None:
-            self._load_thread.submit(lambda: _timed(lambda: self._load_mover.copy(copies, event)), done)
+            self._submit(self._load_thread, "copy", lambda: self._load_mover.copy(copies, event), on_over)
 
-        self._engine_thread.submit(self._recorded_event, copy)  # behind the steps that compute the pages, as a save
+        self._engine_thread.submit(self._recorded_event, copy)  # after the steps that compute the pages, as a save
 
     def _move_boundary(self, message: MoveBoundary) -> None:
         request = self._requests.get(message.request_id)
@@ -293,33 +256,54 @@ class OffloadRank:
         if message.job is None:
             return
         request.host_pages[behind:] = message.host_pages
-        job = message.job
-        request.num_jobs += 1
+        on_over = self._begin_job(message.job, message.request_id)
 
-        def over(_: None) -> None:
+        def give_back(_: None) -> None:
             self._allocator.full.pass_before(message.request_id, message.boundary)
             self._allocator.full.give_back(message.request_id, message.give_back)
-            self._job_over(message.request_id, request, job)
+            on_over()
 
-        self._engine_thread.submit(lambda: None, over)  # behind the steps that read the pages on the device
+        self._engine_thread.submit(lambda: None, give_back)  # after the steps that read the pages on the device
 
-    def _job_over(self, request_id: str, request: _Request, job: int) -> None:
-        self._send(JobDone(job=job))
-        self._copied(request_id, request)
+    def _begin_job(self, job: int, *request_ids: str, read: Sequence[HostPageRun | EntryRun] = ()) -> Callable[[], None]:
+        """Count a job that uses device pages of requests.
 
-    def _copied(self, request_id: str, request: _Request) -> None:
-        """One job less uses the request's pages."""
-        request.num_jobs -= 1
-        if not request.num_jobs:
-            self._on_free(request_id)
+        Args:
+            read: Entries of the first request that the job reads, in ascending order.
 
-    def _window_entries(self, runs: Sequence[HostPageRun | EntryRun]) -> dict[int, int]:
-        """First entry of each window, of runs that ascend."""
-        found: dict[int, int] = {}
-        for run in runs:
+        Returns:
+            Ends the job, and answers the leader.
+        """
+        requests = [self._requests[request_id] for request_id in request_ids]
+        windows = requests[0].copied_from.setdefault(job, {}) if read else {}
+        for run in read:
             if self._pool.groups[run.group].kind is GroupKind.WINDOW:
-                found.setdefault(run.group, run.first_entry)
-        return found
+                windows.setdefault(run.group, run.first_entry)
+        for request in requests:
+            request.num_jobs += 1
+
+        def over() -> None:
+            self._send(JobDone(job=job))
+            for request_id, request in zip(request_ids, requests, strict=True):
+                request.copied_from.pop(job, None)
+                request.num_jobs -= 1
+                if not request.num_jobs:
+                    self._on_free(request_id)
+
+        return over
+
+    def _submit(self, thread: WorkerThread, direction: str, copy: Callable[[], int], on_over: Callable[[], None]) -> None:
+        """Copy on a thread. `copy` returns the number of bytes."""
+
+        def timed() -> tuple[int, float]:
+            started_s = time.monotonic()
+            return copy(), time.monotonic() - started_s
+
+        def done(result: tuple[int, float]) -> None:
+            self._context.metrics.pages_copied(direction, *result)
+            on_over()
+
+        thread.submit(timed, done)
 
     def _moves(self, request_id: str, runs: Sequence[HostPageRun]) -> list[PageMove]:
         moves: list[PageMove] = []
@@ -347,19 +331,19 @@ class OffloadRank:
         async def store() -> None:
             self._send(await work)
 
-        task = self._loop.create_task(store())
+        task = self._context.loop.create_task(store())
         self._storing.add(task)
         task.add_done_callback(self._on_stored)
 
     def _on_stored(self, task: asyncio.Task[None]) -> None:
         self._storing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_crash(error)
+            self._context.on_crash(error)
 
     async def _back_up(self, message: BackUpPages) -> JobDone:
         group, shard = self._pool.groups[message.group], self._pool.shard
         if storing_rank(group, layout=self._pool.layout, shard=shard) != shard.tp_rank:
-            return JobDone(job=message.job)  # another rank has the very same bytes, and stores them
+            return JobDone(job=message.job)  # another rank stores the same bytes
         assert self._store is not None
         stored = await self._store.put(self._views(message), used_ns=message.used_ns)
         return JobDone(job=message.job, failed=_where_false(stored))
@@ -370,14 +354,14 @@ class OffloadRank:
         return JobDone(job=message.job, failed=_where_false(found))
 
     def _views(self, message: StoreJob) -> list[tuple[str, memoryview]]:
+        group, layout, shard = self._pool.groups[message.group], self._pool.layout, self._pool.shard
         return [
-            (self._key(message.group, page_hash), self._host.page(message.group, number))
+            (
+                store_key(self._fingerprint, page_hash, group=group, layout=layout, shard=shard),
+                self._host.page(message.group, number),
+            )
             for page_hash, number in zip(message.hashes, message.host_pages, strict=True)
         ]
-
-    def _key(self, group: int, page_hash: bytes) -> str:
-        pool = self._pool
-        return store_key(self._fingerprint, page_hash, group=pool.groups[group], layout=pool.layout, shard=pool.shard)
 
     # End
 
@@ -388,7 +372,7 @@ class OffloadRank:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, and nothing on its way into the store or out of it."""
+        """Whether no request is left, and nothing is on its way into the store or out of it."""
         return not self._requests and not self._storing
 
     async def close(self) -> None:
@@ -400,12 +384,6 @@ class OffloadRank:
         is_over = [thread.close(timeout_s=5.0) for thread in (self._save_thread, self._load_thread)]
         if all(is_over):  # otherwise a copy may still use the memory, which goes with the process
             self._host.close()
-
-
-def _timed(copy: Callable[[], int]) -> tuple[int, float]:
-    """Bytes moved, and seconds."""
-    started_s = time.monotonic()
-    return copy(), time.monotonic() - started_s
 
 
 def _where_false(answers: Sequence[bool]) -> tuple[int, ...]:

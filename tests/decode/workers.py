@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from decode_node.worker import DecodeRankParts, DecodeWorker
+from decode_node.worker import DecodeWorker
 from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import decode_config
 from transfer.piece import RankRequest, TransferTerms
@@ -67,11 +67,9 @@ def use(
 ) -> None:
     """Give the worker its parts; `writers` send every request."""
     worker.use(
-        DecodeRankParts(
-            engine=cast(Any, engine),
-            allocator=allocator,
-            receiver=cast(Any, receiver),
-            sessions=cast(Any, SimpleNamespace(writers_of=lambda incarnation: writers, on_message=lambda message: False)),
-            offload=cast(Any, offload),
-        )
+        engine=cast(Any, engine),
+        allocator=allocator,
+        receiver=cast(Any, receiver),
+        sessions=cast(Any, SimpleNamespace(writers_of=lambda incarnation: writers, on_message=lambda message: False)),
+        offload=cast(Any, offload),
     )

@@ -12,7 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,7 +40,8 @@ from transfer.piece import TransferTerms
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator
-from transfer.storage.keys import chain_seed, store_key
+from transfer.rank_context import RankContext
+from transfer.storage.keys import chain_seed, store_fingerprint, store_key
 
 PAGE, CHUNK = 2, 4
 NUM_RANKS = 2
@@ -50,8 +51,8 @@ WINDOW_TOKENS = 6
 FULL_SPEC = LayerSpec(num_kv_heads=2, k_head_dim=2, v_head_dim=2)
 WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=2, v_head_dim=2, window_tokens=WINDOW_TOKENS)
 NO_GOOD = struct.pack("<f", -1.0)
-FINGERPRINT = "ab" * 16
-PREFILL = instance(1)
+PREFILL, DECODE = instance(1), instance(2)
+FINGERPRINT = store_fingerprint(DECODE)
 
 
 class HandThread:
@@ -165,18 +166,24 @@ class RankWorld:
         self.worker = new_worker(rank=rank, thread=self.engine_thread, send=self._send)
         self.save_thread, self.load_thread = HandThread(), HandThread()
         threads = {"save": self.save_thread, "load": self.load_thread}
+        context = RankContext(
+            loop=asyncio.get_running_loop(),
+            instance=DECODE,
+            rank=rank,
+            device=self.pool.device,
+            transport=cast(Any, None),
+            metrics=RankMetrics(role="decode", rank=rank),
+            on_crash=world.crashed.append,
+        )
         self.offload = OffloadRank(
+            context,
             pool=self.pool,
             host=self.host,
             allocator=self.allocator,
             engine_thread=self.engine_thread,  # type: ignore[arg-type]
-            loop=asyncio.get_running_loop(),
-            metrics=RankMetrics(role="decode", rank=rank),
             send=self._send,
             on_free=self.worker.on_copies_over,
-            on_crash=world.crashed.append,
             store=world.store(),  # type: ignore[arg-type]
-            fingerprint=FINGERPRINT,
             buffer_bytes=1 << 20,
             open_thread=lambda name, *_: threads[name],  # type: ignore[arg-type,return-value]
         )
