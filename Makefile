@@ -113,7 +113,7 @@ CORE_TESTS := tests/unit/test_{layout,layer_groups,chunk,piece_size,ring,ring_in
 CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/piece.py,transfer/piece_size.py,transfer/ring.py,transfer/ring_index.py,transfer/messages.py,$\
 	transfer/pool/page_allocator.py,transfer/instance.py,transfer/breaker.py,transfer/storage/halving.py,transfer/storage/keys.py,transfer/storage/pages.py,$\
 	planner/config_fields.py,planner/model_*.py,planner/plan*.py,planner/workspace.py,$\
-	decode_node/offload/device_index.py,decode_node/offload/host_tier.py,decode_node/offload/jobs.py,decode_node/offload/rules.py,$\
+	decode_node/offload/host_tier.py,decode_node/offload/jobs.py,decode_node/offload/rules.py,$\
 	decode_node/offload/page_placement.py,decode_node/offload/sizes.py,decode_node/offload/tiered_request.py,$\
 	decode_node/admission.py,transfer/session_events.py,transfer/receive/receiver.py,transfer/receive/events.py,transfer/receive/state.py,$\
 	prefill_node/scheduler.py,prefill_node/stored_prefix.py,prefill_node/prefix_pages.py,transfer/send/sender.py,transfer/send/events.py,transfer/send/state.py

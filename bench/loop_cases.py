@@ -15,11 +15,11 @@ from bench.loop_models import CONTEXT_TOKENS, layouts, llama_3_8b
 from bench.loop_turns import Watch
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import TierContext
-from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
+from decode_node.offload.tiered_request import DeviceIndex
 from examples.one_process import TwoTiers
 from node_runtime.rank_link import LeaderLink, RankLink
 from prefill_node import rank_messages

@@ -1,11 +1,11 @@
-"""Which page of the ranks' host pools holds what. Pure; owned by the leader.
+"""Index the contents of the ranks' host pools. Pure; owned by the leader.
 
-All ranks have equally many host pages and one numbering: page 7 of every rank holds the same tokens, each its own heads of them.
+All ranks have equally many host pages and one numbering: page 7 of every rank holds the same tokens, each rank its own heads.
 A page is known by the hash of its tokens and of all before them (`transfer.storage.keys`), so equal prefixes are kept once.
 
-A page is *free*, *cached* (it holds something, and nobody needs it: the next one to go), or *held* by users: requests that read
-it, and jobs that fill or read it. Room can be *promised*: what a request may still have to move off the device. Invariant,
-executed by `check_invariants()`: what is free or cached covers what is promised, so that a promise can always be kept.
+A page is *free*, *cached* (nothing uses its content, so it can be evicted), or *held* by users: requests that read it, and jobs
+that fill or read it. Room can be *promised* to a request for pages that it may still have to move off the device.
+Invariant, executed by `check_invariants()`: free and cached pages cover the promised ones, so every promise can be kept.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ class HostPage:
     """One page of every rank's host pool.
 
     Args:
-        group: Index of its group of layers.
-        number: In the ranks' host pools.
-        page_hash: Of what it holds or is being filled with; None where another page of that hash is known already.
+        number: Its number in the ranks' host pools.
+        page_hash: Hash of its present or future content. None if another page has that hash, or if it is not to be found.
         depth: Pages before it in every prompt that it is part of.
         is_ready: Every rank has filled it.
-        stored_s: When every rank's part was in the store, the last time that is known, on the monotonic clock; None: never.
-        users: Who needs it.
+        stored_s: Last monotonic time at which every rank's part was known to be in the store; None means never.
+        users: Number of requests and jobs that use it.
     """
 
     group: int
@@ -42,7 +41,7 @@ class HostPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPageCounts:
-    """Pages of one group by what they are; promised ones are among the free and the cached."""
+    """Pages of one group by state. The promised pages are among the free and the cached."""
 
     free: int
     cached: int
@@ -73,34 +72,32 @@ class HostTier:
     """See the module's docstring.
 
     Args:
-        num_pages: Host pages of each group of layers; 0 for a group that has none.
+        num_pages: Host pages of each group of layers.
     """
 
     def __init__(self, num_pages: Sequence[int]) -> None:
         self._groups = tuple(_Group(index, count) for index, count in enumerate(num_pages))
         self.num_evicted = 0
-        """Cached pages that made room; of them, `num_evicted_unstored` were in no store."""
+        """Evicted pages. `num_evicted_unstored` of them were in no store."""
         self.num_evicted_unstored = 0
 
     def num_pages(self, group: int) -> int:
-        """Pages that there are."""
         return self._groups[group].num_pages
 
     def counts(self, group: int) -> HostPageCounts:
-        """How many pages are what."""
         found = self._groups[group]
         return HostPageCounts(free=len(found.free), cached=len(found.cached), held=len(found.held), promised=found.num_promised)
 
     def spare(self, group: int) -> int:
-        """Pages that can be taken without breaking a promise."""
+        """Return the number of pages that can be taken without breaking a promise."""
         return self._groups[group].num_spare
 
     def find(self, group: int, page_hash: bytes) -> HostPage | None:
-        """The page of that hash, ready or still being filled."""
+        """Return the page of that hash, ready or still being filled."""
         return self._groups[group].by_hash.get(page_hash)
 
     def ready_beginning(self, group: int, page_hashes: Iterable[bytes]) -> list[HostPage]:
-        """The pages of these hashes, up to the first that is not there or not ready."""
+        """Return the pages of these hashes, up to the first that is missing or not ready."""
         by_hash, found = self._groups[group].by_hash, list[HostPage]()
         for page_hash in page_hashes:
             page = by_hash.get(page_hash)
@@ -110,7 +107,7 @@ class HostTier:
         return found
 
     def promise(self, owner: str, group: int, count: int) -> bool:
-        """Set `count` more pages aside for `owner`; False when there is no room for all of them yet."""
+        """Set `count` more pages aside for `owner`. Return False if there is no room for all of them yet."""
         found = self._groups[group]
         if count < 0:
             raise LocalProtocolError(f"owner {owner!r} is promised {count} host pages; it must be 0 or more")
@@ -122,19 +119,18 @@ class HostTier:
         return True
 
     def promised(self, owner: str, group: int) -> int:
-        """Pages that `owner` may still take of what it was promised."""
+        """Return the promised pages that `owner` has not taken."""
         return self._groups[group].promised.get(owner, 0)
 
     def take(self, group: int, page_hash: bytes | None, *, owner: str | None = None, depth: int = 0) -> HostPage | None:
-        """A page to be filled, with one user: the taker. Where none is free, the cached page that was unused for longest goes.
+        """Return a page to fill, with the caller as its user. If none is free, evict the least recently used cached page.
 
         Args:
-            page_hash: Of what it will hold. None, or a hash that another page has: it is found by nobody.
-            owner: Take it out of what this owner was promised.
-            depth: See `HostPage`.
+            page_hash: Hash of its future content. With None, or a hash that another page has, the page is never found.
+            owner: Take one of the pages promised to this owner.
 
         Returns:
-            None when there is no room; never for a promised page.
+            None if there is no room; never for a promised page.
 
         Raises:
             LocalProtocolError: Nothing is promised to the owner.
@@ -154,10 +150,10 @@ class HostTier:
         return page
 
     def hold(self, page: HostPage, *, owner: str | None = None) -> bool:
-        """Be one more user of a page; False when that would break a promise to somebody else.
+        """Add a user to a page. Return False if that would break a promise.
 
         Args:
-            owner: One page of what this owner was promised is no longer needed: it is this one.
+            owner: This page replaces one of those promised to this owner.
         """
         found = self._groups[page.group]
         if owner is None and page in found.cached and found.num_spare < 1:
@@ -171,17 +167,17 @@ class HostTier:
         return True
 
     def ready(self, page: HostPage) -> None:
-        """Every rank has filled the page."""
+        """Record that every rank has filled the page."""
         page.is_ready = True
 
     def let_go(self, page: HostPage, *, was_used: bool = True) -> None:
-        """One user less. With the last one the page is cached, or free where nobody could find it.
+        """Remove a user. After the last one the page is cached, or free if it cannot be found.
 
         Args:
-            was_used: It was for a request: of all pages it is the last to go now. Else it keeps its turn.
+            was_used: A request used it, so it is evicted last. Otherwise it keeps its turn.
 
         Raises:
-            LocalProtocolError: It has no user; most likely this is the second time.
+            LocalProtocolError: It has no user.
         """
         if page.users < 1:
             raise LocalProtocolError(f"host page {page.number} of group {page.group} has no user to let it go")
@@ -198,12 +194,12 @@ class HostTier:
             self._free(found, page)
 
     def discard(self, page: HostPage) -> None:
-        """It was not filled, or with nothing that means anything: it is free once its users are gone."""
+        """Drop the content of a page, which becomes free after its last user."""
         page.is_ready = False
         self.unname(page)
 
     def unname(self, page: HostPage) -> None:
-        """Nobody finds the page any more. Who uses it goes on; it is free at once, or when its users are gone."""
+        """Let nothing find the page any more. It becomes free now, or after its last user."""
         found = self._groups[page.group]
         if page.page_hash is not None:
             del found.by_hash[page.page_hash]
@@ -213,21 +209,17 @@ class HostTier:
             found.free.append(page.number)
 
     def touch(self, page: HostPage) -> None:
-        """The page was looked for: of all pages it is the last to go now."""
+        """Make the page the last to be evicted."""
         if page.page_hash is not None:
             self._groups[page.group].by_hash.move_to_end(page.page_hash)
 
     def forget(self, owner: str) -> None:
-        """Take back what `owner` was promised and has not taken."""
+        """Take back the promised pages that `owner` has not taken."""
         for found in self._groups:
             found.num_promised -= found.promised.pop(owner, 0)
 
     def check_invariants(self) -> None:
-        """Execute what the module's docstring promises; O(pages).
-
-        Raises:
-            LocalProtocolError: A page is lost or known twice, a counter is wrong, or a promise cannot be kept.
-        """
+        """Raise LocalProtocolError if an invariant of the module's docstring is broken; O(pages)."""
         for found in self._groups:
             numbers = [*found.free, *(page.number for page in (*found.cached, *found.held))]
             if sorted(numbers) != list(range(found.num_pages)):
@@ -245,11 +237,7 @@ class HostTier:
                 raise LocalProtocolError(f"a host page of group {found.index} is found by a hash that it does not have")
 
     def check_idle(self) -> None:
-        """With no request and no job left nothing is held or promised.
-
-        Raises:
-            LocalProtocolError: Something is.
-        """
+        """Raise LocalProtocolError if pages are held or promised. Call it when no request and no job is left."""
         for found in self._groups:
             if found.held or found.num_promised:
                 raise LocalProtocolError(
@@ -269,7 +257,7 @@ class HostTier:
 
     def _evict(self, found: _Group) -> int:
         page_hash, page = next(iter(found.by_hash.items()))
-        while page not in found.cached:  # it is in use, so it has its turn again; there is a cached one
+        while page not in found.cached:  # a page in use becomes the most recent one; a cached one exists
             found.by_hash.move_to_end(page_hash)
             page_hash, page = next(iter(found.by_hash.items()))
         found.cached.remove(page)

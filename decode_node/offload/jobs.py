@@ -1,7 +1,6 @@
-"""Work that every rank does, and that counts once the last of them has done it.
+"""Work that every rank does, and that counts once the last rank has done it.
 
-What the leader goes by is thus the minimum over the ranks, without a collective: the ranks' answers are the only messages, one of
-each rank for each job, and there are none while nothing is in flight.
+The leader thus goes by the minimum over the ranks, without a collective: each rank answers each job with one message.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from transfer.errors import LocalProtocolError
 
 OnDone = Callable[[frozenset[int]], None]
-"""Called with the places, in the job's list of pages, that some rank failed at."""
+"""Called with the places, in the job's list of pages, at which any rank failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,11 +22,7 @@ class _Job:
 
 
 class Jobs:
-    """Jobs under way.
-
-    Args:
-        num_ranks: Ranks that each job is given to.
-    """
+    """Jobs in flight, each of which all ranks get."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -38,13 +33,13 @@ class Jobs:
         return len(self._jobs)
 
     def begin(self, on_done: OnDone) -> int:
-        """The number of a new job, which all ranks are about to be given."""
+        """Return the number of a new job."""
         self._last += 1
         self._jobs[self._last] = _Job(waiting=set(range(self._num_ranks)), on_done=on_done)
         return self._last
 
     def done(self, rank: int, number: int, failed: Iterable[int] = ()) -> None:
-        """A rank has done its part.
+        """Record that a rank has done its part.
 
         Raises:
             LocalProtocolError: The rank does not have that job, or has done it before.

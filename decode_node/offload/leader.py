@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
-from decode_node.offload.device_index import DeviceCopy
 from decode_node.offload.host_tier import HostPage
 from decode_node.offload.page_placement import Placement, place, refusal
 from decode_node.offload.saving import next_save
 from decode_node.offload.store_leader import StoreLeader
-from decode_node.offload.tiered_request import TieredRequest
+from decode_node.offload.tiered_request import DeviceCopy, TieredRequest
 from decode_node.offload.tiers import Place, Prompt, Tiers
 from decode_node.rank_messages import CopyPages, EntryRun, HostPageRun, JobDone, LoadPages, MoveBoundary, SavePages
 from transfer.instance import Instance

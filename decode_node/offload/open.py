@@ -7,12 +7,12 @@ from typing import Final
 
 from decode_node.admission import Admission
 from decode_node.offload.context import FULL, TierContext
-from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
+from decode_node.offload.tiered_request import DeviceIndex
 from transfer.config import DecodeNodeConfig
 from transfer.config.storage import OffloadConfig
 from transfer.connector.rank_report import RankReady

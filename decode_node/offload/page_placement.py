@@ -1,7 +1,7 @@
-"""A request's place in both tiers, and what of its prompt is there already.
+"""Place a request in both tiers, and find the pages of its prompt that are there already.
 
-A prompt's leading pages that are known need not come from prefill. Of a sliding window only what the next tokens still reach has
-to be there; where that is missing, prefill sends from further ahead.
+Known leading pages of a prompt need not come from prefill. Of a sliding window, only the pages that the next tokens still reach
+must be there. If they are missing, prefill sends from an earlier token on.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from typing import Final
 
 from decode_node.admission import Room
 from decode_node.offload.context import FULL, TierContext
-from decode_node.offload.device_index import DeviceCopy
 from decode_node.offload.host_tier import HostPage
-from decode_node.offload.tiered_request import TieredRequest
+from decode_node.offload.tiered_request import DeviceCopy, TieredRequest
 from decode_node.rank_messages import HostPageRun
 from transfer.errors import LayoutError
 from transfer.layer_groups import PageCounts
 from transfer.storage.keys import PageHashes
 
 MAX_HITS: Final = 48 << 10
-"""Most pages that a prompt gets from host memory: 786,432 tokens in pages of 16. Each page takes 0.7 us of the leader's loop."""
+"""Most pages of a prompt from host memory: 786,432 tokens in pages of 16. Each page takes 0.7 us of the leader's loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +28,12 @@ class Placement:
     """A request with its room in both tiers.
 
     Args:
-        request: What will be remembered of it.
         pages: Device pages of each group of layers.
         start_token: First token that has to come from prefill.
-        loads: What has to be loaded onto the device before it may run.
-        loaded_from: Host pages of these, which are held until then and not for longer.
-        copies: What has to be copied from other requests' pages before that.
-        hits: Pages that were found in host memory, in the order of their tokens; those on the device follow them.
+        loads: Pages to load onto the device before it may run.
+        loaded_from: Host pages that are held only until they are loaded.
+        copies: Pages of other requests to copy before it may run.
+        hits: Pages that were found in host memory, in the order of their tokens. Pages found on the device follow them.
     """
 
     request: TieredRequest
@@ -53,7 +51,7 @@ class Placement:
 
 
 def refusal(context: TierContext, num_tokens: int) -> str | None:
-    """Why a request of so many tokens can never have a place; None when it can."""
+    """Return why a request of so many tokens can never have a place, or None."""
     rules, admission = context.rules, context.admission
     total = rules.num_pages(num_tokens)
     least = _with_full(admission.peak(num_tokens), rules.least_share(total, grid_pages=1))
@@ -69,16 +67,16 @@ def refusal(context: TierContext, num_tokens: int) -> str | None:
 
 
 def matched(context: TierContext, chain: PageHashes, prompt_tokens: int) -> list[HostPage]:
-    """The leading pages of a prompt that can be had from host memory; at least one token is left to be computed."""
+    """Return the leading pages of a prompt that host memory has. At least one token is left to compute."""
     most = min((prompt_tokens - 1) // context.rules.page_size, MAX_HITS)
     found = context.tier.ready_beginning(FULL, chain.hashes[:most])
     for page in reversed(found):
-        context.tier.touch(page)  # a prefix is of more use than what follows it
+        context.tier.touch(page)  # a prefix is evicted after its continuation
     return found[: _window_limit(context, chain, prompt_tokens, len(found))]
 
 
 def _found_on_device(context: TierContext, request: TieredRequest, num_hits: int) -> DeviceCopy | None:
-    """What one other request has on the device of the pages behind those in host memory, windows included."""
+    """Return the pages after those in host memory that one other request has on the device, windows included."""
     index, chain, first = context.on_device, request.chain, num_hits
     most = (request.num_prompt_tokens - 1) // context.rules.page_size
     if first >= most or first < request.boundary:
@@ -93,7 +91,7 @@ def _found_on_device(context: TierContext, request: TieredRequest, num_hits: int
     for group in context.windows:
         begin = context.first_window_page(group, request.num_prompt_tokens)
         if begin < first:
-            return None  # part of what is still reached would have to come from elsewhere
+            return None  # part of the window would have to come from elsewhere
         if begin < end and not index.has(source, group, begin):
             end = begin
         runs[group] = (begin, end)
@@ -112,16 +110,9 @@ def place(
     may_skip: bool,
     accepted_s: float,
 ) -> Placement | None:
-    """Take room in both tiers; None is "not yet", and then the request waits (`decode_node.admission`).
+    """Take room in both tiers. None means "not yet"; the request then waits (`decode_node.admission`).
 
-    Args:
-        chain: Of the prompt.
-        chunk_tokens: Where its chunks begin.
-        may_skip: Whether prefill can omit the parts of the prompt that are there.
-        accepted_s: When the request was accepted.
-
-    Raises:
-        LayoutError: With chunks of that size it can never have room.
+    Arguments and errors as of `Tiers.place`.
     """
     rules, admission = context.rules, context.admission
     total, grid = rules.num_pages(total_tokens), rules.grid_pages(chunk_tokens)
@@ -133,7 +124,7 @@ def place(
         boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
         return max(total - share, boundary)
 
-    # The least share whose remainder an empty host memory can hold. A request with a smaller share would wait for ever.
+    # The least share whose remainder fits an empty host memory. With a smaller share the request would wait for ever.
     shares = range(least, total)
     smallest = least + bisect_left(shares, True, key=lambda share: in_host_memory(share) <= context.tier.num_pages(FULL))
     others = admission.set_aside(request_id, accepted_s=accepted_s)
@@ -163,7 +154,7 @@ def place(
 
 
 def _share_now(context: TierContext, total: int, least: int, set_aside: int) -> int:
-    """As many device pages as there are below the high-water mark, and at least what it takes to go on."""
+    """Return as many device pages as there are below the high-water mark, and at least `least`."""
     rules, admission = context.rules, context.admission
     used = rules.pool_pages - admission.free_pages.by_group[FULL] + set_aside
     return min(total, max(least, rules.high_pages - used))
@@ -181,7 +172,7 @@ def _refuse_what_never_fits(context: TierContext, total: int, least: int, prompt
 
 
 def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, *, may_skip: bool) -> Placement:
-    """Hold what is found of the prompt, and pages for what arrives in host memory."""
+    """Hold the pages that are found of the prompt, and take pages for KV that arrives in host memory."""
     tier, boundary = context.tier, request.boundary
     transient: list[HostPage] = []
     for page in matched(context, request.chain, request.num_prompt_tokens) if may_skip else ():
@@ -196,7 +187,7 @@ def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, 
         first = context.first_window_page(group, request.num_prompt_tokens)
         reached = [tier.find(group, page_hash) for page_hash in request.chain.hashes[first : len(hits)]]
         held = [page for page in reached if page is not None and tier.hold(page)]
-        assert len(held) == len(reached)  # _window_limit has seen to it
+        assert len(held) == len(reached)  # _window_limit ensures it
         transient += held
         if held:
             loads.append(HostPageRun(group=group, first_entry=first, host_pages=_numbers(held)))
@@ -220,7 +211,7 @@ def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, 
 
 
 def _window_limit(context: TierContext, chain: PageHashes, prompt_tokens: int, num_pages: int) -> int:
-    """How many of a prompt's leading pages are of use, as to its windows: of these what is still reached must be there, too."""
+    """Return how many leading pages of a prompt are usable, because its windows, as far as still reached, are there too."""
     limit = num_pages
     for group in context.windows:
         first = context.first_window_page(group, prompt_tokens)
@@ -239,5 +230,5 @@ def _numbers(pages: list[HostPage] | tuple[HostPage, ...]) -> tuple[int, ...]:
 
 
 def _with_full(pages: PageCounts, count: int) -> PageCounts:
-    """The same, with so many pages of the layers that keep every token."""
+    """Return the same counts, with `count` pages of the layers that keep every token."""
     return PageCounts((count, *pages.by_group[FULL + 1 :]))

@@ -1,9 +1,9 @@
-"""Which pages of a request are saved next.
+"""Choose the pages of a request that are saved next.
 
-The prompt's pages and those of generated tokens alike, once every token of them is computed, a stride at a time. Leading pages
-that the device may have to leave behind are held in host memory for the request's life, in room that was promised. The others are
-a cache for later requests: where there is no room they are not saved, and the request goes on without. Of a request whose KV
-may be damaged only the former are saved, and nobody else finds them.
+Pages of the prompt and of generated tokens are saved alike, a stride at a time, when all their tokens are computed.
+Leading pages that may leave the device are held in host memory for the request's life, in room that was promised.
+The others are a cache for later requests; without room they are not saved.
+If the request's KV may be damaged, only the former are saved, and no other request finds them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from decode_node.offload.tiered_request import TieredRequest
 from decode_node.rank_messages import HostPageRun
 
 MAX_SAVED_PAGES: Final = 256
-"""Pages of a save: large enough for the link, small enough that other requests have their turn."""
+"""Most pages of a save: enough to fill the link, few enough that other requests have their turn."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,11 +25,10 @@ class Save:
     """Pages that are about to be copied.
 
     Args:
-        source: "prompt" or "generated", of the first of them.
-        pages: To be filled.
-        transient: Of these, those that nobody holds any more once they are.
-        runs: Where they are on the device.
-        first_window_pages: First entry that is read of each window.
+        source: "prompt" or "generated", for the first page.
+        pages: Host pages to fill.
+        transient: Those of `pages` that the request does not hold afterwards.
+        entries: By group, each page with its entry in the page table, in ascending order.
     """
 
     source: str
@@ -38,7 +37,6 @@ class Save:
     entries: dict[int, list[tuple[int, HostPage]]] = field(default_factory=dict)
 
     def add(self, group: int, entry: int, page: HostPage, *, is_kept: bool) -> None:
-        """One page more; entries of a group ascend."""
         self.pages.append(page)
         if not is_kept:
             self.transient.append(page)
@@ -46,6 +44,7 @@ class Save:
 
     @property
     def runs(self) -> tuple[HostPageRun, ...]:
+        """The pages as runs of adjacent entries."""
         found: list[HostPageRun] = []
         for group, of_group in self.entries.items():
             begin = 0
@@ -58,16 +57,17 @@ class Save:
 
     @property
     def first_window_pages(self) -> dict[int, int]:
+        """First entry of each window that is read, by group."""
         return {group: of_group[0][0] for group, of_group in self.entries.items() if group != FULL}
 
 
 def next_save(context: TierContext, request: TieredRequest, *, is_last: bool) -> Save | None:
-    """Take host pages for what of the request can be saved now; None when that is nothing.
+    """Take host pages for the pages that can be saved now, or return None.
 
-    A page that host memory has already is held, where it has to be, and not copied.
+    A page that host memory already has is not copied, but held if the request needs it.
 
     Args:
-        is_last: The request is at its end: less than a stride is worth a save.
+        is_last: The request ends, so even less than a stride is saved.
     """
     whole = request.num_whole
     least = 1 if is_last else request.rules.stride_pages
@@ -86,7 +86,7 @@ def next_save(context: TierContext, request: TieredRequest, *, is_last: bool) ->
 
 
 def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int) -> bool:
-    """Pages up to `end` of the layers that keep every token; False where host memory is full."""
+    """Add pages up to `end` of the layers that keep every token. Return False if host memory is full."""
     tier = context.tier
     for entry in range(request.next_save, end):
         page_hash = None if request.is_damaged else request.chain.hashes[entry]
@@ -110,7 +110,7 @@ def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int
 
 
 def _add_windows(context: TierContext, request: TieredRequest, save: Save) -> None:
-    """What is still on the device of each window's whole pages, up to where the other layers are saved."""
+    """Add the whole pages of each window that are still on the device, up to where the other layers are saved."""
     for group in () if request.is_damaged else context.windows:
         first = max(request.next_window_save[group], context.first_window_page(group, request.num_computed))
         for entry in range(first, request.next_save):

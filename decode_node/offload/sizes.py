@@ -1,4 +1,4 @@
-"""How many host pages a rank has, and whether the store's bounds hold what they are to. Pure."""
+"""Compute a rank's host pages, and check the bounds of its store. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ def host_page_counts(
     page_bytes: Sequence[int],
     available_bytes: int,
 ) -> tuple[int, ...]:
-    """Host pages of each group of layers: the same multiple of each one's device pages.
+    """Return the host pages of each group of layers: the same multiple of each group's device pages.
 
     Args:
-        page_size: Tokens of a page.
-        device_pages: Pages of each group's device pool.
-        page_bytes: Bytes of a page of each group on this rank.
+        page_bytes: Size of a page of each group on this rank.
         available_bytes: Host memory that this rank may take.
 
     Raises:
-        ConfigError: The model has no layers that keep every token, or the memory does not hold one stride, or not one window,
-            without which no prefix would be found.
-        MemoryPlanError: The host has not that much memory.
+        ConfigError: No layer keeps every token, or the memory holds less than a stride, or less than a window, without which no
+            prefix is found.
+        MemoryPlanError: The host has less memory.
     """
     if groups[0].kind is not GroupKind.FULL:
         names = ", ".join(group.name for group in groups)
@@ -47,7 +45,7 @@ def host_page_counts(
             f"({config.stride_tokens}) takes {stride} pages of {page_size} tokens, {stride * page_bytes[0]:,} bytes of each rank"
         )
     for group, count, on_device in zip(groups, counts, device_pages, strict=True):
-        window = min(on_device, -(-group.window_tokens // page_size))  # nobody reaches further than the device's pages
+        window = min(on_device, -(-group.window_tokens // page_size))  # no prompt reaches further than the device's pages
         if group.kind is GroupKind.WINDOW and count < window:
             raise ConfigError(
                 f"offload.{name} is {value}, which gives {count} host pages to {group.name}, of {on_device} on the device; its "
@@ -63,15 +61,15 @@ def host_page_counts(
 
 
 def check_store_sizes(config: StorageConfig, *, page_bytes: Sequence[int], header_bytes: int, jobs_at_once: int) -> None:
-    """Whether a rank's pages can get into the store, and out of it.
+    """Check that the store's bounds hold a rank's pages.
 
     Args:
-        page_bytes: Bytes of a page of each group that is kept, on this rank.
-        header_bytes: That each has in the store.
-        jobs_at_once: That a rank is given in each direction, of a page at least.
+        page_bytes: Size of a page of each group that is kept, on this rank.
+        header_bytes: Size of a page's header in the store.
+        jobs_at_once: Jobs of at least a page that a rank gets in each direction.
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: A bound is too small.
     """
     largest = max(page_bytes)
     if config.queue_bytes < jobs_at_once * largest:

@@ -1,7 +1,7 @@
-"""What the leader asks of the store, and what it has the ranks put there and bring from there.
+"""Ask the store for pages, and order the ranks to put pages there and fetch them.
 
-The leader only asks whether pages are there; the ranks carry the bytes, each its own heads. A page counts as stored, or as
-brought, once every rank has done its part. What the store does not answer in time is a miss, and nothing here holds up a step.
+The leader only asks whether pages are stored. The ranks carry the bytes, each its own heads. A page counts as stored or fetched
+once every rank has done its part. A late answer of the store is a miss, and nothing here delays a step.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from transfer.storage.halving import first_false
 from transfer.storage.keys import PageHashes
 
 JOBS_AT_ONCE: Final = 2
-"""Of backups, and of what is fetched for one prompt: the store has the next one when it has done with one."""
+"""Backups in flight, and fetches in flight. The store has the next job when it has finished one."""
 
 MOST_JOB_PAGES: Final = 64
 LOOKUP_FRACTION: Final = 1 / 3
-"""Of a fetch's time, after which the store is asked for no further page: what is found takes time to come."""
+"""Fraction of a fetch's time in which the store is asked for pages. The rest is for their bytes."""
 
 PAGES_A_TURN: Final = 1024
 """Pages of a prompt that one turn of the loop looks up."""
 
 RETRY_S: Final = 5.0
-"""For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
+"""Pause of backups after a job of which the store took nothing, because it is full or away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
     """Args:
-    fetch_timeout_s: Longest that a request waits for what the store has of its prompt, all together.
-    refresh_s: After which a page that is found in host memory is put into the store again, which has it count as used there, or
-        puts it back: a store with a limit knows nothing of what host memory answers, and lets go of what is used all the time.
-    job_bytes: Most that a rank is given to store, or to fetch, in one job.
-    page_bytes: Of a page of each group on the rank that has the largest.
+    fetch_timeout_s: Longest wait of a request for the pages of its prompt in the store.
+    refresh_s: Age after which a stored page that is found in host memory is put into the store again. It then counts as used
+        there: a store with a limit does not see the use of host memory, and would evict pages that are used all the time.
+    job_bytes: Most bytes of a rank in one job.
+    page_bytes: Size of a page of each group on the rank that has the largest.
     """
 
     fetch_timeout_s: float
@@ -53,14 +53,19 @@ class StoreSettings:
     page_bytes: tuple[int, ...]
 
     def job_pages(self, group: int) -> int:
-        """Pages of a job."""
+        """Return the most pages of a job."""
         return max(1, min(MOST_JOB_PAGES, self.job_bytes // max(1, self.page_bytes[group])))
 
 
 @dataclass(slots=True, kw_only=True)
 class _Came:
-    """What has come of a prompt, of the layers that keep every token; whether something in between has not, and whether there was
-    no room for the rest."""
+    """Progress of a fetch.
+
+    Args:
+        hashes: Fetched pages of the layers that keep every token.
+        has_gap: One of those pages did not come.
+        is_cut: There was no room for the rest.
+    """
 
     hashes: set[bytes] = field(default_factory=set)
     has_gap: bool = False
@@ -69,10 +74,10 @@ class _Came:
 
 @dataclass(slots=True, kw_only=True)
 class _LookupTime:
-    """Until when the store is asked for pages of a prompt, on the loop's clock.
+    """Deadlines of the questions about a prompt, on the loop's clock.
 
-    The first question has all the time that the request waits: a store that leaves it unanswered is silent, which the client is
-    to note. The others leave most of it to what they find.
+    The first question has all the time that the request waits, so that the client notes the silence of a store that does not
+    answer. The others leave most of that time to the pages that they find.
     """
 
     deadline_s: float
@@ -80,20 +85,17 @@ class _LookupTime:
     has_asked: bool = False
 
     def left_s(self) -> float:
-        """Of the question that is asked now."""
+        """Return the time for the question that is asked now."""
         until_s = self.asks_until_s if self.has_asked else self.deadline_s
         self.has_asked = True
         return until_s - asyncio.get_running_loop().time()
 
 
 class StoreLeader:
-    """See the module's docstring; owned by the leader's loop.
+    """See the module's docstring. Owned by the leader's loop.
 
     Args:
-        context: Index, jobs and ranks.
-        client: To ask with.
-        keys_of: From a group's index and a page's hash, the key of each rank's part, rank 0's first.
-        settings: Bounds.
+        keys_of: Returns the key of each rank's part, rank 0's first, from a group's index and a page's hash.
     """
 
     def __init__(
@@ -109,12 +111,11 @@ class StoreLeader:
         self._client = client
         self._keys_of = keys_of
         self._settings = settings
-        most = sum(self._tier.num_pages(group) for group in range(len(context.groups)))  # none is worth a second place
-        self._most_queued = max(1, most)
-        self._to_back_up: dict[PageName, int] = {}  # in order, each once, and when its request was asked for
+        self._most_queued = max(1, sum(self._tier.num_pages(group) for group in range(len(context.groups))))
+        self._to_back_up: dict[PageName, int] = {}  # when each page's request was asked for; the oldest page first
         self._under_way: set[PageName] = set()
         self._num_backups = 0
-        self._retry: asyncio.TimerHandle | None = None  # while nothing is put into the store
+        self._retry: asyncio.TimerHandle | None = None  # set while backups pause
         self._fetches = asyncio.Semaphore(JOBS_AT_ONCE)
         self._coming: dict[bytes, asyncio.Future[None]] = {}  # by hash, of the layers that keep every token
         self._distrusted = DistrustedPages(client, keys_of=keys_of, being_put=self._under_way)
@@ -140,10 +141,10 @@ class StoreLeader:
         asked_ns: int,
         done: Callable[[frozenset[int]], None],
     ) -> None:
-        """Have the ranks do it with pages of one group and request; `done` with the places of those that failed.
+        """Order a job with pages of one group and request. `done` gets the places of the pages that failed.
 
-        A page counts as used when its request was asked for, and a little earlier for each page before it: of a long prompt,
-        which comes in many jobs, the end makes room in the store before the beginning, without which it is of no use.
+        A page counts as used when its request was asked for, and a little earlier for each page before it. So the end of a long
+        prompt, which has many jobs, is evicted from the store before the beginning, without which it is useless.
         """
         order = kind(
             job=self._context.jobs.begin(done),
@@ -157,9 +158,9 @@ class StoreLeader:
     # Into the store
 
     def back_up(self, pages: Sequence[HostPage], *, asked_ns: int) -> None:
-        """Have pages, which are ready, put into the store when there is time; those of no hash are their request's alone.
+        """Queue ready pages for the store, except those without a hash, which belong to their request alone.
 
-        Where more wait than host memory has pages, the oldest are left out: most of them are gone from it.
+        If more wait than host memory has pages, the oldest leave the queue: most of them are evicted by then.
 
         Args:
             asked_ns: When their request was asked for, since the epoch.
@@ -189,7 +190,7 @@ class StoreLeader:
                 self._order_backup(pages, asked_ns)
 
     def _held_for_backup(self, group: int, asked_ns: int) -> list[HostPage]:
-        """The next pages of one group and request; what has been evicted meanwhile, or cannot be held now, is not stored."""
+        """Hold the next pages of one group and request. Leave out pages that were evicted or cannot be held."""
         most, pages = self._settings.job_pages(group), list[HostPage]()
         while self._to_back_up and len(pages) < most:
             (next_group, _), next_asked_ns = next(iter(self._to_back_up.items()))
@@ -204,7 +205,7 @@ class StoreLeader:
         self._num_backups += 1
         hashes = _hashes(pages)
         names = [(page.group, page_hash) for page, page_hash in zip(pages, hashes, strict=True)]
-        new = frozenset(place for place, page in enumerate(pages) if page.stored_s is None)  # the others only count as used
+        new = frozenset(place for place, page in enumerate(pages) if page.stored_s is None)  # the others are refreshed
         self._under_way.update(names)
 
         def done(failed: frozenset[int]) -> None:
@@ -214,7 +215,7 @@ class StoreLeader:
             damaged: list[PageName] = []
             for place, page in enumerate(pages):
                 if page.page_hash is None:
-                    damaged.append(names[place])  # as it turned out meanwhile
+                    damaged.append(names[place])  # found to be damaged meanwhile
                     page.stored_s = None
                 elif place not in failed:
                     page.stored_s = time.monotonic()
@@ -231,30 +232,33 @@ class StoreLeader:
         self._order(BackUpPages, pages, hashes, asked_ns, done)
 
     def _wait_and_retry(self, names: dict[PageName, int]) -> None:
-        """Put nothing for a while, and these first then. Single pages that failed are tried again when they are found again."""
+        """Pause backups, then begin with these. (Other pages that failed are retried when they are found again.)"""
+
+        def resume() -> None:
+            self._retry = None
+            self._next_backups()
+
         self._to_back_up = names | self._to_back_up
         if self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
-
-    def _try_again(self) -> None:
-        self._retry = None
-        self._next_backups()
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, resume)
 
     def delete(self, pages: Sequence[PageName]) -> None:
-        """What is stored under these hashes is damaged: nobody is to find it. Until it is deleted it is not fetched here, nor put
-        there again, for the store would take what it has for the page."""
+        """Delete damaged pages from the store.
+
+        Until that succeeds they are not fetched, nor put again, because the store would keep the page that it has.
+        """
         self._distrusted.add(pages)
 
     # Out of the store
 
     async def fetch(self, chain: PageHashes, prompt_tokens: int, *, asked_ns: int) -> frozenset[bytes]:
-        """Bring what the store has of a prompt, and host memory has not, into host memory, in bounded time.
+        """Fetch pages of a prompt that only the store has into host memory, in bounded time.
 
         Args:
             asked_ns: When the request was asked for, since the epoch.
 
         Returns:
-            Hashes of the pages that came.
+            Hashes of the fetched pages.
         """
         came = _Came()
         hashes = chain.hashes[: (prompt_tokens - 1) // self._context.rules.page_size]
@@ -274,7 +278,7 @@ class StoreLeader:
         """
         known = await self._num_known(hashes)
         while known < len(hashes) and (coming := self._coming.get(hashes[known])) is not None:
-            await asyncio.wait([coming])  # for another request of the same beginning
+            await asyncio.wait([coming])  # another request with the same beginning fetches it
             known = await self._num_known(hashes)
         asks_until_s = asyncio.get_running_loop().time() + LOOKUP_FRACTION * self._settings.fetch_timeout_s
         lookup = _LookupTime(deadline_s=deadline_s, asks_until_s=min(deadline_s, asks_until_s))
@@ -288,7 +292,7 @@ class StoreLeader:
                 end = missing[num_stored]
             wanted[group] = missing[:num_stored]
         known = await self._num_known(hashes)
-        for group in (*self._context.windows, FULL):  # what is known is the last to be evicted for what follows it
+        for group in (*self._context.windows, FULL):  # the known pages are evicted after those that make room for the rest
             for place in reversed(range(known)):
                 if (page := self._tier.find(group, hashes[place])) is not None:
                     self._tier.touch(page)
@@ -298,7 +302,7 @@ class StoreLeader:
         return {FULL: range(known, max(known, min(end, known + room))), **wanted}
 
     async def _bring(self, wanted: dict[int, Sequence[int]], hashes: Sequence[bytes], came: _Came, asked_ns: int) -> None:
-        """Have the ranks fill host pages, the first ones first, up to a gap or where there is no room; few jobs at once."""
+        """Order fetches, the first pages first and few jobs at once, until there is a gap or no room."""
         orders: list[asyncio.Future[None]] = []
         for group, of_group in wanted.items():
             size = self._settings.job_pages(group)
@@ -315,7 +319,7 @@ class StoreLeader:
             await asyncio.wait(orders)
 
     def _taken(self, group: int, wanted: Sequence[int], hashes: Sequence[bytes], came: _Came) -> list[HostPage] | None:
-        """Host pages to be filled, for those that are not there, up to where there is no room, or damage; None: none at all."""
+        """Take host pages for missing pages, until there is no room or a damaged page. None means that not even one was taken."""
         pages: list[HostPage] = []
         for place in wanted:
             if (group, hashes[place]) in self._distrusted:
@@ -339,7 +343,7 @@ class StoreLeader:
             for place, page in reversed(list(enumerate(pages))):
                 if page.group == FULL:
                     self._coming.pop(hashes[place], None)
-                if place in failed or page.page_hash is None:  # without a hash: found to be damaged meanwhile
+                if place in failed or page.page_hash is None:  # no hash: found to be damaged meanwhile
                     self._tier.discard(page)
                     came.has_gap = came.has_gap or page.group == FULL
                 else:
@@ -363,10 +367,9 @@ class StoreLeader:
         return await _first(lambda place: not self._is_ready(FULL, hashes[place]), len(hashes))
 
     async def _num_stored(self, group: int, places: Sequence[int], hashes: Sequence[bytes], lookup: _LookupTime) -> int:
-        """How many of the first of these pages the store has, by rank 0's part.
+        """Return how many leading pages the store has, by rank 0's part.
 
-        They are searched by halving: where a page is stored the ones before it nearly always are, and where not, the ranks find
-        out.
+        Search by halving: the pages before a stored page are nearly always stored, and otherwise the ranks notice.
         """
 
         async def has(number: int) -> bool:

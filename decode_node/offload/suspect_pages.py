@@ -1,4 +1,4 @@
-"""Pages of the store that are damaged, as a request that had them has shown: deleted there, and not looked for until they are."""
+"""Delete damaged pages from the store. They are not looked for until that succeeds."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Final
 from transfer.storage.client import StoreClient
 
 PAGES_AT_ONCE: Final = 64
-"""Which the store is to delete by one deadline."""
+"""Pages of one call, which has one deadline."""
 
 RETRY_S: Final = 5.0
-"""After which it is asked again for what it has not deleted."""
+"""Pause before the pages that were not deleted are tried again."""
 
 MOST: Final = 1 << 18
-"""Pages that are remembered; of more the oldest are trusted again. A few long prompts, and some tens of megabytes."""
+"""Most pages that are remembered, in some tens of megabytes. Beyond that the oldest are trusted again."""
 
 PageName = tuple[int, bytes]
-"""Of a page in host memory and in the store: its group of layers, and its hash."""
+"""Group of layers and hash of a page in host memory and in the store."""
 
 
 class DistrustedPages:
-    """See the module's docstring; owned by the leader's loop.
+    """See the module's docstring. Owned by the leader's loop.
 
     Args:
-        client: To delete with.
-        keys_of: From a group's index and a page's hash, the key of each rank's part.
-        being_put: Pages on their way into the store, which could get there once they have been deleted.
+        keys_of: See `StoreLeader`.
+        being_put: Pages on their way into the store, which may arrive there after they were deleted.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class DistrustedPages:
         self._client = client
         self._keys_of = keys_of
         self._being_put = being_put
-        self._names: dict[PageName, int] = {}  # and when each was added, by count; the oldest first
+        self._names: dict[PageName, int] = {}  # with the count at which each was added; the oldest first
         self._num_added = 0
         self._deleting: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -49,7 +48,7 @@ class DistrustedPages:
         return len(self._names)
 
     def add(self, names: Sequence[PageName]) -> None:
-        """Nobody is to find these, as far as the store can be reached."""
+        """Delete these pages as soon as the store can be reached."""
         for name in names:
             self._num_added += 1
             self._names.pop(name, None)
@@ -60,7 +59,7 @@ class DistrustedPages:
             self._delete()
 
     def close(self) -> None:
-        """Have nothing more deleted."""
+        """Delete nothing more."""
         self._is_closed = True
         if self._retry is not None:
             self._retry.cancel()
@@ -73,7 +72,7 @@ class DistrustedPages:
             self._deleting = asyncio.get_running_loop().create_task(self._delete_all())
 
     async def _delete_all(self) -> None:
-        """Once for each that there is now."""
+        """Try to delete each present page once."""
         left = list(self._names.items())
         while left and not self._is_closed:
             names, left = left[:PAGES_AT_ONCE], left[PAGES_AT_ONCE:]

@@ -1,6 +1,6 @@
-"""What the leader remembers of one request's pages: how far they are computed, saved, and left behind by the device.
+"""Remember how far one request's pages are computed, saved, and given up by the device; and which of them others can copy.
 
-Data and the questions that it can answer of itself; every decision is that of `decode_node.offload.leader`.
+Data, and what follows from it. `decode_node.offload.leader` makes every decision. Pure.
 """
 
 from __future__ import annotations
@@ -16,27 +16,32 @@ from transfer.storage.keys import PageHashes
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TieredRequest:
-    """One try of a request, from its place in both tiers until every rank has given its pages back.
+    """One attempt of a request, from its place in both tiers until every rank has given its pages back.
 
-    Pages are counted in the layers that keep every token, where nothing else is said.
+    Pages are those of the layers that keep every token, unless stated otherwise.
 
     Args:
-        request_id: The try's.
-        rules: The settings.
+        request_id: Id of the attempt.
         chain: Hashes of its whole pages, prompt first.
-        num_prompt_tokens: Tokens of the prompt.
         total_pages: Pages of prompt and new tokens.
         share: Device pages that it may have.
         least_share: The smallest share with which it can go on.
         guaranteed: Leading pages that have, or are promised, room in host memory.
         boundary: Leading pages that are read in host memory.
-        host: The leading pages that are held in host memory, for as long as the request lives.
-        next_save: First page that has not been looked at for saving; never before the boundary.
-        first_window_page: First page that the prompt has brought whole of each sliding window, by the index of its group.
-        next_window_save: First page of each that has not been looked at for saving.
+        host: Leading pages that are held in host memory for the request's life.
+        next_save: First page that was not considered for saving; never before the boundary.
+        first_window_page: First page of each sliding window that came whole with the prompt, by group.
+        next_window_save: First page of each window that was not considered for saving.
         num_computed: Tokens whose KV is in the pool.
-        saving: First window entry that a copy under way still reads, by job and group.
-        num_copied_from: Other requests that are getting pages of it.
+        num_loading: Jobs that bring known pages of its prompt onto the device, before it may run.
+        is_moving: The boundary moves, or pages are brought back.
+        shrinks_to: Requested share, while the device is short of pages.
+        leaves_to: Boundary to which the ranks move it, when they also take the difference in shares.
+        returns_to: Boundary down to which pages are brought back; they have their device pages already.
+        saving: First window entry that a copy in flight still reads, by job and group.
+        num_copied_from: Requests that copy pages of this one.
+        stalled_at: Position of the last step that had to wait.
+        is_damaged: Its KV may be damaged. It goes on, but no other request gets any of it.
         asked_ns: See `Prompt`.
     """
 
@@ -54,38 +59,38 @@ class TieredRequest:
     first_window_page: dict[int, int] = field(default_factory=dict)
     next_window_save: dict[int, int] = field(default_factory=dict)
     num_computed: int = 0
-    num_loading: int = 0  # jobs that bring known pages of its prompt onto the device, before it may run
+    num_loading: int = 0
     is_running: bool = False
-    is_moving: bool = False  # its boundary is being moved, or pages are being brought back
-    shrinks_to: int | None = None  # the share that is asked of it, while the device is short of pages
-    leaves_to: int | None = None  # the boundary to which the ranks are moving it, and take the difference in shares
-    returns_to: int | None = None  # the boundary down to which pages are being brought back, and have their device pages already
+    is_moving: bool = False
+    shrinks_to: int | None = None
+    leaves_to: int | None = None
+    returns_to: int | None = None
     saving: dict[int, dict[int, int]] = field(default_factory=dict)
     num_copied_from: int = 0
-    stalled_at: int | None = None  # the position of the last step that had to wait
-    is_damaged: bool = False  # its KV may be no good: it goes on, and nobody else gets any of it
+    stalled_at: int | None = None
+    is_damaged: bool = False
     asked_ns: int = 0
     _num_ready: int = 0
 
     @property
     def target_share(self) -> int:
-        """The share to make do with."""
+        """Share that it should manage with."""
         return self.share if self.shrinks_to is None else self.shrinks_to
 
     @property
     def num_whole(self) -> int:
-        """Pages all of whose tokens are computed."""
+        """Pages whose tokens are all computed."""
         return self.num_computed // self.rules.page_size
 
     @property
     def num_ready(self) -> int:
-        """Leading pages that every rank has in host memory, and that stay there."""
+        """Leading pages that every rank has in host memory for the request's life."""
         while self._num_ready < len(self.host) and self.host[self._num_ready].is_ready:
             self._num_ready += 1
         return self._num_ready
 
     def wanted_boundary(self) -> int:
-        """Where its boundary should be for the token that comes next."""
+        """Return where its boundary should be for the next token."""
         return self.rules.next_boundary(
             boundary=self.boundary,
             end=self.num_whole + 1,
@@ -94,7 +99,7 @@ class TieredRequest:
         )
 
     def may_step(self, position: int, groups: Sequence[LayerGroup], slack_pages: int) -> bool:
-        """Whether a step can be run without more device pages than it has.
+        """Return whether a step needs no more device pages than the request has.
 
         Args:
             slack_pages: Pages of a window that are set aside for those that a save still reads when the window has passed them.
@@ -111,8 +116,63 @@ class TieredRequest:
         return True
 
     def whole_windows(self, groups: Sequence[LayerGroup]) -> None:
-        """The prompt is there: of a window, saving begins with the first page that has come whole."""
+        """Begin to save each window with the first page that came whole with the prompt."""
         for index, group in enumerate(groups):
             if group.kind is GroupKind.WINDOW:
                 self.first_window_page[index] = self.rules.num_pages(group.first_travelling_token(self.num_prompt_tokens))
         self.next_window_save = dict(self.first_window_page)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCopy:
+    """Pages of one request on the device that another request copies.
+
+    Args:
+        runs: Entries [begin, end) to copy, by the index of a group of layers.
+    """
+
+    source: TieredRequest
+    runs: dict[int, tuple[int, int]]
+
+
+class DeviceIndex:
+    """Find pages of running requests on the device, to copy those that host memory does not have. Owned by the leader.
+
+    Equal hashes mean equal tokens from the prompt's first token on, so a page is the same entry of both requests' tables.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup]) -> None:
+        self._groups = groups
+        self._by_hash: dict[bytes, TieredRequest] = {}
+
+    def add(self, request: TieredRequest, first_entry: int) -> None:
+        """Add the request's whole pages from that entry on. The first request that has a page stays its source."""
+        if request.is_damaged:
+            return
+        for page_hash in request.chain.hashes[first_entry : request.num_whole]:
+            self._by_hash.setdefault(page_hash, request)
+
+    def remove(self, request: TieredRequest) -> None:
+        """Remove a request whose pages are about to be freed. Idempotent."""
+        for page_hash in request.chain.hashes:
+            if self._by_hash.get(page_hash) is request:
+                del self._by_hash[page_hash]
+
+    def forget(self, page_hashes: Sequence[bytes]) -> None:
+        """Remove pages, whichever request has them."""
+        for page_hash in page_hashes:
+            self._by_hash.pop(page_hash, None)
+
+    def has(self, source: TieredRequest, group: int, entry: int) -> bool:
+        """Return whether the page is on the device, as far as the leader has ordered."""
+        if self._groups[group].kind is GroupKind.FULL:
+            return entry >= source.boundary
+        reached = self._groups[group].first_needed_token(source.num_computed) // source.rules.page_size
+        return entry >= max(reached, source.first_window_page[group])
+
+    def source_of(self, page_hash: bytes, entry: int) -> TieredRequest | None:
+        """Return the request that has the page on the device and keeps it there for now."""
+        source = self._by_hash.get(page_hash)
+        if source is None or source.is_moving or not self.has(source, 0, entry):
+            return None
+        return source

@@ -42,7 +42,7 @@ MEMORY_PLAN = _files("planner", "__init__ config_fields model_* plan* workspace"
 # Names and formats of stored pages, and the interface of a store.
 STORED_PAGES = _files("transfer/storage", "__init__ base halving keys pages")
 # The decode leader's state and rules of host pages.
-HOST_PAGES = _files("decode_node/offload", "device_index host_tier jobs rules tiered_request")
+HOST_PAGES = _files("decode_node/offload", "host_tier jobs rules tiered_request")
 # Layer 0: imports the standard library and layer 0 only.
 L0 = (
     *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index instance pool/page_allocator"),

@@ -11,12 +11,12 @@ import pytest
 from decode_node.admission import Admission, page_needs
 from decode_node.offload import store_leader as store_leader_module
 from decode_node.offload.context import FULL, TierContext
-from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import ANSWER_S, JOBS_AT_ONCE, RETRY_S, StoreLeader, StoreSettings
 from decode_node.offload.suspect_pages import RETRY_S as DELETE_AGAIN_S
+from decode_node.offload.tiered_request import DeviceIndex
 from decode_node.rank_messages import StoreJob
 from tests.decode.leader_world import turns
 from tests.runtime.hand_clock import HandClock

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostPage
 from decode_node.offload.rules import TierRules
-from decode_node.offload.tiered_request import TieredRequest
+from decode_node.offload.tiered_request import DeviceIndex, TieredRequest
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
 from transfer.storage.keys import PageHashes

@@ -6,11 +6,11 @@ from typing import Any
 
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import FULL, TierContext
-from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.page_placement import place
 from decode_node.offload.rules import TierRules
+from decode_node.offload.tiered_request import DeviceIndex
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
 from transfer.metrics import NodeMetrics

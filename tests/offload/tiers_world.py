@@ -18,13 +18,13 @@ import torch
 
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import TierContext
-from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rank import OffloadRank
 from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import StoreLeader, StoreSettings
+from decode_node.offload.tiered_request import DeviceIndex
 from decode_node.offload.tiers import Prompt
 from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep
 from node_runtime.rank_messages import PagesReleased
