@@ -14,9 +14,9 @@ from bench.loop_turns import Watch
 from bench.timing import ROOT
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import Tiers
-from decode_node.request_state import GenerationObserver
-from decode_node.requests import DecodeRequests
+from decode_node.requests import DecodeRequests, GenerationObserver
 from transfer.breaker import BreakerSettings
+from transfer.config import DecodeLimitsConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.engine_types import SamplingParams
@@ -150,11 +150,13 @@ def placed_together(watch: Watch, *, number: int = NUM_PLACED, num_tokens: int =
                 peers=peers,
                 text=_NoText(),  # type: ignore[arg-type]  # nothing is generated
                 own=instance(DECODE_LIFE, tp_size=1),
-                max_queued=number,
-                queue_timeout_s=DEADLINE_S,
-                join_timeout_s=DEADLINE_S,
-                step_timeout_s=DEADLINE_S,
-                prefill_retries=0,
+                limits=DecodeLimitsConfig(
+                    max_queued_requests=number,
+                    queue_timeout_s=DEADLINE_S,
+                    join_timeout_s=DEADLINE_S,
+                    step_timeout_s=DEADLINE_S,
+                    prefill_retries=0,
+                ),
                 broadcast=lambda message: None,
                 on_broken=lambda reason: None,
                 observer=IncomingObserver(

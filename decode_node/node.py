@@ -1,4 +1,4 @@
-"""The leader of a decode node: serves DecodeControl, and turns calls into work for prefill nodes and for the ranks."""
+"""Run the leader of a decode node: serve DecodeControl, and turn calls into work for prefill nodes and for the ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import open_tiers
 from decode_node.offload.tiers import Tiers
 from decode_node.rank_messages import CODEC, DecodeStepDone, JobDone, check_step_fits
-from decode_node.request_state import Done, GenerationObserver, GenerationRequest, Tokens
-from decode_node.requests import DecodeRequests
+from decode_node.requests import DecodeRequests, GenerationObserver, GenerationRequest
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
@@ -48,11 +47,11 @@ log = structlog.get_logger(__name__)
 CLIENT_WENT_AWAY: Final = "the client went away"
 
 READ_S: Final = 10.0
-"""How long a drain waits for a client that does not take the end of its answer. One that does not read for longer may never."""
+"""Longest wait of a drain for a client that does not read the end of its answer."""
 
 
 class _Life:
-    """What exists only while the ranks live."""
+    """State of the leader that lives as long as its ranks."""
 
     def __init__(self, node: DecodeNode, hellos: tuple[RankReady, ...], address: str, store: StoreClient | None = None) -> None:
         config, first = node.config, hellos[0]
@@ -106,11 +105,7 @@ class _Life:
             peers=self.peers,
             text=node.text,
             own=first.instance,
-            max_queued=config.limits.max_queued_requests,
-            queue_timeout_s=config.limits.queue_timeout_s,
-            join_timeout_s=config.limits.join_timeout_s,
-            step_timeout_s=config.limits.step_timeout_s,
-            prefill_retries=config.limits.prefill_retries,
+            limits=config.limits,
             broadcast=node.broadcast,
             on_broken=node.lose,
             observer=IncomingObserver(
@@ -130,12 +125,12 @@ class _Life:
         self._address = address
 
     def use(self, addresses: Iterable[str]) -> None:
-        """Prefill nodes are there now."""
+        """Take the present addresses of the prefill nodes."""
         self.peers.use(_others(addresses, self._address))
 
 
 def _others(addresses: Iterable[str], own: str) -> list[str]:
-    """One list, or one name, may do for all nodes of a cluster whose nodes change their roles: none is its own prefill node."""
+    """Leave out this node: nodes that change their roles may all have the same list or name."""
     return [address for address in addresses if address != own]
 
 
@@ -143,15 +138,14 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     """A `node_runtime.daemon.RoleServer` and the servicer of its API."""
 
     def __init__(self, daemon: Daemon, config: DecodeNodeConfig) -> None:
-        """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
+        """Raise ConfigError if a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
         super().__init__(daemon, config, codec=CODEC, on_rank_message=self._on_rank_message)
-        self.discovery = open_discovery(
-            config.discovery, config.peers.prefill_nodes, self.security
-        )  # of the node: every life of its ranks uses its results
+        # Of the node, because every life of its ranks uses the results.
+        self.discovery = open_discovery(config.discovery, config.peers.prefill_nodes, self.security)
         self.text = TextCodec(config.model)
-        self._in_flight: dict[str, GenerationRequest] = {}  # by the ids of clients, whose calls have not ended
-        self._num_coming = 0  # calls that have been let in, and are not in the queue yet
+        self._in_flight: dict[str, GenerationRequest] = {}  # by the ids of clients whose calls have not ended
+        self._num_coming = 0  # accepted calls that are not in the queue yet
         self._tokenising: set[asyncio.Future[tuple[int, ...]]] = set()
 
     # Role
@@ -165,7 +159,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     async def begin_life(self, hellos: tuple[RankReady, ...]) -> None:
         store = None
         if self.config.offload.is_on:
-            # On a thread: the library of an object store is loaded by the first one that is opened.
+            # On a thread, because the first object store loads its library.
             store = await asyncio.to_thread(
                 open_store_client, self.config.storage, loop=asyncio.get_running_loop(), observer=self.metrics.store
             )
@@ -203,7 +197,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
 
     @property
     def num_in_flight(self) -> int:
-        """Also those whose text is being tokenised, and for `READ_S` those whose client has not taken all its tokens."""
+        """Requests in flight, those being tokenised, and for `READ_S` those whose client has not read all tokens."""
         oldest_s = time.monotonic() - READ_S
         num_unread = sum(not request.is_told or request.told_s > oldest_s for request in self._in_flight.values())
         return max(self._num_coming + super().num_in_flight, num_unread)
@@ -222,7 +216,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                 if message.is_out_of_memory:
                     life.memory_watch.step_failed(f"rank {rank}: {message.reason}")
                 if message.is_fatal:
-                    # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.
+                    # Often another rank has died. The requests end with the life, through no fault of theirs.
                     self.lose(f"rank {rank}: {message.reason}")
                 else:
                     life.generation.on_step_failed(message)
@@ -251,7 +245,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             if span is not None:
                 span.end(without_request(error))
             await end_with(context, error)
-        except asyncio.CancelledError:  # while its text was tokenised: no request has been made that could tell of it
+        except asyncio.CancelledError:  # while its text was tokenised, so no request reports it
             gone = TransferAborted(CLIENT_WENT_AWAY)
             self.metrics.request_ended("aborted")
             self.metrics.request_given_up(gone)
@@ -262,28 +256,15 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             self._num_coming -= 1
         prompt_tokens = len(accepted.token_ids)
         self.metrics.counter("prompt_tokens").inc(prompt_tokens)
-        generated = 0
         try:
             yield pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id=request_id, prompt_tokens=prompt_tokens))
             while True:
                 match await accepted.progress.get():
-                    case Tokens(token_ids=token_ids, text=text):
-                        generated += len(token_ids)
-                        self.metrics.counter("generated_tokens").inc(len(token_ids))
-                        yield pb.GenerateEvent(tokens=pb.GeneratedTokens(token_ids=token_ids, text=text))
-                    case Done() as done:
-                        yield pb.GenerateEvent(
-                            done=pb.GenerateDone(
-                                finish_reason=done.finish_reason,
-                                prompt_tokens=prompt_tokens,
-                                generated_tokens=generated,
-                                stats=done.stats,
-                                ttft_s=done.ttft_s,
-                                prefill_node=done.prefill_node,
-                                retries=done.retries,
-                                cached_tokens=done.cached_tokens,
-                            )
-                        )
+                    case pb.GeneratedTokens() as tokens:
+                        self.metrics.counter("generated_tokens").inc(len(tokens.token_ids))
+                        yield pb.GenerateEvent(tokens=tokens)
+                    case pb.GenerateDone() as done:
+                        yield pb.GenerateEvent(done=done)
                         return
                     case TransferError() as failure:
                         await end_with(context, failure)
@@ -291,10 +272,10 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             self._in_flight.pop(request_id, None)
             life.requests.give_up(accepted, TransferAborted(CLIENT_WENT_AWAY))
             if span is not None:
-                span.end()  # unless what failed it has ended it
+                span.end()  # no effect if the failure has ended it
 
     async def _submit(self, life: _Life, request: pb.GenerateRequest, span: Span | None = None) -> tuple[GenerationRequest, str]:
-        """The queued request, and the id that its client knows it by."""
+        """Check and queue a request. Return it with its client's id."""
         request_id = request.request_id or secrets.token_hex(8)
         check_request_id(request_id)
         check_cache_salt(request.cache_salt)
@@ -318,7 +299,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         if not request.ignore_eos:
             end_ids |= life.eos_token_ids
         sampling = sampling_from_proto(request.sampling)
-        # Both may have changed while a long text was tokenised.
+        # Check now, because a long text was tokenised meanwhile.
         if life is not self._life:
             raise PeerUnreachable("the decode ranks have died")
         if request_id in self._in_flight:
@@ -337,10 +318,10 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         return accepted, request_id
 
     async def _tokenise(self, text: str, *, max_tokens: int) -> tuple[int, ...]:
-        """As `TextCodec.encode`, with a bound on the texts that wait for it: each can be as long as a message.
+        """Tokenise as `TextCodec.encode` does, with a bound on waiting texts, each of which can be as long as a message.
 
         Raises:
-            ResourceExhausted: As many wait as requests may be queued.
+            ResourceExhausted: As many texts wait as requests may be queued.
         """
         most = self.config.limits.max_queued_requests
         if len(self._tokenising) >= most:
@@ -350,7 +331,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         work = asyncio.ensure_future(self.text.encode(text, max_tokens=max_tokens))
         self._tokenising.add(work)
         work.add_done_callback(self._tokenising.discard)
-        # When its caller goes away it goes on: a thread that has begun cannot be stopped, and what waits for one stays queued.
+        # It goes on without its caller, because a thread that has begun cannot be stopped.
         return await asyncio.shield(work)
 
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:

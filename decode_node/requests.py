@@ -1,27 +1,30 @@
-"""A decode node's requests, as its leader sees them: admission, room, generation, and the results for each caller.
+"""Serve a decode node's requests in its leader: admission, room, generation, and the results for each caller.
 
 `transfer.connector.incoming` tracks their attempts: the prefill node, the call, and the KV that the ranks received.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 import structlog
 
-from decode_node.offload.tiers import Tiers
+from decode_node.offload.tiers import Prompt, Tiers
 from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
-from decode_node.request_state import Done, GenerationObserver, GenerationRequest, Tokens
-from decode_node.text import TextCodec
+from decode_node.text import TextCodec, TextStream
 from node_runtime.rank_messages import StepFailed
 from node_runtime.step_watch import StepWatch
 from transfer.chunk import ChunkPlan
-from transfer.connector.attempt import Attempt, IncomingObserver, IncomingRoom, NotYet
+from transfer.config import DecodeLimitsConfig
+from transfer.connector.attempt import Attempt, IncomingObserver, IncomingRoom, NotYet, WantedPrompt
 from transfer.connector.incoming import IncomingTransfers
 from transfer.connector.prefill_nodes import PrefillNodes
+from transfer.connector.request_view import RequestView
 from transfer.engine_types import SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, OutOfMemory, ResourceExhausted, TransferError
 from transfer.instance import Instance
@@ -31,26 +34,67 @@ from transfer.transfer_ids import new_transfer_id
 
 log = structlog.get_logger(__name__)
 
+Progress = pb.GeneratedTokens | pb.GenerateDone | TransferError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GenerationRequest(WantedPrompt):
+    """One generation.
+
+    Args:
+        known: Lookup of its prompt in the tiers, by the current attempt.
+        progress: Results for the caller. The last item is `GenerateDone` or an error.
+        finish_reason: Empty until the last token.
+        is_told: The last item is in `progress`, since `told_s` on the monotonic clock.
+    """
+
+    max_new_tokens: int
+    end_ids: frozenset[int]
+    text: TextStream
+    known: Prompt | None = None
+    progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    generated: list[int] = field(default_factory=list)
+    ttft_s: float = 0.0
+    last_token_s: float = 0.0
+    finish_reason: str = ""
+    is_told: bool = False
+    told_s: float = 0.0
+
+    @property
+    def next_position(self) -> int:
+        """Position of the newest token, which is the input of the next step."""
+        return len(self.token_ids) + len(self.generated) - 1
+
+    def view(self, now_s: float, *, num_ranks: int) -> RequestView:
+        """See `WantedPrompt.view`."""
+        view = WantedPrompt.view(self, now_s, num_ranks=num_ranks)
+        return replace(view, generated_tokens=len(self.generated), max_new_tokens=self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationObserver:
+    """Callbacks that report generated tokens to the leader's metrics.
+
+    Args:
+        on_first_token: Called with the seconds since acceptance.
+        on_token: Called with the seconds since the token before.
+    """
+
+    on_first_token: Callable[[float], None]
+    on_token: Callable[[float], None]
+
+
 GenerationAttempt = Attempt[GenerationRequest]
 
 
 class DecodeRequests:
-    """Serve as `IncomingScheduler` of a daemon, and generate. Owned by the leader's loop.
+    """Generate, and serve as the `IncomingScheduler` of a daemon. Owned by the leader's loop.
 
     Args:
         tiers: Decide where the pages of each request lie.
-        peers: Prefill nodes.
-        text: Converts between text and tokens.
         own: This instance.
-        max_queued: Requests that may wait.
-        queue_timeout_s: Longest wait of a request.
-        join_timeout_s: Longest part of that wait for a prefill node to join; 0 disables this wait.
-        step_timeout_s: Longest duration of a step.
-        prefill_retries: How often a request may be retried on another prefill node.
         broadcast: Sends a message to every rank.
         on_broken: Called with the reason when the engine hangs. The life cannot be used any more.
-        observer: Receives reports about requests.
-        generation: Receives reports about tokens.
         name_attempt: Makes the id of an attempt from the client's.
     """
 
@@ -63,11 +107,7 @@ class DecodeRequests:
         peers: PrefillNodes,
         text: TextCodec,
         own: Instance,
-        max_queued: int,
-        queue_timeout_s: float,
-        join_timeout_s: float,
-        step_timeout_s: float,
-        prefill_retries: int,
+        limits: DecodeLimitsConfig,
         broadcast: Callable[[object], None],
         on_broken: Callable[[str], None],
         observer: IncomingObserver,
@@ -78,17 +118,15 @@ class DecodeRequests:
             scheduler=self,
             peers=peers,
             own=own,
-            retries=prefill_retries,
+            retries=limits.prefill_retries,
             broadcast=broadcast,
             observer=observer,
             name_attempt=name_attempt,
         )
         self._tiers = tiers
         self._text = text
-        self._max_queued = max_queued
-        self._queue_timeout_s = queue_timeout_s
-        self._join_timeout_s = join_timeout_s
-        self._watch = StepWatch(step_timeout_s, on_broken)
+        self._limits = limits
+        self._watch = StepWatch(limits.step_timeout_s, on_broken)
         self._broadcast = broadcast
         self._observer = observer
         self._generation = generation
@@ -98,7 +136,7 @@ class DecodeRequests:
         self._num_steps = 0
 
     async def close(self, error: TransferError) -> None:
-        """End every request with `error`, without the ranks: they are gone, or about to be."""
+        """End every request with `error`, without the ranks, which have ended or are about to."""
         for attempt in self._running.values():
             self._record_decode(attempt, str(error))
         self._running.clear()
@@ -120,20 +158,21 @@ class DecodeRequests:
         """Queue a generation.
 
         Args:
-            request_id: The client's; each attempt gets an id of its own that begins with it.
-            cache_salt: It shares kept KV with requests of the same one only.
-            span: Of the request, where it is traced; ended by whoever began it.
-            may_wait: For a prefill node to be joined, where none is.
+            request_id: The client's id. The id of each attempt begins with it.
+            cache_salt: The request shares kept KV only with requests of the same salt.
+            span: Span of a traced request. The caller ends it.
+            may_wait: Whether it may wait for a prefill node to join.
 
         Raises:
             ResourceExhausted: The queue is full, or the pool can never hold prompt and new tokens.
-            PeerUnreachable: No prefill node is joined, and it may not wait, or none can be waited for.
+            PeerUnreachable: No prefill node is joined, and it may not wait or none can come.
         """
         needed = len(token_ids) + max_new_tokens
         if (refusal := self._tiers.refusal(needed)) is not None:
             raise ResourceExhausted(f"prompt and new tokens ({needed}) {refusal}")
-        if self.transfers.num_queued >= self._max_queued:
-            raise ResourceExhausted(f"decode queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
+        most = self._limits.max_queued_requests
+        if self.transfers.num_queued >= most:
+            raise ResourceExhausted(f"decode queue is full ({most} requests wait; limits.max_queued_requests)")
         request = GenerationRequest(
             request_id=request_id,
             token_ids=token_ids,
@@ -142,8 +181,8 @@ class DecodeRequests:
             sampling=sampling,
             end_ids=end_ids,
             accepted_s=time.monotonic(),
-            queue_timeout_s=self._queue_timeout_s,
-            join_timeout_s=self._join_timeout_s,
+            queue_timeout_s=self._limits.queue_timeout_s,
+            join_timeout_s=self._limits.join_timeout_s,
             text=self._text.stream(),
             cache_salt=cache_salt,
             span=span,
@@ -156,9 +195,9 @@ class DecodeRequests:
     # Implementation of `IncomingScheduler`
 
     async def prepare(self, attempt: GenerationAttempt) -> None:
-        """Look the prompt up for each attempt: KV from a node of another precision has other hashes."""
+        """Look the prompt up for each attempt, because KV from a node of another precision has other hashes."""
         request = attempt.prompt
-        assert attempt.prefill is not None, "it is about to be sent there"
+        assert attempt.prefill is not None, "the attempt has a node"
         request.known = None
         request.known = await self._tiers.look_up(
             request.token_ids, request.cache_salt, prefill=attempt.prefill, may_skip=attempt.can_start_late
@@ -214,9 +253,9 @@ class DecodeRequests:
         log.info("request_failed", request_id=prompt.current.transfer_id, reason=str(failure))
 
     def call_ended(self, attempt: GenerationAttempt) -> None:
-        """Report the end of a request whose tokens came before the last acks. The acks carry the caller's statistics."""
+        """Report the end of a request whose tokens came before the last acks, which carry the statistics."""
         if attempt.prompt.finish_reason and attempt.is_current:
-            self._say_done(attempt)
+            self._report_done(attempt)
 
     # Messages from the ranks
 
@@ -254,7 +293,7 @@ class DecodeRequests:
 
     def _run(self, request: GenerationRequest) -> None:
         attempt = request.current
-        assert attempt.first_token is not None, "it is not whole without"
+        assert attempt.first_token is not None, "a whole prompt has its first token"
         self._tiers.begin(attempt.transfer_id)
         self._running[attempt.transfer_id] = attempt
         request.last_token_s = time.monotonic()
@@ -270,7 +309,7 @@ class DecodeRequests:
             now_s = time.monotonic()
             self._generation.on_token(now_s - request.last_token_s)
             request.last_token_s = now_s
-        request.progress.put_nowait(Tokens(token_ids=(token,), text=request.text.add(token)))
+        request.progress.put_nowait(pb.GeneratedTokens(token_ids=(token,), text=request.text.add(token)))
         if token in request.end_ids:
             self._finish(attempt, "stop")
         elif len(request.generated) >= request.max_new_tokens:
@@ -289,7 +328,7 @@ class DecodeRequests:
             request.span.set(finish_reason=reason, cached_tokens=attempt.start_token, retries=request.num_retries)
             request.span.set(generated_tokens=len(request.generated))
         if attempt.call is None or attempt.call.done():
-            self._say_done(attempt)
+            self._report_done(attempt)
 
     def _record_decode(self, attempt: GenerationAttempt, error: str = "") -> None:
         request = attempt.prompt
@@ -297,14 +336,16 @@ class DecodeRequests:
             begun_s = request.accepted_s + request.ttft_s
             request.span.record("kvferry.decode", begun_s=begun_s, ended_s=time.monotonic(), error=error)
 
-    def _say_done(self, attempt: GenerationAttempt) -> None:
+    def _report_done(self, attempt: GenerationAttempt) -> None:
         request = attempt.prompt
         if request.is_told:
             return
         request.is_told, request.told_s = True, time.monotonic()
         request.progress.put_nowait(
-            Done(
+            pb.GenerateDone(
                 finish_reason=request.finish_reason,
+                prompt_tokens=len(request.token_ids),
+                generated_tokens=len(request.generated),
                 stats=attempt.stats if attempt.stats is not None else pb.TransferStats(),
                 ttft_s=request.ttft_s,
                 prefill_node=attempt.peer.address if attempt.peer is not None else "",
@@ -315,7 +356,7 @@ class DecodeRequests:
         self.transfers.forget(request)
 
     def _send_step(self) -> None:
-        """One step at a time: the next one's input is this one's output."""
+        """Send the next step if none is in flight: the output of one step is the input of the next."""
         if self._step is not None:
             return
         parts = tuple(

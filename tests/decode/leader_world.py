@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import Tiers
 from decode_node.rank_messages import DecodeStepDone, ExpectRequest, FinishRequest, RunDecodeStep
-from decode_node.request_state import Done, GenerationObserver, GenerationRequest, Tokens
-from decode_node.requests import DecodeRequests
+from decode_node.requests import DecodeRequests, GenerationObserver, GenerationRequest
 from decode_node.text import TextCodec
 from node_runtime.rank_messages import StepFailed
 from tests.runtime.instances import instance
 from transfer.breaker import Breaker, BreakerSettings, BreakerState
 from transfer.chunk import ChunkPlan
+from transfer.config import DecodeLimitsConfig
 from transfer.connector.attempt import AttemptStage, IncomingObserver
 from transfer.connector.messages import CancelIncoming, TransferBroken, TransferExpected
 from transfer.connector.prefill_nodes import PrefillNodes
@@ -191,11 +191,13 @@ class World:
             peers=self.peers,
             text=cast(TextCodec, Text()),
             own=instance(DECODE_LIFE, tp_size=NUM_RANKS),
-            max_queued=max_queued,
-            queue_timeout_s=queue_timeout_s,
-            join_timeout_s=join_timeout_s,
-            step_timeout_s=step_timeout_s,
-            prefill_retries=prefill_retries,
+            limits=DecodeLimitsConfig(
+                max_queued_requests=max_queued,
+                queue_timeout_s=queue_timeout_s,
+                join_timeout_s=join_timeout_s,
+                step_timeout_s=step_timeout_s,
+                prefill_retries=prefill_retries,
+            ),
             broadcast=self._broadcast,
             on_broken=self.hung.append,
             observer=IncomingObserver(
@@ -372,9 +374,9 @@ class World:
             assert all(one.unsent is None for one in request.attempts), "a timer that goes on"
             assert not request.generated or request.generated[0] == first_token_of(lives[-1]), "another try's"
             assert len(lives) <= 1 + self.max_retries and len(set(lives)) == len(lives)
-            assert not isinstance(last, Done) or last.retries == len(lives) - 1
-            assert isinstance(last, Done | TransferError), told
-            assert all(isinstance(item, Tokens) for item in before), told
+            assert not isinstance(last, pb.GenerateDone) or last.retries == len(lives) - 1
+            assert isinstance(last, pb.GenerateDone | TransferError), told
+            assert all(isinstance(item, pb.GeneratedTokens) for item in before), told
 
     async def close(self) -> None:
         await self.leader.close(TransferError("the test is over"))

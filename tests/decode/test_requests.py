@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import Prompt, Tiers
 from decode_node.rank_messages import ExpectRequest, FinishRequest
-from decode_node.request_state import Done, GenerationRequest, Tokens
+from decode_node.requests import GenerationRequest
 from tests.decode.leader_moves import MOVES, drained, play
 from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
 from tests.runtime.hand_clock import HandClock
@@ -30,6 +30,7 @@ from transfer.errors import (
     TransferAborted,
     TransportClosed,
 )
+from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.status import status_of
 
 
@@ -88,11 +89,11 @@ async def test_a_request_waits_receives_generates_and_leaves(world: World) -> No
     assert isinstance(world.sent[-1], FinishRequest) and world.step is None
     assert world.outcomes == ["done"] and len(world.first_tokens) == 1
     told = take(request)
-    assert told == [Tokens(token_ids=(token,), text=f"<{token}>") for token in (FIRST_TOKEN, 8, 9)]
+    assert told == [pb.GeneratedTokens(token_ids=(token,), text=f"<{token}>") for token in (FIRST_TOKEN, 8, 9)]
     world.call("a").sent()
     await turns()
     (done,) = take(request)
-    assert isinstance(done, Done)
+    assert isinstance(done, pb.GenerateDone)
     assert (done.finish_reason, done.stats.bytes, done.prefill_node) == ("length", 99, "prefill:1")
     for rank in range(2):
         assert world.transfers.num_running == 1
@@ -113,7 +114,7 @@ async def test_an_end_token_ends_generation(world: World) -> None:
     await turns()
     world.finish_step(token=8)
     done = take(request)[-1]
-    assert isinstance(done, Done) and done.finish_reason == "stop"
+    assert isinstance(done, pb.GenerateDone) and done.finish_reason == "stop"
     await drained(world)
 
 
@@ -303,7 +304,7 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
     with pytest.raises(PeerUnreachable, match="rank 0 died"):
         await reserving
     last = [take(request)[-1] for request in world.accepted]
-    assert [type(item) for item in last] == [PeerUnreachable, Done, *[PeerUnreachable] * 3]
+    assert [type(item) for item in last] == [PeerUnreachable, pb.GenerateDone, *[PeerUnreachable] * 3]
     assert sorted(world.outcomes) == ["done", *["failed"] * 4]
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0
 

@@ -12,7 +12,7 @@ import pytest
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import Prompt, Tiers
 from decode_node.rank_messages import ExpectRequest
-from decode_node.request_state import Done, GenerationRequest, Tokens
+from decode_node.requests import GenerationRequest
 from tests.decode.leader_moves import play
 from tests.decode.leader_world import (
     FIRST_TOKEN,
@@ -44,6 +44,7 @@ from transfer.errors import (
     TransportTimeout,
 )
 from transfer.instance import Instance
+from transfer.pb import kvferry_pb2 as pb
 
 LOST = "prefill node prefill:1 is lost: it is silent"
 
@@ -100,10 +101,10 @@ async def served(world: World, name: str) -> None:
     await release_all(world)
 
 
-def outcome(request: GenerationRequest) -> Done | TransferError:
+def outcome(request: GenerationRequest) -> pb.GenerateDone | TransferError:
     """What its caller was told last."""
     last = told_of(request)[-1]
-    assert isinstance(last, Done | TransferError), last
+    assert isinstance(last, pb.GenerateDone | TransferError), last
     return last
 
 
@@ -128,7 +129,8 @@ async def test_a_request_that_waits_is_tried_elsewhere(world: World) -> None:
     assert not cancelled(world), "no rank had heard of it"
     await served(world, "a.2")
     done = outcome(request)
-    assert isinstance(done, Done) and (done.prefill_node, done.retries, done.finish_reason) == ("prefill:2", 1, "length")
+    assert isinstance(done, pb.GenerateDone)
+    assert (done.prefill_node, done.retries, done.finish_reason) == ("prefill:2", 1, "length")
     assert request.generated[0] == FIRST_TOKEN + 100 and world.num_retries == 1, "the second life's"
     world.assert_nothing_is_left()
     assert world.outcomes == ["done"]
@@ -154,7 +156,7 @@ async def test_a_request_in_mid_transfer_is_tried_elsewhere_and_the_first_try_is
     for rank in range(2):
         world.release(rank, "a")
     assert world.admission.free_pages.by_group == (POOL_PAGES - 2,)
-    assert isinstance(outcome(request), Done)
+    assert isinstance(outcome(request), pb.GenerateDone)
     await release_all(world)
     world.assert_nothing_is_left()
 
@@ -184,7 +186,7 @@ async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(wo
         world.release(rank, "a")
     world.transfers.on_whole(0, "a")
     await served(world, "a.2")
-    assert isinstance(outcome(request), Done)
+    assert isinstance(outcome(request), pb.GenerateDone)
     world.assert_nothing_is_left()
 
 
@@ -200,7 +202,7 @@ async def test_what_the_peer_is_to_blame_for_is_tried_again(world: World, error:
     assert sorted(world.other.calls) == ["a.2"] and not take(request)
     assert cancelled(world) == (["a"] if has_room else [])
     await served(world, "a.2")
-    assert isinstance(outcome(request), Done)
+    assert isinstance(outcome(request), pb.GenerateDone)
     world.assert_nothing_is_left()
 
 
@@ -239,7 +241,7 @@ async def test_a_prompt_that_prefill_preempted_is_retried_without_a_limit(world:
         await release_all(world)
     await served(world, "a.5")
     done = outcome(request)
-    assert isinstance(done, Done) and done.retries == world.num_retries == 0
+    assert isinstance(done, pb.GenerateDone) and done.retries == world.num_retries == 0
     world.assert_nothing_is_left()
 
 
@@ -262,7 +264,7 @@ async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(wor
     assert sorted(world.other.calls) == ["a.2"] and world.call("a").is_over
     assert world.peer.state == "joined", "that is found out elsewhere; until then it is left out because it was tried"
     await served(world, "a.2")
-    assert isinstance(outcome(request), Done)
+    assert isinstance(outcome(request), pb.GenerateDone)
 
 
 async def test_without_another_node_it_fails_at_once_with_the_reason(world: World) -> None:
@@ -295,14 +297,14 @@ async def test_after_the_first_token_the_prefill_node_is_needed_no_more(world: W
         world.complete(rank, "a")
     await turns()
     (first,) = take(request)
-    assert isinstance(first, Tokens)
+    assert isinstance(first, pb.GeneratedTokens)
     world.lose(world.peer)
     await turns()
     while world.step is not None:
         world.finish_step()
     await turns()
     done = outcome(request)
-    assert isinstance(done, Done) and (done.retries, done.prefill_node) == (0, "prefill:1") and not world.other.calls
+    assert isinstance(done, pb.GenerateDone) and (done.retries, done.prefill_node) == (0, "prefill:1") and not world.other.calls
 
 
 async def test_an_abort_by_the_first_id_is_heard_after_the_ranks_have_forgotten_it(world: World) -> None:

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from decode_node.request_state import Done
 from tests.decode.leader_world import OTHER_LIFE, World, take, turns
 from tests.decode.test_retry import cancelled, outcome, receiving, release_all, served, waiting
 from tests.runtime.hand_clock import HandClock
@@ -14,6 +13,7 @@ from tests.runtime.instances import instance
 from transfer.connector import incoming as incoming_module
 from transfer.connector.incoming import PLACE_AFTER_S
 from transfer.errors import PeerUnreachable, ResourceExhausted, TransferAborted, TransportClosed
+from transfer.pb import kvferry_pb2 as pb
 
 NEVER_S = 60.0
 NOBODY = "no prefill node is joined"
@@ -53,7 +53,7 @@ async def test_it_is_queued_and_sent_when_a_node_is_joined(world: World) -> None
     assert world.transfers.views()[0].peer == "prefill:2"
     await served(world, "a")
     done = outcome(request)
-    assert isinstance(done, Done) and (done.retries, done.prefill_node) == (0, "prefill:2") and world.num_retries == 0
+    assert isinstance(done, pb.GenerateDone) and (done.retries, done.prefill_node) == (0, "prefill:2") and world.num_retries == 0
     world.assert_nothing_is_left()
 
 
@@ -133,7 +133,7 @@ async def test_another_try_waits_for_a_node_that_the_request_has_not_been_on() -
     assert sorted(world.other.calls) == ["a.2"] and world.num_retries == 1
     await served(world, "a.2")
     done = outcome(request)
-    assert isinstance(done, Done) and (done.retries, done.prefill_node) == (1, "prefill:2")
+    assert isinstance(done, pb.GenerateDone) and (done.retries, done.prefill_node) == (1, "prefill:2")
     world.assert_nothing_is_left()
 
 
