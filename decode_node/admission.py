@@ -1,8 +1,8 @@
 """Reserve room on the decode node: by count, all or nothing, for the whole life of a request. Pure.
 
-All ranks have pools of the same number of pages, so one count serves them all. Room is taken when prefill is about to start
-and not before, and covers prompt and new tokens, so that generation can never run out of pages half way. Where pages can leave
-the device early (`decode_node.offload`), it covers what a request cannot do without, and the rest is promised in host memory.
+All ranks have pools of the same number of pages, so one count serves them all. A request takes room when its prefill is about to
+start. The room covers prompt and new tokens, so that generation never runs out of pages half way. If pages can leave the device
+early (`decode_node.offload`), it covers the least that a request needs there, and host memory is promised for the rest.
 
 A request that finds too little room waits, and its prefill node asks again. Room is set aside for the oldest request that waits.
 Younger requests can take only the free room beyond it. Without this rule, an endless stream of short requests starves a long
@@ -28,7 +28,7 @@ A prefill node asks about the oldest requests of its queue every 50 to 60 ms, as
 
 
 def page_needs(groups: tuple[LayerGroup, ...], page_size: int, *, slack_tokens: int = 0) -> PageNeeds:
-    """What requests take of a decode rank's pool: of a prompt its last window arrives, and then one token is computed a step.
+    """Return the rule for the pages that requests need: the last window of a prompt arrives, and each step computes one token.
 
     Args:
         slack_tokens: Tokens of a window that are kept a little longer, while they are copied.
@@ -62,8 +62,6 @@ class Admission:
     """Count the pages that requests hold, and set room aside for the oldest request that waits.
 
     Args:
-        pool_pages: Pages of every rank's pool.
-        needs: Pages that requests take.
         max_running: Requests that may hold room at once.
         now_s: Returns monotonic seconds.
         on_freed: Called when there may be room for a request that found too little.
@@ -108,15 +106,15 @@ class Admission:
         return self._pool_pages
 
     def peak(self, num_tokens: int) -> PageCounts:
-        """The most pages that a request of so many tokens ever has."""
+        """Return the most pages that a request of so many tokens ever has."""
         return self._needs.peak(num_tokens)
 
     def shown(self, pages: PageCounts) -> str:
-        """For a message."""
+        """Return the counts as text for a message."""
         return self._needs.shown(pages)
 
     def reserve(self, request_id: str, pages: PageCounts, *, accepted_s: float) -> bool:
-        """Take room for a request; False means "not yet". Does not take what is set aside for an older request.
+        """Take room for a request, but not the room set aside for an older one. False means "not yet".
 
         Args:
             accepted_s: Time of the request's acceptance, which defines its age. All attempts of a request have the same.
@@ -181,7 +179,7 @@ class Admission:
         return None
 
     def resize(self, request_id: str, group: int, count: int) -> bool:
-        """Have the request hold `count` pages more of a group, or less where it is negative; False means "not yet"."""
+        """Give a request `count` more pages of a group; a negative count takes them back. False means "not yet"."""
         change = PageCounts(tuple(count if index == group else 0 for index in range(len(self._pool_pages.by_group))))
         if not change.fit(self._free_pages):
             return False
@@ -192,7 +190,7 @@ class Admission:
         return True
 
     def release(self, request_id: str) -> None:
-        """Every rank has given the request's pages back."""
+        """Release the room of a request whose pages every rank has given back."""
         self._free_pages += self._held.pop(request_id)
         self._on_freed()
 

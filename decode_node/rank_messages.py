@@ -23,21 +23,19 @@ from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
 from transfer.transfer_ids import MAX_TRANSFER_ID_BYTES
 
-PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # the most that a part of a step takes: an id, a token, a position, the fields' names
+PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # upper bound of a part of a step: id, token, position, names of the fields
 
 # Leader -> rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectRequest(ExpectTransfer):
-    """Expect a transfer, and also reserve pages for the request's whole life.
-
-    The host pool already holds the whole pages of the tokens before `start_token`.
+    """Expect a transfer, and reserve pages for the request's whole life.
 
     Args:
-        pages: What it takes of each group of layers of the device pool.
-        host_pages: Where in the host pool its leading pages lie, those that are not on the device: what is there already, and
-            behind that what arrives there. Of the layers that keep every token.
+        pages: Device pages of each group of layers.
+        host_pages: Host pages of its leading entries that are not on the device, of the layers that keep every token. Those of
+            the tokens before `start_token` are filled, the others get KV that arrives.
     """
 
     pages: tuple[int, ...]
@@ -56,7 +54,7 @@ class DecodeStepPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDecodeStep:
-    """Generate one token for each; every rank gets the same steps in the same order. Rank 0 answers `DecodeStepDone`."""
+    """Generate one token for each part. Every rank gets the same steps in the same order. Rank 0 answers `DecodeStepDone`."""
 
     step: int
     parts: tuple[DecodeStepPart, ...]
@@ -64,7 +62,7 @@ class RunDecodeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRequest:
-    """Generation is over; answer `PagesReleased`."""
+    """End a request, and answer `PagesReleased`."""
 
     request_id: str
 
@@ -80,7 +78,7 @@ class HostPageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePages:
-    """Copy pages of a request into the host pool; answer `JobDone`. Every token of them has been computed by the steps before."""
+    """Copy pages of a request into the host pool, and answer `JobDone`. The steps before have computed all their tokens."""
 
     job: int
     request_id: str
@@ -89,10 +87,10 @@ class SavePages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPages:
-    """Copy pages from the host pool onto the device; answer `JobDone`.
+    """Copy pages from the host pool onto the device, and answer `JobDone`.
 
     Args:
-        grow: Device pages that the request has more from now on, of the layers that keep every token.
+        grow: Additional device pages of the request, of the layers that keep every token.
     """
 
     job: int
@@ -103,7 +101,7 @@ class LoadPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryRun:
-    """Entries [first_entry, first_entry + count) of page tables in one group of layers."""
+    """Adjacent entries of page tables in one group of layers."""
 
     group: int
     first_entry: int
@@ -112,7 +110,7 @@ class EntryRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPages:
-    """Copy pages that one request has on the device into the same entries of another; answer `JobDone`. As of `SavePages`."""
+    """Copy device pages of one request into the same entries of another, and answer `JobDone`. See `SavePages`."""
 
     job: int
     source_id: str
@@ -122,15 +120,15 @@ class CopyPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveBoundary:
-    """From the next step on the request's leading `boundary` pages are read in host memory, the others on the device.
+    """Read the request's leading `boundary` pages in host memory from the next step on, and the others on the device.
 
-    Where it moves up, device pages are free once the steps before are over: answer `JobDone` then. Where it moves down, the pages
-    have been loaded.
+    If the boundary moves up, device pages are free when the steps before are over: answer `JobDone` then.
+    If it moves down, the pages are loaded already.
 
     Args:
-        job: None where no answer is wanted.
-        host_pages: Host pages of the entries from the present boundary on, as far as it moves up.
-        give_back: Device pages that the request has less from then on.
+        job: None means that no answer is needed.
+        host_pages: Host pages of the entries between the old and the new boundary, if it moves up.
+        give_back: Device pages that the request gives up.
     """
 
     job: int | None
@@ -142,10 +140,10 @@ class MoveBoundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreJob:
-    """Host pages of one group, the hash of each, and when they count as used; it travels as one of the next two.
+    """Host pages of one group, and the hash of each.
 
     Args:
-        used_ns: Nanoseconds since 1970.
+        used_ns: When they count as used, in nanoseconds since 1970.
     """
 
     job: int
@@ -157,12 +155,12 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackUpPages(StoreJob):
-    """Put the pages into the store, each under its hash; answer `JobDone`."""
+    """Put the pages into the store, and answer `JobDone`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPages(StoreJob):
-    """Fill the pages from the store; answer `JobDone`."""
+    """Fill the pages from the store, and answer `JobDone`."""
 
 
 # Rank -> leader
@@ -170,7 +168,7 @@ class FetchPages(StoreJob):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDone:
-    """A job is over. `failed`: places in its list of pages that could not be stored or had from the store."""
+    """Report the end of a job. `failed` has the places, in its list of pages, that the store did not take or did not have."""
 
     job: int
     failed: tuple[int, ...] = ()
@@ -178,10 +176,7 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStepDone:
-    """The step ran. `faults`: requests that cannot go on all the same, and why.
-
-    In a step of several requests a fault of one is not the others'.
-    """
+    """Report the tokens of a step. `faults` has the reasons of requests that cannot go on; the others are not affected."""
 
     step: int
     tokens: dict[str, int]
@@ -220,11 +215,7 @@ CODEC = RankCodec(
 
 
 def check_step_fits(config: DecodeNodeConfig) -> None:
-    """Every step must fit a message to the ranks.
-
-    Raises:
-        ConfigError: A step of all requests that may run does not.
-    """
+    """Raise ConfigError if a step of all requests that may run does not fit a message to the ranks."""
     running = config.limits.max_running_requests
     most = MAX_PAYLOAD_BYTES // PART_BYTES - 1  # the message's own fields are smaller than a part
     if running > most:

@@ -1,4 +1,4 @@
-"""Between text and token ids, without the libraries that a model's weights need."""
+"""Convert between text and token ids, without the libraries that a model's weights need."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transfer.errors import ConfigError
 
 
 class TextCodec:
-    """A model directory's tokenizer.
+    """The tokenizer of a model directory.
 
     Raises:
-        ConfigError: There is none, or it is damaged.
+        ConfigError: It is missing or damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -27,17 +27,14 @@ class TextCodec:
         except Exception as error:  # the library raises bare Exception for every kind of damage
             raise ConfigError(f"model is {directory}; {path} cannot be read: {' '.join(str(error).split())[:200]}") from error
 
-        # No token stands for more text than its own spelling, so much longer text cannot fit; found before it is tokenised.
+        # No token stands for more text than its own spelling, which rejects a text that is too long before it is tokenised.
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
 
     async def encode(self, text: str, *, max_tokens: int) -> tuple[int, ...]:
-        """The text's tokens; a long text is tokenised beside the loop.
-
-        Args:
-            max_tokens: More tokens than this cannot be served.
+        """Return the text's tokens. A thread tokenises it.
 
         Raises:
-            ConfigError: The text is so long that it must have more.
+            ConfigError: The text is so long that it must have more than `max_tokens`.
         """
         if len(text) > max_tokens * self._longest_token:
             raise ConfigError(
@@ -49,23 +46,23 @@ class TextCodec:
         return tuple(encoding.ids)
 
     def stream(self) -> TextStream:
-        """For the tokens of one generation."""
+        """Return the decoder of one generation's tokens."""
         return TextStream(self._tokenizer)
 
 
 class TextStream:
-    """Turns tokens into the text that each of them adds."""
+    """Convert tokens into the text that each of them adds."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def add(self, token_id: int) -> str:
-        """Empty while a character is incomplete, and where the tokens spell none; it never fails for what they spell."""
+        """Return the text that a token adds: empty if a character is incomplete or the tokens spell none. Never fails."""
         try:
             return self._step(token_id)
         except Exception:  # the library's only kind, "Invalid prefix encountered", e.g. for bytes that are no UTF-8
-            # It says so at every later token as well, so the text goes on with this one, without what came before it.
+            # It would fail at every later token too, so begin a new text with this token.
             self._stream = DecodeStream(skip_special_tokens=True)
         try:
             return self._step(token_id)

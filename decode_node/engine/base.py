@@ -1,13 +1,12 @@
-"""What any engine must give a decode rank.
+"""The interface of a decode rank's engine.
 
-The setting `engine` names what loads it, as ``module:function``, called once in each rank's process:
+The setting `engine` names a loader as ``module:function``. Each rank's process calls it once:
 
     def load(config: DecodeNodeConfig, *, rank: int, rendezvous: Path) -> DecodeEngine
 
-`config` is the node's settings (`transfer.config`), `rank` this process's place in the instance, from 0, and `rendezvous` the
-path of a file that does not exist yet, at which the ranks of a group can meet; it is fresh in each life of the group. A
-`TransferError` that the loader raises ends the node with its exit code and its one line. A whole engine with its loader:
-docs/integration.md.
+`rank` is the process's index in the instance. `rendezvous` is the path of a file that does not exist yet, at which the ranks of a
+group can meet; each life of the group has a new one. A `TransferError` of the loader ends the node with its exit code and its
+message. docs/integration.md shows a whole engine with its loader.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class DecodeEngine(Protocol):
-    """One rank's engine on the decode side: generates token by token from KV that lies in its paged pool.
+    """One rank's engine on the decode side, which generates token by token from KV in its paged pool.
 
-    Driven by one thread. With tensor parallelism every rank is given the same steps in the same order.
+    One thread calls it. With tensor parallelism, every rank gets the same steps in the same order.
     """
 
     @property
@@ -35,22 +34,22 @@ class DecodeEngine(Protocol):
 
     @property
     def shard(self) -> Shard:
-        """This rank's cut of it."""
+        """This rank's part of that KV."""
         ...
 
     @property
     def pool(self) -> KVPool:
-        """Where this rank's KV lies; the engine never binds or frees a page, it uses those of the items."""
+        """This rank's KV. The engine never binds or frees a page; it uses the pages of the items."""
         ...
 
     @property
     def model_fields(self) -> Mapping[str, str]:
-        """What must be equal on both sides besides the layout (architecture, rotary embedding, digest of the weights, ...)."""
+        """Values that must be equal on both sides besides the layout: architecture, rotary embedding, digest of the weights."""
         ...
 
     @property
     def max_context_tokens(self) -> int:
-        """Positions that the model can be used with; prompt and generated tokens together."""
+        """Most tokens of a request, prompt and generated tokens together."""
         ...
 
     @property
@@ -60,42 +59,41 @@ class DecodeEngine(Protocol):
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
-        """Tokens that end a generation unless the request says otherwise."""
+        """Tokens that end a generation, unless the request ignores them."""
         ...
 
     def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
-        """Run one step: one token of every item goes in, the next one comes out.
+        """Run one step: take one token of every item, and return the next one.
 
         Args:
-            items: Any mix of requests, at most one item of each; requests join and leave between steps.
+            items: Any mix of requests, at most one item of each. Requests join and leave between steps.
 
         Returns:
-            request_id -> next token. On TP rank 0; empty on the others.
+            The next token by request_id on TP rank 0; empty on the others.
 
         Raises:
-            RequestFault: Some requests of the step cannot go on; the others' tokens are in it, and the engine goes on. Raised on
-                TP rank 0, which has the tokens; of another rank nobody hears it.
+            RequestFault: Some requests of the step cannot go on. It has the tokens of the others, and the engine goes on. Raise
+                it on TP rank 0, which has the tokens; on another rank it has no effect.
             EngineError: An item does not fit the model or the pool (nothing was run), or the step failed, for example because
-                another rank died (the engine is then of no more use).
+                another rank died (the engine is then useless).
         """
         ...
 
-    # An engine may have two more methods. Without this one the setting `offload.device_window` is refused:
+    # An engine may have two more methods. Without this one, the setting `offload.device_window` is rejected:
     #
     #     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None
     #
     # Called once, before the first step. From then on an item's `host_tables` can name pages of that `transfer.pool.host_pool`,
-    # which hold what the item's page tables leave out. `block_bytes`: device memory that it may take to read them.
+    # which hold the entries that its page tables leave out. `block_bytes` is device memory for reading them.
 
-    # Without this one `SwitchRole` is refused:
+    # Without this one, `SwitchRole` is rejected:
     #
     #     def switch_role(self, config: NodeConfig) -> PrefillEngine | DecodeEngine
     #
-    # No step runs, and none comes before it returns. It gives back the pool and what hangs on it, and returns an engine of the
-    # role of `config`, which may be itself, with the weights and the group that are there. Called on the thread that runs the
-    # steps, in every rank. Where it raises a `TransferError`, or the change fails for another reason, it is called with the
-    # former settings.
+    # Called in every rank, on the thread that runs the steps, while no step runs. It releases the pool and all that uses it, and
+    # returns an engine of the role of `config`, which may be itself, with the present weights and group. If it raises a
+    # `TransferError`, or the change fails for another reason, it is called with the former settings.
 
     def close(self) -> None:
-        """Give back everything, leave the TP group. May be called twice."""
+        """Release everything, and leave the TP group. Idempotent."""
         ...
