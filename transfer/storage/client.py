@@ -1,17 +1,17 @@
-"""A store beside an asyncio loop: every call is answered by its deadline, whatever the store does, and never with an exception.
+"""Use a store from an asyncio loop. Every call returns by its deadline, whatever the store does, and never raises.
 
-The store's blocking calls run on a few daemon threads behind a queue that is bounded in bytes. What does not fit is refused at
-once. When calls fail or run out of time the circuit opens, and the store is left alone for a while. Reading, writing and deleting
-have threads, queue and circuit of their own: pages that are put in the background keep nobody from reading, nor does a full disk,
-which can be deleted from, too. A store that hangs costs the thread that it hangs in, and nothing else.
+The store's blocking calls run on a few daemon threads behind a queue that is bounded in bytes. Pages that do not fit are refused
+at once. After failures or timeouts the circuit opens, and the store is left alone for a while. Reading, writing and deleting have
+separate threads, queues and circuits: background puts do not delay reads, and a full disk can be read and deleted from. A store
+that hangs costs only the thread that called it.
 
-**Whose fault.** A call that runs out of time speaks against the store when that has said nothing for `SILENT_FRACTION` of the
-usual time although it was asked, by this call's own jobs or by anybody's on its side. Otherwise the call has waited behind
-others, had less time than usual, or wants more than goes through in that time: the store works.
+**Fault.** A timeout counts against the store if it has answered nothing for `SILENT_FRACTION` of the usual time, although this
+call's jobs or others on its side have asked. Otherwise the store works: the call waited behind others, had less time than usual,
+or wanted more than fits that time.
 
-**Views.** A call's views are touched until it is answered, or its task is cancelled, and never after: a put copies a page before
-the store sees it, and a get fills memory of its own first. Both copies are made under a lock that a deadline takes as well, so a
-thread that comes too late finds its job given up.
+**Views.** A call's views are used until it returns or its task is cancelled, and never after. A put copies a page before the
+store sees it, and a get fills memory of its own first. Both copies are made under a lock that a deadline takes as well, so a
+late thread finds its job given up.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ import structlog
 
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.errors import ConfigError
-from transfer.storage.base import USED_STEP_NS, Outcome, Store, StoreObserver
+from transfer.metrics import StoreMetrics
+from transfer.storage.base import USED_STEP_NS, Outcome, Store
 
 JOB_BYTES: Final = 4 << 20
-"""Of the pages that one thread takes at once: a call can keep all threads busy, and a copy is over at once."""
+"""Most bytes of a job, so that a call can use all threads, and a copy is short."""
 
 JOB_KEYS: Final = 16
 KEY_BYTES: Final = 256
-"""What a key counts in the queue."""
+"""Size of a key in the queue."""
 
 SILENT_FRACTION: Final = 0.5
-"""See the module's docstring. Below one, for a caller can have a little less than the usual time."""
+"""See the module's docstring. Below 1, because a caller can have a little less than the usual time."""
 
 CLOSE_S: Final = 2.0
-"""What the store may take to end what it is doing when the client is closed; then its threads are left to themselves."""
+"""Longest wait for the store's present calls when the client is closed. Then its threads are abandoned."""
 
 _SEVERITY: Final = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
@@ -55,12 +56,11 @@ class StoreClientSettings:
     """Bounds of a `StoreClient`.
 
     Args:
-        put_timeout_s: Of `put` and `delete`.
-        get_timeout_s: Of `get` and `exists`.
-        queue_bytes: Of pages that wait to be read, or for the store's answer, and as many to be written; one page at least is
-            let in.
-        threads: Calls of the store at once that read, and as many that write; one deletes.
-        breaker: When the store is left alone, and for how long; calls count, not pages.
+        put_timeout_s: Deadline of `put` and `delete`.
+        get_timeout_s: Deadline of `get` and `exists`.
+        queue_bytes: Most bytes of unanswered reads, and as many of writes. At least one page is accepted.
+        threads: Threads that read, and as many that write. One deletes.
+        breaker: When the store is left alone, and for how long. Counts calls, not pages.
     """
 
     put_timeout_s: float
@@ -80,7 +80,7 @@ class StoreClientSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Item:
-    """One page of a call; `view` is None where only the key counts."""
+    """One page of a call. `view` is None if only the key matters."""
 
     key: str
     view: memoryview | None = None
@@ -91,20 +91,20 @@ class _Item:
 
 
 class _Job:
-    """Part of a call that one thread carries out. What the lock guards: who touches the views, and which outcome counts."""
+    """Part of a call, for one thread. The lock guards the use of the views, and the choice of the outcome."""
 
     def __init__(self, op: str, items: Sequence[_Item], used_ns: int, loop: asyncio.AbstractEventLoop) -> None:
         self.op = op
         self._used_ns = used_ns
         self.num_items = len(items)
         self.num_bytes = sum(item.num_bytes for item in items)
-        self.answer: asyncio.Future[list[Outcome]] = loop.create_future()  # the loop's
+        self.answer: asyncio.Future[list[Outcome]] = loop.create_future()
         self._items: Sequence[_Item] = items  # empty once it is given up
-        self._outcomes: list[Outcome] | None = None  # None: neither the store nor a deadline has spoken
+        self._outcomes: list[Outcome] | None = None  # set by the store's answer or by a deadline
         self._lock = threading.Lock()
 
     def conclude(self, outcome: Outcome) -> None:
-        """On the loop: answer with what the store has said, or with that `outcome`; from now on no view is touched."""
+        """On the loop: answer with the store's outcomes, or with `outcome` if there are none. No view is used any more."""
         with self._lock:  # waits for a copy that is being made
             self._items = ()
             if self._outcomes is None:
@@ -114,7 +114,7 @@ class _Job:
             self.answer.set_result(outcomes)
 
     def run(self, store: Store) -> None:
-        """On a thread: have the store do it, unless it was given up meanwhile."""
+        """On a thread: call the store, unless the job was given up meanwhile."""
         with self._lock:
             items = self._items
             copies = [_copied(item) for item in items] if self.op == "put" else []
@@ -142,7 +142,7 @@ class _Job:
 
 
 class _Pulse:
-    """What the store is being asked, and since when it has said nothing. Used by the threads and the loop."""
+    """The store's present calls, and the time of its last answer. Used by the threads and the loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -160,7 +160,7 @@ class _Pulse:
             del self._asked_s[job]
 
     def silent_s(self, jobs: Sequence[_Job]) -> float:
-        """The longest for which it has let any of these jobs wait, or has said nothing at all."""
+        """Return the longest time for which any of these jobs has waited, or the store has answered nothing at all."""
         with self._lock:
             if not self._asked_s:
                 return 0.0
@@ -170,7 +170,7 @@ class _Pulse:
 
 
 class _Side:
-    """Reading, writing or deleting: who may ask the store, and what waits for it. The loop's, but for `queue` and `pulse`."""
+    """Reading, writing or deleting: its breaker and its jobs. Owned by the loop, except `queue` and `pulse`."""
 
     def __init__(self, settings: StoreClientSettings, clock: Callable[[], float], *, usual_s: float, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -186,7 +186,7 @@ class _Side:
         return sum(job.num_items for job in self.jobs)
 
     def that_fit(self, items: Sequence[_Item]) -> Sequence[_Item]:
-        """The first of them, as far as there is room; one page at least where nothing else waits."""
+        """Return the first items, as many as have room; at least one if nothing else waits."""
         room = self._queue_bytes - sum(job.num_bytes for job in self.jobs)
         for index, item in enumerate(items):
             room -= item.num_bytes
@@ -195,7 +195,7 @@ class _Side:
         return items
 
     def verdict(self, jobs: Sequence[_Job], outcomes: Sequence[Outcome]) -> Verdict:
-        """Of a call's jobs, at its end."""
+        """Return the verdict about the store at the end of a call."""
         if all(outcome.is_answer for outcome in outcomes):
             return Verdict.SUCCESS
         if Outcome.REFUSED in outcomes:
@@ -204,20 +204,18 @@ class _Side:
         return Verdict.FAILURE if is_silent or Outcome.FAILED in outcomes else Verdict.NOTHING
 
     def permit(self) -> Permit | None:
-        """None while the store is left alone, or somebody else tries it."""
+        """Return None while the store is left alone, or another call tries it."""
         is_open_to_all = self.breaker.state is BreakerState.CLOSED
         return self.breaker.begin() if is_open_to_all or self.breaker.wants_trial else None
 
 
 class StoreClient:
-    """See the module's docstring. Owned by one loop; every method but the constructor's is called on it.
+    """See the module's docstring. Owned by one loop, which calls all its methods.
 
     Args:
-        store: Called from this client's threads alone.
-        loop: The owner.
-        settings: Bounds.
-        observer: Told of what is done, on the loop.
-        clock: Seconds that never go back.
+        store: Called from this client's threads only.
+        observer: Counts the calls, on the loop.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -226,7 +224,7 @@ class StoreClient:
         *,
         loop: asyncio.AbstractEventLoop,
         settings: StoreClientSettings,
-        observer: StoreObserver,
+        observer: StoreMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -247,24 +245,24 @@ class StoreClient:
 
     @property
     def name(self) -> str:
-        """Of the store, for people."""
+        """Name of the store, for people."""
         return self._store.name
 
     @property
     def num_queued(self) -> int:
-        """Pages that wait for the store, or for its answer."""
+        """Pages that wait for the store or for its answer."""
         return sum(side.num_queued for side in self._sides.values())
 
     @property
     def state(self) -> BreakerState:
-        """Of the circuit that is worse off, reading or writing."""
+        """State of the circuit of reads or writes that is worse."""
         return max(self._reading.breaker.state, self._writing.breaker.state, key=_SEVERITY.index)
 
     async def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[bool]:
-        """Store pages. True: the page is in the store now. The earlier ones go first where there is not room for all.
+        """Store pages. True means that the page is in the store now. If there is no room for all, the first pages are stored.
 
         Args:
-            used_ns: See `Store`; of the whole call, whichever threads share it.
+            used_ns: See `Store`. It applies to the whole call, even if several threads share it.
         """
         items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
         return await self._call("put", items, self._writing, self._settings.put_timeout_s, used_ns)
@@ -272,26 +270,25 @@ class StoreClient:
     async def get(
         self, pages: Sequence[tuple[str, memoryview]], *, timeout_s: float | None = None, used_ns: int | None = None
     ) -> list[bool]:
-        """Fill writable views, each of the page's exact size. False: a miss of any kind, and the view is untouched.
+        """Fill writable views, each of the page's exact size. False means a miss of any kind; the view is then unchanged.
 
         Args:
-            timeout_s: Where less than `get_timeout_s` is left. To run out of it speaks against a store that is silent; who
-                cancels the call instead has learnt nothing of it, and the circuit stays as it is.
+            timeout_s: Deadline, if less than `get_timeout_s`. A timeout counts against a silent store; a cancelled call does not.
             used_ns: As of `put`.
         """
         items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
         return await self._call("get", items, self._reading, self._reading_s(timeout_s), used_ns)
 
     async def exists(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
-        """Whether the store has them, as far as it can say without reading them; `timeout_s` as of `get`."""
+        """Return whether the store has the pages, without reading them. `timeout_s` as of `get`."""
         return await self._call("exists", [_Item(key=key) for key in keys], self._reading, self._reading_s(timeout_s))
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
-        """Take pages out. True: it is not there, and perhaps never was."""
+        """Delete pages. True means that the page is not there now; perhaps it never was."""
         return await self._call("delete", [_Item(key=key) for key in keys], self._deleting, self._settings.put_timeout_s)
 
     async def close(self) -> None:
-        """Answer everything, and wait a bounded time for what the store is doing. Idempotent; later calls are refused."""
+        """Answer everything, and wait a bounded time for the store. Idempotent. Later calls are refused."""
         self._is_closed = True
         for side in self._sides.values():
             for job in side.jobs:
@@ -329,7 +326,7 @@ class StoreClient:
         permit = side.permit()
         if permit is None:
             return [Outcome.CIRCUIT_OPEN] * len(items)
-        verdict = Verdict.NOTHING  # of one whose task is cancelled
+        verdict = Verdict.NOTHING  # of a cancelled call
         try:
             jobs = _jobs(op, admitted, used_ns, self._loop)
             outcomes = await self._answers(side, jobs, timeout_s)
@@ -339,7 +336,7 @@ class StoreClient:
         return outcomes + [Outcome.REFUSED] * (len(items) - len(admitted))
 
     async def _answers(self, side: _Side, jobs: Sequence[_Job], timeout_s: float) -> list[Outcome]:
-        """By the deadline; when this returns or raises, no view is touched any more."""
+        """Return the outcomes by the deadline. When this returns or raises, no view is used any more."""
         side.jobs.update(jobs)
         self._observer.queue_changed(self.num_queued)
         for job in jobs:
@@ -368,15 +365,15 @@ class StoreClient:
             side.pulse.asked(job)
             try:
                 job.run(self._store)
-            except Exception as error:  # whatever a store raises is that store's fault, and its pages are misses
+            except Exception as error:  # any exception is the store's fault, and its pages are misses
                 log.warning("store_call_failed", store=self.name, op=job.op, error=repr(error))
             side.pulse.heard(job)
             self._post(partial(job.conclude, Outcome.FAILED))
-            del job  # a thread that waits holds no pages
+            del job  # so that a waiting thread holds no pages
         self._post(self._thread_ended)
 
     def _post(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback)
 
     def _thread_ended(self) -> None:
@@ -398,7 +395,7 @@ def _jobs(op: str, items: Sequence[_Item], used_ns: int, loop: asyncio.AbstractE
 
 
 def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-    """Consecutive items, at most `JOB_BYTES` or one item, and at most `JOB_KEYS` together."""
+    """Yield consecutive items: at most `JOB_KEYS`, and at most `JOB_BYTES` or one item."""
     begin, num_bytes = 0, 0
     for index, item in enumerate(items):
         num_bytes += item.num_bytes

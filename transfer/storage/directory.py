@@ -1,8 +1,8 @@
-"""A local directory, or a mounted one, as a store: a file for each page, shared by any number of processes.
+"""Store pages in a local or mounted directory: a file for each page, shared by any number of processes.
 
-A page is written into a file with a name of its own, which is then renamed: whatever happens to a writer, a key has a whole page
-or none. Nothing is flushed to the disk, for after a power cut the envelope tells what got there. A file is locked for as long as
-it is written, so what a killed writer leaves is known by nobody's holding it (see `transfer.storage.directory_room`).
+A page is written into a file of its own, which is then renamed. So a key has a whole page or none, even if the writer dies.
+Nothing is flushed to the disk, because the envelope shows after a power cut which pages are whole. A file is locked while it is
+written, so an unlocked file with an unfinished page is the leftover of a dead writer (see `transfer.storage.directory_room`).
 """
 
 from __future__ import annotations
@@ -13,36 +13,35 @@ import fcntl
 import os
 import secrets
 import stat
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from transfer.errors import ConfigError
-from transfer.storage.base import Outcome, used_times
+from transfer.storage.base import Outcome
 from transfer.storage.directory_room import FILE_MODE, LEFTOVER_AGE_S, WRITING, DirectoryRoom
 from transfer.storage.envelope import HEADER_BYTES, check, header_of
 from transfer.storage.keys import fingerprint_of
+from transfer.storage.page_store import PageStore
 
 FOLDER_MODE: Final = 0o700
-"""Of a folder that is made here. A prompt can be computed back from its KV: pages are for the node's user alone."""
+"""Mode of a new folder. A prompt can be reconstructed from its KV, so pages are for the node's user alone."""
 
-_FAN_OUT_CHARS: Final = 2  # of the page's hash: 256 folders for each fingerprint
+_FAN_OUT_CHARS: Final = 2  # of the page's hash, which makes 256 folders for each fingerprint
 
 log = structlog.get_logger(__name__)
 
 
-class DirectoryStore:
+class DirectoryStore(PageStore):
     """See the module's docstring, and `transfer.storage.base.Store`.
 
-    Making one touches no disk: what has become of a directory since the node's start (`check_directory`) fails its pages, and
+    The constructor does not touch the disk. A directory that fails after the node's start (`check_directory`) fails its pages,
     not the node.
 
     Args:
-        directory: Made at the first put, where it is not there; not made again when it goes away later.
-        max_bytes: Of all files together; None: as many as the disk takes.
+        directory: Created at the first put if it is missing, but not created again if it goes away later.
+        max_bytes: Most bytes of all files together; None means as many as the disk takes.
         leftover_age_s: See `LEFTOVER_AGE_S`.
     """
 
@@ -55,28 +54,8 @@ class DirectoryStore:
     def name(self) -> str:
         return str(self._root)
 
-    def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
-        return [self._guarded(self._put, *page) for page in _with_times(pages, used_ns)]
-
-    def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
-        return [self._guarded(self._get, *page) for page in _with_times(pages, used_ns)]
-
-    def exists(self, keys: Sequence[str]) -> list[Outcome]:
-        return [self._guarded(self._exists, key) for key in keys]
-
-    def delete(self, keys: Sequence[str]) -> list[Outcome]:
-        return [self._guarded(self._delete, key) for key in keys]
-
-    def _guarded(self, action: Callable[..., Outcome], key: str, *arguments: memoryview | int) -> Outcome:
-        """What the disk cannot do for one page is that page's affair."""
-        try:
-            return action(key, *arguments)
-        except OSError as error:
-            log.warning("stored_page_failed", action=action.__name__.strip("_"), key=key, error=str(error))
-            return Outcome.FAILED
-
     def _path(self, key: str) -> Path:
-        """Raises ConfigError when it is no key, and so perhaps a path to somewhere else."""
+        """Return the file of a key. Raise ConfigError for any other text, which may be a path to somewhere else."""
         fingerprint = fingerprint_of(key)
         name = key[len(fingerprint) + 1 :]
         return self._root / fingerprint / name[:_FAN_OUT_CHARS] / name
@@ -105,10 +84,10 @@ class DirectoryStore:
         return Outcome.OK
 
     def _require_root(self) -> None:
-        """Make the directory, unless it has been there: in the place of one that goes away, an unmounted one, are others' disks.
+        """Create the directory, unless it was there before: under an unmounted one is another disk.
 
         Raises:
-            OSError: It cannot be made, or is gone.
+            OSError: It cannot be created, or is gone.
         """
         if not self._was_there:
             _make(self._root)
@@ -117,7 +96,7 @@ class DirectoryStore:
             raise NotADirectoryError(errno.ENOTDIR, "the store's directory is gone", str(self._root))
 
     def _is_there(self, path: Path, num_bytes: int, used_ns: int) -> bool:
-        """Whether a page of that size is stored, which is then as new as one that is stored now."""
+        """Return whether a page of that size is stored, and mark it as used."""
         try:
             if path.stat().st_size != num_bytes:
                 return False
@@ -127,57 +106,39 @@ class DirectoryStore:
         return True
 
     def _get(self, key: str, page: memoryview, used_ns: int) -> Outcome:
-        path = self._path(key)
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return Outcome.MISSING
+        file = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         try:
             header = bytearray(HEADER_BYTES)
-            num_read = _read(file, header, page, bytearray(1))  # a byte too many, where there is one
+            num_read = _read(file, header, page, bytearray(1))  # a byte too many, to notice a longer file
             outcome = check(key, header[:num_read], page, num_bytes=num_read)
             if outcome is Outcome.OK:
                 _mark_used(file, used_ns)
         finally:
             os.close(file)
-        if outcome is Outcome.CORRUPT:
-            self._delete(key)  # else a put would take it for the page; a foreign one may be somebody else's page, and whole
         return outcome
 
     def _exists(self, key: str) -> Outcome:
-        try:
-            return Outcome.OK if stat.S_ISREG(self._path(key).stat().st_mode) else Outcome.MISSING
-        except FileNotFoundError:
-            return Outcome.MISSING
+        return Outcome.OK if stat.S_ISREG(self._path(key).stat().st_mode) else Outcome.MISSING
 
     def _delete(self, key: str) -> Outcome:
         path = self._path(key)
-        try:
-            num_bytes = path.stat().st_size
-            path.unlink()
-        except FileNotFoundError:
-            return Outcome.MISSING
+        num_bytes = path.stat().st_size
+        path.unlink()
         self._room.give_back(num_bytes)
         return Outcome.OK
 
 
-def _with_times(pages: Sequence[tuple[str, memoryview]], used_ns: int | None) -> Iterator[tuple[str, memoryview, int]]:
-    """Each page with the time that it counts as used at."""
-    times = used_times(time.time_ns() if used_ns is None else used_ns)
-    return ((key, page, at_ns) for (key, page), at_ns in zip(pages, times, strict=False))
-
-
 def check_directory(directory: Path) -> None:
-    """Make a store's directory where it is not there, and try it. One that others can write to is used, and named in the log.
+    """Create a store's directory if it is missing, and try it. Log a warning if other users can write there.
 
     Raises:
-        ConfigError: It cannot be made, or this process may not write there. That the disk is full is no reason: what is stored
-            can be read, and there may be room again.
+        ConfigError: It cannot be created, or this process may not write there. A full disk is no error: stored pages can be read,
+            and there may be room again.
     """
     try:
         _make(directory)
         mode = stat.S_IMODE(directory.stat().st_mode)
-        if mode & (stat.S_IWGRP | stat.S_IWOTH):  # whoever can put other pages there can have other tokens generated
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):  # another page there means other tokens
             log.warning("store_writable_by_others", directory=str(directory), mode=f"{mode:#o}", advice=f"chmod {FOLDER_MODE:o}")
         probe = _new_file_in(directory)
         try:
@@ -198,14 +159,14 @@ def _make(directory: Path) -> None:
 
 
 def _mark_used(file: int | Path, used_ns: int) -> None:
-    """Unless somebody has used it later: what a request of long ago brings now counts as used when that was asked for."""
-    with contextlib.suppress(OSError):  # mounted to be read only: its age is then all the same
+    """Set the time of use, unless it is later already: a request's pages count as used when it was asked for."""
+    with contextlib.suppress(OSError):  # on a read-only mount, where the age does not matter
         if os.stat(file).st_mtime_ns < used_ns:
             os.utime(file, ns=(used_ns, used_ns))
 
 
 def _new_file_in(folder: Path) -> Path:
-    """A name that no other process has, on whatever host."""
+    """Return a name that no other process on any host has."""
     return folder / f"{WRITING}{secrets.token_hex(8)}"
 
 
@@ -220,7 +181,7 @@ def _created(path: Path) -> int:
 
 
 def _write(file: int, *parts: bytes | memoryview) -> None:
-    """Raises OSError, also when less than all was written without one."""
+    """Write all parts. Raise OSError if that fails, or if only some bytes were written."""
     for part in parts:
         rest = memoryview(part)
         while rest:
@@ -231,7 +192,7 @@ def _write(file: int, *parts: bytes | memoryview) -> None:
 
 
 def _read(file: int, *parts: bytearray | memoryview) -> int:
-    """Fill the parts one after the other; returns the bytes that there were."""
+    """Fill the parts in turn, and return the number of bytes read."""
     total = 0
     for part in parts:
         rest = memoryview(part)

@@ -1,15 +1,14 @@
-"""Room in a directory store: what all of its processes may write together, and what goes when they may write no more.
+"""Bound the bytes of a directory store that many processes write, and evict pages.
 
-Bytes are counted in one file, which all processes change under a lock. Who finds no room evicts the pages that were least
-recently stored or read (of a call's pages the first counts as used last, see `transfer.storage.base.USED_STEP_NS`), down to
-`KEEP_FRACTION` of the limit, one process at a time; that looks at every file, and puts the count right on the way. The count errs
-to the safe side: a file has its whole size before its bytes are taken, and is renamed only after that, so an eviction meets it in
-one of the two ways, if not in both.
+One file counts the bytes; all processes change it under a lock. A process that finds no room evicts the least recently used pages
+down to `KEEP_FRACTION` of the limit, one process at a time. (Of a call's pages, the first counts as used last, see
+`transfer.storage.base.USED_STEP_NS`.) An eviction looks at every file, and corrects the count. The count errs on the safe side: a
+file has its whole size before its bytes are counted, and is renamed only after that, so an eviction meets it at least once.
 
-Each process counts all files once, before its first page; opening a store looks at none. No lock is waited for longer than
-`LOCK_WAIT_S`, as where a process of another host was stopped while it held one: a page is then not put, and one that goes is
-not taken off the count, which the next eviction puts right. Without a limit there are neither counts nor locks, and what killed
-writers have left goes folder by folder.
+Each process counts all files once, before its first page; opening a store looks at none. No process waits for a lock longer than
+`LOCK_WAIT_S`, for example if a process of another host was stopped while it held one. A page is then not put, and a deleted page
+stays in the count until the next eviction. Without a limit there are neither counts nor locks, and the leftovers of dead writers
+are removed folder by folder.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ import structlog
 
 KEEP_FRACTION: Final = 0.875
 LEFTOVER_AGE_S: Final = 60.0
-"""Of an unfinished file that nobody holds, before it goes: one that was made this moment is not held yet."""
+"""Age of an unlocked unfinished file before it is removed: a new file is not locked yet."""
 
 WRITING: Final = ".writing-"
-"""Begins the names of unfinished files."""
+"""Prefix of the names of unfinished files."""
 
 FILE_MODE: Final = 0o600
-"""Of every file."""
 
 LOCK_WAIT_S: Final = 5.0
-"""A lock is held for microseconds, or for as long as it takes to look at every file."""
+"""Longest wait for a lock, which is held for microseconds, or while every file is looked at."""
 
 _POLL_S: Final = 0.001
 _TRIES: Final = 4  # others can take what an eviction has made room for
@@ -60,7 +58,7 @@ class DirectoryRoom:
 
     Args:
         root: Folder of the store.
-        max_bytes: Of all files; None: no limit, nothing is counted.
+        max_bytes: Most bytes of all files; None means no limit, and nothing is counted.
         leftover_age_s: See `LEFTOVER_AGE_S`.
     """
 
@@ -75,11 +73,11 @@ class DirectoryRoom:
         self._swept: set[Path] = set()
 
     def prepare(self, folder: Path) -> None:
-        """Before a file is made in `folder`.
+        """Count files or remove leftovers, before a file is made in `folder`.
 
         Raises:
-            TimeoutError: Another thread still counts what is there.
-            OSError: It cannot be counted.
+            TimeoutError: Another thread still counts.
+            OSError: The files cannot be counted.
         """
         if self._is_counted or folder in self._swept:
             return
@@ -90,7 +88,7 @@ class DirectoryRoom:
         if not self._preparing.acquire(timeout=LOCK_WAIT_S):
             raise TimeoutError(errno.ETIMEDOUT, "the files of the store are still being counted")
         try:
-            if not self._is_counted and self._evicting.acquire(wait_s=0.0):  # else somebody else is at it
+            if not self._is_counted and self._evicting.acquire(wait_s=0.0):  # else another process counts
                 try:
                     self._count_all(keep_bytes=self._max_bytes)
                 finally:
@@ -100,7 +98,7 @@ class DirectoryRoom:
             self._preparing.release()
 
     def take(self, num_bytes: int) -> bool:
-        """Count a file that is there in its whole size, before it is written; False: no room can be made for it.
+        """Count a file that has its whole size, before it is written. Return False if there can be no room for it.
 
         Raises:
             TimeoutError: Others hold a lock for too long.
@@ -121,41 +119,37 @@ class DirectoryRoom:
         return False
 
     def give_back(self, num_bytes: int) -> None:
-        """Those are no longer there. Where that cannot be said the count stays too high until the next eviction."""
+        """Uncount deleted bytes. If that fails, the count stays too high until the next eviction."""
         if self._max_bytes is not None:
             with contextlib.suppress(OSError), self._counting:
                 self._count(max(0, self._counted() - num_bytes))
 
     def _evict(self, num_bytes: int) -> bool:
-        """Make room; True: the file of so many bytes, which is there already, has been counted with all others, and fits."""
+        """Make room. True means that the file, which is there already, was counted with all others and fits."""
         assert self._max_bytes is not None
         with self._evicting:
             with self._counting:
                 if self._counted() + num_bytes <= self._max_bytes:
-                    return False  # somebody else has made it
+                    return False  # another process has made room
             return self._count_all(keep_bytes=int(self._max_bytes * KEEP_FRACTION)) <= self._max_bytes
 
-    def _count_all(self, *, keep_bytes: int | None) -> int:
-        """Put the count right, and take the oldest pages out until at most `keep_bytes` are left; None takes nothing out.
-
-        Returns:
-            The count.
-        """
+    def _count_all(self, *, keep_bytes: int) -> int:
+        """Correct the count, and evict the oldest pages until at most `keep_bytes` are left. Return the count."""
         with self._counting:
             before = self._counted()
         pages = sorted(self._pages())
         total = sum(page.num_bytes for page in pages)
         num_evicted = 0
         for page in pages:
-            if keep_bytes is None or total <= keep_bytes:
+            if total <= keep_bytes:
                 break
             if not os.path.basename(page.path).startswith(WRITING):
-                with contextlib.suppress(OSError):  # gone, and counted by whoever took it out, or another user's
+                with contextlib.suppress(OSError):  # gone, and uncounted by the process that deleted it, or another user's
                     os.unlink(page.path)
                     total -= page.num_bytes
                     num_evicted += 1
         with self._counting:
-            # What was taken meanwhile counts, too; what was given back may have been left out above already.
+            # Bytes taken meanwhile count, too. Bytes given back may be missing above already.
             total += max(0, self._counted() - before)
             self._count(total)
         if num_evicted:
@@ -163,7 +157,7 @@ class DirectoryRoom:
         return total
 
     def _pages(self) -> Iterator[_Page]:
-        """All files, but for leftovers, which go."""
+        """Yield all files except leftovers, which are removed."""
         for folder, _, names in os.walk(self._root):
             if folder == str(self._root):
                 continue  # counters and locks
@@ -177,7 +171,7 @@ class DirectoryRoom:
                         yield _Page(used_ns=status.st_mtime_ns, num_bytes=status.st_size, path=path)
 
     def _sweep(self, folder: Path) -> None:
-        """Take the leftovers of one folder out, with a look at the unfinished files alone."""
+        """Remove the leftovers of one folder. Look at unfinished files only."""
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith(WRITING):
@@ -199,7 +193,7 @@ class DirectoryRoom:
 
 
 class _Lock:
-    """Between processes and between the threads of one: a locked file, made when it is first needed, and when it was deleted."""
+    """A lock between processes and threads: a locked file, created when it is first needed or was deleted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -213,7 +207,7 @@ class _Lock:
         return self._file
 
     def acquire(self, *, wait_s: float) -> bool:
-        """False: it was not to be had in that time. Raises OSError when the file cannot be locked."""
+        """Return False if the lock was not free in that time. Raise OSError if the file cannot be locked."""
         deadline_s = time.monotonic() + wait_s
         if not self._threads.acquire(timeout=wait_s):
             return False
@@ -228,7 +222,6 @@ class _Lock:
         return is_mine
 
     def _open(self) -> None:
-        """Raises OSError."""
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
             os.close(self._file)
             self._file = None
@@ -248,7 +241,7 @@ class _Lock:
 
 
 def _is_locked(file: int) -> bool:
-    """Lock it, if nobody else has."""
+    """Lock a file, unless it is locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -257,7 +250,7 @@ def _is_locked(file: int) -> bool:
 
 
 def _is_held_by_nobody(path: str) -> bool:
-    """Whether the process that was writing the file is gone, on whatever host it was."""
+    """Return whether the process that was writing the file is gone, on any host."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""The envelope of a stored page: a header before its bytes that says what they are, and proves it.
+"""Write and check the envelope of a stored page: a header before its bytes that identifies them.
 
 ::
 
@@ -10,8 +10,8 @@
     40   256       the key, filled up with zeros
     504  8         XXH3-64 of all bytes of the header before
 
-Integers are little-endian. The digests find what disks and hasty copies do to bytes, not what somebody does on purpose: whoever
-may write the store is trusted, see SECURITY.md.
+Integers are little-endian. The digests find accidental damage by disks and partial copies, not malicious changes: every writer of
+the store is trusted, see SECURITY.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ _DIGEST: Final = struct.Struct("<Q")
 
 
 def header_of(key: str, page: memoryview) -> bytes:
-    """The header of a page under that key.
-
-    Raises:
-        ConfigError: It is no key.
-    """
+    """Return the header of a page under that key. Raise ConfigError if it is no key."""
     fingerprint_of(key)
     fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, page.nbytes, xxhash.xxh3_128_digest(page), key.encode())
     head = fields.ljust(HEADER_BYTES - _DIGEST.size, b"\0")
@@ -45,12 +41,12 @@ def header_of(key: str, page: memoryview) -> bytes:
 
 
 def check(key: str, header: bytes | bytearray, page: memoryview, *, num_bytes: int) -> Outcome:
-    """Whether what was read is the page of that key.
+    """Check whether the bytes that were read are the page of that key.
 
     Args:
-        header: The first `HEADER_BYTES` bytes, or as many as there were.
-        page: What followed, in a view of the page's exact size; undefined where there was less.
-        num_bytes: Of header and page, as stored.
+        header: The first `HEADER_BYTES` bytes, or fewer if there were fewer.
+        page: The following bytes, in a view of the page's exact size. Undefined after the last byte that was read.
+        num_bytes: Stored bytes, header and page together.
 
     Returns:
         `OK`, `CORRUPT` or `FOREIGN`.
@@ -62,7 +58,7 @@ def check(key: str, header: bytes | bytearray, page: memoryview, *, num_bytes: i
 
 
 def _is_of_something_else(key: str, head: bytes) -> bool:
-    """Whether a header is one, but not of a page under that key in this format."""
+    """Return whether a header is intact, but not of a page under that key in this format."""
     if len(head) < HEADER_BYTES:
         return False
     magic, version, header_bytes, _, _, stored_key = _FIELDS.unpack_from(head)

@@ -1,4 +1,4 @@
-"""How much of a prompt is stored, in a few questions. Pure."""
+"""Find how much of a prompt is stored with few questions. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 
 
 async def first_false(has: Callable[[int], Awaitable[bool]], count: int) -> int:
-    """The least number below `count` that `has` is false of, or `count`; `has` is true up to somewhere, and false from there on.
+    """Return the least number below `count` for which `has` is false, or `count`. `has` is true before it and false after it.
 
-    First and last go first: most prompts are all new or all old. A `has` that is false of everything once there is no time left
-    gives what is known by then.
+    Ask for the first and the last number first, because most prompts are all new or all old. If `has` is false for everything
+    once time is up, the result is what is known by then.
     """
     if not count or not await has(0):
         return 0

@@ -1,11 +1,11 @@
-"""Names of stored pages: equal KV has an equal key, and KV that differs in anything never has.
+"""Name stored pages. Equal KV has equal keys, and KV that differs in anything has different keys.
 
-A page's hash names all tokens from the prompt's first to the page's last, for the KV of a token depends on every one before it:
+A page's hash names all tokens from the prompt's first to the page's last, because the KV of a token depends on all tokens before:
 ``h_i = SHA-256(h_{i-1}, tokens of page i)``. The chain begins with the fingerprint of all other inputs of the KV, the salts that
-keep tenants apart, and the precision to which the KV was rounded on its way into the pool. Only whole pages have a hash.
+separate tenants, and the precision to which the KV was rounded on its way into the pool. Only whole pages have a hash.
 
-A key is ``FINGERPRINT/HASH-GROUP-PART``: a tensor-parallel rank stores its own heads, so PART is ``1of2``; an MLA latent is the
-same on every rank, and is stored once, as ``all``. With several pipeline stages the stage's layers come first: ``0_16-1of2``.
+A key is ``FINGERPRINT/HASH-GROUP-PART``. A tensor-parallel rank stores its own heads, so PART is ``1of2``. An MLA latent is the
+same on every rank and is stored once, as ``all``. With several pipeline stages, the stage's layers come first: ``0_16-1of2``.
 
 Pure: no clock, no files.
 """
@@ -25,21 +25,20 @@ from transfer.layer_groups import LayerGroup
 from transfer.layout import KVLayout, LayerKind, Shard, wire_dtype
 
 STORE_FORMAT: Final = 1
-"""Of what a key says and of how a page lies in its bytes (`transfer.storage.pages`); whoever changes either raises it."""
+"""Version of the keys and of the layout of a page (`transfer.storage.pages`). Increase it with any change of either."""
 
 FINGERPRINT_CHARS: Final = 32
 MAX_KEY_CHARS: Final = 255
-"""Of a whole key, so that its last part is a file name everywhere."""
+"""Most characters of a key, so that its last part is a file name everywhere."""
 
 _KEY: Final = re.compile(rf"[0-9a-f]{{{FINGERPRINT_CHARS}}}/[0-9a-z][0-9a-z_.-]*")
 
 
 def store_fingerprint(instance: Instance) -> str:
-    """32 hex digits of everything but tokens that a page stored by the instance depends on; stable across versions of kvferry.
+    """Return 32 hex digits of all inputs of the instance's stored pages except tokens. They are stable across versions.
 
-    That is the model: its KV's layout, its fields, its weights' digest among them, and the scales of a pool of 8-bit floats; and
-    page size, order and element type of the pool. How many ranks there are is not in it: the key of each page says whose part it
-    is.
+    The inputs are the layout of the model's KV, its fields with the digest of its weights, the scales of a pool of 8-bit floats,
+    and page size, order and element type of the pool. The number of ranks is in the key of each page instead.
     """
     layout, shard = instance.layout, instance.shard
     named = {
@@ -70,30 +69,29 @@ def rounding(prefill: Instance, decode: Instance) -> str:
 
 
 def chain_seed(fingerprint: str, store_salt: str, request_salt: str, rounded: str = "") -> bytes:
-    """What the hash chain of a request begins with: 32 bytes.
+    """Return the beginning of a request's hash chain: 32 bytes.
 
     Args:
-        fingerprint: See `store_fingerprint`.
-        store_salt: Of the nodes, `storage.salt`: they share pages only with nodes of the same one.
-        request_salt: Of the request, `cache_salt`: it shares pages only with requests of the same one.
+        store_salt: The nodes' `storage.salt`. Nodes share pages only with nodes of the same salt.
+        request_salt: The request's `cache_salt`. Requests share pages only with requests of the same salt.
         rounded: See `rounding`. Empty adds nothing, so that the keys of unrounded pages do not change.
     """
     digest = hashlib.sha256(b"kvferry-kv-chain")
     for text in (fingerprint, store_salt, request_salt, *([rounded] if rounded else ())):
         encoded = text.encode()
-        digest.update(struct.pack("<Q", len(encoded)) + encoded)  # with its length, so that no text runs into the next
+        digest.update(struct.pack("<Q", len(encoded)) + encoded)  # the length separates the texts
     return digest.digest()
 
 
 class PageHashes:
-    """The chain of one request, which grows with its tokens.
+    """The hash chain of one request, which grows with its tokens.
 
     Args:
         page_size: Tokens per page, at least 1.
         seed: See `chain_seed`.
 
     Attributes:
-        hashes: Of every whole page so far, 32 bytes each. Not to be changed.
+        hashes: Hash of every whole page so far, 32 bytes each. Do not change the list.
     """
 
     def __init__(self, *, page_size: int, seed: bytes) -> None:
@@ -101,24 +99,22 @@ class PageHashes:
             raise ConfigError(f"page_size is {page_size}; it must be at least 1 token")
         self._page_size = page_size
         self._last = seed
-        self._tail: list[int] = []  # tokens behind the last whole page
+        self._tail: list[int] = []  # tokens after the last whole page
         self.hashes: list[bytes] = []
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, those of the page that is not whole yet among them."""
+        """Tokens so far, including those of the last page, which is not whole yet."""
         return len(self.hashes) * self._page_size + len(self._tail)
 
     def extend(self, token_ids: Iterable[int]) -> Sequence[bytes]:
-        """Add the tokens that come next; ids in [0, 2**32).
-
-        Returns:
-            The hashes of the pages that have become whole.
-        """
+        """Add the next tokens, with ids in [0, 2**32). Return the hashes of the pages that became whole."""
         known = len(self.hashes)
         tokens = [*self._tail, *token_ids]
         num_whole = len(tokens) // self._page_size * self._page_size
-        packed = struct.pack(f"<{num_whole}I", *tokens[:num_whole])  # at once: with pages of one token it is half of the work
+        packed = struct.pack(
+            f"<{num_whole}I", *tokens[:num_whole]
+        )  # with pages of one token, packing each page by itself takes twice as long
         last, page_bytes = self._last, 4 * self._page_size
         for begin in range(0, len(packed), page_bytes):
             last = hashlib.sha256(last + packed[begin : begin + page_bytes]).digest()
@@ -129,21 +125,21 @@ class PageHashes:
 
 
 def page_hashes(token_ids: Iterable[int], *, page_size: int, seed: bytes) -> list[bytes]:
-    """The hash of each whole page of the tokens, see `PageHashes`."""
+    """Return the hash of each whole page of the tokens, see `PageHashes`."""
     chain = PageHashes(page_size=page_size, seed=seed)
     chain.extend(token_ids)
     return chain.hashes
 
 
 def is_shared(group: LayerGroup, *, layout: KVLayout) -> bool:
-    """Whether the group's pages are the same on every TP rank, whatever their number: layers of MLA, and no others."""
+    """Return whether the group's pages are the same on every TP rank, as those of MLA layers are."""
     return all(layout.layers[layer].kind is LayerKind.MLA for layer in group.layers)
 
 
 def storing_rank(group: LayerGroup, *, layout: KVLayout, shard: Shard) -> int:
-    """The TP rank that puts the page that this rank has too: the first of those that hold the very same heads.
+    """Return the TP rank that stores this rank's page: the first of the ranks that hold the same heads.
 
-    It is the rank's own unless the group `is_shared`, or there are more ranks than KV heads.
+    That is this rank, unless the group `is_shared` or there are more ranks than KV heads.
     """
     if is_shared(group, layout=layout):
         return 0
@@ -153,13 +149,10 @@ def storing_rank(group: LayerGroup, *, layout: KVLayout, shard: Shard) -> int:
 
 
 def store_key(fingerprint: str, page_hash: bytes, *, group: LayerGroup, layout: KVLayout, shard: Shard) -> str:
-    """Under which the rank's page of a group is stored: one key for all ranks that hold the same bytes.
+    """Return the key of the rank's page of a group. All ranks that hold the same bytes have the same key.
 
     Args:
-        fingerprint: See `store_fingerprint`.
-        page_hash: See `page_hashes`.
-        group: One that keeps tokens; states are not stored.
-        shard: Of the rank.
+        group: A group that keeps tokens; states are not stored.
     """
     stage = shard.layers(layout)
     stage_part = f"{stage.begin}_{stage.end}-" if shard.pp_size > 1 else ""
@@ -168,7 +161,7 @@ def store_key(fingerprint: str, page_hash: bytes, *, group: LayerGroup, layout: 
 
 
 def fingerprint_of(key: str) -> str:
-    """The fingerprint in a key.
+    """Return the fingerprint in a key.
 
     Raises:
         ConfigError: It is no key, so no store may use it as a path.
@@ -179,12 +172,12 @@ def fingerprint_of(key: str) -> str:
 
 
 def _first_with(shard: Shard, head: int, num_kv_heads: int) -> int:
-    """The first TP rank whose heads begin with `head`: the least r with r * heads // tp_size == head."""
+    """Return the first TP rank whose heads begin with `head`: the least r with r * heads // tp_size == head."""
     return -(-head * shard.tp_size // num_kv_heads)
 
 
 def _exact_scales(instance: Instance) -> list[list[str]]:
-    """To the last bit."""
+    """Return the scales to the last bit."""
     return [[scale.hex() for scale in map(float, pair)] for pair in instance.kv_scales]
 
 

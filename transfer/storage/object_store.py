@@ -1,45 +1,46 @@
-"""An object store (S3 and what speaks it, Google Cloud Storage, Azure Blob Storage) as a store, by obstore: pages are objects.
+"""Store pages as objects, by obstore: S3 and compatible services, Google Cloud Storage, Azure Blob Storage.
 
-Putting an object is atomic everywhere, and there is no limit here: what is old goes by the bucket's own rules. Where the service
-is and who calls it obstore takes from the environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...) or the machine's role.
+Putting an object is atomic everywhere. There is no size limit here: the bucket's own rules expire old objects.
+obstore takes the service and its credentials from the environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...) or from the
+machine's role.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import structlog
-
 from transfer.errors import ConfigError
 from transfer.storage.base import Outcome
 from transfer.storage.envelope import HEADER_BYTES, check, header_of
 from transfer.storage.keys import fingerprint_of
+from transfer.storage.page_store import PageStore
 
 SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
 MAX_RETRIES: Final = 2
 CONNECT_TIMEOUT_S: Final = 5.0
 
-log = structlog.get_logger(__name__)
 
-
-class ObjectStore:
+class ObjectStore(PageStore):
     """See the module's docstring, and `transfer.storage.base.Store`.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path`` or ``memory:///``.
-        timeout_s: Of one request to the service, its retries among it.
+        timeout_s: Longest time of one request to the service, retries included.
 
     Raises:
-        ConfigError: obstore is not installed, or can make nothing of the URL or of the environment.
+        ConfigError: obstore is not installed, or cannot use the URL or the environment.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self._obstore = _library()
+        exceptions = self._obstore.exceptions
+        self._missing = (exceptions.NotFoundError, FileNotFoundError)
+        self._faults = (exceptions.BaseError, OSError)
         parts = urlsplit(url)
         self.name: str = _without_secrets(url)
         if parts.scheme not in SCHEMES:
@@ -48,7 +49,7 @@ class ObjectStore:
         options: dict[str, Any] = {}
         if parts.scheme not in ("file", "memory"):
             timeout, connect_timeout = (timedelta(seconds=seconds) for seconds in (timeout_s, min(timeout_s, CONNECT_TIMEOUT_S)))
-            # obstore itself looks there only while it is given no options of its own.
+            # obstore itself looks there only if it gets no options.
             is_http_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
             options["client_options"] = {
                 "timeout": timeout,
@@ -58,67 +59,44 @@ class ObjectStore:
             options["retry_config"] = {"max_retries": MAX_RETRIES, "retry_timeout": timeout}
         try:
             self._store = self._obstore.store.from_url(url, **options)
-        except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            reason = _in_a_line(error).replace(url, self.name)
+        except (*self._faults, ValueError) as error:
+            reason = self._text_of(error).replace(url, self.name)
             raise ConfigError(f"storage.url is {self.name}; obstore cannot use it: {reason}") from None
 
-    def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
-        return [self._guarded(self._put, key, page) for key, page in pages]
+    def _text_of(self, error: BaseException) -> str:
+        """Return obstore's text for people. Its text for developers can have the whole URL in it, and much more."""
+        return " ".join(str(error).partition("Debug source")[0].split())[:500]
 
-    def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
-        return [self._guarded(self._get, key, page) for key, page in pages]
-
-    def exists(self, keys: Sequence[str]) -> list[Outcome]:
-        return [self._guarded(self._exists, key) for key in keys]
-
-    def delete(self, keys: Sequence[str]) -> list[Outcome]:
-        return [self._guarded(self._delete, key) for key in keys]
-
-    def _guarded(self, action: Callable[..., Outcome], key: str, *arguments: memoryview) -> Outcome:
-        """What the service cannot do for one page is that page's affair. Raises ConfigError when it is no key."""
+    def _head(self, key: str) -> Any:
         fingerprint_of(key)
-        exceptions = self._obstore.exceptions
-        try:
-            return action(key, *arguments)
-        except (exceptions.NotFoundError, FileNotFoundError):
-            return Outcome.MISSING
-        except (exceptions.BaseError, OSError) as error:
-            log.warning("stored_page_failed", action=action.__name__.strip("_"), key=key, error=_in_a_line(error))
-            return Outcome.FAILED
+        return self._obstore.head(self._store, key)
 
-    def _put(self, key: str, page: memoryview) -> Outcome:
-        try:
-            if self._obstore.head(self._store, key)["size"] == HEADER_BYTES + page.nbytes:
+    def _put(self, key: str, page: memoryview, used_ns: int) -> Outcome:
+        with contextlib.suppress(*self._missing):  # most pages that are put are missing
+            if self._head(key)["size"] == HEADER_BYTES + page.nbytes:
                 return Outcome.OK
-        except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
-            pass  # what most puts find
         try:
             self._obstore.put(self._store, key, b"".join((header_of(key, page), page)), use_multipart=False)
-        except (self._obstore.exceptions.NotFoundError, FileNotFoundError) as error:
-            raise OSError(f"there is no such bucket: {_in_a_line(error)}") from error
+        except self._missing as error:
+            raise OSError(f"there is no such bucket: {self._text_of(error)}") from error
         return Outcome.OK
 
-    def _get(self, key: str, page: memoryview) -> Outcome:
+    def _get(self, key: str, page: memoryview, used_ns: int) -> Outcome:
+        fingerprint_of(key)
         found = self._obstore.get(self._store, key)
         num_bytes = found.meta["size"]
-        # One that is far too long is not read as a whole: its header is enough to say what it is.
-        stored = memoryview(found.bytes()) if num_bytes <= HEADER_BYTES + page.nbytes else self._beginning(key)
+        # Of an object that is far too long, only the header is read.
+        is_whole = num_bytes <= HEADER_BYTES + page.nbytes
+        stored = memoryview(found.bytes() if is_whole else self._obstore.get_range(self._store, key, start=0, end=HEADER_BYTES))
         page[: max(0, stored.nbytes - HEADER_BYTES)] = stored[HEADER_BYTES : HEADER_BYTES + page.nbytes]
-        outcome = check(key, bytes(stored[:HEADER_BYTES]), page, num_bytes=num_bytes)
-        if outcome is Outcome.CORRUPT:
-            # Else a put would take it for the page. A foreign one may be somebody else's page, and whole.
-            self._obstore.delete(self._store, key)
-        return outcome
-
-    def _beginning(self, key: str) -> memoryview:
-        return memoryview(self._obstore.get_range(self._store, key, start=0, end=HEADER_BYTES))
+        return check(key, bytes(stored[:HEADER_BYTES]), page, num_bytes=num_bytes)
 
     def _exists(self, key: str) -> Outcome:
-        self._obstore.head(self._store, key)
+        self._head(key)
         return Outcome.OK
 
     def _delete(self, key: str) -> Outcome:
-        self._obstore.head(self._store, key)  # S3 says nothing of what was not there
+        self._head(key)  # S3 does not report a missing object
         self._obstore.delete(self._store, key)
         return Outcome.OK
 
@@ -134,11 +112,6 @@ def _library() -> ModuleType:
 
 
 def _without_secrets(url: str) -> str:
-    """A URL may have a password in its host, or a signature in its query."""
+    """Leave out the password of a host and the signature of a query."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def _in_a_line(error: BaseException) -> str:
-    """What obstore says to people; what it says to its authors can have the whole URL in it, and much more."""
-    return " ".join(str(error).partition("Debug source")[0].split())[:500]

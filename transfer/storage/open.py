@@ -1,22 +1,19 @@
-"""From the settings to a store."""
+"""Open a store from the settings."""
 
 from __future__ import annotations
 
 import asyncio
 
 from transfer.config import StorageConfig
-from transfer.storage.base import Store, StoreObserver
+from transfer.metrics import StoreMetrics
+from transfer.storage.base import Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore, check_directory
 from transfer.storage.object_store import ObjectStore
 
 
 def check_store(config: StorageConfig) -> None:
-    """Whether the store could be opened, without looking at what is in it.
-
-    Raises:
-        ConfigError: As `open_store`.
-    """
+    """Raise ConfigError if the store cannot be opened. Look at no page."""
     if config.directory is not None:
         check_directory(config.directory)
     elif config.url is not None:
@@ -24,10 +21,10 @@ def check_store(config: StorageConfig) -> None:
 
 
 def open_store(config: StorageConfig) -> Store | None:
-    """The store that is configured; None where there is none. Looks at no page.
+    """Return the configured store, or None. Look at no page.
 
     Raises:
-        ConfigError: It cannot be used; the setting is named.
+        ConfigError: It cannot be used. The message names the setting.
     """
     if config.directory is not None:
         return DirectoryStore(config.directory, max_bytes=config.max_bytes)
@@ -36,12 +33,8 @@ def open_store(config: StorageConfig) -> Store | None:
     return None
 
 
-def open_store_client(config: StorageConfig, *, loop: asyncio.AbstractEventLoop, observer: StoreObserver) -> StoreClient | None:
-    """`open_store`, beside a loop. One client serves every fingerprint: each key says which it is of.
-
-    Raises:
-        ConfigError: As `open_store`.
-    """
+def open_store_client(config: StorageConfig, *, loop: asyncio.AbstractEventLoop, observer: StoreMetrics) -> StoreClient | None:
+    """Open the store for a loop. Results and errors as of `open_store`."""
     store = open_store(config)
     if store is None:
         return None

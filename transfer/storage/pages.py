@@ -1,8 +1,8 @@
-"""How a page lies in its bytes: for each layer of the group that the rank has, in order, its K and then its V, packed.
+"""Lay out a stored page: for each of the rank's layers of the group, in order, its K and then its V, packed.
 
-Each part is ``[page_size, heads, dim]`` (NHD) or ``[heads, page_size, dim]`` (HND), the rank's heads in the rank's element type,
-so that a page of a pool is copied in as many pieces as it has buffers, and a rank of another cut finds every head without
-being told. Part of `transfer.storage.keys.STORE_FORMAT`.
+Each part is ``[page_size, heads, dim]`` (NHD) or ``[heads, page_size, dim]`` (HND), with the rank's heads in the rank's element
+type. So a page of a pool is copied in as many pieces as it has buffers, and a rank with another shard can find every head.
+Part of `transfer.storage.keys.STORE_FORMAT`.
 
 Pure.
 """
@@ -20,11 +20,9 @@ class PagePart:
     """One layer's K (or MLA latent), or V, in a page.
 
     Args:
-        layer: Global layer.
-        is_v: Whether it is V.
+        layer: Index in the whole model.
         shape: ``(page_size, heads, dim)``, or ``(heads, page_size, dim)`` in the order HND.
-        dtype: Of its elements.
-        offset_bytes: Where it begins in the page.
+        offset_bytes: Its beginning in the page.
     """
 
     layer: int
@@ -39,16 +37,16 @@ class PagePart:
 
 
 def can_be_stored(group: LayerGroup) -> bool:
-    """A recurrent state is not made of tokens: it has no pages that another prompt could share."""
+    """Return whether the group has pages that prompts can share. A recurrent state has none."""
     return group.kind is not GroupKind.STATE
 
 
 def page_parts(group: LayerGroup, *, layout: KVLayout, shard: Shard) -> tuple[PagePart, ...]:
-    """The parts of a page of the group on that rank, in order; together `LayerGroup.page_bytes`.
+    """Return the parts of a page of the group on that rank, in order. Together they have `LayerGroup.page_bytes`.
 
     Args:
-        group: One that `can_be_stored`.
-        shard: Of the rank; where its stage has none of the group's layers there are no parts.
+        group: A group that `can_be_stored`.
+        shard: Shard of the rank. If its stage has no layer of the group, there are no parts.
     """
     parts: list[PagePart] = []
     offset = 0
