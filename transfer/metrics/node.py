@@ -27,7 +27,7 @@ from transfer.metrics.specs import BREAKER_STATES, NODE_STATES, OUTCOMES, PEER_S
 from transfer.metrics.store import StoreMetrics
 from transfer.metrics.table import NODE_METRICS, OFFLOAD_METRICS, REQUEST_METRICS
 
-_STARTED_AT_S: Final = time.time()  # of the process, whatever becomes of its ranks and of its role
+_STARTED_AT_S: Final = time.time()  # of the process, also after restarts of ranks and changes of role
 
 _REASONS: Final = (
     (ResourceExhausted, "no_room"),
@@ -41,26 +41,22 @@ _REASONS: Final = (
 
 
 def abort_reason(error: TransferError) -> str:
-    """One of `ABORT_REASONS`."""
+    """Return one of `ABORT_REASONS`."""
     if isinstance(error, TransferAborted):
         return "operator" if error.is_by_operator else "caller"
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")
 
 
 def outcome_of(error: TransferError) -> str:
-    """Of a request that was queued and has ended with `error`: "aborted", "refused" or "failed"."""
-    if isinstance(error, TransferAborted | Preempted):  # somebody's wish, or an engine's ordinary way
+    """Return the outcome of a queued request that ended with `error`: "aborted", "refused" or "failed"."""
+    if isinstance(error, TransferAborted | Preempted):  # wanted by a caller or an operator, or ordinary in an engine
         return "aborted"
     is_no_room = isinstance(error, ResourceExhausted) and not isinstance(error, ChunkTooLarge)
     return "refused" if is_no_room else "failed"
 
 
 class NodeMetrics(Series):
-    """The series of a node's leader. Owned by the leader's loop.
-
-    Args:
-        role: "prefill" or "decode".
-    """
+    """The series of a node's leader. Owned by the leader's loop."""
 
     def __init__(self, *, role: str) -> None:
         if role not in OUTCOMES:
@@ -79,32 +75,28 @@ class NodeMetrics(Series):
         self.node_state(state="starting", queued=0, running=0, peers={}, restarts=0)
 
     def request_ended(self, outcome: str) -> None:
-        """A request is over.
-
-        Raises:
-            ConfigError: `outcome` is none of this role's.
-        """
+        """Count a request by outcome. Raise ConfigError for an outcome that this role does not have."""
         if outcome not in self._outcomes:
             raise ConfigError(f"outcome is {outcome}; it must be one of {', '.join(self._outcomes)}")
         self.counter("requests", outcome=outcome).inc()
 
     def request_given_up(self, error: TransferError) -> None:
-        """A request has ended with `error`; besides its outcome."""
+        """Count the reason of a request that ended with `error`, besides its outcome."""
         self.counter("aborts", reason=abort_reason(error)).inc()
 
     def breakers(self, states: Mapping[str, int]) -> None:
-        """How many prefill nodes have a circuit breaker in which state now."""
+        """Show the number of prefill nodes by the state of their circuit breaker."""
         for name in BREAKER_STATES:
             self.gauge("breakers", state=name).set(states.get(name, 0))
 
     def discovery(
         self, *, addresses: int, age_s: float | None, interval_s: float, failures: int, refused: Mapping[str, int]
     ) -> None:
-        """What discovery knows now, and how often it has failed since the node started; of a prefill node: its own entry.
+        """Show the state of discovery, or of a prefill node's own entry, with the failures since the node's start.
 
         Args:
-            age_s: Since what it knows was last known to hold; None: it has heard nothing yet.
-            interval_s: Between two looks; 0: it does not look again.
+            age_s: Seconds since its addresses were last confirmed; None means that there is no result yet.
+            interval_s: Seconds between two looks; 0 means that it does not look again.
         """
         self.gauge("discovery_interval_seconds").set(interval_s)
         self.gauge("discovery_addresses").set(addresses)
@@ -114,17 +106,17 @@ class NodeMetrics(Series):
             self.counter("discovery_refused_entries", reason=reason).reach(number)
 
     def certificate(self, *, not_after_s: float, is_stale: bool) -> None:
-        """This node's certificate: when it expires, in seconds since 1970, and whether newer files cannot be used."""
+        """Show when the certificate expires, in seconds since 1970, and whether newer files cannot be used."""
         self.gauge("certificate_expiry_timestamp_seconds").set(not_after_s)
         self.gauge("certificate_stale").set(is_stale)
 
     def limits(self, *, max_queued: int, max_running: int) -> None:
-        """How many requests may wait, and how many may run; until then neither is shown."""
+        """Show the most requests that may wait and run. Before this call, neither is shown."""
         self.gauge("max_queued_requests").set(max_queued)
         self.gauge("max_running_requests").set(max_running)
 
     def node_state(self, *, state: str, queued: int, running: int, peers: Mapping[str, int], restarts: int) -> None:
-        """The node's state now; peers by their state."""
+        """Show the node's state, and the number of peers by their state."""
         for name in NODE_STATES:
             self.gauge("node_state", state=name).set(name == state)
         for name in PEER_STATES:

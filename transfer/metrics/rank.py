@@ -20,23 +20,23 @@ from transfer.metrics.table import RANK_METRICS, TRANSFER_METRICS
 log = structlog.get_logger(__name__)
 
 MAX_REASONS: Final = 32
-"""Reasons of dropped messages that have series of their own; more are counted as "other"."""
+"""Reasons of dropped messages with a series of their own. Further reasons count as "other"."""
 
 LINK_METRICS: Final = ("link_latency_seconds", "link_bandwidth_bytes_per_second")
 LINK_USES: Final = ("link_written_bytes", "link_busy_seconds", "link_probe_seconds")
 
 SLOW_SHARE: Final = 0.2
-"""A link is slow that is in use for more than this share of the time, at less than this share of its probe's speed ..."""
+"""A link is slow if it is in use for more than this share of the time, at less than this share of its probe's speed ..."""
 SLOW_OF_BEST: Final = 1 / 3
-"""... and than this of the best link's: links that fill one card together are all far below their probes."""
+"""... and less than this share of the best link's. Links that fill one card together are all far below their probes."""
 USED_SHARE: Final = 0.01
-"""A link that is in use for less of the time says nothing of what a link can make."""
+"""A link that is in use for less of the time does not count as the best."""
 
 _REASON: Final = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 class TransferStats(Protocol):
-    """What a finished request tells of its transfer on this rank."""
+    """Statistics of a finished request's transfer on this rank."""
 
     @property
     def writes(self) -> int: ...
@@ -51,7 +51,7 @@ class TransferStats(Protocol):
 
 
 class Ring(Protocol):
-    """What a ring says of itself."""
+    """Positions of a ring, see `transfer.ring.StagingAllocator`."""
 
     @property
     def head(self) -> int: ...
@@ -62,13 +62,7 @@ class Ring(Protocol):
 
 
 class RankMetrics(Series):
-    """The series of one rank, and the values that they are computed from. Owned by the rank's loop.
-
-    Args:
-        role: "prefill" or "decode".
-        rank: Index in the instance.
-        clock: Monotonic seconds.
-    """
+    """The series of one rank, and the values from which they are computed. Owned by the rank's loop."""
 
     def __init__(self, *, role: str, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         if role not in RANK_STAGES:
@@ -78,8 +72,8 @@ class RankMetrics(Series):
         self._role = role
         self._clock = clock
         self._ring: Ring | None = None
-        self._oldest_open: int | None = None  # grant, when the ring was looked at
-        self._open_since_s = 0.0  # when it was first seen to be the oldest
+        self._oldest_open: int | None = None  # grant at the last snapshot
+        self._open_since_s = 0.0  # time of the first snapshot with that grant
         self._uses: dict[int, SessionLink] = {}  # by session
         self._link_series: dict[frozenset[tuple[str, str]], LinkSeries] = {}  # by labels
         self._fallen_back: set[int] = set()  # sessions
@@ -90,18 +84,18 @@ class RankMetrics(Series):
             self.gauge("links_fallen_back")
 
     def gather_finished(self, seconds: float) -> None:
-        """Part of a chunk was gathered."""
+        """Count a part of a chunk that was gathered."""
         self.counter("chunks").inc()
         self.histogram("stage_seconds", stage="gather").observe(seconds)
 
     def write_finished(self, seconds: float, num_bytes: int) -> None:
-        """A bulk write ended well."""
+        """Count a bulk write that succeeded."""
         self.counter("writes").inc()
         self.counter("transferred_bytes").inc(num_bytes)
         self.histogram("stage_seconds", stage="write").observe(seconds)
 
     def link_write_began(self, session: int) -> None:
-        """A write goes onto the session's link; `link_write_ended` follows."""
+        """Record the start of a write on the session's link. `link_write_ended` follows."""
         use = self._uses.get(session)
         if use is not None:
             now_s = self._clock()
@@ -109,7 +103,7 @@ class RankMetrics(Series):
             use.series.busy.began(now_s)
 
     def link_write_ended(self, session: int, num_bytes: int) -> None:
-        """Such a write is over; `num_bytes` is 0 for one that failed."""
+        """Record the end of a write. `num_bytes` is 0 if it failed."""
         use = self._uses.get(session)
         if use is None or not use.busy.num_writing:  # it began before the link was measured
             return
@@ -120,7 +114,7 @@ class RankMetrics(Series):
             use.count(num_bytes)
 
     def link_written(self, session: int, seconds: float, num_bytes: int) -> None:
-        """A write that nothing else of the link overlapped has taken this long, and ended well."""
+        """Record a write that succeeded, and that no other write of the link overlapped."""
         use = self._uses.get(session)
         if use is not None:
             now_s = self._clock()
@@ -129,7 +123,7 @@ class RankMetrics(Series):
             use.count(num_bytes)
 
     def link_use(self, session: int) -> LinkUse:
-        """What went over the session's link, whose link was measured."""
+        """Return the use of the session's link; empty if the link was not measured."""
         use = self._uses.get(session)
         if use is None:
             return LinkUse()
@@ -137,44 +131,44 @@ class RankMetrics(Series):
         return LinkUse(num_bytes=use.num_bytes, busy_s=use.busy.seconds, probe_s=use.probe_s)
 
     def request_sent(self, stats: TransferStats) -> None:
-        """A request's transfer is complete on this rank."""
+        """Count a transfer that is complete on this rank."""
         self.counter("writes_avoided").inc(max(0, stats.writes_without_staging - stats.writes))
         self.counter("resends").inc(stats.resends)
         if not stats.transfer_s:
-            return  # this rank had nothing of it to send
+            return  # this rank had no part of it to send
         self.histogram("stage_seconds", stage="total").observe(stats.transfer_s)
         self.histogram("stage_seconds", stage="exposed").observe(stats.exposed_s)
         self.histogram("overlap_ratio").observe(1 - stats.exposed_s / stats.transfer_s)
 
     def scatter_finished(self, seconds: float, num_bytes: int) -> None:
-        """Part of a chunk was found intact, and was scattered."""
+        """Count an intact part of a chunk that was scattered."""
         self.counter("chunks").inc()
         self.counter("transferred_bytes").inc(num_bytes)
         self.histogram("stage_seconds", stage="scatter").observe(seconds)
 
     def pages_copied(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """Pages were copied between device and host memory; `direction` is "save", "load" or "copy"."""
+        """Count pages that were copied between device and host memory. `direction` is "save", "load" or "copy"."""
         self.counter("offload_copied_bytes", direction=direction).inc(num_bytes)
         self.histogram("offload_copy_seconds", direction=direction).observe(seconds)
 
     def message_dropped(self, reason: str) -> None:
-        """A control message broke a rule; `reason` is one of a few constant words."""
+        """Count a control message that broke a rule. `reason` is one of a few constant words."""
         if _REASON.fullmatch(reason) is None or (reason not in self._reasons and len(self._reasons) >= MAX_REASONS):
             reason = "other"
         self._reasons.add(reason)
         self.counter("dropped_messages", reason=reason).inc()
 
     def strangers_dropped(self, total: int) -> None:
-        """The control channel has dropped that many messages since the rank started, before anybody had to look at them."""
+        """Set the number of messages that the control channel has dropped unread since the rank started."""
         self._reasons.add("stranger")
         self.counter("dropped_messages", reason="stranger").reach(total)
 
     def link_measured(self, session: int, link: Link, peer: str = "") -> None:
-        """A session's link was measured, for the first time or again.
+        """Record the measurement of a session's link, the first one or another.
 
         Args:
-            session: Any number that names it; it is no label.
-            link: Ranks and lane become labels, so they must be what this side knows, not what a peer says.
+            session: Any number that names it. It is no label.
+            link: Its ranks and lane become labels, so they must be known to this side, not claimed by a peer.
             peer: Address of its other end, for the log.
         """
         self._forget_link(session)
@@ -194,19 +188,19 @@ class RankMetrics(Series):
             )
 
     def link_fell_back(self, session: int) -> None:
-        """A session's bytes go over the network, although both ends are on one machine."""
+        """Record that a session uses the network, although both ends are on one machine."""
         self._fallen_back.add(session)
         self.gauge("links_fallen_back").set(len(self._fallen_back))
 
     def memory(self, planned: Mapping[str, int], real: Mapping[str, int]) -> None:
-        """What the memory plan gives to each of its lines, and what the measured ones came to; both in bytes."""
+        """Show the planned bytes of each line of the memory plan, and the real bytes of the measured lines."""
         for line, num_bytes in planned.items():
             self.gauge("memory_planned_bytes", line=line).set(num_bytes)
         for line, num_bytes in real.items():
             self.gauge("memory_real_bytes", line=line).set(num_bytes)
 
     def link_closed(self, session: int) -> None:
-        """The session is over, and its link is shown no more; a session without a measured link is none."""
+        """Stop showing the link of a session, if it was measured."""
         if session in self._fallen_back:
             self._fallen_back.remove(session)
             self.gauge("links_fallen_back").set(len(self._fallen_back))
@@ -219,7 +213,7 @@ class RankMetrics(Series):
         link = self._links.pop(session, None)
         if link is None:
             return
-        # Two instances of the other tier have ranks of the same number: the series is then still the other one's.
+        # Another instance of the other tier may have a link with the same labels, which keeps the series.
         labels = _link_labels(link)
         if self._show_slowest(labels):
             return
@@ -230,7 +224,7 @@ class RankMetrics(Series):
                 self.remove(name, **labels)
 
     def _show_slowest(self, labels: Mapping[str, str]) -> bool:
-        """Of the links with these labels the worst latency and bandwidth. False: there is none."""
+        """Show the worst latency and bandwidth of the links with these labels. Return False if there are none."""
         links = [link for link in self._links.values() if _link_labels(link) == labels]
         if links:
             self.gauge("link_latency_seconds", **labels).set(max(link.latency_s for link in links))
@@ -238,14 +232,14 @@ class RankMetrics(Series):
         return bool(links)
 
     def snapshot(self, status: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything now, as plain values that any codec carries.
+        """Return all series as plain values for any codec.
 
         Args:
-            status: Fields of the wire contract's RankStatus by name; those that are there become gauges.
+            status: Fields of the wire contract's RankStatus by name, which become gauges.
         """
         self._take_status(status)
         now_s = self._clock()
-        for series in self._link_series.values():  # with what is under way: a link may be busy for ever
+        for series in self._link_series.values():  # includes writes in flight, because a link may be busy for ever
             series.show(now_s)
         if self._role == "prefill":
             self._look_at_links(now_s)
@@ -257,7 +251,7 @@ class RankMetrics(Series):
         }
 
     def _look_at_links(self, now_s: float) -> None:
-        """Each by itself, for series of links to many nodes hide a slow one; the log says which, once for as long as it is."""
+        """Judge each link by itself, because the series of many links hide a slow one. Log a link once while it is slow."""
         lately = {session: found for session, use in self._uses.items() if (found := use.lately(now_s)) is not None}
         best = max((share for used, share in lately.values() if used > USED_SHARE), default=None)
         worst = min((share for used, share in lately.values() if used > SLOW_SHARE), default=None)
@@ -265,7 +259,7 @@ class RankMetrics(Series):
             self.gauge(name).set(-1.0 if share is None else share)
         for session, use in self._uses.items():
             used, share = lately.get(session, (0.0, 1.0))
-            ease = 2.0 if use.is_slow else 1.0  # one that is about at a bound is not news each time that it crosses it
+            ease = 2.0 if use.is_slow else 1.0  # hysteresis, so that a link near a bound is logged once
             bound = min(SLOW_SHARE, SLOW_OF_BEST * (best or 0.0))
             is_slow = used > SLOW_SHARE / ease and share < bound * ease
             if is_slow and not use.is_slow:
@@ -274,11 +268,11 @@ class RankMetrics(Series):
             use.is_slow = is_slow
 
     def watch_ring(self, ring: Ring) -> None:
-        """The rank's ring, to be looked at with each snapshot."""
+        """Show the positions of a ring with each snapshot."""
         self._ring = ring
 
     def _look_at_ring(self, ring: Ring) -> None:
-        """A grant in quarantine stays for as long as its writer does, and others go around it: that alone is no stall."""
+        """Show how long the oldest grant is open. A grant in quarantine is no stall, because others go around it."""
         now_s, oldest = self._clock(), ring.oldest_open
         if oldest != self._oldest_open:
             self._oldest_open, self._open_since_s = oldest, now_s

@@ -6,6 +6,7 @@ Labels have bounded sets of values. No request, session or peer is ever one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 _US: Final = 1e-6
@@ -13,11 +14,11 @@ STAGE_BUCKETS_S: Final = (
     *(value * _US for value in (20, 50, 100, 200, 500)),
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0),
 )
-"""From a gather of one small chunk to a request that waited a minute."""
+"""From the gather of a small chunk to a request that waited a minute."""
 
 TOKEN_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TURN_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Ordinary turns take less than the first bound. 0.05 is the bound of ``bench.loop``, 0.25 that of the warning and the alert."""
+"""Ordinary turns take less than the first bound. ``bench.loop`` fails above 0.05, the warning and the alert come above 0.25."""
 
 RATIO_BUCKETS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
@@ -42,7 +43,7 @@ STORE_OPS: Final = ("exists", "get", "put", "delete")
 STORE_OUTCOMES: Final = ("ok", "missing", "corrupt", "foreign", "failed", "timeout", "refused", "circuit_open")
 
 Label = tuple[str, tuple[str, ...] | str]
-"""A label's name, and its values; or, where nobody can list them here, what bounds them."""
+"""A label's name, and its values or, if they cannot be listed here, a text about their bounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,14 @@ class MetricSpec:
     """A metric.
 
     Args:
-        name: As Prometheus shows it, but for a counter's ``_total``.
+        name: Its name in Prometheus, without a counter's ``_total``.
         kind: "counter", "gauge" or "histogram".
         help: Unit and meaning.
-        labels: Besides ``role``, and ``rank`` where it is a rank's.
+        labels: Its labels besides ``role`` and, for a rank's metric, ``rank``.
         buckets: Upper bounds of a histogram's buckets.
-        values: Of each label, in that order.
+        values: Values of each label.
         roles: Nodes that serve it.
-        advice: What to do with it.
+        advice: How operators use it.
     """
 
     name: str
@@ -71,47 +72,30 @@ class MetricSpec:
 
     @property
     def shown_name(self) -> str:
-        """As Prometheus shows it."""
+        """Its name in Prometheus."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of one series: one. For a histogram: its buckets, the count and the sum."""
+        """Samples of one series: one, or the buckets, count and sum of a histogram."""
         return len(self.buckets) + 3 if self.kind == "histogram" else 1
 
     @property
     def unit(self) -> str:
-        """The base unit that its name tells; empty for a number of things."""
+        """Base unit in its name; empty for a number of things."""
         words = self.name.split("_")
         if self.name.endswith("_bytes_per_second"):
             return "bytes per second"
         return words[-1] if words[-1] in ("bytes", "seconds", "ratio") else ""
 
 
-def counter(name: str, meaning: str, *labels: Label, advice: str, roles: tuple[str, ...] = ROLES) -> MetricSpec:
-    """Declare the counter ``kvferry_NAME_total``."""
-    return _declare("counter", name, meaning, labels, advice, roles)
-
-
-def gauge(name: str, meaning: str, *labels: Label, advice: str, roles: tuple[str, ...] = ROLES) -> MetricSpec:
-    """Declare the gauge ``kvferry_NAME``."""
-    return _declare("gauge", name, meaning, labels, advice, roles)
-
-
-def histogram(
-    name: str, meaning: str, *labels: Label, buckets: tuple[float, ...], advice: str, roles: tuple[str, ...] = ROLES
-) -> MetricSpec:
-    """Declare the histogram ``kvferry_NAME`` with upper bounds `buckets`."""
-    return _declare("histogram", name, meaning, labels, advice, roles, buckets)
-
-
 def _declare(
     kind: str,
     name: str,
     meaning: str,
-    labels: tuple[Label, ...],
+    *labels: Label,
     advice: str,
-    roles: tuple[str, ...],
+    roles: tuple[str, ...] = ROLES,
     buckets: tuple[float, ...] = (),
 ) -> MetricSpec:
     return MetricSpec(
@@ -124,3 +108,8 @@ def _declare(
         roles=roles,
         advice=advice,
     )
+
+
+counter = partial(_declare, "counter")  # named ``kvferry_NAME_total``
+gauge = partial(_declare, "gauge")
+histogram = partial(_declare, "histogram")
