@@ -15,8 +15,7 @@ from torch import Tensor
 from kvferry.engines.connector import DECODE, ConnectorEngine, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
-from transfer.config import ConnectorConfig
-from transfer.config.connector import ConnectorLimitsConfig
+from transfer.config import ConnectorConfig, ConnectorLimitsConfig
 from transfer.connector.bound_prompts import PromptState
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.outgoing import Transfer

@@ -14,7 +14,7 @@ from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
 from tests.tracing.test_given_up import ToldSpan
 from transfer.breaker import Breaker, BreakerSettings
-from transfer.config.connector import ConnectorLimitsConfig
+from transfer.config import ConnectorLimitsConfig
 from transfer.connector import bound_prompts as bound_module
 from transfer.connector import incoming as incoming_module
 from transfer.connector.attempt import IncomingObserver

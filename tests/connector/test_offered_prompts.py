@@ -12,7 +12,7 @@ from tests.connector.instances import PROMPT
 from tests.decode.leader_world import take, turns
 from tests.prefill.leader_world import new_join
 from tests.tracing.told_span import ToldSpan
-from transfer.config.connector import ConnectorLimitsConfig
+from transfer.config import ConnectorLimitsConfig
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import ClosePrompt, FreePrompt, PromptIdle, StartOffered, TransferNotSent, TransferSent
 from transfer.connector.offered_prompts import OfferedPrompts

@@ -10,8 +10,7 @@ from typing import Any, cast, get_args
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from transfer.config.connector import ConnectorConfig
-from transfer.config.nodes import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.config.nodes import ConnectorConfig, DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.config.values import ENVIRONMENT_PREFIX, parse_size, settings
 
 
