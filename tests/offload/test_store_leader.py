@@ -8,21 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from decode_node.admission import Admission, page_needs
 from decode_node.offload import store_leader as store_leader_module
-from decode_node.offload.context import FULL, TierContext
-from decode_node.offload.host_tier import HostPage, HostTier
-from decode_node.offload.jobs import Jobs
-from decode_node.offload.rules import TierRules
+from decode_node.offload.context import FULL
+from decode_node.offload.host_tier import HostPage
 from decode_node.offload.store_leader import ANSWER_S, JOBS_AT_ONCE, RETRY_S, StoreLeader, StoreSettings
 from decode_node.offload.suspect_pages import RETRY_S as DELETE_AGAIN_S
-from decode_node.offload.tiered_request import DeviceIndex
 from decode_node.rank_messages import StoreJob
 from tests.decode.leader_world import turns
+from tests.offload.tier_contexts import tier_context
 from tests.runtime.hand_clock import HandClock
-from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout
-from transfer.metrics import NodeMetrics
 from transfer.storage.base import USED_STEP_NS
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import PageHashes
@@ -61,20 +57,15 @@ class Store:
 class Leader:
     def __init__(self, *, host_pages: int = 100, page_bytes: int = 10, timeout_s: float = 5.0) -> None:
         self.sent: list[StoreJob] = []
-        self.jobs = Jobs(1)
-        self.tier = HostTier((host_pages,))
         self.store = Store()
-        needs = page_needs(GROUPS, PAGE)
-        context = TierContext(
-            rules=TierRules(page_size=PAGE, pool_pages=8, stride_pages=1, window_tokens=None, high_water=1.0, low_water=0.5),
-            groups=GROUPS,
-            tier=self.tier,
-            on_device=DeviceIndex(GROUPS),
-            admission=Admission(pool_pages=PageCounts((8,)), needs=needs, max_running=2),
-            jobs=self.jobs,
+        context = tier_context(
+            GROUPS,
+            device_pages=(8,),
+            host_pages=(host_pages,),
+            page_size=PAGE,
             broadcast=lambda message: self.sent.append(cast(StoreJob, message)),
-            metrics=NodeMetrics(role="decode"),
         )
+        self.tier, self.jobs = context.tier, context.jobs
         self.leader = StoreLeader(
             context,
             client=cast(StoreClient, self.store),

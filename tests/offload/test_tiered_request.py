@@ -7,24 +7,15 @@ from typing import Any
 from decode_node.offload.host_tier import HostPage
 from decode_node.offload.rules import TierRules
 from decode_node.offload.tiered_request import DeviceIndex, TieredRequest
-from transfer.layer_groups import layer_groups
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
-from transfer.storage.keys import PageHashes
+from tests.offload.tier_contexts import FULL, GROUPS, PAGE, WINDOW, chain
 
-PAGE = 4
-FULL_SPEC = LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=1)
-WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=1, v_head_dim=1, window_tokens=8)
-GROUPS = layer_groups(KVLayout(layers=(FULL_SPEC, WINDOW_SPEC), dtype=DType.FLOAT16))
-FULL, WINDOW = 0, 1
 RULES = TierRules(page_size=PAGE, pool_pages=50, stride_pages=1, window_tokens=4, high_water=0.9, low_water=0.5)
 
 
 def request(num_tokens: int = 30, name: str = "a", **changes: Any) -> TieredRequest:
     """All of its prompt is computed."""
-    chain = PageHashes(page_size=PAGE, seed=b"seed")
-    chain.extend(range(num_tokens))
     sizes = {"total_pages": 20, "share": 6, "least_share": 5, "guaranteed": 14, "boundary": 0} | changes
-    found = TieredRequest(request_id=name, rules=RULES, chain=chain, num_prompt_tokens=num_tokens, **sizes)
+    found = TieredRequest(request_id=name, rules=RULES, chain=chain(num_tokens), num_prompt_tokens=num_tokens, **sizes)
     found.num_computed = num_tokens
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from decode_node.admission import Admission, page_needs
@@ -11,7 +12,7 @@ from decode_node.offload.jobs import Jobs
 from decode_node.offload.page_placement import place
 from decode_node.offload.rules import TierRules
 from decode_node.offload.tiered_request import DeviceIndex
-from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layer_groups import LayerGroup, PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
 from transfer.metrics import NodeMetrics
 from transfer.storage.keys import PageHashes
@@ -21,6 +22,42 @@ WINDOW_TOKENS = 8
 WINDOW = 1
 FULL_SPEC = LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=1)
 WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=1, v_head_dim=1, window_tokens=WINDOW_TOKENS)
+GROUPS = layer_groups(KVLayout(layers=(FULL_SPEC, WINDOW_SPEC), dtype=DType.FLOAT16))
+
+
+def tier_context(
+    groups: tuple[LayerGroup, ...],
+    *,
+    device_pages: tuple[int, ...],
+    host_pages: tuple[int, ...],
+    page_size: int = PAGE,
+    window_tokens: int | None = None,
+    stride_pages: int = 1,
+    low_water: float = 0.5,
+    slack_tokens: int = 0,
+    num_ranks: int = 1,
+    broadcast: Callable[[object], None] = lambda message: None,
+) -> TierContext:
+    """Return the context of a leader for these groups of layers; pages are counted by group."""
+    return TierContext(
+        rules=TierRules(
+            page_size=page_size,
+            pool_pages=device_pages[FULL],
+            stride_pages=stride_pages,
+            window_tokens=window_tokens,
+            high_water=0.9,
+            low_water=low_water,
+        ),
+        groups=groups,
+        tier=HostTier(host_pages),
+        on_device=DeviceIndex(groups),
+        admission=Admission(
+            pool_pages=PageCounts(device_pages), needs=page_needs(groups, page_size, slack_tokens=slack_tokens), max_running=8
+        ),
+        jobs=Jobs(num_ranks),
+        broadcast=broadcast,
+        metrics=NodeMetrics(role="decode"),
+    )
 
 
 def context(
@@ -32,25 +69,14 @@ def context(
     stride_pages: int = 1,
     has_window: bool = False,
 ) -> TierContext:
-    """Of a model with full attention, and a sliding window where it is asked for."""
-    groups = layer_groups(KVLayout(layers=(FULL_SPEC, WINDOW_SPEC) if has_window else (FULL_SPEC,), dtype=DType.FLOAT16))
-    pool = PageCounts((device_pages, 30)[: len(groups)])
-    return TierContext(
-        rules=TierRules(
-            page_size=PAGE,
-            pool_pages=device_pages,
-            stride_pages=stride_pages,
-            window_tokens=window_tokens,
-            high_water=0.9,
-            low_water=0.5,
-        ),
-        groups=groups,
-        tier=HostTier((host_pages, window_pages)[: len(groups)]),
-        on_device=DeviceIndex(groups),
-        admission=Admission(pool_pages=pool, needs=page_needs(groups, PAGE), max_running=8),
-        jobs=Jobs(1),
-        broadcast=lambda message: None,
-        metrics=NodeMetrics(role="decode"),
+    """Return the context for a model with full attention and, if asked for, a sliding window."""
+    groups = GROUPS if has_window else layer_groups(KVLayout(layers=(FULL_SPEC,), dtype=DType.FLOAT16))
+    return tier_context(
+        groups,
+        device_pages=(device_pages, 30)[: len(groups)],
+        host_pages=(host_pages, window_pages)[: len(groups)],
+        window_tokens=window_tokens,
+        stride_pages=stride_pages,
     )
 
 

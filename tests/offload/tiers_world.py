@@ -16,26 +16,22 @@ from typing import Any, cast
 
 import torch
 
-from decode_node.admission import Admission, page_needs
-from decode_node.offload.context import TierContext
-from decode_node.offload.host_tier import HostTier
-from decode_node.offload.jobs import Jobs
+from decode_node.admission import page_needs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rank import OffloadRank
-from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import StoreLeader, StoreSettings
-from decode_node.offload.tiered_request import DeviceIndex
 from decode_node.offload.tiers import Prompt
 from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep
 from node_runtime.rank_messages import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
+from tests.offload.tier_contexts import tier_context
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.connector.messages import CancelIncoming, TransferExpected, TransferWhole
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layer_groups import NO_PAGE, GroupKind, PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
-from transfer.metrics import NodeMetrics, RankMetrics
+from transfer.metrics import RankMetrics
 from transfer.piece import TransferTerms
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
@@ -317,29 +313,21 @@ class World:
         self.num_steps = 0
         self.stalled: set[tuple[str, int]] = set()  # requests and positions of steps that had to wait
         self.num_sleeps = 0  # there was no step to be made, although somebody runs
-        self.metrics = NodeMetrics(role="decode")
-        needs = page_needs(self.groups, PAGE, slack_tokens=self.slack_tokens)
-        self.admission = Admission(pool_pages=PageCounts(self.device_pages), needs=needs, max_running=8)
-        self.tier = HostTier(self.host_pages)
-        self.rank_jobs = Jobs(NUM_RANKS)
         self.sent: list[object] = []
-        self.context = TierContext(
-            rules=TierRules(
-                page_size=PAGE,
-                pool_pages=device_pages,
-                stride_pages=stride_pages,
-                window_tokens=window_tokens,
-                high_water=0.9,
-                low_water=0.6,
-            ),
-            groups=self.groups,
-            tier=self.tier,
-            on_device=DeviceIndex(self.groups),
-            admission=self.admission,
-            jobs=self.rank_jobs,
+        self.context = tier_context(
+            self.groups,
+            device_pages=self.device_pages,
+            host_pages=self.host_pages,
+            page_size=PAGE,
+            window_tokens=window_tokens,
+            stride_pages=stride_pages,
+            low_water=0.6,
+            slack_tokens=self.slack_tokens,
+            num_ranks=NUM_RANKS,
             broadcast=self._broadcast,
-            metrics=self.metrics,
         )
+        self.metrics, self.admission = self.context.metrics, self.context.admission
+        self.tier, self.rank_jobs = self.context.tier, self.context.jobs
         store = StoreLeader(
             self.context,
             client=self.store(),  # type: ignore[arg-type]
