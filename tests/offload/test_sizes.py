@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.sizes import check_store_sizes, host_page_counts
 from tests.runtime.instances import decode_config
 from transfer.config import StorageConfig
 from transfer.config.storage import OffloadConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layer_groups import layer_groups
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
+from transfer.pool.kv_pool import KVPool
 
 FULL = LayerSpec(num_kv_heads=2, k_head_dim=4, v_head_dim=4)
 WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=32)
@@ -90,6 +94,17 @@ def test_bounds_of_the_store_that_hold_no_page_are_refused() -> None:
 def test_a_model_that_keeps_no_token_for_good_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no layers that keep every token \(window_32, state\); it must be left out"):
         counts(WINDOW, STATE, host_ratio=1)
+
+
+async def test_an_engine_that_cannot_read_host_pages_is_refused(tmp_path: Path) -> None:
+    """A refusal of a rank at its start ends the node: tests/cluster/nodes/test_bad_start.py."""
+    config = decode_config(tmp_path, engine="blind:load", offload={"host_ratio": 2, "device_window": 64})
+    layout = KVLayout(layers=(FULL,), dtype=DType.FLOAT16)
+    engine = SimpleNamespace(pool=KVPool(layout=layout, shard=Shard(page_size=PAGE_SIZE), num_pages=(64,)))
+    nothing: Any = None
+    complaint = "offload.device_window is 64, and the engine blind:load cannot read KV in host memory"
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        await open_offload_rank(config, nothing, engine, allocator=nothing, engine_thread=nothing, send=nothing, on_free=nothing)
 
 
 @pytest.mark.parametrize(

@@ -493,13 +493,6 @@ def test_a_snapshot_of_another_build_is_taken_as_far_as_it_is_known() -> None:
     assert b"kvferry_ring_live_bytes{" in page
 
 
-def test_labels_of_any_text_are_read_as_they_were() -> None:
-    node = NodeMetrics(role="decode")
-    odd = 'a\\b "c"\nd{e="f"},g'
-    node.counter("refused_calls", method=odd).inc()
-    assert value(rendered(node), "refused_calls_total", role="decode", method=odd) == 1
-
-
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 
 
