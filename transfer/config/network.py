@@ -29,8 +29,8 @@ class UcxConfig(Section):
     lane: Literal["auto", "shm", "net"] = Field(
         default="auto",
         description=(
-            "How two ends of one host are joined. shm: shared memory (one copy); net: whatever UCX finds (RDMA, TCP). "
-            "auto: shm where it works, else net."
+            "Connection of two ends on one host. shm: shared memory (one copy); net: RDMA or TCP, as UCX finds it; "
+            "auto: shm if it works, otherwise net."
         ),
     )
 
@@ -41,7 +41,7 @@ class CudaIpcConfig(Section):
     mode: Literal["fused", "copy"] = Field(
         default="fused",
         description=(
-            "fused: the gather kernel stores straight into the decode rank's ring over NVLink; "
+            "fused: the gather kernel stores directly into the decode rank's ring over NVLink; "
             "copy: it fills staging memory, which is copied."
         ),
     )
@@ -53,24 +53,28 @@ class NixlConfig(Section):
     lane: Literal["auto", "shm", "net"] = Field(
         default="auto",
         description=(
-            "How two ends of one host are joined. shm: shared memory, or NVLink between GPUs; net: what joins hosts (RDMA, TCP). "
-            "auto: shm where it works, else net."
+            "Connection of two ends on one host. shm: shared memory, or NVLink between GPUs; net: RDMA or TCP, as between hosts; "
+            "auto: shm if it works, otherwise net."
         ),
     )
     backend: Annotated[str, Field(min_length=1)] = Field(default="UCX", description="NIXL's backend, by its own name.")
 
 
 class TransportConfig(Section):
-    """The data plane; both tiers must name the same one."""
+    """The data plane. Both tiers must name the same transport."""
 
     name: Literal["ucx", "inproc", "nixl", "cuda_ipc"] = Field(
-        default="ucx", description="What carries the bytes; not inproc in a daemon, for it joins two ends of one process."
+        default="ucx", description="Transport of the bytes. Daemons cannot use inproc, which joins two ends of one process."
     )
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")
     nixl: NixlConfig = Field(default_factory=NixlConfig, description="Settings of the nixl transport.")
     cuda_ipc: CudaIpcConfig = Field(default_factory=CudaIpcConfig, description="Settings of the cuda_ipc transport.")
     min_bandwidth_bytes_per_s: Annotated[float, BeforeValidator(parse_size), Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0, description="A link that measures less at attach is not used, whichever side asks for more; 0 takes any."
+        default=0.0,
+        description=(
+            "Minimum link bandwidth. Slower links are rejected at attach; the higher value of both sides applies. "
+            "0 disables the check."
+        ),
     )
     probe_bytes: SizeBytes = Field(default=4 << 20, description="Size of the write that measures a link's bandwidth at attach.")
 
@@ -81,14 +85,14 @@ class ServerConfig(Section):
     host: Host = Field(
         default="127.0.0.1",
         description=(
-            "Address that every port of the node binds. The data plane's own ports are on the loopback device where this is a "
-            "loopback address, else on those of UCX_NET_DEVICES (default: all)."
+            "Address that every port of the node binds. The data plane's own ports are on the loopback device if this is a "
+            "loopback address, otherwise on those of UCX_NET_DEVICES (default: all)."
         ),
     )
     port: Port = Field(default=0, description="Port of the public gRPC API; 0 takes a free one.")
     http_port: Port = Field(default=0, description="Port of /healthz, /readyz, /metrics and the status page; 0 takes a free one.")
     advertise_host: Host | None = Field(
-        default=None, description="Host that peers connect to; null is server.host. Needed with a wildcard host."
+        default=None, description="Host that peers connect to; null means server.host. Required with a wildcard host."
     )
 
     @property
@@ -120,40 +124,41 @@ class PeersConfig(Section):
 
 
 class TlsConfig(Section):
-    """Who may reach this process, and whom it reaches: mutual TLS on every gRPC port, see docs/operations.md."""
+    """Mutual TLS on every gRPC port, see docs/operations.md."""
 
     cert_file: Path | None = Field(
         default=None,
-        description="PEM certificate of this process, with the intermediate ones behind it; read again when it changes.",
+        description="PEM certificate of this process, followed by the intermediate ones; read again when it changes.",
     )
     key_file: Path | None = Field(
-        default=None, description="PEM private key of that certificate, without a passphrase; not readable by everybody."
+        default=None,
+        description="PEM private key of that certificate, without a passphrase, for this user only.",
     )
     ca_file: Path | None = Field(
-        default=None, description="PEM certificates of the authorities that the other side's certificate must be signed by."
+        default=None, description="PEM certificates of the authorities that sign the other side's certificates."
     )
     peer_names: Annotated[tuple[PeerName, ...], BeforeValidator(listed)] = Field(
         default=(),
         description=(
-            "Names (DNS or URI) of the other tier's certificates: who may join, prefill, reserve and attach, and whom this node "
-            "connects to. *.example.org stands for one label. In the environment: separated by commas."
+            "Names (DNS or URI) of the other tier's certificates. These peers may join, prefill, reserve and attach, and this "
+            "node connects to them. *.example.org stands for one label. In the environment: separated by commas."
         ),
     )
     client_names: Annotated[tuple[PeerName, ...], BeforeValidator(listed)] = Field(
         default=(),
-        description="Names of the certificates of clients and operators: who may generate, abort, drain and ask for the status.",
+        description="Names of the certificates of clients and operators, who may generate, abort, drain and read the status.",
     )
     insecure: Annotated[Literal[0, 1, 2], BeforeValidator(whole)] = Field(
         default=0,
         description=(
-            "How often --insecure was given: 1 does without TLS on loopback addresses, 2 on any. Whoever reaches a port is then "
-            "let in."
+            "Number of --insecure flags: 1 allows plain text on loopback addresses, 2 on any. Every caller that reaches a port "
+            "is then accepted."
         ),
     )
 
     @property
     def is_set_up(self) -> bool:
-        """Whether there is TLS."""
+        """Whether TLS is configured."""
         return self.cert_file is not None
 
     @model_validator(mode="after")
@@ -172,7 +177,7 @@ _OWN_SETTINGS: Final = {"static": ("file",), "dns": ("dns_name",), "etcd": ("etc
 """Settings that only one kind uses. The other settings of etcd have no effect without these."""
 
 _LEAST_LOOK_S: Final = 0.1
-"""Without a pause, looks would take a core of the node, and query a name server or etcd as fast as it answers."""
+"""Least pause between two looks. Without it, they would use a core of the node and overload a name server or etcd."""
 
 _PREFIX: Final = re.compile(r"[!-~]{1,200}")
 
@@ -250,7 +255,7 @@ class DiscoveryConfig(Section):
 
     @property
     def finds_nodes(self) -> bool:
-        """Whether prefill nodes come and go at run time, and are not just those that the settings name."""
+        """Whether prefill nodes come and go at run time."""
         return self.kind != "static" or self.file is not None
 
     def check_one_list(self, prefill_nodes: tuple[str, ...]) -> None:

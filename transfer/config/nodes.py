@@ -1,4 +1,4 @@
-"""All settings of a process: of each daemon, of any instance, and of the commands that call a node."""
+"""All settings of a process: a daemon, an engine that loads kvferry, or a command that calls a node."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from transfer.config.storage import ANSWER_S, OffloadConfig, StorageConfig
 from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds, Section
 
 PREFIX_TOKENS: Final = 512
-"""`placement.prefix_tokens` with a store: what one step of a prefill engine computes by default (`limits.max_step_tokens`)."""
+"""Default of `placement.prefix_tokens` with a store: the tokens of a prefill step by default (`limits.max_step_tokens`)."""
 
 
 class ProcessConfig(Section):
-    """What every process is set up with, also a command that only calls a node."""
+    """Settings of every process, also of a command that only calls a node."""
 
     role: ClassVar[str]
 
@@ -56,29 +56,31 @@ class InstanceConfig(ProcessConfig):
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
     heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")
-    discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Which prefill nodes there are.")
+    discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Discovery of prefill nodes.")
     status_page: StatusPageConfig = Field(default_factory=StatusPageConfig, description="The page for people.")
     log: LogConfig = Field(default_factory=LogConfig, description="The log.")
     tracing: TracingConfig = Field(default_factory=TracingConfig, description="Spans of requests.")
 
 
 class NodeConfig(InstanceConfig):
-    """What both daemons are set up with."""
+    """Settings of both daemons."""
 
     model: Path = Field(description="Hugging Face model directory: config.json, safetensors, tokenizer.")
     engine: EngineName = Field(
         default=EMBEDDED_ENGINE,
-        description="What loads the engine of a rank, as module:function; the engine folders of both nodes say what it gives.",
+        description="Loader of a rank's engine, as module:function; see docs/integration.md.",
     )
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the ranks compute on; cuda: a GPU for each rank.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device of the ranks; cuda: a GPU for each rank.")
     first_device: CountOrZero = Field(
-        default=0, description="Rank 0's GPU, as CUDA counts the visible ones; the other ranks have those that follow."
+        default=0, description="Index of rank 0's GPU among the visible ones. The other ranks use the GPUs that follow."
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="What the model computes in, the same on both nodes; null takes what its weights are stored in."
+        default=None,
+        description="Element type of the computation, the same on both nodes; null means that of the weights.",
     )
     dummy_weights: bool = Field(
-        default=False, description="Random weights from config.json alone, the same in every cut: to try sizes and speed."
+        default=False,
+        description="Random weights from config.json alone, the same for every parallel degree.",
     )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")
@@ -89,24 +91,24 @@ class NodeConfig(InstanceConfig):
     drain_timeout_s: Seconds = Field(
         default=30.0,
         description=(
-            "On SIGTERM: time that requests in flight get before they are cut off. A change of role waits no longer than this for"
-            " them; the call Drain goes by its own deadline."
+            "Longest wait for requests in flight after SIGTERM, and before a change of role. The call Drain has a deadline of its"
+            " own."
         ),
     )
     other_role: Path | None = Field(
         default=None,
         description=(
-            "YAML file of what is different when this node has the other role, which SwitchRole gives it; null: it cannot change "
-            "its role."
+            "YAML file of the settings that differ when this node has the other role, see SwitchRole. null means that it cannot "
+            "change its role."
         ),
     )
     ready_file: Path | None = Field(
-        default=None, description="File that is written, as JSON with the node's addresses, once it is ready; null writes none."
+        default=None, description="JSON file with the node's addresses, written once it is ready; null writes none."
     )
 
     @property
     def most_pages(self) -> int | None:
-        """Pages of each rank's pool that no memory plan may go beyond; None where only the plan says how many."""
+        """Most pages of each rank's pool; None if only the memory plan limits them."""
         return self.pool.num_pages or (CPU_POOL_PAGES if self.device == "cpu" else None)
 
 
@@ -140,20 +142,20 @@ class DecodeNodeConfig(NodeConfig):
     cuda_graph_max_bs: CountOrZero | None = Field(
         default=None,
         description=(
-            "Largest decode batch that is captured into a CUDA graph; 0 captures none, null is limits.max_running_requests. "
-            "Without effect on cpu."
+            "Largest decode batch that is captured into a CUDA graph; 0 captures none, null means limits.max_running_requests. "
+            "No effect on cpu."
         ),
     )
     limits: DecodeLimitsConfig = Field(default_factory=DecodeLimitsConfig, description="Bounds.")
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig, description="KV outside of the devices.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
-    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="Which prefill node takes a prompt.")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="Choice of the prefill node for a prompt.")
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Circuit breakers of the prefill nodes.")
 
     @property
     def prefix_tokens(self) -> int:
-        """See `placement.prefix_tokens`; null is decided here."""
+        """Value of `placement.prefix_tokens`, with its default."""
         chosen = self.placement.prefix_tokens
         return (PREFIX_TOKENS if self.storage.is_set else 0) if chosen is None else chosen
 
@@ -189,19 +191,21 @@ class ConnectorLimitsConfig(Section):
     meet_timeout_s: Seconds = Field(
         default=60.0,
         description=(
-            "Longest that one side waits for the other: prefill for a prompt that its engine has not been given, or has not "
-            "begun, decode for a prefill node that it has not joined."
+            "Longest wait of one side for the other: prefill waits for its engine to get or begin a prompt, decode for a prefill "
+            "node to join."
         ),
     )
     hold_s: Seconds = Field(
         default=120.0,
-        description="Prefill: time that the engine's pages of a computed prompt are held for a decode side that has not asked.",
+        description="Prefill: longest time that the pages of a computed prompt are held for a decode side that has not asked.",
     )
     prefill_retries: CountOrZero = Field(
         default=2,
-        description="Decode: times that a transfer is tried again, while the prefill side still has the prompt; 0 never.",
+        description="Decode: retries of a transfer, while the prefill side still has the prompt; 0 disables them.",
     )
-    max_transfers: CountOrZero = Field(default=4096, description="Transfers in flight on one side; more are refused at once.")
+    max_transfers: CountOrZero = Field(
+        default=4096, description="Transfers in flight on one side. Further ones are refused at once."
+    )
 
 
 class ConnectorConfig(InstanceConfig):
@@ -209,7 +213,7 @@ class ConnectorConfig(InstanceConfig):
 
     role: ClassVar[str] = "connector"
 
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the engine has its KV; set by what hosts it.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device of the engine's KV, set by the engine's adapter.")
     limits: ConnectorLimitsConfig = Field(default_factory=ConnectorLimitsConfig, description="Bounds.")
     chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="Prefill: how prompts are cut.")
     staging: StagingConfig = Field(default_factory=StagingConfig, description="Prefill: staging memory.")
@@ -222,8 +226,8 @@ class ConnectorConfig(InstanceConfig):
     join_on_request: bool = Field(
         default=False,
         description=(
-            "Decode: join also a prefill node that a request names and peers.prefill_nodes does not. Whoever may send requests "
-            "then has this process connect to any address."
+            "Decode: join also a prefill node that a request names and peers.prefill_nodes does not. Every caller can then make "
+            "this process connect to any address."
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Sections of how a node behaves while it runs: bounds, heartbeats, restarts, breakers, the log."""
+"""Sections for a running node: bounds, heartbeats, restarts, breakers, the log."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ from transfer.config.values import Count, CountOrZero, Host, Seconds, SecondsOrZ
 
 MIN_HEARTBEAT_S: Final = 0.05
 MAX_HEARTBEAT_S: Final = 10.0
-"""Faster heartbeats are load, and slower ones notice a dead peer too late; what a peer asks for is held to the same range."""
+"""Faster heartbeats are load, and slower ones notice a dead peer too late. A peer's request is clamped to the same range."""
 
 
 class LimitsConfig(Section):
-    """Bounds of what the node takes on."""
+    """Bounds of the node's work."""
 
     max_queued_requests: Count = Field(
-        default=256, description="Requests that may wait, as each does at first; more are refused at once."
+        default=256, description="Requests that may wait, as each does at first. Further ones are refused at once."
     )
     max_running_requests: Count = Field(default=32, description="Requests computed, transferred or generated at once.")
     max_seq_len: Count | None = Field(
-        default=None, description="Tokens of a request, prompt and generation together, at most; null is the model's context."
+        default=None, description="Most tokens of a request, prompt and generation together; null means the model's context."
     )
     queue_timeout_s: Seconds = Field(default=60.0, description="Longest wait for room before a request is refused.")
     step_timeout_s: Seconds = Field(
         default=600.0,
-        description="An engine of which no step ends for so long is taken to hang: its ranks are started again.",
+        description="Longest step of the engine. After that it is considered hung, and its ranks are started again.",
     )
 
 
 class PrefillLimitsConfig(LimitsConfig):
-    """Bounds that only a node which computes prompts has on top."""
+    """Bounds of a prefill node."""
 
-    max_step_tokens: Count = Field(default=512, description="Tokens that one step of the engine computes at most.")
+    max_step_tokens: Count = Field(default=512, description="Most tokens of one step of the engine.")
 
 
 class DecodeLimitsConfig(LimitsConfig):
-    """Bounds that only a node which has prompts computed elsewhere has on top."""
+    """Bounds of a decode node."""
 
     prefill_retries: CountOrZero = Field(
         default=1,
         description=(
-            "Times that a request is tried again on another prefill node, when its own is lost before its first token has been "
-            "told; 0 never."
+            "Retries of a request on another prefill node, if its own is lost before its first token was returned; 0 disables "
+            "them."
         ),
     )
     join_timeout_s: SecondsOrZero = Field(
         default=10.0,
         description=(
-            "Longest that a request waits for a prefill node to be joined, where none is and one may come: it is being joined, "
-            "drains or does not answer. 0: refused at once."
+            "Longest wait of a request for a prefill node to join, if none is joined and one may come: it is joining, drains or "
+            "does not answer. 0 refuses the request at once."
         ),
     )
 
 
 class HeartbeatConfig(Section):
-    """How a dead peer is noticed: three missed heartbeats, on every stream."""
+    """Heartbeats on every stream. Three missed heartbeats mean a dead peer."""
 
     interval_s: Annotated[float, BeforeValidator(no_bool), Field(ge=MIN_HEARTBEAT_S, le=MAX_HEARTBEAT_S)] = Field(
-        default=0.5, description="Seconds between heartbeats; a dead peer is noticed after 3 to 3.5 of them."
+        default=0.5, description="Seconds between heartbeats. A dead peer is noticed after 3 to 3.5 of them."
     )
 
 
 class RestartConfig(Section):
-    """What happens when a rank process dies."""
+    """Restarts after the death of a rank process."""
 
-    max_restarts: CountOrZero = Field(default=3, description="Times that the ranks are started again before the node gives up.")
+    max_restarts: CountOrZero = Field(default=3, description="Restarts of the ranks before the node ends.")
     backoff_s: Annotated[float, BeforeValidator(no_bool), Field(ge=0.01, le=86_400)] = Field(
-        default=1.0, description="Pause before the first restart; doubled at each further one."
+        default=1.0, description="Pause before the first restart; each further restart doubles it."
     )
     max_backoff_s: Seconds = Field(default=30.0, description="Longest pause before a restart.")
 
@@ -82,7 +82,7 @@ class RestartConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Which prefill node takes a prompt: that with the least prompt tokens outstanding, then that with the fastest links."""
+    """Choice of a prefill node: the one with the fewest outstanding prompt tokens, then the one with the fastest links."""
 
     prefix_tokens: CountOrZero | None = Field(
         default=None,
@@ -94,17 +94,18 @@ class PlacementConfig(Section):
 
 
 class BreakerConfig(Section):
-    """When a prefill node is left out for a while, as long as others are joined; the loss of a node always does that."""
+    """Breakers, which leave out a prefill node for a while if others are joined. The loss of a node opens its breaker."""
 
     failures: Count = Field(
-        default=5, description="Requests that fail by a prefill node's fault, within breaker.window_s, before it is left out."
+        default=5, description="Failures by a prefill node's fault within breaker.window_s before it is left out."
     )
-    window_s: Seconds = Field(default=10.0, description="Seconds after which such a failure counts no more.")
+    window_s: Seconds = Field(default=10.0, description="Seconds after which such a failure does not count any more.")
     pause_s: Seconds = Field(
-        default=1.0, description="Seconds for which a node is left out before one request tries it; doubled at each further time."
+        default=1.0,
+        description="Seconds for which a node is left out before one request tries it; doubled each time.",
     )
     max_pause_s: Seconds = Field(
-        default=30.0, description="Longest such pause; a node that has served for so long begins with breaker.pause_s again."
+        default=30.0, description="Longest such pause. A node that has served for so long begins with breaker.pause_s again."
     )
 
     @model_validator(mode="after")
@@ -124,7 +125,7 @@ class StatusPageConfig(Section):
     enabled: bool = Field(default=True, description="Serve the status page, `/` and `/status.json`, on server.http_port.")
     request_ids: bool = Field(
         default=False,
-        description="Show request ids as clients chose them, to everybody who reaches the port; else a word for each.",
+        description="Show the clients' request ids to everybody who reaches the port. Otherwise show a word for each.",
     )
     host_names: Annotated[tuple[Host, ...], BeforeValidator(listed)] = Field(
         default=(),

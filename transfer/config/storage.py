@@ -14,32 +14,33 @@ Share = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 
 
 class OffloadConfig(Section):
-    """Host memory of each decode rank for KV, and what leaves the device early."""
+    """Host memory of each decode rank for KV, and early release of device pages."""
 
     host_ratio: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1024)] | None = Field(
         default=None,
-        description="Host memory for KV of each rank, as so many times its device pool; null: see offload.host_memory.",
+        description="Host memory for KV of each rank, as a multiple of its device pool; null: see offload.host_memory.",
     )
     host_memory: SizeBytes | None = Field(
         default=None,
-        description="Host memory for KV of each rank, in bytes; instead of offload.host_ratio. Both null: none.",
+        description="Host memory for KV of each rank, in bytes, instead of offload.host_ratio. Both null disable offload.",
     )
     stride_tokens: Count = Field(
         default=64,
-        description="Tokens of a request that are saved into host memory at a time, rounded down to whole pages; at least one.",
+        description="Tokens of a request that are saved at a time, rounded down to whole pages; at least one page.",
     )
     device_window: CountOrZero | None = Field(
         default=None,
         description=(
             "Newest tokens of each request that stay on the device. Older ones leave it when the pool is short of pages, and are "
-            "read where they lie. null: all stay, and a request must fit the device pool. A long prompt arrives in host memory "
+            "read in host memory. null: all stay, and a request must fit the device pool. A long prompt arrives in host memory "
             "by whole chunks, so a device pool with room for little more than one chunk may keep fewer of its tokens."
         ),
     )
     high_water: Share = Field(
-        default=0.9, description="Part of the device pool above which requests give up what is older than offload.device_window."
+        default=0.9,
+        description="Fraction of the device pool above which requests give up pages before offload.device_window.",
     )
-    low_water: Share = Field(default=0.7, description="Part of the device pool below which pages are brought back.")
+    low_water: Share = Field(default=0.7, description="Fraction of the device pool below which pages are brought back.")
     buffer_bytes: SizeBytes = Field(
         default=64 << 20,
         description="Device memory for copies in each direction, and for blocks of host pages that attention reads.",
@@ -73,74 +74,75 @@ class OffloadConfig(Section):
 
     @property
     def device_bytes(self) -> int:
-        """What a rank's copies take of its device, and the two blocks that attention reads through."""
+        """Device memory of a rank for its copies, and for the two blocks through which attention reads."""
         if not self.is_on:
             return 0
         return 2 * self.buffer_bytes + (2 * self.buffer_bytes if self.device_window is not None else 0)
 
 
 ANSWER_S: Final = 0.5
-"""By which what a store has been asked is waited for beyond its own deadline: its failure is the client's to note."""
+"""Time after a store's deadline in which its client reports the failure."""
 
 
 class StorageBreakerConfig(BreakerConfig):
-    """When the store is left alone for a while; reading and writing have a breaker each."""
+    """Breakers of the store, one for reads and one for writes."""
 
     failures: Count = Field(
         default=3,
-        description="Calls that fail or run out of time, within storage.breaker.window_s, before it is left alone.",
+        description="Failures and timeouts within storage.breaker.window_s before the store is left alone.",
     )
-    window_s: Seconds = Field(default=30.0, description="Seconds after which such a failure counts no more.")
+    window_s: Seconds = Field(default=30.0, description="Seconds after which such a failure does not count any more.")
     pause_s: Seconds = Field(
         default=1.0,
-        description="Seconds for which it is left alone before one call tries it; doubled at each further time.",
+        description="Seconds for which it is left alone before one call tries it; doubled each time.",
     )
     max_pause_s: Seconds = Field(
         default=60.0,
-        description="Longest such pause; one that has served for so long begins with storage.breaker.pause_s again.",
+        description="Longest such pause. A store that has served for so long begins with storage.breaker.pause_s again.",
     )
 
 
 class StorageConfig(Section):
-    """A store of pages, in a directory or an object store; none without either."""
+    """A store of pages, in a directory or an object store."""
 
     directory: Path | None = Field(
         default=None,
-        description="Folder of the store, the same for all nodes that share it, of one user; made where it is not there.",
+        description="Folder of the store. All nodes that share it name the same one, as one user. Created if it is missing.",
     )
     url: str | None = Field(
         default=None,
         description=(
             "An object store instead: s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix. Needs the extra "
-            "kvferry[s3]; who calls and where is taken from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)."
+            "kvferry[s3]. Credentials and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)."
         ),
     )
     max_bytes: SizeBytes | None = Field(
         default=None,
         description=(
-            "Most bytes of storage.directory, over all nodes; the pages least recently used make room. null: as many as the disk "
-            "takes. The rules of a bucket are its own."
+            "Most bytes of storage.directory, over all nodes. The least recently used pages are evicted. null: as many as the "
+            "disk takes. A bucket has rules of its own."
         ),
     )
     salt: Annotated[str, Field(max_length=128)] = Field(
-        default="", description="Nodes share stored pages only with nodes of the same salt. A request may have one on top."
+        default="",
+        description="Nodes share stored pages only with nodes of the same salt. A request may add a salt.",
     )
-    put_timeout_s: Seconds = Field(default=30.0, description="Longest that a page may take into the store before it is given up.")
+    put_timeout_s: Seconds = Field(default=30.0, description="Longest time of a write before it is given up.")
     get_timeout_s: Seconds = Field(
         default=2.0,
         description=(
-            "Longest that one look into the store, with what it brings, keeps a request waiting; what has not come is computed. "
-            "Up to three follow one another at each try of a request: the decode node's, the prefill node's, and that of its "
-            "ranks, which load."
+            "Longest wait of a request for one lookup in the store, with the pages that it loads. Pages that are late are "
+            "computed. An attempt has up to three lookups: the decode node's, the prefill node's, and that of its ranks, which "
+            "load."
         ),
     )
     queue_bytes: SizeBytes = Field(
         default=256 << 20,
-        description="Most pages of a process that wait to be read, and as many to be written; more are not.",
+        description="Most bytes of a process that wait to be read, and as many to be written. Further pages are skipped.",
     )
     threads: Count = Field(
         default=4,
-        description="Calls of the store at once by which a process reads, and as many by which it writes; one more deletes.",
+        description="Threads of a process that read from the store, and as many that write to it. One more deletes.",
     )
     breaker: StorageBreakerConfig = Field(default_factory=StorageBreakerConfig, description="When the store is left alone.")
 
