@@ -5,7 +5,7 @@ Labels have bounded sets of values. No request, session or peer is ever one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -113,3 +113,8 @@ def _declare(
 counter = partial(_declare, "counter")  # named ``kvferry_NAME_total``
 gauge = partial(_declare, "gauge")
 histogram = partial(_declare, "histogram")
+
+
+def served_by(roles: tuple[str, ...], *specs: MetricSpec) -> tuple[MetricSpec, ...]:
+    """Declare metrics that only nodes of these roles serve."""
+    return tuple(replace(spec, roles=roles) for spec in specs)

@@ -27,6 +27,7 @@ from transfer.metrics.specs import (
     counter,
     gauge,
     histogram,
+    served_by,
 )
 
 _OP: Final[Label] = ("op", STORE_OPS)
@@ -268,62 +269,54 @@ NODE_STATE_METRICS: Final = (
     ),
 )
 
-OFFLOAD_METRICS: Final = (
+OFFLOAD_METRICS: Final = served_by(
+    DECODE,
     counter(
         "offload_prompt_tokens",
         "Tokens of prompts that were looked up in the tiers, including hits, for each attempt.",
-        roles=DECODE,
         advice="The total of which offload_hit_tokens are a part.",
     ),
     counter(
         "offload_hit_tokens",
         "Tokens of prompts found in a tier, which did not come from prefill, for each attempt.",
         ("tier", ("device", "host", "storage")),
-        roles=DECODE,
         advice="Over offload_prompt_tokens: the hit rate of each tier.",
     ),
     counter(
         "offload_saved_pages",
         "Pages saved into host memory, of the prompt or generated.",
         ("source", ("prompt", "generated")),
-        roles=DECODE,
         advice="The pages that are kept.",
     ),
     counter(
         "offload_released_pages",
         "Device pages given back before their request ended.",
-        roles=DECODE,
         advice="Room that offload makes for others.",
     ),
     counter(
         "offload_restored_pages",
         "Pages of running requests brought back onto the device.",
-        roles=DECODE,
         advice="Rising together with released pages: the device's share is too small.",
     ),
     counter(
         "offload_host_full",
         "Attempts of requests that host memory had no room for: they wait, or pages are not kept. Each once, and its fetch once.",
-        roles=DECODE,
         advice="Rising: offload.host_memory or offload.host_ratio is too small.",
     ),
     counter(
         "offload_stalls",
         "Steps that had to wait for their request's copies, each once.",
-        roles=DECODE,
         advice="Rising: copies are slower than steps; see offload_copy_seconds.",
     ),
     counter(
         "offload_backups",
         "Pages put into the store on every rank, by outcome.",
         ("outcome", ("stored", "failed")),
-        roles=DECODE,
         advice="failed: see store_operations of the ranks.",
     ),
     gauge(
         "offload_backup_queue",
         "Pages that wait to be put into the store.",
-        roles=DECODE,
         advice="Growing: the store is slower than generation.",
     ),
     gauge(
@@ -331,7 +324,6 @@ OFFLOAD_METRICS: Final = (
         "Pages of the host pools by group of layers and state.",
         ("group", "groups of layers of the model: full, window_4096 and the like"),
         ("state", ("free", "cached", "held")),
-        roles=DECODE,
         advice="None free or cached: host memory is full of pages of running requests.",
     ),
 )
@@ -423,54 +415,47 @@ TRANSFER_METRICS: Final = (
     ),
 )
 
-RING_METRICS: Final = (
+RING_METRICS: Final = served_by(
+    DECODE,
     gauge(
         "ring_capacity_bytes",
         "Size of the ring.",
-        roles=DECODE,
         advice="ring.capacity_bytes.",
     ),
     gauge(
         "ring_live_bytes",
         "Bytes of unreleased grants, those that wait for room too; may be above the capacity.",
-        roles=DECODE,
         advice="Over the capacity: how full the ring is. Above 1 for long, with credit_wait growing: a larger ring.",
     ),
     gauge(
         "ring_peak_bytes",
         "Most of the ring that was granted at once since the rank started; at most the capacity.",
-        roles=DECODE,
         advice="Well below the capacity after a day of load: the ring can be smaller.",
     ),
     gauge(
         "ring_quarantined_bytes",
         "Bytes that the writer of an ended transfer may still write.",
-        roles=DECODE,
         advice="Alarm if it stays above 0, or grows: see Quarantine grows in docs/operations.md.",
     ),
     gauge(
         "ring_live_grants",
         "Unreleased grants.",
-        roles=DECODE,
         advice="0 when nothing is under way.",
     ),
     gauge(
         "ring_watermark_position_bytes",
         "Position in the ring below which everything is released; only grows, and starts again with the rank.",
-        roles=DECODE,
         advice="Its derivative is the throughput of the ring.",
     ),
     gauge(
         "ring_watermark_lag_bytes",
         "Positions that the watermark is behind the newest grant; released ranges in between count too.",
-        roles=DECODE,
         advice="Near ring_live_bytes in ordinary traffic. Far above it: one old grant is stuck, and what came after it is done.",
     ),
     gauge(
         "ring_watermark_stalled_seconds",
         "Seconds for which the oldest live grant has been the oldest; 0 with no live grant. Grants in quarantine are left out:"
         " others go around them. Looked at once a second.",
-        roles=DECODE,
         advice="Alarm above the longest time that one chunk takes to compute: a writer is stuck.",
     ),
 )
@@ -610,19 +595,18 @@ RANK_STATE_METRICS: Final = (
     ),
 )
 
-RANK_OFFLOAD_METRICS: Final = (
+RANK_OFFLOAD_METRICS: Final = served_by(
+    DECODE,
     counter(
         "offload_copied_bytes",
         "Bytes copied to host memory (save), from it (load), or on the device (copy).",
         _DIRECTION,
-        roles=DECODE,
         advice="Its rate is the share of the host link that offload takes.",
     ),
     histogram(
         "offload_copy_seconds",
         "Seconds of such a copy.",
         _DIRECTION,
-        roles=DECODE,
         buckets=STAGE_BUCKETS_S,
         advice="Growing under load: the host link is full.",
     ),
