@@ -20,6 +20,7 @@ from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
 from decode_node.offload.tiered_request import DeviceIndex
+from decode_node.offload.tiers import PlaceRequest
 from examples.one_process import TwoTiers
 from node_runtime.rank_link import LeaderLink, RankLink
 from prefill_node import rank_messages
@@ -381,7 +382,11 @@ def hash_chains(watch: Watch, *, num_tokens: int = CONTEXT_TOKENS, page_size: in
             await asyncio.sleep(0)
             prompt = await leader.look_up(tokens, "", prefill=own, may_skip=True)
             await asyncio.sleep(0)
-            leader.place("request", prompt, max_new_tokens=1, chunk_tokens=128, may_skip=True, accepted_s=0.0)
+            leader.place(
+                PlaceRequest(
+                    request_id="request", prompt=prompt, max_new_tokens=1, chunk_tokens=128, may_skip=True, accepted_s=0.0
+                )
+            )
             await asyncio.sleep(0)
             loads.begin("request", tokens, own, cache_salt="")
             async with asyncio.timeout(DEADLINE_S):

@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from decode_node.offload.tiers import Prompt, Tiers
+from decode_node.offload.tiers import PlaceRequest, Prompt, Tiers
 from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.text import TextCodec, TextStream
 from node_runtime.rank_messages import StepFailed
@@ -207,12 +207,14 @@ class DecodeRequests:
         request = attempt.prompt
         assert request.known is not None, "the prefill node has the prompt only after it was looked up"
         place = self._tiers.place(
-            attempt.transfer_id,
-            request.known,
-            max_new_tokens=request.max_new_tokens,
-            chunk_tokens=plan.chunk_tokens,
-            may_skip=attempt.can_start_late,
-            accepted_s=request.accepted_s,
+            PlaceRequest(
+                request_id=attempt.transfer_id,
+                prompt=request.known,
+                max_new_tokens=request.max_new_tokens,
+                chunk_tokens=plan.chunk_tokens,
+                may_skip=attempt.can_start_late,
+                accepted_s=request.accepted_s,
+            )
         )
         if place is None:
             return NotYet()

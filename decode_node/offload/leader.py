@@ -20,7 +20,7 @@ from decode_node.offload.page_placement import Placement, place, refusal
 from decode_node.offload.saving import next_save
 from decode_node.offload.store_leader import StoreLeader
 from decode_node.offload.tiered_request import DeviceCopy, TieredRequest
-from decode_node.offload.tiers import Place, Prompt, Tiers
+from decode_node.offload.tiers import Place, PlaceRequest, Prompt, Tiers
 from decode_node.rank_messages import CopyPages, EntryRun, HostPageRun, JobDone, LoadPages, MoveBoundary, SavePages
 from transfer.instance import Instance
 from transfer.storage.hashing import HashingTurns
@@ -86,37 +86,18 @@ class OffloadLeader(Tiers):
     def refusal(self, num_tokens: int) -> str | None:
         return refusal(self.context, num_tokens)
 
-    def place(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int,
-        chunk_tokens: int,
-        may_skip: bool,
-        accepted_s: float,
-    ) -> Place | None:
-        assert prompt.chain is not None  # look_up
-        prompt_tokens = len(prompt.token_ids)
-        found = place(
-            self.context,
-            request_id,
-            prompt.chain,
-            prompt_tokens=prompt_tokens,
-            total_tokens=prompt_tokens + max_new_tokens,
-            chunk_tokens=chunk_tokens,
-            may_skip=may_skip,
-            accepted_s=accepted_s,
-        )
+    def place(self, wanted: PlaceRequest) -> Place | None:
+        found = place(self.context, wanted)
         if found is None:
             self._go_on()  # others give up pages for the oldest request that waits
             return None
+        request_id, prompt = wanted.request_id, wanted.prompt
         request = self._requests[request_id] = found.request
         request.asked_ns = prompt.asked_ns
         request.num_loading = bool(found.loads) + len(found.copies)
         if request.num_loading:
             self._to_load[request_id] = found
-        self.context.metrics.counter("offload_prompt_tokens").inc(prompt_tokens)
+        self.context.metrics.counter("offload_prompt_tokens").inc(len(prompt.token_ids))
         self._count_hits(found, prompt.fetched)
         if self._store is not None:
             # The store may have been away when they were saved, or may have evicted them.

@@ -14,6 +14,7 @@ from decode_node.admission import Room
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.host_tier import HostPage
 from decode_node.offload.tiered_request import DeviceCopy, TieredRequest
+from decode_node.offload.tiers import PlaceRequest
 from decode_node.rank_messages import HostPageRun
 from transfer.errors import LayoutError
 from transfer.layer_groups import PageCounts
@@ -99,21 +100,15 @@ def _found_on_device(context: TierContext, request: TieredRequest, num_hits: int
     return DeviceCopy(source=source, runs=found) if found else None
 
 
-def place(
-    context: TierContext,
-    request_id: str,
-    chain: PageHashes,
-    *,
-    prompt_tokens: int,
-    total_tokens: int,
-    chunk_tokens: int,
-    may_skip: bool,
-    accepted_s: float,
-) -> Placement | None:
+def place(context: TierContext, wanted: PlaceRequest) -> Placement | None:
     """Take room in both tiers. None means "not yet"; the request then waits (`decode_node.admission`).
 
-    Arguments and errors as of `Tiers.place`.
+    Raises:
+        LayoutError: See `Tiers.place`.
     """
+    chain, request_id, accepted_s = wanted.prompt.chain, wanted.request_id, wanted.accepted_s
+    assert chain is not None, "look_up has made it"
+    prompt_tokens, total_tokens, chunk_tokens = len(wanted.prompt.token_ids), wanted.total_tokens, wanted.chunk_tokens
     rules, admission = context.rules, context.admission
     total, grid = rules.num_pages(total_tokens), rules.grid_pages(chunk_tokens)
     least = rules.least_share(total, grid)
@@ -150,7 +145,7 @@ def place(
         guaranteed=guaranteed,
         boundary=rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid),
     )
-    return _with_hits(context, request, pages, may_skip=may_skip)
+    return _with_hits(context, request, pages, may_skip=wanted.may_skip)
 
 
 def _share_now(context: TierContext, total: int, least: int, set_aside: int) -> int:

@@ -30,6 +30,30 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceRequest:
+    """A question for room.
+
+    Args:
+        request_id: Id of the attempt.
+        chunk_tokens: Size of the prompt's chunks.
+        may_skip: Whether prefill can leave out what is known of the prompt.
+        accepted_s: Monotonic time of the request's acceptance, the same for all of its attempts.
+    """
+
+    request_id: str
+    prompt: Prompt
+    max_new_tokens: int
+    chunk_tokens: int
+    may_skip: bool
+    accepted_s: float
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of prompt and generation."""
+        return len(self.prompt.token_ids) + self.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a request's pages go.
 
@@ -76,34 +100,20 @@ class Tiers:
 
         Args:
             prefill: Instance that computes the prompt. Only KV of the same precision is shared.
-            may_skip: See `place`. If False, nothing is waited for.
+            may_skip: See `PlaceRequest`. If False, nothing is waited for.
         """
         return Prompt(token_ids=token_ids)
 
-    def place(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int,
-        chunk_tokens: int,
-        may_skip: bool,
-        accepted_s: float,
-    ) -> Place | None:
+    def place(self, wanted: PlaceRequest) -> Place | None:
         """Take room for all of a request. None means "not yet"; room is set aside for the oldest request with this answer.
-
-        Args:
-            chunk_tokens: Size of the prompt's chunks.
-            may_skip: Whether prefill can leave out what is known of the prompt.
-            accepted_s: Monotonic time of the request's acceptance, the same for all of its attempts.
 
         Raises:
             LayoutError: With chunks of that size it can never have room.
         """
-        pages = self._admission.peak(len(prompt.token_ids) + max_new_tokens)
-        if self._admission.reserve(request_id, pages, accepted_s=accepted_s):
+        pages = self._admission.peak(wanted.total_tokens)
+        if self._admission.reserve(wanted.request_id, pages, accepted_s=wanted.accepted_s):
             return Place(pages=pages)
-        self._admission.wait(request_id, Room(pages=pages), accepted_s=accepted_s)
+        self._admission.wait(wanted.request_id, Room(pages=pages), accepted_s=wanted.accepted_s)
         return None
 
     def begin_loading(self, request_id: str) -> None:

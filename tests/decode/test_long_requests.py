@@ -13,7 +13,7 @@ import pytest
 
 from decode_node.admission import Admission
 from decode_node.admission import page_needs as decode_needs
-from decode_node.offload.tiers import Prompt, Tiers
+from decode_node.offload.tiers import PlaceRequest, Prompt, Tiers
 from prefill_node import requests as requests_module
 from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep
 from prefill_node.requests import PrefillRequests
@@ -86,12 +86,14 @@ class Cluster:
     async def _reserve(self, join: Join, request_id: str) -> Reservation:
         await asyncio.sleep(self._chance.uniform(0.001, 0.01))  # the call
         place = self._tiers.place(
-            request_id,
-            Prompt(token_ids=(1,) * self._num_tokens[request_id]),
-            max_new_tokens=NEW_TOKENS,
-            chunk_tokens=CHUNK,
-            may_skip=False,
-            accepted_s=self._accepted_s[request_id],
+            PlaceRequest(
+                request_id=request_id,
+                prompt=Prompt(token_ids=(1,) * self._num_tokens[request_id]),
+                max_new_tokens=NEW_TOKENS,
+                chunk_tokens=CHUNK,
+                may_skip=False,
+                accepted_s=self._accepted_s[request_id],
+            )
         )
         return Reservation(is_reserved=place is not None)
 

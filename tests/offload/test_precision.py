@@ -10,7 +10,7 @@ import pytest
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.open import open_tiers
-from decode_node.offload.tiers import Prompt
+from decode_node.offload.tiers import PlaceRequest, Prompt
 from tests.offload.tier_contexts import keep
 from tests.prefill.stored_pages import prefix_of
 from tests.runtime.instances import decode_config, hello, instance
@@ -78,7 +78,9 @@ async def test_host_memory_answers_requests_of_the_same_precision_only(tmp_path:
     assert first.chain is not None
     keep(tiers.context, first.chain, range(5))
     again = await looked_up(tiers, prefill)
-    place = tiers.place("again", again, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True, accepted_s=0.0)
+    place = tiers.place(
+        PlaceRequest(request_id="again", prompt=again, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True, accepted_s=0.0)
+    )
     assert place is not None and place.start_token == num_hits * PAGE
 
 

@@ -12,6 +12,7 @@ from decode_node.offload.jobs import Jobs
 from decode_node.offload.page_placement import place
 from decode_node.offload.rules import TierRules
 from decode_node.offload.tiered_request import DeviceIndex
+from decode_node.offload.tiers import PlaceRequest, Prompt
 from transfer.layer_groups import LayerGroup, PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
 from transfer.metrics import NodeMetrics
@@ -111,13 +112,12 @@ def placed(
     accepted_s: float = 0.0,
 ) -> Any:
     """`place` of a whole prompt."""
-    return place(
-        where,
-        name,
-        hashes,
-        prompt_tokens=hashes.num_tokens,
-        total_tokens=hashes.num_tokens + new,
+    wanted = PlaceRequest(
+        request_id=name,
+        prompt=Prompt(token_ids=range(hashes.num_tokens), chain=hashes),
+        max_new_tokens=new,
         chunk_tokens=chunk,
         may_skip=may_skip,
         accepted_s=accepted_s,
     )
+    return place(where, wanted)

@@ -20,7 +20,7 @@ from decode_node.admission import page_needs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rank import OffloadRank
 from decode_node.offload.store_leader import StoreLeader, StoreSettings
-from decode_node.offload.tiers import Prompt
+from decode_node.offload.tiers import PlaceRequest, Prompt
 from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep
 from node_runtime.rank_messages import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
@@ -395,12 +395,14 @@ class World:
     def place(self, job: Job) -> None:
         known = self.looking[job.request_id].result()
         place = self.leader.place(
-            job.request_id,
-            known,
-            max_new_tokens=job.max_new,
-            chunk_tokens=CHUNK,
-            may_skip=self.chance.random() < 0.9,
-            accepted_s=float(job.request_id[1:]),  # its number
+            PlaceRequest(
+                request_id=job.request_id,
+                prompt=known,
+                max_new_tokens=job.max_new,
+                chunk_tokens=CHUNK,
+                may_skip=self.chance.random() < 0.9,
+                accepted_s=float(job.request_id[1:]),  # its number
+            )
         )
         if place is None:
             return
