@@ -352,6 +352,66 @@ class World:
             self.finish_step()
         await turns()
 
+    # Whole stages of a try
+
+    async def submitted(self, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
+        """A request that a prefill node was asked for."""
+        request = self.submit(name, num_tokens, new=new)
+        await turns()
+        return request
+
+    async def receiving(self, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
+        """A request that has room on every rank, and of which no rank has the KV."""
+        request = await self.submitted(name, num_tokens=num_tokens, new=new)
+        await self.give_room(name)
+        return request
+
+    async def received(self, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
+        """A request whose KV is whole on every rank, and whose first token nobody has told."""
+        request = await self.receiving(name, num_tokens=num_tokens, new=new)
+        self.complete_all(name)
+        return request
+
+    async def give_room(self, name: str) -> None:
+        reserving = self.reserve(name)
+        await turns()
+        for rank in range(NUM_RANKS):
+            self.expected(rank, name)
+        assert await reserving == 0  # the first token
+
+    def complete_all(self, name: str) -> None:
+        for rank in range(NUM_RANKS):
+            self.complete(rank, name)
+
+    async def first_token(self, name: str) -> None:
+        self.call(name).first_token()
+        await turns()
+
+    async def finish(self, name: str) -> None:
+        """The rest of a try that has room."""
+        self.call(name).first_token()
+        self.call(name).sent()
+        self.complete_all(name)
+        await turns()
+        while self.step is not None:
+            self.finish_step()
+        await turns()
+
+    async def served(self, name: str) -> None:
+        """The whole of a try, to its pages' end."""
+        await self.give_room(name)
+        await self.finish(name)
+        await self.release_all()
+
+    async def release_all(self) -> None:
+        for rank in range(NUM_RANKS):
+            for name in self.releasable(rank):
+                self.release(rank, name)
+        await turns()
+
+    def cancelled(self) -> list[str]:
+        return [message.transfer_id for message in self.sent if isinstance(message, CancelIncoming)]
+
     # Judgement
 
     def assert_nothing_is_left(self) -> None:
@@ -399,6 +459,13 @@ def told_of(request: Any) -> list[object]:
     told = TOLD.setdefault(request.progress, [])
     told += [request.progress.get_nowait() for _ in range(request.progress.qsize())]
     return told
+
+
+def outcome(request: GenerationRequest) -> pb.GenerateDone | TransferError:
+    """What its caller was told last."""
+    last = told_of(request)[-1]
+    assert isinstance(last, pb.GenerateDone | TransferError), last
+    return last
 
 
 def take(request: Any) -> list[object]:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import Prompt, Tiers
 from decode_node.rank_messages import ExpectRequest, FinishRequest
-from decode_node.requests import GenerationRequest
 from tests.decode.leader_moves import MOVES, drained, play
 from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
 from tests.runtime.hand_clock import HandClock
@@ -46,23 +45,8 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return HandClock(monkeypatch, requests_module, incoming_module)
 
 
-async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
-    """A request whose KV is whole on every rank, and whose first token nobody has told."""
-    request = world.submit(name, num_tokens, new=new)
-    await turns()
-    reserving = world.reserve(name)
-    await turns()
-    for rank in range(2):
-        world.expected(rank, name)
-    assert await reserving == 0  # the first token
-    for rank in range(2):
-        world.complete(rank, name)
-    return request
-
-
 async def test_a_request_waits_receives_generates_and_leaves(world: World) -> None:
-    request = world.submit("a", new=3)
-    await turns()
+    request = await world.submitted("a", new=3)
     assert (world.transfers.num_queued, world.transfers.num_running, world.admission.num_running) == (1, 0, 0), "it pins nothing"
     assert world.peer.outstanding_tokens == 3
     reserving = world.reserve("a")
@@ -77,8 +61,7 @@ async def test_a_request_waits_receives_generates_and_leaves(world: World) -> No
     world.expected(1, "a")
     assert await reserving == 0  # the first token
     world.complete(0, "a")
-    world.call("a").first_token()
-    await turns()
+    await world.first_token("a")
     assert world.step is None and not take(request), "rank 1 has not everything"
     world.complete(1, "a")
     assert world.step is not None
@@ -120,9 +103,8 @@ async def test_an_end_token_ends_generation(world: World) -> None:
 
 async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
     for name, new in (("a", 3), ("b", 4)):
-        await received(world, name, new=new)
-        world.call(name).first_token()
-        await turns()
+        await world.received(name, new=new)
+        await world.first_token(name)
     assert world.step is not None and [part.request_id for part in world.step.parts] == ["a"]
     world.finish_step()
     assert [part.request_id for part in world.step.parts] == ["a", "b"]
@@ -140,8 +122,7 @@ async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
     ],
 )
 async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill: int, decode: int, complaint: str) -> None:
-    world.submit("a")
-    await turns()
+    await world.submitted()
     with pytest.raises(TransportClosed, match=complaint):
         await world.reserve(name, prefill=prefill, decode=decode)
     assert world.reserve("a") is not None
@@ -156,8 +137,7 @@ async def test_a_plan_of_too_many_pieces_is_refused_before_a_rank_hears_of_it(
 ) -> None:
     """A rank keeps every piece until the request is over, and its peer chooses the plan."""
     monkeypatch.setattr(chunk_module, "MAX_PIECES", 8)
-    world.submit("a", num_tokens=3)
-    await turns()
+    await world.submitted("a", num_tokens=3)
     with pytest.raises(
         LayoutError,
         match=r"3 tokens .* 1 layers are 6 chunks; a request on 2 routes can have 4",
@@ -181,8 +161,7 @@ async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World
 
 
 async def test_the_prefill_nodes_reason_comes_before_a_ranks(world: World) -> None:
-    request = world.submit("a")
-    await turns()
+    request = await world.submitted()
     world.reserve("a")
     await turns()
     world.broken(0, "a", is_data_loss=False)
@@ -197,8 +176,7 @@ async def test_kept_kv_is_forgotten_with_the_request_that_is_named_and_not_with_
 ) -> None:
     forgotten: list[Prompt] = []
     monkeypatch.setattr(Tiers, "damaged", lambda _, prompt: forgotten.append(prompt))
-    request = world.submit("a")
-    await turns()
+    request = await world.submitted()
     world.call("a").fail(EngineError("prefill:1: the engine failed", spares_kv=spares_kv))
     await turns()
     assert isinstance(take(request)[-1], EngineError)
@@ -207,8 +185,7 @@ async def test_kept_kv_is_forgotten_with_the_request_that_is_named_and_not_with_
 
 @pytest.mark.parametrize("how", ["without a word", "without a start"])
 async def test_a_call_that_ends_early_fails_the_request(world: World, how: str) -> None:
-    request = world.submit("a")
-    await turns()
+    request = await world.submitted()
     if how == "without a start":
         world.call("a").first_token()
         world.call("a").sent()
@@ -220,8 +197,7 @@ async def test_a_call_that_ends_early_fails_the_request(world: World, how: str) 
 
 
 async def test_a_bug_on_the_way_fails_the_request_and_is_no_secret(world: World) -> None:
-    request = world.submit("a")
-    await turns()
+    request = await world.submitted()
     world.call("a").fail(ZeroDivisionError("a bug"))
     await turns()
     (error,) = take(request)
@@ -233,9 +209,8 @@ async def test_a_bug_on_the_way_fails_the_request_and_is_no_secret(world: World)
     ("is_out_of_memory", "code"), [(False, grpc.StatusCode.INTERNAL), (True, grpc.StatusCode.RESOURCE_EXHAUSTED)]
 )
 async def test_a_failed_step_fails_its_requests(world: World, is_out_of_memory: bool, code: grpc.StatusCode) -> None:
-    request = await received(world)
-    world.call("a").first_token()
-    await turns()
+    request = await world.received()
+    await world.first_token("a")
     world.fail_step(is_out_of_memory=is_out_of_memory)
     error = take(request)[-1]
     assert isinstance(error, OutOfMemory if is_out_of_memory else EngineError) and status_of(error) is code
@@ -244,9 +219,8 @@ async def test_a_failed_step_fails_its_requests(world: World, is_out_of_memory: 
 
 async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not(clock: HandClock) -> None:
     world = World(step_timeout_s=2.0)
-    await received(world, new=4)
-    world.call("a").first_token()
-    await turns()
+    await world.received(new=4)
+    await world.first_token("a")
     for _ in range(2):
         await clock.advance(1.5, steps=15)
         assert world.step is not None
@@ -273,8 +247,7 @@ async def test_what_cannot_be_taken_is_refused_at_once(world: World) -> None:
 
 async def test_a_request_that_waits_too_long_is_refused(clock: HandClock) -> None:
     world = World(queue_timeout_s=5.0)
-    request = world.submit("a")
-    await turns()
+    request = await world.submitted()
     await clock.advance(5.0)
     assert [str(item) for item in take(request)] == ["no room within 5 s (limits.queue_timeout_s)"]
     assert world.outcomes == ["refused"]
@@ -286,19 +259,14 @@ async def test_a_request_that_waits_too_long_is_refused(clock: HandClock) -> Non
 
 async def test_the_end_of_a_life_ends_every_request_once() -> None:
     world = World()
-    await received(world, "running", new=4)
-    world.call("running").first_token()
-    await turns()
-    await received(world, "done", new=1)
-    world.call("done").first_token()
-    await turns()
-    world.submit("waiting")
-    await turns()
-    world.submit("reserving")
-    await turns()
+    await world.received("running", new=4)
+    await world.first_token("running")
+    await world.received("done", new=1)
+    await world.first_token("done")
+    await world.submitted("waiting")
+    await world.submitted("reserving")
     reserving = world.reserve("reserving")
-    world.submit("new")
-    await turns()
+    await world.submitted("new")
     await world.leader.close(PeerUnreachable("rank 0 died"))
     await turns()
     with pytest.raises(PeerUnreachable, match="rank 0 died"):

@@ -12,7 +12,6 @@ import pytest
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import Prompt, Tiers
 from decode_node.rank_messages import ExpectRequest
-from decode_node.requests import GenerationRequest
 from tests.decode.leader_moves import play
 from tests.decode.leader_world import (
     FIRST_TOKEN,
@@ -21,14 +20,13 @@ from tests.decode.leader_world import (
     PREFILL_LIFE,
     Peer,
     World,
+    outcome,
     take,
-    told_of,
     turns,
 )
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
 from transfer.connector import incoming as incoming_module
-from transfer.connector.messages import CancelIncoming
 from transfer.connector.prefill_nodes import REASON_GRACE_S
 from transfer.errors import (
     ConfigError,
@@ -61,73 +59,15 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return HandClock(monkeypatch, requests_module, incoming_module)
 
 
-async def waiting(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
-    request = world.submit(name, num_tokens, new=new)
-    await turns()
-    return request
-
-
-async def receiving(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> GenerationRequest:
-    """A request that has room on every rank, and of which no rank has the KV."""
-    request = await waiting(world, name, num_tokens=num_tokens, new=new)
-    await give_room(world, name)
-    return request
-
-
-async def give_room(world: World, name: str) -> None:
-    reserving = world.reserve(name)
-    await turns()
-    for rank in range(2):
-        world.expected(rank, name)
-    assert await reserving == 0  # the first token
-
-
-async def finish(world: World, name: str) -> None:
-    """The rest of a try that has room."""
-    world.call(name).first_token()
-    world.call(name).sent()
-    for rank in range(2):
-        world.complete(rank, name)
-    await turns()
-    while world.step is not None:
-        world.finish_step()
-    await turns()
-
-
-async def served(world: World, name: str) -> None:
-    """The whole of a try, to its pages' end."""
-    await give_room(world, name)
-    await finish(world, name)
-    await release_all(world)
-
-
-def outcome(request: GenerationRequest) -> pb.GenerateDone | TransferError:
-    """What its caller was told last."""
-    last = told_of(request)[-1]
-    assert isinstance(last, pb.GenerateDone | TransferError), last
-    return last
-
-
-def cancelled(world: World) -> list[str]:
-    return [message.transfer_id for message in world.sent if isinstance(message, CancelIncoming)]
-
-
-async def release_all(world: World) -> None:
-    for rank in range(2):
-        for name in world.releasable(rank):
-            world.release(rank, name)
-    await turns()
-
-
 async def test_a_request_that_waits_is_tried_elsewhere(world: World) -> None:
-    request = await waiting(world)
+    request = await world.submitted()
     world.lose(world.peer)
     await turns()
     assert world.call("a").is_over and sorted(world.other.calls) == ["a.2"]
     assert world.other.calls["a.2"].token_ids == request.token_ids
     assert (world.peer.outstanding_tokens, world.other.outstanding_tokens) == (0, 3)
-    assert not cancelled(world), "no rank had heard of it"
-    await served(world, "a.2")
+    assert not world.cancelled(), "no rank had heard of it"
+    await world.served("a.2")
     done = outcome(request)
     assert isinstance(done, pb.GenerateDone)
     assert (done.prefill_node, done.retries, done.finish_reason) == ("prefill:2", 1, "length")
@@ -137,32 +77,32 @@ async def test_a_request_that_waits_is_tried_elsewhere(world: World) -> None:
 
 
 async def test_a_request_in_mid_transfer_is_tried_elsewhere_and_the_first_try_is_given_back_by_the_ranks(world: World) -> None:
-    request = await receiving(world)
+    request = await world.receiving()
     world.call("a").first_token()
     world.complete(0, "a")
     await turns()
     world.lose(world.peer)
     await turns()
-    assert cancelled(world) == ["a"] and not take(request)
+    assert world.cancelled() == ["a"] and not take(request)
     assert (world.transfers.num_queued, world.transfers.num_running) == (1, 0), "it is one request"
     assert world.transfers.request_ids == ("a", "a.2")
-    await give_room(world, "a.2")
+    await world.give_room("a.2")
     assert world.admission.free_pages.by_group == (POOL_PAGES - 4,), "both hold room, for the ranks still have the first"
     expect = world.sent[-1]
     assert isinstance(expect, ExpectRequest) and expect.prefill_incarnation == OTHER_LIFE
     world.complete(0, "a.2")
     assert not take(request), "what came of the first try does not count"
-    await finish(world, "a.2")
+    await world.finish("a.2")
     for rank in range(2):
         world.release(rank, "a")
     assert world.admission.free_pages.by_group == (POOL_PAGES - 2,)
     assert isinstance(outcome(request), pb.GenerateDone)
-    await release_all(world)
+    await world.release_all()
     world.assert_nothing_is_left()
 
 
 async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(world: World) -> None:
-    request = await waiting(world)
+    request = await world.submitted()
     reserving = world.reserve("a")
     await turns()
     call = world.call("a")
@@ -185,7 +125,7 @@ async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(wo
     for rank in range(2):
         world.release(rank, "a")
     world.transfers.on_whole(0, "a")
-    await served(world, "a.2")
+    await world.served("a.2")
     assert isinstance(outcome(request), pb.GenerateDone)
     world.assert_nothing_is_left()
 
@@ -193,15 +133,15 @@ async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(wo
 @pytest.mark.parametrize("error", [PeerUnreachable("gone"), TransportTimeout("late"), TransportClosed("over"), None])
 @pytest.mark.parametrize("has_room", [True, False])
 async def test_what_the_peer_is_to_blame_for_is_tried_again(world: World, error: TransferError | None, has_room: bool) -> None:
-    request = await (receiving(world) if has_room else waiting(world))
+    request = await (world.receiving() if has_room else world.submitted())
     if error is not None:
         world.call("a").fail(error)
     else:
         world.call("a").events.put_nowait(None)  # it ends the call without a word
     await turns()
     assert sorted(world.other.calls) == ["a.2"] and not take(request)
-    assert cancelled(world) == (["a"] if has_room else [])
-    await served(world, "a.2")
+    assert world.cancelled() == (["a"] if has_room else [])
+    await world.served("a.2")
     assert isinstance(outcome(request), pb.GenerateDone)
     world.assert_nothing_is_left()
 
@@ -219,11 +159,11 @@ async def test_what_the_peer_is_to_blame_for_is_tried_again(world: World, error:
     ids=lambda error: type(error).__name__,
 )
 async def test_what_is_the_requests_own_fault_is_not(world: World, error: TransferError) -> None:
-    request = await receiving(world)
+    request = await world.receiving()
     world.call("a").fail(error)
     await turns()
     assert outcome(request) is error and not world.other.calls
-    await release_all(world)
+    await world.release_all()
     world.assert_nothing_is_left()
 
 
@@ -235,18 +175,18 @@ async def test_a_prompt_that_prefill_preempted_is_retried_without_a_limit(world:
     for name in ("a", "a.2", "a.3", "a.4"):
         await turns()
         if has_room:
-            await give_room(world, name)
+            await world.give_room(name)
         world.call(name).fail(Preempted("its pages are taken back"))
         await turns()
-        await release_all(world)
-    await served(world, "a.5")
+        await world.release_all()
+    await world.served("a.5")
     done = outcome(request)
     assert isinstance(done, pb.GenerateDone) and done.retries == world.num_retries == 0
     world.assert_nothing_is_left()
 
 
 async def test_bytes_that_were_broken_twice_are_not_tried_again(world: World) -> None:
-    request = await receiving(world)
+    request = await world.receiving()
     world.broken(0, "a", is_data_loss=True)
     await turns()
     error = outcome(request)
@@ -255,7 +195,7 @@ async def test_bytes_that_were_broken_twice_are_not_tried_again(world: World) ->
 
 async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(world: World, clock: HandClock) -> None:
     """Its leader may know nothing: a frozen rank tells nobody."""
-    request = await receiving(world)
+    request = await world.receiving()
     for rank in range(2):
         world.broken(rank, "a", is_data_loss=False)
     await turns()
@@ -263,23 +203,23 @@ async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(wor
     await clock.advance(REASON_GRACE_S)
     assert sorted(world.other.calls) == ["a.2"] and world.call("a").is_over
     assert world.peer.state == "joined", "that is found out elsewhere; until then it is left out because it was tried"
-    await served(world, "a.2")
+    await world.served("a.2")
     assert isinstance(outcome(request), pb.GenerateDone)
 
 
 async def test_without_another_node_it_fails_at_once_with_the_reason(world: World) -> None:
     world.other.state = "draining"
-    request = await receiving(world)
+    request = await world.receiving()
     world.lose(world.peer)
     assert str(outcome(request)) == LOST and world.num_retries == 0
-    await release_all(world)
+    await world.release_all()
     world.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(("life", "is_another"), [(11, False), (13, True)])
 async def test_another_life_of_the_same_node_is_another_node(world: World, life: int, is_another: bool) -> None:
     world.other.state = "lost"
-    request = await waiting(world)
+    request = await world.submitted()
     world.peer.instance = instance(life)  # it has been lost, and joined again, when the end of the call is heard
     world.call("a").fail(PeerUnreachable("the connection broke"))
     await turns()
@@ -291,10 +231,9 @@ async def test_another_life_of_the_same_node_is_another_node(world: World, life:
 
 
 async def test_after_the_first_token_the_prefill_node_is_needed_no_more(world: World) -> None:
-    request = await receiving(world)
+    request = await world.receiving()
     world.call("a").first_token()
-    for rank in range(2):
-        world.complete(rank, "a")
+    world.complete_all("a")
     await turns()
     (first,) = take(request)
     assert isinstance(first, pb.GeneratedTokens)
@@ -308,10 +247,10 @@ async def test_after_the_first_token_the_prefill_node_is_needed_no_more(world: W
 
 
 async def test_an_abort_by_the_first_id_is_heard_after_the_ranks_have_forgotten_it(world: World) -> None:
-    request = await receiving(world)
+    request = await world.receiving()
     world.lose(world.peer)
     await turns()
-    await release_all(world)
+    await world.release_all()
     assert world.transfers.abort("a", TransferAborted("enough"))
     assert isinstance(outcome(request), TransferAborted)
     await turns()
@@ -320,7 +259,7 @@ async def test_an_abort_by_the_first_id_is_heard_after_the_ranks_have_forgotten_
 
 async def test_the_wait_for_room_is_bounded_over_all_tries(clock: HandClock) -> None:
     world = World(prefill_retries=1, queue_timeout_s=100.0)
-    request = await waiting(world)
+    request = await world.submitted()
     await clock.advance(99.0)
     world.lose(world.peer)
     await turns()
@@ -371,16 +310,16 @@ async def test_a_node_that_was_lost_gets_nothing_while_another_is_there_then_one
     world.lose(world.peer)
     back(world.peer, 13)
     for number in range(4):
-        await waiting(world, f"open{number}")
+        await world.submitted(f"open{number}")
     assert state(world.peer) == OPEN and not world.peer.calls
     world.now_s += 1.0
     for number in range(4):
-        await waiting(world, f"half{number}")
+        await world.submitted(f"half{number}")
     assert state(world.peer) == HALF_OPEN and sorted(world.peer.calls) == ["half0"], "one tries it, the others go elsewhere"
-    await served(world, "half0")
+    await world.served("half0")
     assert state(world.peer) == CLOSED
     for number in range(4):
-        await waiting(world, f"closed{number}")
+        await world.submitted(f"closed{number}")
     assert sorted(world.peer.calls) == ["closed0", "closed1", "closed2", "closed3", "half0"], "it has the least to do"
 
 
@@ -388,13 +327,13 @@ async def test_requests_that_fail_by_its_fault_open_a_breaker_and_others_do_not(
     world.other.state = "lost"
     for error in (ResourceExhausted("full"), TransferAborted("operator"), ConfigError("no"), LayoutError("no")):
         for number in range(3):
-            await waiting(world, f"{type(error).__name__}{number}")
+            await world.submitted(f"{type(error).__name__}{number}")
             world.call(f"{type(error).__name__}{number}").fail(error)
             await turns()
     assert state(world.peer) == CLOSED
     for number, fault in enumerate((PeerUnreachable("gone"), EngineError("failed"), IntegrityError("broken"))):
         assert state(world.peer) == CLOSED
-        await waiting(world, f"fault{number}")
+        await world.submitted(f"fault{number}")
         world.call(f"fault{number}").fail(fault)
         await turns()
     assert state(world.peer) == OPEN and world.peers.num_openings == 1
@@ -404,17 +343,16 @@ async def test_requests_that_fail_by_its_fault_open_a_breaker_and_others_do_not(
 async def test_an_abort_or_a_failed_step_says_nothing_of_the_prefill_node(world: World) -> None:
     world.other.state = "lost"
     for number in range(3):
-        await receiving(world, f"a{number}", new=2)
+        await world.receiving(f"a{number}", new=2)
         world.transfers.abort(f"a{number}", TransferAborted("left"))
-        await release_all(world)
+        await world.release_all()
     for number in range(3):
-        await receiving(world, f"b{number}", new=2)
+        await world.receiving(f"b{number}", new=2)
         world.call(f"b{number}").first_token()
-        for rank in range(2):
-            world.complete(rank, f"b{number}")
+        world.complete_all(f"b{number}")
         await turns()
         world.fail_step()
-        await release_all(world)
+        await world.release_all()
     assert state(world.peer) == CLOSED and not world.peers.num_openings
 
 
@@ -428,7 +366,7 @@ async def test_each_try_looks_its_prompt_up_for_the_node_that_it_goes_to(world: 
         return await look_up(tiers, *args, prefill=prefill, may_skip=may_skip)
 
     monkeypatch.setattr(Tiers, "look_up", noted)
-    request = await waiting(world)
+    request = await world.submitted()
     first = request.known
     world.lose(world.peer)
     await turns()

@@ -77,8 +77,7 @@ async def test_a_prompt_without_room_gets_it_when_another_one_leaves_and_the_old
     for rank in range(2):
         world.expected(rank, "a")
         world.complete(rank, "a")
-    world.call("a").first_token()
-    await turns()
+    await world.first_token("a")
     assert FinishRequest(request_id="a") in world.sent and expected(world) == ["a"]
     for rank in range(2):
         world.release(rank, "a")
@@ -112,8 +111,7 @@ async def test_a_second_question_fails_the_attempt(world: World) -> None:
 
 
 async def test_a_question_without_a_plan_is_an_error_of_the_attempt(world: World) -> None:
-    world.submit("a")
-    await turns()
+    await world.submitted()
     world.call("a").events.put_nowait(pb.PrefillEvent(room_wanted=pb.PrefillRoomWanted()))
     await turns()
     assert "chunk_plan is missing" in str(world.accepted[0].failure)

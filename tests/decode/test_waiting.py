@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.decode.leader_world import OTHER_LIFE, World, take, turns
-from tests.decode.test_retry import cancelled, outcome, receiving, release_all, served, waiting
+from tests.decode.leader_world import OTHER_LIFE, World, outcome, take, turns
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
 from transfer.connector import incoming as incoming_module
@@ -39,7 +38,7 @@ def alone(world: World) -> World:
 
 
 async def test_it_is_queued_and_sent_when_a_node_is_joined(world: World) -> None:
-    request = await waiting(world)
+    request = await world.submitted()
     assert (world.transfers.num_queued, world.transfers.num_running) == (1, 0) and not take(request)
     (view,) = world.transfers.views()
     assert (view.request_id, view.transfer_id, view.stage, view.peer, view.retries) == ("a", "a", "queued", "", 0)
@@ -51,7 +50,7 @@ async def test_it_is_queued_and_sent_when_a_node_is_joined(world: World) -> None
     await turns()
     assert sorted(world.other.calls) == ["a"] and world.transfers.num_queued == 1
     assert world.transfers.views()[0].peer == "prefill:2"
-    await served(world, "a")
+    await world.served("a")
     done = outcome(request)
     assert isinstance(done, pb.GenerateDone) and (done.retries, done.prefill_node) == (0, "prefill:2") and world.num_retries == 0
     world.assert_nothing_is_left()
@@ -76,7 +75,7 @@ async def test_where_none_can_be_waited_for_it_is_refused_at_once(why: str) -> N
 
 async def test_the_wait_ends_with_the_reason_that_there_is_then(clock: HandClock) -> None:
     world = alone(World(join_timeout_s=5.0))
-    request = await waiting(world)
+    request = await world.submitted()
     await clock.advance(5.0)
     error = outcome(request)
     assert type(error) is PeerUnreachable and str(error) == NOBODY
@@ -86,13 +85,13 @@ async def test_the_wait_ends_with_the_reason_that_there_is_then(clock: HandClock
 
 async def test_the_time_in_the_queue_bounds_the_wait_and_the_wait_counts_as_time_in_the_queue(clock: HandClock) -> None:
     world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=5.0))
-    request = await waiting(world)
+    request = await world.submitted()
     await clock.advance(5.0)
     assert str(outcome(request)) == NOBODY
     world.assert_nothing_is_left()
 
     world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=50.0))
-    request = await waiting(world)
+    request = await world.submitted()
     await clock.advance(49.0)
     world.join(world.peer, 30)
     await turns()
@@ -106,11 +105,11 @@ async def test_the_time_in_the_queue_bounds_the_wait_and_the_wait_counts_as_time
 async def test_the_queue_is_bounded_for_those_that_wait_for_a_node_too() -> None:
     world = alone(World(max_queued=2, join_timeout_s=NEVER_S))
     for name in ("a", "b"):
-        await waiting(world, name)
+        await world.submitted(name)
     with pytest.raises(ResourceExhausted, match=r"decode queue is full \(2 requests wait; limits.max_queued_requests\)"):
         world.submit("c")
     assert world.transfers.abort("a", TransferAborted("enough"))
-    await waiting(world, "c")
+    await world.submitted("c")
     await world.close()
 
 
@@ -120,18 +119,18 @@ async def test_the_queue_is_bounded_for_those_that_wait_for_a_node_too() -> None
 async def test_another_try_waits_for_a_node_that_the_request_has_not_been_on() -> None:
     world = World(prefill_retries=1, join_timeout_s=NEVER_S)
     world.other.state = "joining"
-    request = await receiving(world)
+    request = await world.receiving()
     world.lose(world.peer)
     await turns()
-    assert cancelled(world) == ["a"] and not take(request) and world.num_retries == 0
+    assert world.cancelled() == ["a"] and not take(request) and world.num_retries == 0
     assert (world.transfers.num_queued, world.transfers.num_running) == (1, 0)
     assert world.transfers.request_ids == ("a", "a.2") and world.transfers.views()[0].retries == 0
-    await release_all(world)
+    await world.release_all()
     assert world.transfers.request_ids == ("a", "a.2"), "an abort by either id is heard"
     world.join(world.other, 30)
     await turns()
     assert sorted(world.other.calls) == ["a.2"] and world.num_retries == 1
-    await served(world, "a.2")
+    await world.served("a.2")
     done = outcome(request)
     assert isinstance(done, pb.GenerateDone) and (done.retries, done.prefill_node) == (1, "prefill:2")
     world.assert_nothing_is_left()
@@ -140,7 +139,7 @@ async def test_another_try_waits_for_a_node_that_the_request_has_not_been_on() -
 async def test_nodes_that_come_together_share_what_waited(world: World, clock: HandClock) -> None:
     """The first of two that are joined within milliseconds is not to have all of it."""
     for name in "abcd":
-        await waiting(world, name)
+        await world.submitted(name)
     for peer, life in ((world.peer, 30), (world.other, 31)):
         peer.state, peer.instance = "joined", instance(life)
         world.transfers.peers_changed()
@@ -153,7 +152,7 @@ async def test_long_prompts_are_placed_a_few_at_once(world: World, clock: HandCl
     """To choose a node for a prompt takes time that grows with it, and everything else on the loop waits meanwhile."""
     monkeypatch.setattr(incoming_module, "PLACED_TOKENS_AT_ONCE", 5)
     for name in "abc":
-        await waiting(world, name)  # of three tokens each
+        await world.submitted(name)  # of three tokens each
     world.join(world.peer, 30)
     assert world.transfers.num_without_node == 1
     await clock.advance(PLACE_AFTER_S)
@@ -166,7 +165,7 @@ async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(
     """What it is to be given is placed a moment later, and some of it later still; nobody is told that no node is joined."""
     monkeypatch.setattr(incoming_module, "PLACE_AFTER_S", NEVER_S)
     world = alone(World(join_timeout_s=1.0))
-    requests = [await waiting(world, name) for name in "abcd"]
+    requests = [await world.submitted(name) for name in "abcd"]
     world.peer.state, world.peer.instance = "joined", instance(30)
     world.transfers.peers_changed()
     await clock.advance(1.0)
@@ -180,15 +179,15 @@ async def test_nobody_who_comes_later_overtakes_those_that_wait(
     """Not in the moment before they are placed, nor in those between."""
     monkeypatch.setattr(incoming_module, "PLACED_AT_ONCE", 2)
     for name in "abcd":
-        await waiting(world, name)
+        await world.submitted(name)
     world.peer.state, world.peer.instance = "joined", instance(30)
     world.transfers.peers_changed()
-    await waiting(world, "e")
+    await world.submitted("e")
     await clock.advance(PLACE_AFTER_S)
     assert world.transfers.num_without_node == 3
-    await waiting(world, "f")
+    await world.submitted("f")
     await clock.advance(2 * PLACE_AFTER_S, steps=2)
     assert not world.transfers.num_without_node
-    await waiting(world, "g")
+    await world.submitted("g")
     await turns()
     assert list(world.peer.calls) == ["a", "b", "c", "d", "e", "f", "g"]
