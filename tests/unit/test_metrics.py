@@ -78,6 +78,12 @@ def value(page: bytes, name: str, **labels: str) -> float:
     return samples(page)[f"kvferry_{name}", frozenset(labels.items())]
 
 
+def check(page: bytes, labels: dict[str, str], **expected: float) -> None:
+    """The page has these numbers under these labels."""
+    found = samples(page)
+    assert {name: found[f"kvferry_{name}", frozenset(labels.items())] for name in expected} == expected
+
+
 def page_of(*ranks: RankMetrics, role: str = "decode", **status: int) -> bytes:
     """The leader's page, after the snapshots have travelled as they do between processes."""
     return rendered(NodeMetrics(role=role), *(as_sent(rank, **status) for rank in ranks))
@@ -115,12 +121,9 @@ def test_what_a_prefill_rank_counts_is_on_the_page() -> None:
     rank.message_dropped("unknown_chunk")
     page = page_of(rank, role="prefill")
     mine = {"role": "prefill", "rank": "2"}
-    assert value(page, "chunks_total", **mine) == 2
-    assert value(page, "writes_total", **mine) == 2
-    assert value(page, "transferred_bytes_total", **mine) == (1 << 20) + (1 << 10)
-    assert value(page, "writes_avoided_total", **mine) == 996
-    assert value(page, "resends_total", **mine) == 1
-    assert value(page, "dropped_messages_total", reason="unknown_chunk", **mine) == 1
+    moved = {"transferred_bytes_total": (1 << 20) + (1 << 10), "writes_avoided_total": 996}
+    check(page, mine, chunks_total=2, writes_total=2, resends_total=1, **moved)
+    check(page, mine | {"reason": "unknown_chunk"}, dropped_messages_total=1)
     for stage, count, total in (("credit_wait", 1, 0.001), ("gather", 2, 0.0004), ("write", 2, 0.008), ("ack", 1, 0.002)):
         assert value(page, "stage_seconds_count", stage=stage, **mine) == count
         assert math.isclose(value(page, "stage_seconds_sum", stage=stage, **mine), total)
@@ -133,23 +136,17 @@ def test_what_a_decode_rank_counts_is_on_the_page() -> None:
     rank.counter("broken_chunks").inc()
     page = page_of(rank)
     mine = {"role": "decode", "rank": "0"}
-    assert value(page, "chunks_total", **mine) == 1
-    assert value(page, "transferred_bytes_total", **mine) == 4096
-    assert value(page, "broken_chunks_total", **mine) == 1
-    assert value(page, "stage_seconds_count", stage="scatter", **mine) == 1
+    check(page, mine, chunks_total=1, transferred_bytes_total=4096, broken_chunks_total=1)
+    check(page, mine | {"stage": "scatter"}, stage_seconds_count=1)
 
 
 def test_the_status_becomes_gauges() -> None:
     page = page_of(RankMetrics(role="decode", rank=1))
     mine = {"role": "decode", "rank": "1"}
-    for metrics, key in {
-        "ring_live_bytes ring_peak_bytes ring_quarantined_bytes ring_live_grants sessions ending_sessions pending_transfers": "",
-        "rank_requests rank_open_files rank_threads rank_resident_bytes rank_idle_checks": "rank_",
-    }.items():
-        for name in metrics.split():
-            assert value(page, name, **mine) == STATUS[name.removeprefix(key)]
-    assert value(page, "ring_capacity_bytes", **mine) == 4096
-    assert value(page, "ring_watermark_position_bytes", **mine) == 7777
+    same = "ring_live_bytes ring_peak_bytes ring_quarantined_bytes ring_live_grants sessions ending_sessions pending_transfers"
+    prefixed = {f"rank_{name}": STATUS[name] for name in ("requests", "open_files", "threads", "resident_bytes", "idle_checks")}
+    check(page, mine, **{name: STATUS[name] for name in same.split()}, **prefixed)  # type: ignore[arg-type]
+    check(page, mine, ring_capacity_bytes=4096, ring_watermark_position_bytes=7777)
     for state, full, window in (("free", 60, 0), ("reserved", 8, 2), ("bound", 22, 8)):
         assert value(page, "pool_pages", group="full", state=state, **mine) == full
         assert value(page, "pool_pages", group="window_64", state=state, **mine) == window
@@ -164,9 +161,9 @@ def test_totals_of_the_status_are_counted_once_and_never_back() -> None:
     for total, expected in ((3, 3), (3, 3), (7, 7), (1, 7), (8, 8)):
         rank.strangers_dropped(total)
         page = page_of(rank, refused_connections=2 * total, watermark_acks=3 * total)
-        assert value(page, "dropped_messages_total", role="decode", rank="0", reason="stranger") == expected
-        assert value(page, "refused_connections_total", role="decode", rank="0") == 2 * expected
-        assert value(page, "watermark_acks_total", role="decode", rank="0") == 3 * expected
+        mine = {"role": "decode", "rank": "0"}
+        check(page, mine | {"reason": "stranger"}, dropped_messages_total=expected)
+        check(page, mine, refused_connections_total=2 * expected, watermark_acks_total=3 * expected)
 
 
 def test_ranks_stand_side_by_side() -> None:
@@ -449,19 +446,15 @@ def test_the_leaders_own_series() -> None:
     assert b"kvferry_max_" not in rendered(node, None).replace(b"# ", b""), "a side that an engine hosts has no such limit"
     node.limits(max_queued=256, max_running=32)
     page = rendered(node, None)
-    assert (value(page, "max_queued_requests", role="decode"), value(page, "max_running_requests", role="decode")) == (256, 32)
-    assert value(page, "requests_total", role="decode", outcome="done") == 1
-    assert value(page, "requests_total", role="decode", outcome="failed") == 1
-    assert value(page, "requests_total", role="decode", outcome="aborted") == 0
-    assert value(page, "peers", role="decode", state="joined") == 1
-    assert value(page, "peers", role="decode", state="lost") == 2
-    assert value(page, "peers", role="decode", state="joining") == 0
-    assert value(page, "node_state", role="decode", state="ready") == 1
-    assert value(page, "node_state", role="decode", state="starting") == 0
-    assert (value(page, "queued_requests", role="decode"), value(page, "running_requests", role="decode")) == (2, 3)
-    assert value(page, "rank_restarts", role="decode") == 1
-    for name in ("queue_seconds", "time_to_first_token_seconds", "time_per_output_token_seconds"):
-        assert value(page, f"{name}_count", role="decode") == 1
+    mine = {"role": "decode"}
+    check(page, mine, max_queued_requests=256, max_running_requests=32, queued_requests=2, running_requests=3, rank_restarts=1)
+    check(page, mine, queue_seconds_count=1, time_to_first_token_seconds_count=1, time_per_output_token_seconds_count=1)
+    for outcome, number in {"done": 1, "failed": 1, "aborted": 0}.items():
+        check(page, mine | {"outcome": outcome}, requests_total=number)
+    for state, number in {"joined": 1, "lost": 2, "joining": 0}.items():
+        check(page, mine | {"state": state}, peers=number)
+    for state, number in {"ready": 1, "starting": 0}.items():
+        check(page, mine | {"state": state}, node_state=number)
     build = next(labels for name, labels in samples(page) if name == "kvferry_build_info")
     assert dict(build)["version"] == transfer.__version__
 
@@ -502,26 +495,26 @@ def test_a_page_equals_the_clients_output_for_the_same_numbers_and_series(accept
     page, node, ranks = MetricsPage(), NodeMetrics(role="decode"), [RankMetrics(role="decode", rank=rank) for rank in range(2)]
     encoder, content_type = choose_encoder(accept)
 
-    def check() -> None:
+    def compare() -> None:
         families = node.collect([as_sent(rank) for rank in ranks])
         registry = CollectorRegistry()
         registry.register(FamilyCollector(families))
         assert page.render(families, accept) == (encoder(registry), content_type)
 
-    check()
+    compare()
     ranks[0].scatter_finished(1234.5678, 10**15)
     ranks[0].scatter_finished(1e-7, 0)
     node.gauge("largest_piece_bytes").set(12345678)
-    check()
+    compare()
     ranks[1].message_dropped("unknown_chunk")
     ranks[0].link_measured(1, link())
     node.counter("refused_calls", method='a\\b "c"\nd{e="f"} NaN\n').inc()
-    check()
+    compare()
     ranks[0].link_closed(1)
     node.gauge("largest_piece_bytes").set(math.nan)
-    check()
+    compare()
     ranks.pop()
-    check()
+    compare()
 
 
 def test_open_metrics_has_the_samples_of_the_text_and_no_creation_times() -> None:
@@ -581,12 +574,11 @@ def test_what_rank_and_leader_see_of_the_store_is_on_one_page() -> None:
     node.store.operation_finished("exists", [Outcome.TIMEOUT], num_bytes=0, seconds=2.0)
     page = rendered(node, as_sent(rank))
     mine = {"role": "prefill", "rank": "1"}
-    assert value(page, "store_operations_total", op="get", outcome="ok", **mine) == 2
-    assert value(page, "store_operations_total", op="get", outcome="corrupt", **mine) == 1
-    assert value(page, "store_operations_total", op="exists", outcome="timeout", role="prefill") == 1
-    assert value(page, "store_bytes_total", op="get", **mine) == 4096
-    assert value(page, "store_seconds_count", op="get", **mine) == 1
-    assert value(page, "store_queue_depth", **mine) == 3
+    check(page, mine | {"op": "get", "outcome": "ok"}, store_operations_total=2)
+    check(page, mine | {"op": "get", "outcome": "corrupt"}, store_operations_total=1)
+    check(page, {"role": "prefill", "op": "exists", "outcome": "timeout"}, store_operations_total=1)
+    check(page, mine | {"op": "get"}, store_bytes_total=4096, store_seconds_count=1)
+    check(page, mine, store_queue_depth=3)
     assert [value(page, "store_circuit", direction="write", state=state, **mine) for state in BREAKER_STATES] == [0, 1, 0]
     assert value(page, "store_circuit", direction="read", state="closed", **mine) == 1
     assert page.count(b"# HELP kvferry_store_seconds ") == 1
@@ -611,8 +603,7 @@ def test_turns_of_ranks_and_leader_are_on_one_page() -> None:
     of_rank.counts[0] += 1
     page = rendered(node, as_sent(rank))
     mine = {"role": "decode", "rank": "1"}
-    assert value(page, "loop_turn_seconds_bucket", le="0.001", **mine) == 6
-    assert value(page, "loop_turn_seconds_bucket", le="10.0", **mine) == 6
-    assert value(page, "loop_turn_seconds_count", **mine) == 8
-    assert value(page, "loop_turn_seconds_sum", **mine) == 30.5
-    assert value(page, "loop_turn_seconds_count", role="decode") == 7
+    for bound in ("0.001", "10.0"):
+        check(page, mine | {"le": bound}, loop_turn_seconds_bucket=6)
+    check(page, mine, loop_turn_seconds_count=8, loop_turn_seconds_sum=30.5)
+    check(page, {"role": "decode"}, loop_turn_seconds_count=7)
