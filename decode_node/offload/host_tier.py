@@ -77,9 +77,6 @@ class HostTier:
 
     def __init__(self, num_pages: Sequence[int]) -> None:
         self._groups = tuple(_Group(index, count) for index, count in enumerate(num_pages))
-        self.num_evicted = 0
-        """Evicted pages. `num_evicted_unstored` of them were in no store."""
-        self.num_evicted_unstored = 0
 
     def num_pages(self, group: int) -> int:
         return self._groups[group].num_pages
@@ -117,10 +114,6 @@ class HostTier:
             found.promised[owner] = found.promised.get(owner, 0) + count
             found.num_promised += count
         return True
-
-    def promised(self, owner: str, group: int) -> int:
-        """Return the promised pages that `owner` has not taken."""
-        return self._groups[group].promised.get(owner, 0)
 
     def take(self, group: int, page_hash: bytes | None, *, owner: str | None = None, depth: int = 0) -> HostPage | None:
         """Return a page to fill, with the caller as its user. If none is free, evict the least recently used cached page.
@@ -262,8 +255,6 @@ class HostTier:
             page_hash, page = next(iter(found.by_hash.items()))
         found.cached.remove(page)
         del found.by_hash[page_hash]
-        self.num_evicted += 1
-        self.num_evicted_unstored += page.stored_s is None
         return page.number
 
     def _free(self, found: _Group, page: HostPage) -> None:

@@ -37,18 +37,15 @@ def test_a_page_is_found_while_it_is_filled_and_after() -> None:
     assert [tier.num_pages(group) for group in (0, 1)] == [2, 1]
 
 
-def test_the_longest_unused_page_makes_room_and_is_counted() -> None:
+def test_the_longest_unused_page_makes_room() -> None:
     tier = HostTier([3])
     first, second, third = (cached(tier, number) for number in (1, 2, 3))
     tier.touch(first)
-    third.stored_s = 0.0
     assert tier.hold(second)
     tier.touch(second)
     taken = tier.take(0, name(4))
     assert taken is not None and taken.number == third.number
-    assert (tier.num_evicted, tier.num_evicted_unstored) == (1, 0)
     assert tier.take(0, None) is not None and tier.find(0, name(1)) is None
-    assert (tier.num_evicted, tier.num_evicted_unstored) == (2, 1)
     assert tier.take(0, name(5)) is None and tier.find(0, name(2)) is second, "who is held stays"
     tier.check_invariants()
 
@@ -78,13 +75,13 @@ def test_a_promise_is_kept_against_everybody_else() -> None:
     page = cached(tier, 1)
     assert tier.promise("a", 0, 2) and tier.promise("a", 0, 0) and tier.promise("a", 0, 1)
     assert not tier.promise("b", 0, 1) and tier.take(0, name(2)) is None and not tier.hold(page)
-    assert tier.promised("a", 0) == 3 and tier.promised("b", 0) == 0 and tier.spare(0) == 0
+    assert tier.counts(0).promised == 3 and tier.spare(0) == 0
     assert tier.hold(page, owner="a") and tier.hold(page), "who is held already can be held again"
-    assert tier.take(0, name(2), owner="a") is not None and tier.promised("a", 0) == 1
+    assert tier.take(0, name(2), owner="a") is not None and tier.counts(0).promised == 1
     tier.check_invariants()
     tier.forget("a")
     tier.forget("a")
-    assert tier.spare(0) == 1 and tier.promised("a", 0) == 0
+    assert tier.spare(0) == 1 and tier.counts(0).promised == 0
 
 
 def test_mistakes_are_named() -> None:

@@ -31,7 +31,7 @@ def test_a_long_prompt_has_all_its_room_at_once() -> None:
     request = found.request
     assert found.pages.by_group == (18,) and request.total_pages == 30 and request.guaranteed == 12
     assert len(request.host) == request.boundary == 25 - (18 - 2)
-    assert where.tier.promised("a", FULL) == 12 - request.boundary
+    assert where.tier.counts(FULL).promised == 12 - request.boundary
     assert [where.tier.find(FULL, one) for one in chain(100).hashes[: request.boundary]] == request.host
 
 
@@ -39,12 +39,12 @@ def test_not_yet_takes_nothing() -> None:
     where = context(host_pages=13)
     assert where.tier.promise("other", FULL, 2)
     assert placed(where, "a", chain(100), new=20) is None, "host memory"
-    assert where.tier.promised("a", FULL) == 0 and not where.admission.holds("a")
+    assert where.tier.counts(FULL).promised == 2 and not where.admission.holds("a")
 
     where = context()
     assert placed(where, "b", chain(64), new=4) is not None
     assert placed(where, "a", chain(100), new=20) is None, "the device"
-    assert where.tier.promised("a", FULL) == 0 and not where.admission.holds("a")
+    assert where.tier.counts(FULL).promised == 0 and not where.admission.holds("a")
 
 
 def test_host_memory_is_set_aside_for_the_oldest_as_well() -> None:
@@ -98,7 +98,7 @@ def test_hits_of_a_long_prompt_stay_where_they_are_read() -> None:
     request = found.request
     assert request.boundary == 9 and request.host == pages[:12] == list(found.hits)
     assert [(run.first_entry, len(run.host_pages)) for run in found.loads] == [(9, 3)]
-    assert not found.loaded_from and where.tier.promised("a", FULL) == 0
+    assert not found.loaded_from and where.tier.counts(FULL).promised == 0
 
 
 def test_a_window_that_is_not_there_shortens_the_hits() -> None:

@@ -55,7 +55,7 @@ def test_what_may_be_left_behind_is_held_for_the_requests_life() -> None:
     request = running(where, 60, new=30)
     assert (request.total_pages, request.guaranteed, request.boundary) == (23, 5, 0)
     assert saved(where, request) == [(FULL, 2, 13)]
-    assert len(request.host) == 5 and request.num_ready == 5 and where.tier.promised("a", FULL) == 0
+    assert len(request.host) == 5 and request.num_ready == 5 and where.tier.counts(FULL).promised == 0
     assert where.tier.counts(FULL).held == 5
 
 

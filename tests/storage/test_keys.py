@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,6 @@ from transfer.storage.keys import (
     chain_seed,
     fingerprint_of,
     is_shared,
-    page_hashes,
     rounding,
     store_fingerprint,
     store_key,
@@ -46,6 +46,12 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 def instance(**changed: Any) -> Instance:
     arguments = {"layout": LAYOUT, "shard": SHARD, "model_fields": FIELDS} | changed
     return Instance(incarnation=1, transport="ucx", digests=("xxh3-64",), protocol_versions=(1,), **arguments)
+
+
+def page_hashes(token_ids: Iterable[int], *, page_size: int, seed: bytes) -> list[bytes]:
+    chain = PageHashes(page_size=page_size, seed=seed)
+    chain.extend(token_ids)
+    return chain.hashes
 
 
 def fingerprint(**changed: Any) -> str:

@@ -124,13 +124,6 @@ class PageHashes:
         return self.hashes[known:]
 
 
-def page_hashes(token_ids: Iterable[int], *, page_size: int, seed: bytes) -> list[bytes]:
-    """Return the hash of each whole page of the tokens, see `PageHashes`."""
-    chain = PageHashes(page_size=page_size, seed=seed)
-    chain.extend(token_ids)
-    return chain.hashes
-
-
 def is_shared(group: LayerGroup, *, layout: KVLayout) -> bool:
     """Return whether the group's pages are the same on every TP rank, as those of MLA layers are."""
     return all(layout.layers[layer].kind is LayerKind.MLA for layer in group.layers)
