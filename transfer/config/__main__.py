@@ -15,7 +15,7 @@ from transfer.config.values import ENVIRONMENT_PREFIX, parse_size, settings
 
 
 def configuration_page() -> str:
-    """docs/configuration.md: every setting with its type, default and meaning."""
+    """Return docs/configuration.md: every setting with its type, default and meaning."""
     lines = [
         "# Configuration",
         "",

@@ -1,4 +1,4 @@
-"""Sections of what a rank computes on and holds: its part of the model, pool, staging memory and ring."""
+"""Sections for a rank's memory: its part of the model, pool, staging memory and ring."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transfer.layout import DType, TokenOrder
 from transfer.ring import ALIGNMENT_BYTES
 
 CPU_POOL_PAGES: Final = 1024
-"""Pages of a pool on cpu that no setting sizes: a try-out should not take a laptop's whole memory."""
+"""Default pages of a pool on cpu, so that a first try does not use a laptop's whole memory."""
 
 
 class ParallelConfig(Section):
-    """How the model is spread over this node's rank processes."""
+    """Parallel degrees of the model over this node's rank processes."""
 
     tp_size: Count = Field(default=1, description="Tensor parallel degree: rank processes of this node, one per device.")
     pp_size: Annotated[Literal[1], BeforeValidator(whole)] = Field(
@@ -31,15 +31,15 @@ class PoolConfig(Section):
     num_pages: Count | None = Field(
         default=None,
         description=(
-            "Most pages of each rank's pool; the memory plan can only lower it. Sliding windows and recurrent states get what so "
-            f"many tokens need of them. null takes what the plan has room for on cuda, and {CPU_POOL_PAGES} on cpu."
+            "Most pages of each rank's pool; the memory plan can only lower it. Sliding windows and recurrent states get the "
+            f"pages that these tokens need. null means as many as the plan has room for on cuda, and {CPU_POOL_PAGES} on cpu."
         ),
     )
     num_tokens: Count | None = Field(
-        default=None, description="Most tokens of each rank's pool, rounded up to whole pages; instead of pool.num_pages."
+        default=None, description="Most tokens of each rank's pool, rounded up to whole pages, instead of pool.num_pages."
     )
     order: TokenOrder = Field(default=TokenOrder.NHD, description="Order of the dimensions inside a page.")
-    dtype: DType | None = Field(default=None, description="Element type of the pool; null takes what the model computes in.")
+    dtype: DType | None = Field(default=None, description="Element type of the pool; null means that of the computation.")
 
     @model_validator(mode="after")
     def _resolve_pages(self) -> Self:
@@ -51,39 +51,39 @@ class PoolConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What the memory plan of each rank goes by, see docs/memory.md."""
+    """Inputs of each rank's memory plan, see docs/memory.md."""
 
     device_memory: SizeBytes | None = Field(
         default=None,
-        description="Memory of a rank's device; null asks the device, and on cpu shares the machine's among the ranks.",
+        description="Memory of a rank's device; null reads it from the device; on cpu the ranks share the machine's memory.",
     )
     policy: Literal["static-fraction", "page-count"] = Field(
-        default="static-fraction", description="What leaves room for activations: a part of the device, or of what was free."
+        default="static-fraction", description="Reserve for activations: a fraction of the device, or of its free memory."
     )
     static_fraction: Annotated[float, BeforeValidator(no_bool), Field(gt=0, lt=1)] | None = Field(
-        default=None, description="Part of the device for weights and pool; null computes it from the other settings."
+        default=None, description="Fraction of the device for weights and pool; null computes it from the other settings."
     )
     memory_ratio: Annotated[float, BeforeValidator(no_bool), Field(gt=0, lt=1)] = Field(
-        default=0.88, description="With the policy page-count: part of the memory free before loading for weights and pool."
+        default=0.88, description="With the policy page-count: fraction of the memory free before loading, for weights and pool."
     )
 
 
 class ChunkConfig(Section):
-    """How a prompt is cut for computing and moving; decode nodes learn it when they join."""
+    """Chunks of a prompt, for its computation and transfer. Decode nodes learn them when they join."""
 
     chunk_tokens: Count = Field(default=128, description="Tokens per chunk.")
     layers_per_group: CountOrZero | None = Field(
         default=None,
         description=(
-            "Layers per chunk, so that the first layers travel while the last compute; 0 for all. null chooses them for each "
+            "Layers per chunk. The first layers are sent while the last are computed. 0 means all. null chooses them for each "
             "decode node, by chunk.piece_bytes."
         ),
     )
     piece_bytes: SizeBytes | None = Field(
         default=None,
         description=(
-            "Most that one rank sends to another of a chunk, as far as fewer layers can make it so; instead of "
-            "chunk.layers_per_group. null goes by what the probe measured of the links: bandwidth x cost of a piece."
+            "Most bytes of a chunk from one rank to another, as far as fewer layers per chunk allow it; instead of "
+            "chunk.layers_per_group. null computes it from the measured links: bandwidth x cost of a piece."
         ),
     )
 
@@ -97,25 +97,25 @@ class ChunkConfig(Section):
 
 
 class StagingConfig(Section):
-    """Where a prefill rank gathers chunks before it writes them."""
+    """Memory in which a prefill rank gathers chunks before it writes them."""
 
     num_slots: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = Field(
         default=4,
-        description="Chunks gathered, written or awaiting their release at once; 2 is the least that overlaps.",
+        description="Chunks gathered, written or awaiting their release at once; 2 is the least with overlap.",
     )
     slot_bytes: SizeBytes | None = Field(
-        default=None, description="Size of a slot; null makes it as large as the largest chunk of this rank."
+        default=None, description="Size of a slot; null means the size of the largest chunk of this rank."
     )
 
 
 class RingConfig(Section):
-    """The staging memory of a decode rank, into which prefill ranks write."""
+    """Staging memory of a decode rank, into which prefill ranks write."""
 
     capacity_bytes: SizeBytes | None = Field(
         default=None,
         description=(
             f"Size of each rank's ring, a multiple of {ALIGNMENT_BYTES}; larger than the largest chunk. null: 64 MiB in host "
-            "memory; on a GPU 2 GiB, or a 32nd of the device where that is less."
+            "memory; on a GPU 2 GiB, or a 32nd of the device if that is less."
         ),
     )
 

@@ -1,4 +1,4 @@
-"""A section of settings, and the kinds of values in it, with the text that each accepts or rejects."""
+"""Define a section of settings, and the types of its values with their errors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from transfer.peer_names import checked_entry
 ENVIRONMENT_PREFIX: Final = "KVFERRY_"
 
 EMBEDDED_ENGINE: Final = "embedded_engine.loading:load_engine"
-"""The engine that comes with kvferry: a transformers model over the paged pool."""
+"""Engine of kvferry: a transformers model over the paged pool."""
 
 
 class Section(BaseModel):
-    """Immutable; an unknown setting is refused."""
+    """Base of all sections. Immutable; rejects unknown settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
 
 
 def section_type(field: FieldInfo) -> type[BaseModel] | None:
-    """The class of a section; None where the field is a setting."""
+    """Return the class of a section, or None if the field is a setting."""
     annotation = field.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting of a section and of those inside it, as (path, field)."""
+    """Yield every setting of a section and of those inside it, as (path, field)."""
     for name, field in section.model_fields.items():
         inner = section_type(field)
         if inner is None:
@@ -54,14 +54,14 @@ _UNITS: Final = {
 }
 
 _MOST_DIGITS: Final = 20
-"""Of a size: 2**64 has as many, and what is reckoned with sizes stays in the range of a float."""
+"""Most digits of a size, as 2**64 has. Sums of sizes stay in the range of a float."""
 
 
 def parse_size(value: object) -> object:
-    """Bytes of ``"64MiB"``, ``"1.5 GB"`` or ``4096``; anything that is no such text is left to the next check.
+    """Return the bytes of ``"64MiB"``, ``"1.5 GB"`` or ``4096``. Leave values of other types to the next check.
 
     Raises:
-        ValueError: Text that is no size, or no whole number of bytes.
+        ValueError: The text is no size, or no whole number of bytes.
     """
     if isinstance(value, bool):
         raise ValueError("it must be a size in bytes, for example 4096 or 64MiB")
@@ -80,36 +80,36 @@ def parse_size(value: object) -> object:
 
 
 def no_bool(value: object) -> object:
-    """The value itself; pydantic would take True for 1."""
+    """Return the value. Reject a bool, which pydantic would accept as a number."""
     if isinstance(value, bool):
         raise ValueError("it must be a number")
     return value
 
 
 def whole(value: object) -> object:
-    """A choice among numbers, which come as text from the environment."""
+    """Return a choice among numbers, which are text in the environment."""
     value = no_bool(value)
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
 def listed(value: object) -> object:
-    """A list, or its comma-separated text, which is all that the environment has."""
+    """Return a list, also from comma-separated text, as in the environment."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 _LONG_NUMBER: Final = re.compile(r"[1-9][0-9]{10,}")
-"""The name of a container can be digits by chance; so many are no short form of an IPv4 address, which is below 2**32."""
+"""The name of a container can be digits by chance. More than ten digits are no short form of an IPv4 address."""
 
 _SCHEMES: Final = frozenset(
     {"dns", "unix", "unix-abstract", "vsock", "ipv4", "ipv6", "xds", "google-c2p", "google-c2p-experimental"}
 )
-"""What gRPC takes for the beginning of a URI: ``unix:80`` is a socket file to it, and no host."""
+"""Schemes of gRPC: it takes ``unix:80`` for a socket file, not for a host."""
 
 
 def checked_host_port(value: str) -> str:
-    """`value` if it is host:port. Raises ValueError."""
+    """Return `value` if it is host:port. Raise ValueError otherwise."""
     host, _, port = value.rpartition(":")
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535) or not _is_host(host):
         raise ValueError("it must be host:port with a port from 1 to 65535, an IPv6 host in brackets")
@@ -117,7 +117,7 @@ def checked_host_port(value: str) -> str:
 
 
 def _is_host(host: str) -> bool:
-    """Whether it looks like an IPv4 address, an IPv6 address in brackets, or a host name."""
+    """Return whether it looks like an IPv4 address, an IPv6 address in brackets, or a host name."""
     is_bracketed = host.startswith("[") and host.endswith("]")
     labels = host.removesuffix(".").split(".")
     is_name = not labels[-1].isdigit() or _LONG_NUMBER.fullmatch(host) is not None  # no domain is a number
@@ -131,7 +131,7 @@ def _is_host(host: str) -> bool:
 
 
 def collector_url(value: str) -> str:
-    """`value` if it is http://HOST:PORT or https://HOST:PORT. Raises ValueError."""
+    """Return `value` if it is http://HOST:PORT or https://HOST:PORT. Raise ValueError otherwise."""
     scheme, colon, address = value.partition("://")
     if not colon or scheme not in ("http", "https"):
         raise ValueError("it must be http://HOST:PORT or https://HOST:PORT")
