@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.local_cluster.cluster import ClusterNode, LocalCluster
 from tests.cluster.calls import Caller, prompt, status_of, until, until_idle
 from tests.cluster.conftest import Start
-from tests.cluster.offload.clusters import EARLY, spec
+from tests.cluster.offload.clusters import EARLY, metrics_page, number, number_on, spec
 from transfer.metrics import NODE_METRICS, RANK_METRICS, MetricSpec
 from transfer.pb import kvferry_pb2 as pb
 
@@ -42,11 +42,9 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory, start: Start)
 
 async def samples(node: ClusterNode) -> dict[str, list[tuple[str, dict[str, str], float]]]:
     """Samples of each metric of a node's page."""
-    code, text = await node.http("/metrics")
-    assert code == 200
     return {
         family.name: [(sample.name, sample.labels, sample.value) for sample in family.samples]
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(await metrics_page(node))
     }
 
 
@@ -69,9 +67,7 @@ async def test_everything_declared_is_served_and_nothing_else(cluster: LocalClus
     await traffic(cluster)
 
     async def is_counted() -> bool:
-        page = await samples(cluster.decode)
-        reasons = {labels["reason"]: value for name, labels, value in page["kvferry_aborts"] if name.endswith("_total")}
-        return reasons["operator"] == reasons["caller"] == 1
+        return {await number(cluster.decode, "kvferry_aborts_total", reason=reason) for reason in ("operator", "caller")} == {1}
 
     await until(is_counted, "both ends are counted")
     await until(lambda: is_shown(cluster), "ranks have reported")
@@ -120,16 +116,10 @@ async def test_what_happened_is_what_is_shown(cluster: LocalCluster) -> None:
         return all(now.get(pid, 0) >= count + 2 for pid, count in checked.items())
 
     await until(have_reported, "reports of all ranks, made after the end")
-    prefill, decode = await samples(cluster.prefill), await samples(cluster.decode)
+    prefill, decode = await metrics_page(cluster.prefill), await metrics_page(cluster.decode)
 
-    def total(page: dict[str, Any], name: str, suffix: str = "_total", **where: str) -> float:
-        found = [
-            value
-            for sample, labels, value in page[f"kvferry_{name}"]
-            if sample == f"kvferry_{name}{suffix}" and where.items() <= labels.items()
-        ]
-        assert found, (name, suffix, where)
-        return float(sum(found))
+    def total(page: str, name: str, suffix: str = "_total", **where: str) -> float:
+        return number_on(page, f"kvferry_{name}{suffix}", **where)
 
     written = total(prefill, "link_written_bytes")
     assert written == total(prefill, "transferred_bytes") > 0

@@ -33,11 +33,6 @@ ENDS = {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
-
-
-@pytest.fixture(scope="module")
 def cluster(model: Path, directory: Path, start: Start) -> Iterator[LocalCluster]:
     """A device pool for four requests or so, host memory that is always full, and a store that evicts."""
     small = {"offload.host_ratio": 3, "storage.directory": directory, "storage.max_bytes": 40 << 20}

@@ -28,11 +28,6 @@ WHOLE = (LENGTH - 1) // PAGE * PAGE
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
-
-
-@pytest.fixture(scope="module")
 def cluster(model: Path, directory: Path, start: Start) -> Iterator[LocalCluster]:
     """Two prefill ranks with pages of 16 tokens, and one decode rank with pages of 8 in the other order."""
     storage = PATIENT | {"storage.directory": directory}

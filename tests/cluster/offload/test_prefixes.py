@@ -39,11 +39,6 @@ VARIANTS = itertools.count(100)  # of prompts that no other test has
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
-
-
-@pytest.fixture(scope="module")
 def shared(model: Path, directory: Path, start: Start) -> Iterator[tuple[LocalCluster, ClusterSpec]]:
     settings = KEPT | PATIENT | {"storage.directory": directory}
     with start(spec(model, settings, tp_size=2, pool_tokens=1024)) as cluster:

@@ -48,11 +48,6 @@ PAGE_FILE_BYTES = 8 * PAGE * 6 * 2 * 32 * 4  # 8 layers, the 6 KV heads of a ran
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
-
-
-@pytest.fixture(scope="module")
 def shared(model: Path, directory: Path, start: Start) -> Iterator[LocalCluster]:
     with start(spec(model, KEPT | STORE | {"storage.directory": directory}, tp_size=2, pool_tokens=1024)) as cluster:
         yield cluster
