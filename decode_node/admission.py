@@ -62,6 +62,8 @@ class Admission:
     """Count the pages that requests hold, and set room aside for the oldest request that waits.
 
     Args:
+        pool_pages: Pages of every rank's pool.
+        needs: Rule for the pages that requests need.
         max_running: Requests that may hold room at once.
         now_s: Returns monotonic seconds.
         on_freed: Called when there may be room for a request that found too little.
@@ -76,8 +78,8 @@ class Admission:
         now_s: Callable[[], float] = time.monotonic,
         on_freed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._pool_pages = pool_pages
-        self._needs = needs
+        self.pool_pages = pool_pages
+        self.needs = needs
         self._max_running = max_running
         self._now_s = now_s
         self._on_freed = on_freed
@@ -99,19 +101,6 @@ class Admission:
     @property
     def free_pages(self) -> PageCounts:
         return self._free_pages
-
-    @property
-    def pool_pages(self) -> PageCounts:
-        """Pages of every rank's pool."""
-        return self._pool_pages
-
-    def peak(self, num_tokens: int) -> PageCounts:
-        """Return the most pages that a request of so many tokens ever has."""
-        return self._needs.peak(num_tokens)
-
-    def shown(self, pages: PageCounts) -> str:
-        """Return the counts as text for a message."""
-        return self._needs.shown(pages)
 
     def reserve(self, request_id: str, pages: PageCounts, *, accepted_s: float) -> bool:
         """Take room for a request, but not the room set aside for an older one. False means "not yet".
@@ -139,7 +128,7 @@ class Admission:
             needed: The least room with which it can start.
             accepted_s: As of `reserve`.
         """
-        if not needed.pages.fit(self._pool_pages):
+        if not needed.pages.fit(self.pool_pages):
             return
         place = (accepted_s, request_id)
         if request_id not in self._waiting:
@@ -180,7 +169,7 @@ class Admission:
 
     def resize(self, request_id: str, group: int, count: int) -> bool:
         """Give a request `count` more pages of a group; a negative count takes them back. False means "not yet"."""
-        change = PageCounts(tuple(count if index == group else 0 for index in range(len(self._pool_pages.by_group))))
+        change = PageCounts(tuple(count if index == group else 0 for index in range(len(self.pool_pages.by_group))))
         if not change.fit(self._free_pages):
             return False
         self._held[request_id] += change

@@ -55,9 +55,9 @@ def refusal(context: TierContext, num_tokens: int) -> str | None:
     """Return why a request of so many tokens can never have a place, or None."""
     rules, admission = context.rules, context.admission
     total = rules.num_pages(num_tokens)
-    least = _with_full(admission.peak(num_tokens), rules.least_share(total, grid_pages=1))
+    least = _with_full(admission.needs.peak(num_tokens), rules.least_share(total, grid_pages=1))
     if not least.fit(admission.pool_pages):
-        return f"need {admission.shown(least)} pages; this decode node's pool has fewer"
+        return f"need {admission.needs.shown(least)} pages; this decode node's pool has fewer"
     share = max(least.by_group[FULL], min(total, rules.high_pages))
     if total - share > context.tier.num_pages(FULL):
         return (
@@ -124,7 +124,7 @@ def place(context: TierContext, wanted: PlaceRequest) -> Placement | None:
     smallest = least + bisect_left(shares, True, key=lambda share: in_host_memory(share) <= context.tier.num_pages(FULL))
     others = admission.set_aside(request_id, accepted_s=accepted_s)
     share = _share_now(context, total, smallest, others.pages.by_group[FULL])
-    guaranteed, peak = in_host_memory(share), admission.peak(total_tokens)
+    guaranteed, peak = in_host_memory(share), admission.needs.peak(total_tokens)
     pages = _with_full(peak, share)
     has_host_room = guaranteed <= max(0, context.tier.spare(FULL) - others.host_pages)
     if not has_host_room:

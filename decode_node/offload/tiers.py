@@ -90,10 +90,10 @@ class Tiers:
 
     def refusal(self, num_tokens: int) -> str | None:
         """Return why a request of so many tokens can never have room, or None. The text follows a name and that number."""
-        pages = self._admission.peak(num_tokens)
+        pages = self._admission.needs.peak(num_tokens)
         if pages.fit(self._admission.pool_pages):
             return None
-        return f"need {self._admission.shown(pages)} pages; this decode node's pool has fewer"
+        return f"need {self._admission.needs.shown(pages)} pages; this decode node's pool has fewer"
 
     async def look_up(self, token_ids: Sequence[int], salt: str, *, prefill: Instance, may_skip: bool) -> Prompt:
         """Find what is known of a prompt, and bring it near, in bounded time.
@@ -110,7 +110,7 @@ class Tiers:
         Raises:
             LayoutError: With chunks of that size it can never have room.
         """
-        pages = self._admission.peak(wanted.total_tokens)
+        pages = self._admission.needs.peak(wanted.total_tokens)
         if self._admission.reserve(wanted.request_id, pages, accepted_s=wanted.accepted_s):
             return Place(pages=pages)
         self._admission.wait(wanted.request_id, Room(pages=pages), accepted_s=wanted.accepted_s)

@@ -19,11 +19,11 @@ def admission(pool_pages: int, *, page_size: int, max_running: int) -> Admission
 
 
 def take(room: Admission, name: str, num_tokens: int) -> bool:
-    return room.reserve(name, room.peak(num_tokens), accepted_s=0.0)
+    return room.reserve(name, room.needs.peak(num_tokens), accepted_s=0.0)
 
 
 def shown_peak(room: Admission, num_tokens: int) -> str:
-    return room.shown(room.peak(num_tokens))
+    return room.needs.shown(room.needs.peak(num_tokens))
 
 
 def free_pages(room: Admission) -> int:
@@ -48,7 +48,7 @@ def test_pages_are_never_overdrawn_or_lost(page_size: int, sizes: list[tuple[int
     held: dict[str, int] = {}
     for index, (num_tokens, gives_back) in enumerate(sizes):
         pages = -(-num_tokens // page_size)
-        assert room.peak(num_tokens).fit(room.pool_pages) == (pages <= 10)
+        assert room.needs.peak(num_tokens).fit(room.pool_pages) == (pages <= 10)
         fits = pages <= 10 - sum(held.values()) and len(held) < 5
         assert take(room, str(index), num_tokens) == fits
         if fits:
