@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from transfer.transport.nixl_session import NixlHandle
+from transfer.transport.nixl_session import NixlOperation
 
 LANE = "nixl-net"
 DEVICE = "rxe0"
@@ -47,19 +47,19 @@ class Count:
 
 
 class Witness:
-    """Counts what NIXL says is written, by wrapping the handle's settling."""
+    """Counts the bytes of the writes that NIXL reports as done, by wrapping `NixlOperation.settle`."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.whole = Count()
         self.total_bytes = 0
-        settle = NixlHandle.settle
+        settle = NixlOperation.settle
 
-        def counted(handle: NixlHandle) -> None:
-            settle(handle)
-            self.num_bytes += handle.num_bytes
+        def counted(operation: NixlOperation, num_bytes: int = 0) -> None:
+            settle(operation, num_bytes)
+            self.num_bytes += operation.num_bytes
 
-        setattr(NixlHandle, "settle", counted)  # noqa: B010
+        setattr(NixlOperation, "settle", counted)  # noqa: B010
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Iterator[None]:

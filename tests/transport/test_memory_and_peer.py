@@ -141,7 +141,7 @@ def test_proof_of_readable_memory() -> None:
     [
         (UcxTransport, {"lane": ""}, "use auto, shm or net"),
         (UcxTransport, {"options": {"RNDV_SCHEME": "nonsense"}}, "UCX refused the options"),
-        (UcxTransport, {"lane": "net", "options": {"TLS": "cma,self"}}, "leaves nothing for lane net"),
+        (UcxTransport, {"lane": "net", "options": {"TLS": "cma,self"}}, "leaves nothing without cma"),
         (NixlTransport, {"lane": "fast"}, "lane 'fast' of transport nixl is unknown"),
         (NixlTransport, {"backend": "NOSUCH"}, r"backend NOSUCH of transport nixl is not installed; this NIXL has .*UCX"),
         (NixlTransport, {"backend": "LIBFABRIC", "options": {"TLS": "tcp"}}, "takes no UCX options"),

@@ -18,12 +18,12 @@ import pytest
 from tests.transport.contract import Pair, open_pair
 from tests.transport.payload import ring_of, rng
 from transfer.errors import LocalProtocolError, TransportClosed
-from transfer.transport import nixl_session, ucx_session
+from transfer.transport import sessions
 from transfer.transport.nixl import NixlTransport
-from transfer.transport.nixl_library import transports_without
 from transfer.transport.nixl_revocation import CopyWatch, SharedAlias
 from transfer.transport.nixl_session import NixlSession, PeerMemory
 from transfer.transport.registered_memory import HostMemory, memory_of
+from transfer.transport.ucx_library import transports_without
 from transfer.transport.waiting_thread import WaitingThread
 
 PID = 4242
@@ -79,8 +79,7 @@ def pair() -> Pair:
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
     """From now on host memory counts as a device's, which is waited for by `wait`."""
-    monkeypatch.setattr(nixl_session, "wait_for_devices", wait)
-    monkeypatch.setattr(ucx_session, "wait_for_devices", wait)
+    monkeypatch.setattr(sessions, "wait_for_devices", wait)
     monkeypatch.setattr(HostMemory, "is_device", property(lambda _: True))
 
 
@@ -153,9 +152,9 @@ def test_the_agent_of_a_writer_outlives_its_copies_on_a_device(monkeypatch: pyte
     """UCX crashes if a worker is destroyed while copies of device memory are under way."""
     quiet, waits, agent, memory = threading.Event(), WaitingThread("copies"), FakeAgent(), memory_of(ring_of(4096))
     on_a_device(monkeypatch, quiet.wait)
-    owner: Any = SimpleNamespace(waits=waits, own=lambda memory: memory, keep=lambda ending: None)
+    owner: Any = SimpleNamespace(own=lambda memory: memory, is_one_sided=True)
     peer = PeerMemory(address=1 << 40, num_bytes=4096, device_index=0, is_device=True)
-    session = NixlSession(owner, cast(Any, agent), "ipc", peer=peer)
+    session = NixlSession(owner, waits, cast(Any, agent), "ipc", peer=peer)
     write = session.write(memory, rng(0, 4096), rng(0, 4096), 1)
     session.close()
     with pytest.raises(TransportClosed):

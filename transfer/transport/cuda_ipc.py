@@ -24,13 +24,14 @@ import weakref
 from dataclasses import replace
 from typing import Any, Literal
 
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
+from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
 from transfer.transport.base import LocalMemory
 from transfer.transport.cuda_ipc_blob import NAME, TOKEN_BYTES, Answered, Offered
 from transfer.transport.cuda_ipc_driver import Cuda, CudaError, driver_cuda
-from transfer.transport.cuda_ipc_session import TargetMemory, TargetSession, WriterSession
+from transfer.transport.cuda_ipc_session import TargetMemory, TargetSession, WriterDevice, WriterSession
 from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe
 from transfer.transport.registered_memory import DeviceBuffer, memory_of
+from transfer.transport.sessions import PeerTransport
 from transfer.transport.waiting_thread import WaitingThread
 
 Mode = Literal["fused", "copy"]
@@ -53,11 +54,7 @@ class CudaIpcOffer:
         self._transport = transport
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._line: LivenessPipe | None = LivenessPipe()
-        self._blob = Offered(line=self._line.address, token=self._token).to_blob()
-
-    @property
-    def blob(self) -> bytes:
-        return self._blob
+        self.blob = Offered(line=self._line.address, token=self._token).to_blob()
 
     def complete(self, answer: bytes) -> WriterSession:
         if self._line is None:
@@ -72,7 +69,7 @@ class CudaIpcOffer:
             self._line = None
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession]):
     """Moves bytes between devices of one host.
 
     Args:
@@ -88,38 +85,12 @@ class CudaIpcTransport:
     def __init__(self, *, mode: Mode = "fused", device_index: int | None = None, cuda: Cuda | None = None) -> None:
         if mode not in ("fused", "copy"):
             raise ConfigError(f"mode {mode!r} of transport cuda_ipc is unknown; use fused or copy")
-        self._mode = mode
+        super().__init__(NAME)
         self._cuda: Cuda = driver_cuda() if cuda is None else cuda
+        self._is_fused = mode == "fused"
+        self._lane = f"{NAME}/{mode}"
         self._device = device_index
-        self._memories: dict[int, DeviceBuffer] = {}
-        self._sessions: set[WriterSession | TargetSession] = set()
         self._waits = WaitingThread(f"{NAME}-closing")
-        self._closed = False
-
-    @property
-    def name(self) -> str:
-        return NAME
-
-    @property
-    def is_one_sided(self) -> bool:
-        return True
-
-    @property
-    def cuda(self) -> Cuda:
-        return self._cuda
-
-    @property
-    def lane(self) -> str:
-        return f"{NAME}/{self._mode}"
-
-    @property
-    def is_fused(self) -> bool:
-        return self._mode == "fused"
-
-    @property
-    def waits(self) -> WaitingThread:
-        """Where sessions wait for the device when they are closed."""
-        return self._waits
 
     def register(self, buffer: Any) -> DeviceBuffer:
         """As `Transport.register`, for memory of the transport's device.
@@ -141,20 +112,7 @@ class CudaIpcTransport:
                 f"memory lies on device {device} ({self._cuda.uuid_of(device)}), and this cuda_ipc transport serves device "
                 f"{self._device} ({self._cuda.uuid_of(self._device)}): use one transport for each device"
             )
-        memory = replace(found, device_index=device)
-        self._memories[id(memory)] = memory
-        return memory
-
-    def deregister(self, memory: LocalMemory) -> None:
-        own = self.own(memory)
-        for session in list(self._sessions):
-            if session.uses(own):
-                user = f"its writer, process {session.writer_pid}," if isinstance(session, TargetSession) else "a copy"
-                raise LocalProtocolError(
-                    f"memory of {own.num_bytes} bytes is in use by {session.lane}: {user} may still reach it; close the session "
-                    "and wait until it is over"
-                )
-        del self._memories[id(own)]
+        return self._add(replace(found, device_index=device))
 
     def offer(self) -> CudaIpcOffer:
         self._check_open()
@@ -173,7 +131,7 @@ class CudaIpcTransport:
         except BaseException:
             line.end()
             raise
-        session = TargetSession(self, own, line, peer)
+        session = TargetSession(self, self._lane, own, line, peer)
         self._sessions.add(session)
         _targets[offered.token] = session
         answered = Answered(
@@ -188,7 +146,7 @@ class CudaIpcTransport:
 
     def close(self) -> None:
         """Close every session. Waits up to a second for writers, its own and its peers', to let go; what they hold is kept."""
-        self._closed = True
+        self._is_closed = True
         for session in list(self._sessions):
             session.close()
         ends_at = time.monotonic() + _CLOSE_WAIT_S
@@ -200,13 +158,13 @@ class CudaIpcTransport:
                     log.warning(
                         "%s: copies or kernels into memory of process %d have not ended; its mapping stays open until they have, "
                         "or this process has ended",
-                        self.lane,
+                        self._lane,
                         session.target_pid,
                     )
             else:
                 log.warning(
                     "%s: writer process %d has not closed its mapping; %d bytes stay allocated until it has, or has ended",
-                    self.lane,
+                    self._lane,
                     session.writer_pid,
                     0 if session.memory is None else session.memory.num_bytes,
                 )
@@ -231,7 +189,10 @@ class CudaIpcTransport:
         memory: TargetMemory | None = None
         try:
             memory = self._target_memory(answered, self._device)
-            session = WriterSession(self, self._device, memory, line, peer)
+            device = WriterDevice(
+                cuda=self._cuda, index=self._device, lane=self._lane, is_fused=self._is_fused, waits=self._waits
+            )
+            session = WriterSession(self, device, memory, line, peer)
         except BaseException:
             if memory is not None and memory.mapped is not None:
                 self._cuda.close(memory.mapped)
@@ -239,20 +200,6 @@ class CudaIpcTransport:
             raise
         self._sessions.add(session)
         return session
-
-    def own(self, memory: LocalMemory) -> DeviceBuffer:
-        """The memory, if this transport registered it and has not deregistered it since.
-
-        Raises:
-            LocalProtocolError: It did not.
-        """
-        found = self._memories.get(id(memory))
-        if found is None:
-            raise LocalProtocolError(f"memory of {memory.num_bytes} bytes is not registered with this cuda_ipc transport")
-        return found
-
-    def forget(self, session: TargetSession) -> None:
-        self._sessions.discard(session)
 
     def _target_memory(self, answered: Answered, device: int) -> TargetMemory:
         peer_device = self._cuda.device_with(answered.device)
@@ -290,7 +237,3 @@ class CudaIpcTransport:
         """Of what closed sessions kept, where they are over and nobody asked."""
         self._sessions = {session for session in list(self._sessions) if not session.has_ended}
         _left_behind[:] = [session for session in _left_behind if not session.is_over]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportClosed("transport cuda_ipc is closed")

@@ -11,17 +11,14 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from transfer.errors import (
-    ConfigError,
-    LocalProtocolError,
-    PeerUnreachable,
-    TransportClosed,
-    TransportError,
-    WriteFailed,
-)
+import numpy as np
+import numpy.typing as npt
+
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory, check_key
 from transfer.transport.peer import ProcessIdentity, field_of, pack_blob, unpack_blob
-from transfer.transport.registered_memory import HostMemory, check_range, check_write, memory_of
+from transfer.transport.registered_memory import HostMemory, memory_of
+from transfer.transport.sessions import Operation, PeerSession, PeerTransport
 
 _VERSION = 1
 
@@ -30,59 +27,33 @@ class InprocHub:
     """Joins the in-process transports that were made with it; transports of different hubs do not see each other."""
 
     def __init__(self) -> None:
-        self._token = secrets.token_bytes(8)
-        self._numbers = itertools.count()
-        self._offers: dict[int, InprocOffer] = {}
-
-    @property
-    def token(self) -> bytes:
+        self.token = secrets.token_bytes(8)
         """Tells this hub from every other one."""
-        return self._token
-
-    def add(self, offer: InprocOffer) -> int:
-        number = next(self._numbers)
-        self._offers[number] = offer
-        return number
-
-    def find(self, number: int) -> InprocOffer | None:
-        return self._offers.get(number)
-
-    def remove(self, number: int) -> None:
-        self._offers.pop(number, None)
+        self.offers: dict[int, InprocOffer] = {}
+        self.numbers = itertools.count()
 
 
-class _Handle:
-    """A write, a decline or a receive; settled exactly once."""
+class _InprocOperation(Operation):
+    """An operation, with the place of its bytes in this end's memory and in the peer's. A decline has neither."""
 
-    __slots__ = ("_failure", "_num_bytes", "_settled", "key", "memory", "target_range", "view")
+    __slots__ = ("own_range", "target_range")
 
-    def __init__(self, key: int, *, memory: HostMemory | None, view: Any, target_range: ByteRange | None) -> None:
-        self.key = key
-        self.memory = memory
-        self.view = view  # None: a decline
+    def __init__(
+        self,
+        key: int,
+        memory: HostMemory | None = None,
+        own_range: ByteRange | None = None,
+        target_range: ByteRange | None = None,
+    ) -> None:
+        super().__init__(key, memory)
+        self.own_range = own_range
         self.target_range = target_range
-        self._settled = False
-        self._num_bytes = 0
-        self._failure: TransportError | None = None
 
     @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    def settle(self, num_bytes: int) -> None:
-        if not self._settled:
-            self._settled, self._num_bytes = True, num_bytes
-            self.memory = self.view = None
-
-    def fail(self, failure: TransportError) -> None:
-        if not self._settled:
-            self._settled, self._failure = True, failure
-            self.memory = self.view = None
-
-    def poll(self) -> bool:
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
-        return self._settled
+    def view(self) -> npt.NDArray[np.uint8] | None:
+        """The bytes in this end's memory."""
+        memory = self.memory
+        return memory.part(self.own_range) if isinstance(memory, HostMemory) and self.own_range is not None else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,113 +67,76 @@ class _Link:
         return self.target if session is self.writer else self.writer
 
 
-class InprocSession:
+class InprocSession(PeerSession[HostMemory]):
     """One end of an in-process pair."""
 
     def __init__(
-        self, transport: InprocTransport, link: _Link, *, offered: HostMemory | None, peer_num_bytes: int | None
+        self, transport: InprocTransport, link: _Link, *, offered: HostMemory | None = None, peer_num_bytes: int | None = None
     ) -> None:
-        self._transport = transport
+        super().__init__(transport, transport.name, offered=offered, peer_num_bytes=peer_num_bytes)
         self._link = link
-        self._offered = offered
-        self._peer_num_bytes = peer_num_bytes
-        self._sends: dict[int, _Handle] = {}
-        self._receives: dict[int, _Handle] = {}
-        self._closed = False
+        self._sends: dict[int, _InprocOperation] = {}
+        self._receives: dict[int, _InprocOperation] = {}
 
-    @property
-    def lane(self) -> str:
-        return self._transport.name
+    def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> Operation:
+        memory = self._checked_source(source, source_range, target_range, key)
+        return self._start(_InprocOperation(key, memory, source_range, target_range))
 
-    @property
-    def obstacle(self) -> str:
-        return ""
-
-    def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> _Handle:
-        memory = self._transport.own(source)
-        check_write(memory.num_bytes, source_range, target_range, key)
-        if self._peer_num_bytes is not None:
-            check_range(self._peer_num_bytes, target_range, f"target range of key {key}")
-        elif self._transport.is_one_sided:
-            raise LocalProtocolError(f"write of key {key}: the peer offered no memory; only the writer of a session can write")
-        return self._start(_Handle(key, memory=memory, view=memory.part(source_range), target_range=target_range))
-
-    def decline(self, key: int) -> _Handle:
-        check_key(key)
-        handle = _Handle(key, memory=None, view=None, target_range=None)
-        if self._transport.is_one_sided and not self._closed:
-            handle.settle(0)
-            return handle
-        return self._start(handle)
-
-    def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> _Handle:
+    def decline(self, key: int) -> Operation:
         if self._transport.is_one_sided:
-            raise LocalProtocolError(f"expect of key {key}: transport {self._transport.name} is one-sided and expects nothing")
-        memory = self._transport.own(target)
+            return super().decline(key)
         check_key(key)
-        check_range(memory.num_bytes, target_range, f"target range of key {key}")
-        handle = _Handle(key, memory=memory, view=memory.part(target_range), target_range=target_range)
-        if self._closed:
-            handle.fail(TransportClosed(f"session {self.lane} is closed; key {key} cannot be expected"))
-            return handle
-        if key in self._receives:
-            raise LocalProtocolError(f"key {key} is expected already; keys are unique in a session")
-        self._receives[key] = handle
-        return handle
+        return self._start(_InprocOperation(key))
 
-    def direct(self, target_range: ByteRange) -> None:
-        return None
-
-    def fileno(self) -> int | None:
-        return None
+    def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> Operation:
+        if self._transport.is_one_sided:
+            return super().expect(target, target_range, key)
+        memory = self._checked_target(target, target_range, key)
+        receive = _InprocOperation(key, memory, target_range)
+        if not self._refuses(receive):
+            if key in self._receives:
+                raise LocalProtocolError(f"key {key} is expected already; keys are unique in a session")
+            self._receives[key] = receive
+        return receive
 
     def progress(self) -> bool:
-        if self._closed:
+        if self._is_closed or self._failure is not None:
             return False
         peer = self._link.peer_of(self)
-        if peer is None or peer._closed:
-            return self._fail_all("the peer closed the session")
+        if peer is None or peer._is_closed:
+            self._fail_pending(self._pending, "the peer closed the session")
+            return True
         return self._land(peer) if self._transport.is_one_sided else self._take(peer)
 
-    def arm(self) -> bool:
-        return True
-
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for handle in (*self._sends.values(), *self._receives.values()):
-            handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
+        self._close_pending(self._pending)
         self._sends.clear()
         self._receives.clear()
         self._offered = None
         self._transport.forget(self)
 
-    @property
-    def is_over(self) -> bool:
-        return self._closed
-
     def uses(self, memory: LocalMemory) -> bool:
-        """Whether an unfinished operation, or the offer of this session, needs `memory`."""
-        pending = (*self._sends.values(), *self._receives.values())
-        return memory is self._offered or any(handle.memory is memory for handle in pending)
+        return memory is self._offered or any(operation.memory is memory for operation in self._pending)
 
-    def _start(self, handle: _Handle) -> _Handle:
-        if self._closed:
-            handle.fail(TransportClosed(f"session {self.lane} is closed; key {handle.key} cannot be sent"))
-            return handle
-        if handle.key in self._sends:
-            raise LocalProtocolError(f"key {handle.key} is on its way already; keys are unique in a session")
-        self._sends[handle.key] = handle
-        return handle
+    @property
+    def _pending(self) -> tuple[_InprocOperation, ...]:
+        return (*self._sends.values(), *self._receives.values())
+
+    def _start(self, send: _InprocOperation) -> Operation:
+        if not self._refuses(send):
+            if send.key in self._sends:
+                raise LocalProtocolError(f"key {send.key} is on its way already; keys are unique in a session")
+            self._sends[send.key] = send
+        return send
 
     def _land(self, peer: InprocSession) -> bool:
         """One-sided: the writer's progress copies, without the target."""
         landed = list(self._sends.values())
-        for handle in landed:
-            if peer._offered is not None and handle.target_range is not None:
-                peer._offered.part(handle.target_range)[:] = handle.view
-                handle.settle(handle.target_range.num_bytes)
+        for send in landed:
+            source = send.view
+            assert source is not None and peer._offered is not None and send.target_range is not None
+            peer._offered.part(send.target_range)[:] = source
+            send.settle(send.target_range.num_bytes)
         self._sends.clear()
         return bool(landed)
 
@@ -211,66 +145,47 @@ class InprocSession:
         ready = [key for key in peer._sends if key in self._receives]
         for key in ready:
             sent, receive = peer._sends.pop(key), self._receives.pop(key)
-            if sent.view is None:
-                receive.settle(0)
-            elif sent.view.nbytes != receive.view.nbytes:
-                receive.fail(WriteFailed(f"peer sent {sent.view.nbytes} bytes for key {key}; {receive.view.nbytes} expected"))
+            source, target = sent.view, receive.view
+            assert target is not None  # a receive has bytes
+            if source is None:
+                receive.settle()
+            elif source.nbytes != target.nbytes:
+                receive.fail(WriteFailed(f"peer sent {source.nbytes} bytes for key {key}; {target.nbytes} expected"))
             else:
-                receive.view[:] = sent.view
-                receive.settle(receive.view.nbytes)
-            sent.settle(0)
+                target[:] = source
+                receive.settle(target.nbytes)
+            sent.settle()
         return bool(ready)
-
-    def _fail_all(self, reason: str) -> bool:
-        pending = (*self._sends.values(), *self._receives.values())
-        for handle in pending:
-            handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {reason}"))
-        self._sends.clear()
-        self._receives.clear()
-        return bool(pending)
 
 
 class InprocOffer:
     """The writer's half-open in-process session."""
 
     def __init__(self, transport: InprocTransport, hub: InprocHub) -> None:
-        self._transport = transport
+        self.transport = transport
+        self.link = _Link()
         self._hub = hub
-        self._link = _Link()
-        self._number = hub.add(self)
+        self._number = next(hub.numbers)
+        hub.offers[self._number] = self
         fields = {"identity": ProcessIdentity.own().to_wire(), "hub": hub.token, "offer": self._number}
-        self._blob = pack_blob(transport.name, _VERSION, "offer", fields)
-
-    @property
-    def transport(self) -> InprocTransport:
-        return self._transport
-
-    @property
-    def blob(self) -> bytes:
-        return self._blob
-
-    def join(self, target: InprocTransport, memory: HostMemory) -> InprocSession:
-        """Give the target its end; it exists before the writer's."""
-        self._link.target = InprocSession(target, self._link, offered=memory, peer_num_bytes=None)
-        self._link.writer = InprocSession(self._transport, self._link, offered=None, peer_num_bytes=memory.num_bytes)
-        return self._link.target
+        self.blob = pack_blob(transport.name, _VERSION, "offer", fields)
 
     def complete(self, answer: bytes) -> InprocSession:
-        fields = unpack_blob(answer, transport=self._transport.name, version=_VERSION, role="answer")
-        if (fields.get("hub"), fields.get("offer")) != (self._hub.token, self._number) or self._link.writer is None:
+        fields = unpack_blob(answer, transport=self.transport.name, version=_VERSION, role="answer")
+        writer = self.link.writer
+        if (fields.get("hub"), fields.get("offer")) != (self._hub.token, self._number) or writer is None:
             raise ConfigError(f"answer names offer {fields.get('offer')!r}; this is offer {self._number} of another hub or time")
-        self._hub.remove(self._number)
-        self._transport.remember(self._link.writer)
-        return self._link.writer
+        if self._hub.offers.pop(self._number, None) is None:
+            raise TransportClosed("this offer was completed or closed before")
+        self.transport.open(writer)
+        return writer
 
     def close(self) -> None:
-        self._hub.remove(self._number)
-        writer = self._link.writer
-        if writer is not None and not self._transport.knows(writer):
-            writer.close()
+        if self._hub.offers.pop(self._number, None) is not None and self.link.writer is not None:
+            self.link.writer.close()
 
 
-class InprocTransport:
+class InprocTransport(PeerTransport[HostMemory, InprocSession]):
     """Moves bytes between two ends of one process.
 
     Args:
@@ -280,32 +195,14 @@ class InprocTransport:
     """
 
     def __init__(self, hub: InprocHub, *, one_sided: bool = False) -> None:
+        super().__init__("inproc", is_one_sided=one_sided)
         self._hub = hub
-        self._one_sided = one_sided
-        self._memories: dict[int, HostMemory] = {}
-        self._sessions: set[InprocSession] = set()
-        self._closed = False
-
-    @property
-    def name(self) -> str:
-        return "inproc"
-
-    @property
-    def is_one_sided(self) -> bool:
-        return self._one_sided
 
     def register(self, buffer: Any) -> HostMemory:
         memory = memory_of(buffer)
         if not isinstance(memory, HostMemory):
             raise ConfigError("transport inproc moves host memory only; choose transport: ucx for device memory")
-        self._memories[id(memory)] = memory
-        return memory
-
-    def deregister(self, memory: LocalMemory) -> None:
-        own = self.own(memory)
-        if any(session.uses(own) for session in self._sessions):
-            raise LocalProtocolError(f"memory of {own.num_bytes} bytes is in use by an open session; close the session first")
-        del self._memories[id(own)]
+        return self._add(memory)
 
     def offer(self) -> InprocOffer:
         self._check_open()
@@ -323,45 +220,27 @@ class InprocTransport:
             )
         if field_of(fields, "hub", bytes) != self._hub.token:
             raise ConfigError("transport inproc joins two ends of one hub; the writer's transport was made with another hub")
-        offer = self._hub.find(field_of(fields, "offer", int))
+        offer = self._hub.offers.get(field_of(fields, "offer", int))
         if offer is None:
             raise PeerUnreachable("the writer closed its offer before the target accepted it")
-        if offer.transport.is_one_sided != self._one_sided:
+        if offer.transport.is_one_sided != self.is_one_sided:
             raise ConfigError(
-                f"writer's inproc transport has one_sided={offer.transport.is_one_sided}, target's has {self._one_sided}: "
+                f"writer's inproc transport has one_sided={offer.transport.is_one_sided}, target's has {self.is_one_sided}: "
                 "both ends must agree"
             )
-        session = offer.join(self, own)
-        self._sessions.add(session)
+        link = offer.link
+        link.target = InprocSession(self, link, offered=own)
+        link.writer = InprocSession(offer.transport, link, peer_num_bytes=own.num_bytes)
+        self.open(link.target)
         fields = {"hub": self._hub.token, "offer": fields["offer"]}
-        return session, pack_blob(self.name, _VERSION, "answer", fields)
+        return link.target, pack_blob(self.name, _VERSION, "answer", fields)
+
+    def open(self, session: InprocSession) -> None:
+        """Count a session among the open ones."""
+        self._sessions.add(session)
 
     def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         for session in list(self._sessions):
             session.close()
         self._memories.clear()
-
-    def own(self, memory: LocalMemory) -> HostMemory:
-        """The memory, if this transport registered it and has not deregistered it since.
-
-        Raises:
-            LocalProtocolError: It did not.
-        """
-        found = self._memories.get(id(memory))
-        if found is None:
-            raise LocalProtocolError(f"memory of {memory.num_bytes} bytes is not registered with this inproc transport")
-        return found
-
-    def remember(self, session: InprocSession) -> None:
-        self._sessions.add(session)
-
-    def knows(self, session: InprocSession) -> bool:
-        return session in self._sessions
-
-    def forget(self, session: InprocSession) -> None:
-        self._sessions.discard(session)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportClosed("transport inproc is closed")

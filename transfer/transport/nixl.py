@@ -32,15 +32,23 @@ from transfer.transport.nixl_library import (
     device_of,
     has_only_tcp,
     load_nixl,
-    transports_without,
     version_of,
 )
 from transfer.transport.nixl_metadata import Region, check_metadata
 from transfer.transport.nixl_revocation import CopyWatch, DeviceEnding, Ending, HostEnding, SharedAlias
 from transfer.transport.nixl_session import NixlSession, PeerMemory
-from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
+from transfer.transport.peer import (
+    ProcessIdentity,
+    ReadableProof,
+    can_read_memory_of,
+    field_of,
+    pack_blob,
+    unpack_blob,
+    wanted_lane,
+)
 from transfer.transport.registered_memory import HostMemory, Memory, memory_of
-from transfer.transport.ucx_library import allows_shared_memory
+from transfer.transport.sessions import PeerTransport
+from transfer.transport.ucx_library import allows_shared_memory, transports_without
 from transfer.transport.waiting_thread import WaitingThread
 
 Lane = Literal["auto", "shm", "net"]
@@ -69,11 +77,7 @@ class NixlOffer:
             "backend": transport.backend,
             "lane": transport.wanted_lane,
         }
-        self._blob = pack_blob(transport.name, _VERSION, "offer", fields)
-
-    @property
-    def blob(self) -> bytes:
-        return self._blob
+        self.blob = pack_blob(transport.name, _VERSION, "offer", fields)
 
     def complete(self, answer: bytes) -> NixlSession:
         if self._line is None:
@@ -89,7 +93,7 @@ class NixlOffer:
             self._line = None
 
 
-class NixlTransport:
+class NixlTransport(PeerTransport[Memory, NixlSession]):
     """Moves bytes one-sidedly between processes and hosts through NIXL.
 
     Args:
@@ -107,48 +111,26 @@ class NixlTransport:
             raise ConfigError(f"lane {lane!r} of transport nixl is unknown; use auto, shm or net")
         if backend != UCX_BACKEND and (options or lane != "auto"):
             raise ConfigError(f"backend {backend} of transport nixl takes no UCX options and no lane; they are for backend UCX")
+        super().__init__("nixl")
         self._lib = load_nixl()
         self.version = version_of(self._lib)
         self.backend = backend
         self.wanted_lane: str = lane
         self._options = dict(options or {})
-        self._memories: dict[int, Memory] = {}
-        self._sessions: set[NixlSession] = set()
         self._endings: list[Ending] = []  # of closed sessions whose writers may still try
-        self._waits = WaitingThread("nixl-closing")
-        self._closed = False
+        self.waits = WaitingThread("nixl-closing")
+        """Thread on which closed sessions wait for devices."""
         self._create_agent(_NET, is_target=False).close()  # finds a missing plugin here, and pays for loading it (0.4 s)
 
-    @property
-    def name(self) -> str:
-        return "nixl"
-
-    @property
-    def is_one_sided(self) -> bool:
-        return True
-
-    @property
-    def waits(self) -> WaitingThread:
-        """Where sessions wait for devices when they are closed."""
-        return self._waits
-
     def register(self, buffer: Any) -> Memory:
-        memory = memory_of(buffer)
-        self._memories[id(memory)] = memory
-        return memory
+        return self._add(memory_of(buffer))
 
     def deregister(self, memory: LocalMemory) -> None:
         own = self.own(memory)
         self._sweep()
-        if any(session.uses(own) for session in self._sessions):
-            raise LocalProtocolError(
-                f"memory of {own.num_bytes} bytes is in use by a session; close the session and wait until it is over"
-            )
-        if any(ending.holds(own) for ending in self._endings):
-            raise LocalProtocolError(f"memory of {own.num_bytes} bytes may still be written by a peer; wait for `is_over` first")
+        super().deregister(own)
         for session in self._sessions:
             session.drop(own)
-        del self._memories[id(own)]
 
     def offer(self) -> NixlOffer:
         self._check_open()
@@ -171,10 +153,20 @@ class NixlTransport:
         except Exception:
             if ending is not None:
                 ending.revoke()
-                self.keep(ending)
+                self._keep(ending)
             raise
         proof = ReadableProof()
-        session = NixlSession(self, agent, lane, offered=own, ending=ending, proof=proof, obstacle=obstacle)
+        session = NixlSession(
+            self,
+            self.waits,
+            agent,
+            lane,
+            offered=own,
+            ending=ending,
+            keep=self._keep,
+            proof=proof,
+            obstacle=obstacle,
+        )
         self._sessions.add(session)
         answer = {
             "identity": ProcessIdentity.own().to_wire(),
@@ -190,12 +182,12 @@ class NixlTransport:
         return session, pack_blob(self.name, _VERSION, "answer", answer)
 
     def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         for session in list(self._sessions):
             session.close()
         self._memories.clear()
         ends_at = time.monotonic() + _CLOSE_WAIT_S
-        if not self._waits.join(_CLOSE_WAIT_S):
+        if not self.waits.join(_CLOSE_WAIT_S):
             _log.warning("transport nixl is closed while copies on a device of this process have not ended: their memory is kept")
         self._sweep()
         while any(not ending.is_over for ending in self._endings) and time.monotonic() < ends_at:
@@ -209,17 +201,6 @@ class NixlTransport:
             )
         _kept.extend(self._endings)
         self._endings = []
-
-    def own(self, memory: LocalMemory) -> Memory:
-        """The memory, if this transport registered it and has not deregistered it since.
-
-        Raises:
-            LocalProtocolError: It did not.
-        """
-        found = self._memories.get(id(memory))
-        if found is None:
-            raise LocalProtocolError(f"memory of {memory.num_bytes} bytes is not registered with this nixl transport")
-        return found
 
     def open_writer(self, answer: dict[str, Any], line: LivenessPipe) -> NixlSession:
         """Connect to the target whose answer this is; the session ends `line` when it is closed.
@@ -266,35 +247,39 @@ class NixlTransport:
             agent.close()
             raise
         is_over_tcp = lane == _NET and has_only_tcp(self._tls())
-        session = NixlSession(self, agent, lane, peer=peer, line=line, is_over_tcp=is_over_tcp)
+        session = NixlSession(self, self.waits, agent, lane, peer=peer, line=line, is_over_tcp=is_over_tcp)
         self._sessions.add(session)
         return session
 
-    def keep(self, ending: Ending) -> None:
-        """Keep a revoked mapping's addresses from being used again while its writer may still write there."""
+    def _keep(self, ending: Ending) -> None:
+        """Keep the addresses of a revoked mapping reserved while its writer may still write there."""
         self._endings.append(ending)
         self._sweep()
 
-    def _choose_lane(self, offer: dict[str, Any], memory: Memory) -> tuple[str, int, Ending | None, str]:
-        """Lane of a session, the address under which `memory` is offered, how the writer's access ends, and what keeps two
-        processes of one machine from a faster lane."""
-        wanted = {self.wanted_lane, field_of(offer, "lane", str)} - {"auto"}
-        if len(wanted) > 1:
-            raise ConfigError(
-                f"lane of transport nixl is {offer['lane'][:32]} at the writer and {self.wanted_lane} at the target; "
-                "set both alike, or one to auto"
+    def _check_unused(self, memory: Memory) -> None:
+        super()._check_unused(memory)
+        if any(ending.holds(memory) for ending in self._endings):
+            raise LocalProtocolError(
+                f"memory of {memory.num_bytes} bytes may still be written by a peer; wait for `is_over` first"
             )
+
+    def _choose_lane(self, offer: dict[str, Any], memory: Memory) -> tuple[str, int, Ending | None, str]:
+        """Return a session's lane, the address under which `memory` is offered, and how the writer's access ends.
+
+        The last value is the obstacle to a faster lane between processes of one machine.
+        """
+        wanted = wanted_lane("nixl", offer, self.wanted_lane)
         writer, address = PipeAddress.from_wire(offer.get("line")), address_of(memory)
         obstacle = "lane net is set"
-        if wanted != {_NET}:
+        if wanted != _NET:
             obstacle, ending = self._same_host_ending(writer, memory)
             if isinstance(ending, DeviceEnding):
                 return _IPC, address, ending, ""
             if ending is not None:
                 return _SHM, ending.address, ending, ""
-        if wanted == {_SHM}:
+        if wanted == _SHM:
             raise PeerUnreachable(f"lane shm of transport nixl is not possible: {obstacle}; use lane auto or net")
-        has_fallen_back = wanted != {_NET} and writer.identity.is_on_machine_of(ProcessIdentity.own())
+        has_fallen_back = wanted != _NET and writer.identity.is_on_machine_of(ProcessIdentity.own())
         return _NET, address, None, obstacle if has_fallen_back else ""
 
     def _same_host_ending(self, writer: PipeAddress, memory: Memory) -> tuple[str, Ending | None]:
@@ -331,7 +316,3 @@ class NixlTransport:
     def _sweep(self) -> None:
         self._sessions = {session for session in self._sessions if not session.has_ended}
         self._endings = [ending for ending in self._endings if not ending.release()]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportClosed("transport nixl is closed")

@@ -19,6 +19,7 @@ from typing import Any
 
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.transport.registered_memory import HostMemory, Memory
+from transfer.transport.ucx_library import in_words
 
 UCX_BACKEND = "UCX"
 _PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}
@@ -62,32 +63,6 @@ def load_nixl() -> ModuleType:
 def version_of(lib: ModuleType) -> str:
     """NIXL's version, for messages."""
     return importlib.metadata.version(lib.__name__.partition(".")[0])
-
-
-def in_words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def transports_without(tls: str, left_out: tuple[str, ...]) -> str:
-    """A ``UCX_TLS`` like `tls` that cannot choose the transports `left_out`, nor an alias that holds one of them.
-
-    Raises:
-        ConfigError: Nothing would be left.
-    """
-    if tls.startswith("^"):
-        return ",".join([tls, *left_out])
-    names = tls.split(",")
-    if "all" in names:
-        return "^" + ",".join(left_out)
-    aliases = {alias for alias, held in _ALIASES.items() if held & set(left_out)}
-    left = [name for name in names if name not in aliases and name not in left_out]
-    if not set(left) - {"self"}:
-        raise ConfigError(f"UCX_TLS={tls} leaves nothing without {', '.join(left_out)}; add tcp or an RDMA transport")
-    return ",".join(left)
-
-
-_ALIASES = {"sm": {"cma", "knem", "xpmem"}, "shm": {"cma", "knem", "xpmem"}, "cuda": {"cuda_ipc"}}
 
 
 def has_only_tcp(tls: str) -> bool:

@@ -155,3 +155,22 @@ def field_of(fields: dict[str, Any], name: str, kind: type[_T]) -> _T:
     if type(value) is not kind:
         raise ConfigError(f"field {name} of the peer's blob is {type(value).__name__}; expected {kind.__name__}")
     return value
+
+
+def wanted_lane(transport: str, offer: dict[str, Any], here: str) -> str:
+    """Return the lane that the two ends of a session ask for: "auto", "shm" or "net".
+
+    Args:
+        offer: Fields of the writer's blob.
+        here: Lane of the target's settings.
+
+    Raises:
+        ConfigError: They ask for different ones.
+    """
+    there = field_of(offer, "lane", str)
+    if "auto" not in (here, there) and here != there:
+        raise ConfigError(
+            f"lane of transport {transport} is {there[:32]} at the writer and {here} at the target; "
+            "set both alike, or one to auto"
+        )
+    return there if here == "auto" else here

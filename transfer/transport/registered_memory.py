@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.transport.base import ByteRange, check_key
+from transfer.transport.base import ByteRange
 
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
@@ -112,34 +112,6 @@ def memory_of(buffer: Any) -> Memory:
     if memory.num_bytes == 0:
         raise ConfigError(f"buffer of type {type(buffer).__name__} has 0 bytes; register at least 1")
     return memory
-
-
-def check_range(memory_num_bytes: int, byte_range: ByteRange, name: str) -> None:
-    """Refuse a range that leaves its memory.
-
-    Raises:
-        LocalProtocolError: `byte_range` ends behind the memory.
-    """
-    if byte_range.end > memory_num_bytes:
-        raise LocalProtocolError(f"{name} [{byte_range.begin}, {byte_range.end}) leaves its memory of {memory_num_bytes} bytes")
-
-
-def check_write(memory_num_bytes: int, source_range: ByteRange, target_range: ByteRange, key: int) -> None:
-    """Refuse a write that no session can make, whatever its peer offers.
-
-    Args:
-        memory_num_bytes: Of the source.
-
-    Raises:
-        LocalProtocolError: The key is out of range, the source range leaves its memory, or the two ranges differ in length.
-    """
-    check_key(key)
-    check_range(memory_num_bytes, source_range, f"source range of key {key}")
-    if source_range.num_bytes != target_range.num_bytes:
-        raise LocalProtocolError(
-            f"source range of key {key} has {source_range.num_bytes} bytes, target range {target_range.num_bytes}; "
-            "both must be equally long"
-        )
 
 
 def wait_for_devices() -> None:

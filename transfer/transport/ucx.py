@@ -24,19 +24,21 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
+from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
 from transfer.transport.base import LocalMemory
-from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
-from transfer.transport.registered_memory import Memory, memory_of
-from transfer.transport.ucx_address import AddressCheck
-from transfer.transport.ucx_library import (
-    Ucx,
-    allows_shared_memory,
-    in_words,
-    load_ucxx,
-    transport_error,
-    without_shared_memory,
+from transfer.transport.peer import (
+    ProcessIdentity,
+    ReadableProof,
+    can_read_memory_of,
+    field_of,
+    pack_blob,
+    unpack_blob,
+    wanted_lane,
 )
+from transfer.transport.registered_memory import Memory, memory_of
+from transfer.transport.sessions import PeerTransport
+from transfer.transport.ucx_address import AddressCheck
+from transfer.transport.ucx_library import Ucx, allows_shared_memory, in_words, load_ucxx, transport_error, transports_without
 from transfer.transport.ucx_session import UcxSession
 
 Lane = Literal["auto", "shm", "net"]
@@ -74,11 +76,7 @@ class UcxOffer:
             "shared_memory": transport.allows_shared_memory,
             "lane": transport.wanted_lane,
         }
-        self._blob = pack_blob(transport.name, _VERSION, "offer", fields)
-
-    @property
-    def blob(self) -> bytes:
-        return self._blob
+        self.blob = pack_blob(transport.name, _VERSION, "offer", fields)
 
     def complete(self, answer: bytes) -> UcxSession:
         if self._worker is None:
@@ -89,16 +87,15 @@ class UcxOffer:
             raise ConfigError(f"field lane of the peer's answer is {lane[:32]!r}; expected {_SHM} or {_NET}")
         num_bytes = field_of(fields, "num_bytes", int)
         self._transport.check_address(self._worker, address, field_of(fields, "ucx", str))
-        session = self._transport.open_session(self._worker, address, lane, None)
+        session = self._transport.open_session(self._worker, address, lane, peer_num_bytes=num_bytes)
         self._worker = None
-        session.bound_writes(num_bytes)
         return session
 
     def close(self) -> None:
         self._worker = None
 
 
-class UcxTransport:
+class UcxTransport(PeerTransport[Memory, UcxSession]):
     """Moves bytes between processes and hosts over whatever UCX finds there.
 
     Args:
@@ -114,35 +111,18 @@ class UcxTransport:
     def __init__(self, *, lane: Lane = "auto", options: Mapping[str, str] | None = None) -> None:
         if lane not in ("auto", _SHM, _NET):
             raise ConfigError(f"lane {lane!r} of transport ucx is unknown; use auto, shm or net")
+        super().__init__("ucx", is_one_sided=False)
         self.ucx = Ucx(load_ucxx())
         self.wanted_lane: str = lane
         self._options = dict(options or {})
         self._contexts: dict[str, Any] = {}
-        self._memories: dict[int, Memory] = {}
-        self._sessions: set[UcxSession] = set()
-        self._closed = False
         self.allows_shared_memory = allows_shared_memory(self._context("offer").config.get("TLS", "all"))
-
-    @property
-    def name(self) -> str:
-        return "ucx"
-
-    @property
-    def is_one_sided(self) -> bool:
-        return False
 
     def register(self, buffer: Any) -> Memory:
         memory = memory_of(buffer)
         if memory.is_device and not self._context("offer").cuda_support:
             raise ConfigError("device memory needs a UCX with CUDA support, and this one has none: install kvferry[ucx-cu13]")
-        self._memories[id(memory)] = memory
-        return memory
-
-    def deregister(self, memory: LocalMemory) -> None:
-        own = self.own(memory)
-        if any(session.uses(own) for session in self._sessions):
-            raise LocalProtocolError(f"memory of {own.num_bytes} bytes is in use by an open session; close the session first")
-        del self._memories[id(own)]
+        return self._add(memory)
 
     def offer(self) -> UcxOffer:
         self._check_open()
@@ -156,27 +136,16 @@ class UcxTransport:
         worker = self.create_worker(lane)
         address = field_of(fields, "address", bytes)
         self.check_address(worker, address, field_of(fields, "ucx", str))
-        session = self.open_session(worker, address, lane, own, obstacle)
+        session = self.open_session(worker, address, lane, offered=own, obstacle=obstacle)
         answer = {"address": worker.address.tobytes(), "ucx": self.ucx.version, "lane": lane, "num_bytes": own.num_bytes}
         return session, pack_blob(self.name, _VERSION, "answer", answer)
 
     def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         for session in list(self._sessions):
             session.close()
         self._memories.clear()
         self._contexts.clear()
-
-    def own(self, memory: LocalMemory) -> Memory:
-        """The memory, if this transport registered it and has not deregistered it since.
-
-        Raises:
-            LocalProtocolError: It did not.
-        """
-        found = self._memories.get(id(memory))
-        if found is None:
-            raise LocalProtocolError(f"memory of {memory.num_bytes} bytes is not registered with this ucx transport")
-        return found
 
     def create_worker(self, purpose: str) -> Any:
         """A worker for one session, ready to be waited for through its descriptor; `purpose` is "offer" or the target's lane."""
@@ -195,7 +164,16 @@ class UcxTransport:
         """
         AddressCheck(worker.address.tobytes()).check(address, peer=peer_version[:32], own=self.ucx.version)
 
-    def open_session(self, worker: Any, address: bytes, lane: str, offered: Memory | None, obstacle: str = "") -> UcxSession:
+    def open_session(
+        self,
+        worker: Any,
+        address: bytes,
+        lane: str,
+        *,
+        offered: Memory | None = None,
+        peer_num_bytes: int | None = None,
+        obstacle: str = "",
+    ) -> UcxSession:
         """Connect `worker` to the peer's address.
 
         Raises:
@@ -206,22 +184,16 @@ class UcxTransport:
             endpoint = worker.create_endpoint_from_worker_address(peer, endpoint_error_handling=True)
         except Exception as error:
             raise PeerUnreachable(f"no ucx/{lane} endpoint to the peer: {in_words(error)}") from error
-        session = UcxSession(self, worker, endpoint, lane, offered, obstacle)
+        session = UcxSession(
+            self, self.ucx, worker, endpoint, lane, offered=offered, peer_num_bytes=peer_num_bytes, obstacle=obstacle
+        )
         self._sessions.add(session)
         return session
 
-    def forget(self, session: UcxSession) -> None:
-        self._sessions.discard(session)
-
     def _choose_lane(self, offer: dict[str, Any]) -> tuple[str, str]:
-        """The lane of a session, and what keeps two processes of one machine from a faster one. The target decides for both."""
-        wanted = {self.wanted_lane, field_of(offer, "lane", str)} - {"auto"}
-        if len(wanted) > 1:
-            raise ConfigError(
-                f"lane of transport ucx is {offer['lane'][:32]} at the writer and {self.wanted_lane} at the target; "
-                "set both alike, or one to auto"
-            )
-        if wanted == {_NET}:
+        """Return the lane of both ends of a session, and the obstacle to a faster lane between processes of one machine."""
+        wanted = wanted_lane("ucx", offer, self.wanted_lane)
+        if wanted == _NET:
             return _NET, ""
         writer, here = ProcessIdentity.from_wire(offer.get("identity")), ProcessIdentity.own()
         if not (self.allows_shared_memory and field_of(offer, "shared_memory", bool)):
@@ -232,7 +204,7 @@ class UcxTransport:
             obstacle = f"process_vm_readv of writer pid {writer.pid} is not permitted (ptrace scope, seccomp, user)"
         else:
             return _SHM, ""
-        if wanted == {_SHM}:
+        if wanted == _SHM:
             raise PeerUnreachable(f"lane shm of transport ucx is not possible: {obstacle}; use lane auto or net")
         return _NET, obstacle if writer.is_on_machine_of(here) else ""
 
@@ -243,7 +215,7 @@ class UcxTransport:
                 options |= _SHM_OPTIONS
             options |= self._options | _CACHE
             if self.wanted_lane == _NET or purpose == _NET:
-                options["TLS"] = without_shared_memory(options.get("TLS") or os.environ.get("UCX_TLS") or "all")
+                options["TLS"] = transports_without(options.get("TLS") or os.environ.get("UCX_TLS") or "all", ("cma",))
             else:
                 # Where errors are handled UCX leaves cross-memory attach out, as it cannot revoke a peer's access to memory. Here
                 # nobody writes into a peer's memory, so nothing needs revoking: say that it could.
@@ -255,7 +227,3 @@ class UcxTransport:
                 hint = _NO_CACHE_HINT if "Unsupported" in type(error).__name__ else ""
                 raise ConfigError(f"UCX refused the options {options}: {in_words(error)}{hint}") from error
         return self._contexts[purpose]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportClosed("transport ucx is closed")

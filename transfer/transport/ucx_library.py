@@ -1,4 +1,4 @@
-"""What is used of UCXX: its names, its import, its transport selection, its exceptions; every dealing with its habits is here."""
+"""Access to UCXX and its workarounds: names, import, transport selection, exceptions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 from transfer.errors import ConfigError, PeerUnreachable, TransportClosed, TransportError, WriteFailed
 
-_CMA_NAMES = {"cma", "sm", "shm"}  # in UCX_TLS; the last two are aliases that hold cma
+_ALIASES = {"sm": {"cma", "knem", "xpmem"}, "shm": {"cma", "knem", "xpmem"}, "cuda": {"cuda_ipc"}}  # in UCX_TLS
+_CMA_NAMES = {"cma", "sm", "shm"}
 
 _log = logging.getLogger(__name__)
 
 
 class Ucx:
-    """The few names of UCXX that are used here."""
+    """The names of UCXX that the transport uses."""
 
     def __init__(self, lib: ModuleType) -> None:
         self.Context, self.Worker, self.Address, self.Feature = lib.UCXContext, lib.UCXWorker, lib.UCXAddress, lib.Feature
@@ -26,59 +27,52 @@ class Ucx:
         self.version = ".".join(str(part) for part in lib.get_ucx_version())
         self.Array = importlib.import_module("ucxx._lib.arr").Array
         self.any_tag, self.any_mask = lib.UCXXTag(0), lib.UCXXTagMask(0)
-        self._canceling_size = _find_canceling_size()
-        self._worker_destroy = _find_worker_destroy()
+        # ucxx::Endpoint::getCancelingSize
+        self._canceling_size = _function(
+            "_ZNK4ucxx8Endpoint16getCancelingSizeEv", ctypes.c_size_t, "with writes pending keeps its descriptor"
+        )
+        self._worker_destroy = _function("ucp_worker_destroy", None, "in the middle of a receive keeps its descriptors")
 
     def drop_cancelled(self, endpoint: Any) -> None:
-        """Make a closed endpoint let go of the requests that its closing cancelled.
+        """Make a closed endpoint drop the requests that closing it cancelled.
 
-        UCXX 0.52 keeps them in the endpoint, they keep the endpoint, and so the worker with its descriptor and memory is never
-        freed, unless a progress thread runs or somebody asks for the number of requests that are being cancelled: that drops
-        the finished ones. The method is public in C++ and missing in Python.
+        UCXX 0.52 keeps them in the endpoint, and they keep the endpoint. So the worker, its descriptor and its memory would never
+        be freed. Asking for the number of requests that are being cancelled drops the finished ones. Without a progress thread
+        nothing else does. The method is public in C++ and missing in Python.
         """
         if self._canceling_size is not None:
             self._canceling_size(endpoint.ucxx_ptr)
 
     def destroy(self, worker: Any) -> None:
-        """Free what UCX has of a worker that a request keeps alive which never ends; nobody may use the worker any more.
+        """Free UCX's part of a worker that an endless request keeps alive. The worker must not be used any more.
 
-        A receive of which some fragments have come when the peer falls silent (its host is cut off, its process is stopped)
-        cannot be cancelled, nor does the forced end of the endpoint complete it (UCX 1.21 over TCP). UCXX's worker keeps it, and
-        it keeps the worker: descriptors and memory of every such session would stay for the life of the process. The two small
-        objects of UCXX do stay, and keep the worker from being destroyed a second time.
+        If the peer falls silent in the middle of a receive (its host is cut off, its process is stopped), the receive cannot be
+        cancelled, and the forced end of the endpoint does not complete it (UCX 1.21 over TCP). UCXX's worker and the request keep
+        each other. So descriptors and memory of every such session would stay for the life of the process. The two small objects
+        of UCXX do stay, and prevent a second destruction of the worker.
         """
         if self._worker_destroy is not None:
             self._worker_destroy(worker.handle)
 
 
-def _find_worker_destroy() -> Any:
-    """``ucp_worker_destroy`` of the UCX that the loaded libucxx is linked with, or None; another UCX may be in the process."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.partition("/")
-        if path[2].rpartition("/")[2].startswith("libucxx.so"):
-            function = getattr(ctypes.CDLL("/" + path[2]), "ucp_worker_destroy", None)
-            if function is not None:
-                function.argtypes, function.restype = [ctypes.c_void_p], None
-                return function
-    _log.warning("no ucp_worker_destroy is found: a session closed in the middle of a receive keeps its descriptors")
-    return None
+def _function(name: str, result: Any, consequence: str) -> Any:
+    """Return a function of the loaded libucxx, or of the UCX that it is linked with. None means that it is absent.
 
-
-def _find_canceling_size() -> Any:
-    """``ucxx::Endpoint::getCancelingSize`` of the library that is loaded, or None."""
+    The search begins at the path of libucxx, because another UCX can be in the process.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.partition("/")
-        if path[2].rpartition("/")[2].startswith("libucxx.so"):
-            function = getattr(ctypes.CDLL("/" + path[2]), "_ZNK4ucxx8Endpoint16getCancelingSizeEv", None)
+        path = line.partition("/")[2]
+        if path.rpartition("/")[2].startswith("libucxx.so"):
+            function = getattr(ctypes.CDLL("/" + path), name, None)
             if function is not None:
-                function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_size_t
+                function.argtypes, function.restype = [ctypes.c_void_p], result
                 return function
-    _log.warning("this libucxx has no Endpoint::getCancelingSize: a session closed with writes pending keeps its descriptor")
+    _log.warning("libucxx has no function %s: a session closed %s", name, consequence)
     return None
 
 
 def load_ucxx() -> ModuleType:
-    """Import UCXX's bindings and undo what their import writes into this process's environment.
+    """Import UCXX's bindings, and remove the variables that the import sets in this process's environment.
 
     Raises:
         ConfigError: ucxx is missing or too old.
@@ -105,7 +99,7 @@ def in_words(error: Exception) -> str:
 
 
 def transport_error(error: Exception, what: str) -> TransportError:
-    """The one place where UCXX's exceptions become ours."""
+    """Convert an exception of UCXX."""
     kind = type(error).__name__
     if kind in ("UCXUnreachableError", "UCXInvalidAddrError", "UCXNoDeviceError"):
         return PeerUnreachable(f"{what}: {in_words(error)}")
@@ -115,23 +109,24 @@ def transport_error(error: Exception, what: str) -> TransportError:
 
 
 def allows_shared_memory(tls: str) -> bool:
-    """Whether UCX's transport selection (``UCX_TLS``) leaves cross-memory attach in."""
+    """Return whether a ``UCX_TLS`` allows cross-memory attach."""
     names = set(tls.lstrip("^").split(","))
     return not names & _CMA_NAMES if tls.startswith("^") else bool(names & {"all", *_CMA_NAMES})
 
 
-def without_shared_memory(tls: str) -> str:
-    """The same selection without cross-memory attach.
+def transports_without(tls: str, left_out: tuple[str, ...]) -> str:
+    """Return a ``UCX_TLS`` like `tls` that excludes the transports `left_out` and every alias that holds one of them.
 
     Raises:
-        ConfigError: Nothing would be left.
+        ConfigError: No transport would be left.
     """
     if tls.startswith("^"):
-        return f"{tls},cma"
+        return ",".join([tls, *left_out])
     names = tls.split(",")
     if "all" in names:
-        return "^cma"
-    left = [name for name in names if name not in _CMA_NAMES]
+        return "^" + ",".join(left_out)
+    aliases = {alias for alias, held in _ALIASES.items() if held & set(left_out)}
+    left = [name for name in names if name not in aliases and name not in left_out]
     if not set(left) - {"self"}:
-        raise ConfigError(f"UCX_TLS={tls} leaves nothing for lane net of transport ucx; add tcp or an RDMA transport")
+        raise ConfigError(f"UCX_TLS={tls} leaves nothing without {', '.join(left_out)}; add tcp or an RDMA transport")
     return ",".join(left)

@@ -1,26 +1,24 @@
-"""One attached peer over UCX: operations, their handles, and the end of it all."""
+"""One attached peer over UCX: its operations, and its end."""
 
 from __future__ import annotations
 
-import logging
 import time
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
+from transfer.errors import LocalProtocolError, TransportError, WriteFailed
 from transfer.transport.base import MAX_KEY, ByteRange, LocalMemory, check_key
-from transfer.transport.registered_memory import Memory, check_range, check_write, wait_for_devices
+from transfer.transport.registered_memory import Memory
+from transfer.transport.sessions import Operation, PeerSession, PeerTransport, have_devices_ended
 from transfer.transport.ucx_library import Ucx, in_words, transport_error
 
 _KIND_SHIFT = 62
-_PROGRESS_STEPS = 64  # of one `progress()`: bounds the time for which one busy session holds its owner
-_PROGRESS_S = 0.0005  # the same: a step may copy a whole payload, and what came by then waits to be scattered
-_CLOSE_STEPS = 10_000  # of `close()`: UCX settles what it cancelled within a few
-_MAX_UNEXPECTED = 4096  # messages nobody expects; a right writer sends what was granted, so this is a broken or hostile one
-
-_log = logging.getLogger(__name__)
+_PROGRESS_STEPS = 64  # of one `progress()`: limits the time for which one busy session holds its owner
+_PROGRESS_S = 0.0005  # the same: a step can copy a whole payload, and the payloads that have arrived wait to be scattered
+_CLOSE_STEPS = 10_000  # of `close()`: UCX settles cancelled requests within a few
+_MAX_UNEXPECTED = 4096  # messages without a receive. A correct writer sends only granted bytes, so more mean a broken peer
 
 
 class _Kind(IntEnum):
@@ -30,55 +28,40 @@ class _Kind(IntEnum):
     DECLINE = 1
 
 
-class UcxHandle:
-    """A write, a decline or a receive on its way; keeps the memory and the UCX request alive until it is settled."""
+class UcxOperation(Operation):
+    """An operation and its request of UCX, which both stay alive until UCX has ended the request or `detach()` is called."""
 
-    __slots__ = ("_array", "_done_bytes", "_failure", "_request", "_settled", "byte_range", "key", "memory")
+    __slots__ = ("_array", "_request", "_request_bytes", "byte_range")
 
-    def __init__(self, key: int, memory: Memory | None, byte_range: ByteRange | None) -> None:
-        self.key = key
-        self.memory = memory
+    def __init__(self, key: int, memory: Memory | None = None, byte_range: ByteRange | None = None) -> None:
+        super().__init__(key, memory)
         self.byte_range = byte_range
         self._request: Any = None
         self._array: Any = None
-        self._settled = False
-        self._done_bytes = 0
-        self._failure: TransportError | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that arrived (0: declined) or left; meaningful once `poll()` returned True."""
-        return self._done_bytes if self._settled else 0
+        self._request_bytes = 0
 
     def start(self, request: Any, array: Any, num_bytes: int) -> None:
-        self._request, self._array, self._done_bytes = request, array, num_bytes
+        self._request, self._array, self._request_bytes = request, array, num_bytes
 
     @property
     def is_active(self) -> bool:
         """Whether UCX still works on it."""
         return self._request is not None and not self._request.completed
 
-    def settle(self) -> None:
-        """Settled without UCX (a decline)."""
-        self._settled = True
-        self.memory = None
-
     def fail(self, failure: TransportError) -> None:
-        """Report `failure`; memory that UCX may still touch stays referenced until its request ends or `detach()`."""
-        if not self._settled and self._failure is None:
-            self._failure = failure
+        memory = self.memory
+        super().fail(failure)
+        self.memory = memory  # UCX may still touch it
 
     def poll(self) -> bool:
-        if self._failure is None and not self._settled:
+        if self._failure is None and not self._is_settled:
             self.advance()
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
-        return self._settled
+        return super().poll()
 
     def advance(self) -> bool:
-        """Take over the result of a completed request; True when UCX has nothing of it any more."""
+        """Take the result of a completed request. Return whether UCX holds nothing of the operation any more."""
         if self._request is None:
-            return self._settled or self._failure is not None
+            return self._is_settled or self._failure is not None
         if not self._request.completed:
             return False
         try:
@@ -86,98 +69,72 @@ class UcxHandle:
         except Exception as error:
             self.fail(transport_error(error, f"key {self.key}"))
         else:
-            self._settled = self._failure is None
+            self.settle(self._request_bytes)
         self.detach()
         return True
 
     def detach(self) -> tuple[Any, Memory | None]:
-        """Give up the request; returns what must stay alive until no worker can touch it."""
+        """Drop the request. Return the objects that must stay alive until no worker can touch them."""
         kept = (self._array, self.memory)
         self._request = self._array = self.memory = None
         return kept
 
 
-class UcxSessionOwner(Protocol):
-    """What a session asks of its transport."""
-
-    @property
-    def ucx(self) -> Ucx: ...
-
-    def own(self, memory: LocalMemory) -> Memory: ...
-
-    def forget(self, session: UcxSession) -> None: ...
-
-
-class UcxSession:
+class UcxSession(PeerSession[Memory]):
     """One attached peer over UCX: one worker, one endpoint."""
 
     def __init__(
-        self, owner: UcxSessionOwner, worker: Any, endpoint: Any, lane: str, offered: Memory | None, obstacle: str = ""
+        self,
+        transport: PeerTransport[Memory, UcxSession],
+        ucx: Ucx,
+        worker: Any,
+        endpoint: Any,
+        lane: str,
+        *,
+        offered: Memory | None = None,
+        peer_num_bytes: int | None = None,
+        obstacle: str = "",
     ) -> None:
-        self._owner = owner
-        self._ucx = owner.ucx
+        super().__init__(transport, f"ucx/{lane}", offered=offered, peer_num_bytes=peer_num_bytes, obstacle=obstacle)
+        self._ucx = ucx
         self._worker = worker
         self._endpoint = endpoint
         self._fd: int | None = worker.epoll_file_descriptor
-        self._lane = lane
-        self._obstacle = obstacle
-        self._offered = offered
-        self._peer_num_bytes: int | None = None
-        self._sends: dict[int, UcxHandle] = {}
-        self._expected: dict[int, UcxHandle] = {}
-        self._receives: list[UcxHandle] = []
+        self._sends: dict[int, UcxOperation] = {}
+        self._expected: dict[int, UcxOperation] = {}
+        self._receives: list[UcxOperation] = []
         self._unexpected: dict[int, Any] = {}
         self._sink = np.zeros(1, dtype=np.uint8)
         self._sink_requests: list[Any] = []
-        self._failure: str | None = None
-        self._kept: list[Memory] = []  # behind `close()`: what copies on a device that has failed may still touch
+        self._kept: list[Memory] = []  # after `close()`: memory that copies on a failed device may still touch
         self._is_over = False
 
-    @property
-    def lane(self) -> str:
-        return f"ucx/{self._lane}"
+    def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> UcxOperation:
+        memory = self._checked_source(source, source_range, target_range, key)
+        return self._send(UcxOperation(key, memory, source_range), _Kind.WRITE, memory.part(source_range))
 
-    @property
-    def obstacle(self) -> str:
-        return self._obstacle
-
-    def bound_writes(self, peer_num_bytes: int) -> None:
-        """Refuse writes behind the memory that the peer offered."""
-        self._peer_num_bytes = peer_num_bytes
-
-    def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> UcxHandle:
-        memory = self._owner.own(source)
-        check_write(memory.num_bytes, source_range, target_range, key)
-        if self._peer_num_bytes is not None:
-            check_range(self._peer_num_bytes, target_range, f"target range of key {key}")
-        return self._send(UcxHandle(key, memory, source_range), _Kind.WRITE, memory.part(source_range))
-
-    def decline(self, key: int) -> UcxHandle:
-        return self._send(UcxHandle(key, None, None), _Kind.DECLINE, self._sink)
-
-    def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> UcxHandle:
-        memory = self._owner.own(target)
+    def decline(self, key: int) -> UcxOperation:
         check_key(key)
-        check_range(memory.num_bytes, target_range, f"target range of key {key}")
+        return self._send(UcxOperation(key), _Kind.DECLINE, self._sink)
+
+    def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> UcxOperation:
+        memory = self._checked_target(target, target_range, key)
         if key in self._expected:
             raise LocalProtocolError(f"key {key} is expected already; keys are unique in a session")
-        handle = UcxHandle(key, memory, target_range)
-        if self._refuses(handle):
-            return handle
-        self._expected[key] = handle
+        receive = UcxOperation(key, memory, target_range)
+        if self._refuses(receive):
+            return receive
+        self._expected[key] = receive
         found = self._unexpected.pop(key, None)
         if found is not None:
             self._receive(found)
-        return handle
-
-    def direct(self, target_range: ByteRange) -> None:
-        return None
+        return receive
 
     def fileno(self) -> int | None:
         return self._fd
 
     def progress(self) -> bool:
-        if self._worker is None:
+        if self._is_closed:
             return False
         steps, ends_at = 0, time.perf_counter() + _PROGRESS_S
         while steps < _PROGRESS_STEPS and self._worker.progress_once():
@@ -192,32 +149,31 @@ class UcxSession:
         return steps > 0 or matched
 
     def arm(self) -> bool:
-        return self._worker is None or bool(self._worker.arm())
+        return self._is_closed or bool(self._worker.arm())
 
     def close(self) -> None:
         if self._worker is None:
             return
-        handles = [*self._sends.values(), *self._expected.values(), *self._receives]
-        for handle in handles:
-            handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
+        pending = self._pending
+        self._close_pending(pending)
         for found in self._unexpected.values():
             self._discard(found)  # UCX complains about every message that was taken and not received
         # The first progress of a worker looks at its endpoints, and UCX 1.21 crashes if one of them is closed by then.
         self._worker.progress_once()
         self._endpoint.close_blocking()  # forced, as errors are handled: waits for no peer
         self._worker.cancel_inflight_requests()  # those that UCXX scheduled for cancelling when the peer died
-        active = handles
+        active = pending
         for _ in range(_CLOSE_STEPS):  # not `worker.progress()`: after a refused connection, UCX makes progress for ever
             has_moved = self._worker.progress_once()
             self._discard_arrived()
-            active = [handle for handle in active if handle.is_active]
+            active = [operation for operation in active if operation.is_active]
             self._sink_requests = [request for request in self._sink_requests if not request.completed]
             if not (has_moved or active or self._sink_requests):
                 break
         is_kept = bool(active or self._sink_requests)
         self._ucx.drop_cancelled(self._endpoint)
         # `kept` outlives the worker, which may touch that memory until it is destroyed with the last of these references.
-        kept = [handle.detach() for handle in handles]
+        kept = [operation.detach() for operation in pending]
         for container in (self._sends, self._expected, self._receives, self._unexpected, self._sink_requests):
             container.clear()
         self._endpoint = None
@@ -225,33 +181,29 @@ class UcxSession:
             self._ucx.destroy(self._worker)
         self._worker = None
         self._fd = None
-        if any(memory is not None and memory.is_device for _, memory in kept):
-            try:
-                wait_for_devices()
-            except Exception as error:  # torch's and ours: an error of a device stays, so the copies cannot be ruled out, ever
-                _log.warning(
-                    "%s: copies on a device of this process cannot be shown to have ended: %s", self.lane, in_words(error)
-                )
-                self._kept = [memory for _, memory in kept if memory is not None and memory.is_device]
-                return
+        on_device = [memory for _, memory in kept if memory is not None and memory.is_device]
+        if on_device and not have_devices_ended(self.lane):
+            self._kept = on_device
+            return
         self._offered = None
         self._is_over = True
-        self._owner.forget(self)
+        self._transport.forget(self)
 
     @property
     def is_over(self) -> bool:
-        """False behind `close()` only where a device of this process has failed."""
+        """After `close()`: False only if a device of this process has failed."""
         return self._is_over
 
     def uses(self, memory: LocalMemory) -> bool:
-        """Whether an unfinished operation, or the offer of this session, needs `memory`."""
         self._sweep()
-        pending = (*self._sends.values(), *self._expected.values(), *self._receives)
-        used = (self._offered, *self._kept, *(handle.memory for handle in pending))
+        used = (self._offered, *self._kept, *(operation.memory for operation in self._pending))
         return any(one is memory for one in used)
 
-    def _send(self, handle: UcxHandle, kind: _Kind, part: Any) -> UcxHandle:
-        check_key(handle.key)
+    @property
+    def _pending(self) -> list[UcxOperation]:
+        return [*self._sends.values(), *self._expected.values(), *self._receives]
+
+    def _send(self, handle: UcxOperation, kind: _Kind, part: Any) -> UcxOperation:
         old = self._sends.get(handle.key)
         if old is not None and not old.advance():
             raise LocalProtocolError(f"key {handle.key} is on its way already; keys are unique in a session")
@@ -268,15 +220,8 @@ class UcxSession:
             self._sends[handle.key] = handle
         return handle
 
-    def _refuses(self, handle: UcxHandle) -> bool:
-        if self._worker is None:
-            handle.fail(TransportClosed(f"session {self.lane} is closed; key {handle.key} cannot be used"))
-        elif self._failure is not None:
-            handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {self._failure}"))
-        return self._worker is None or self._failure is not None
-
     def _match(self) -> bool:
-        """Take every message that has arrived; receive the expected ones, keep the others."""
+        """Take all messages that have arrived. Receive the expected ones, and keep the others."""
         matched = False
         while self._failure is None:
             found = self._worker.tag_probe(self._ucx.any_tag, self._ucx.any_mask, remove=True)
@@ -297,29 +242,29 @@ class UcxSession:
     def _receive(self, found: Any) -> None:
         """Start the receive of a message whose key is expected."""
         kind, key = divmod(_tag_value(found), MAX_KEY + 1)
-        handle = self._expected.pop(key)
-        memory, byte_range = handle.memory, handle.byte_range
+        receive = self._expected.pop(key)
+        memory, byte_range = receive.memory, receive.byte_range
         assert memory is not None and byte_range is not None  # an expected handle is pending
         if kind == _Kind.WRITE and found.length == byte_range.num_bytes:
             array = self._ucx.Array(memory.part(byte_range))
             try:
-                handle.start(self._worker.tag_recv_with_handle(array, found), array, byte_range.num_bytes)
+                receive.start(self._worker.tag_recv_with_handle(array, found), array, byte_range.num_bytes)
             except Exception as error:
-                handle.fail(transport_error(error, f"key {key}"))
+                receive.fail(transport_error(error, f"key {key}"))
                 return
-            if not handle.advance():
-                self._receives.append(handle)
+            if not receive.advance():
+                self._receives.append(receive)
             return
         if kind == _Kind.DECLINE:
-            handle.settle()
+            receive.settle()
         elif kind == _Kind.WRITE:
-            handle.fail(WriteFailed(f"peer sent {found.length} bytes for key {key}; {byte_range.num_bytes} expected"))
+            receive.fail(WriteFailed(f"peer sent {found.length} bytes for key {key}; {byte_range.num_bytes} expected"))
         else:
-            handle.fail(WriteFailed(f"peer sent a message of unknown kind {kind} for key {key}"))
+            receive.fail(WriteFailed(f"peer sent a message of unknown kind {kind} for key {key}"))
         self._discard(found)
 
     def _discard(self, found: Any) -> None:
-        """Receive into the sink, truncated where it is longer: no payload lands and the sender settles; the result is no news."""
+        """Receive a message into the sink, truncated. No payload lands, and the sender settles. The result is ignored."""
         self._sink_requests.append(self._worker.tag_recv_with_handle(self._ucx.Array(self._sink), found))
 
     def _discard_arrived(self) -> None:
@@ -332,7 +277,7 @@ class UcxSession:
             self._discard(found)
 
     def _sweep(self) -> None:
-        """Let go of what is settled."""
+        """Drop the operations and requests that have ended."""
         for key in [key for key, handle in self._sends.items() if handle.advance()]:
             del self._sends[key]
         if self._receives:
@@ -341,10 +286,8 @@ class UcxSession:
             self._sink_requests = [request for request in self._sink_requests if not request.completed]
 
     def _fail(self, reason: str) -> None:
-        """The session cannot go on; what UCX still holds of it dies with the worker in `close()`."""
-        self._failure = reason
-        for handle in (*self._sends.values(), *self._expected.values(), *self._receives):
-            handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {reason}"))
+        """Fail the session. UCX keeps its part of the pending operations until `close()` destroys the worker."""
+        self._fail_pending(self._pending, reason)
         self._expected.clear()
 
     def _death_of_endpoint(self) -> str:
