@@ -13,7 +13,7 @@ from fuzz.target import Target, require
 from fuzz.trees import BYTE_SHARE, changed_bytes, changed_tree
 from transfer.errors import ConfigError
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES, TOKEN_BYTES, Answered, Offered
-from transfer.transport.liveness_pipe import PipeAddress
+from transfer.transport.liveness import PipeAddress
 from transfer.transport.peer import ProcessIdentity, can_read_memory_of, field_of, pack_blob, unpack_blob
 
 TOKEN = bytes(range(TOKEN_BYTES))
@@ -114,7 +114,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 TARGET = Target(
     name="handshake",
     about="handshake blobs (msgpack)",
-    modules=("transfer.transport.peer", "transfer.transport.cuda_ipc_blob", "transfer.transport.liveness_pipe"),
+    modules=("transfer.transport.peer", "transfer.transport.cuda_ipc_blob", "transfer.transport.liveness"),
     check=check,
     refuses=(ConfigError,),
     mutate=mutate,

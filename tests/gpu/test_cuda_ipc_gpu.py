@@ -110,7 +110,7 @@ def test_a_writer_whose_device_is_broken_is_over_only_when_it_is_gone(places: Pl
 
 def test_a_ring_is_an_allocation_of_its_own() -> None:
     """What a peer maps is the whole allocation: neither another ring nor a tensor may lie in it."""
-    from transfer.transport.cuda_ipc_driver import driver_cuda
+    from transfer.transport.cuda_ipc_driver import process_cuda
 
     num_bytes = 64 * 1024  # torch puts many of these into one allocation
     plain, rings = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0"), []
@@ -119,7 +119,7 @@ def test_a_ring_is_an_allocation_of_its_own() -> None:
         assert not rings[-1].tensor.any()
     later = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
     addresses = [memory.data_ptr() for memory in (plain, rings[0].tensor, rings[1].tensor, later)]
-    allocations = [address - driver_cuda().export(0, address).offset for address in addresses]
+    allocations = [address - process_cuda().export(0, address).offset for address in addresses]
     assert len({*allocations[:3]}) == 3 and allocations[3] not in allocations[1:3]
     freed, view = torch.cuda.memory_reserved(0), rings[1].tensor[8:]
     rings.clear()

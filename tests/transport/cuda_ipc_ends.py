@@ -23,7 +23,7 @@ from tests.transport.host_cuda import HostCuda, remove_files
 from transfer.errors import TransferError
 from transfer.transport.base import ByteRange, DirectMemory
 from transfer.transport.cuda_ipc import CudaIpcTransport, Mode
-from transfer.transport.cuda_ipc_driver import driver_cuda
+from transfer.transport.cuda_ipc_driver import process_cuda
 
 _ANSWER_S = 60.0  # the first use of a GPU and the compiler take seconds
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
@@ -185,7 +185,7 @@ class End:
 
     def count(self) -> dict[str, int]:
         """What a session could leak."""
-        cuda = self._twin or driver_cuda()
+        cuda = self._twin or process_cuda()
         return {"fds": len(os.listdir("/proc/self/fd")), "mapped": cuda.num_mapped}
 
     def break_device(self) -> str:

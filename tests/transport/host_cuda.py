@@ -25,7 +25,7 @@ from torch import Tensor
 from transfer.errors import ConfigError
 from transfer.transport.cuda_ipc import CudaIpcTransport
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
-from transfer.transport.cuda_ipc_driver import CudaError, Exported, Mapped
+from transfer.transport.cuda_ipc_driver import CopyStream, Cuda, CudaError, Exported, Mapped
 from transfer.transport.registered_memory import DeviceBuffer
 
 PREFIX = "kvferry-twin-"
@@ -60,25 +60,25 @@ class _Copy:
         self.target, self.source, self.left = self.target + size, self.source + size, self.left - size
 
 
-class TwinStream:
+class TwinStream(CopyStream):
     def __init__(self, cuda: HostCuda) -> None:
         self._cuda = cuda
         self._copies: deque[_Copy] = deque()
 
     def copy(self, target: int, source: int, num_bytes: int) -> _Copy:
-        self._cuda.check("cuMemcpyAsync")
+        self._cuda.run("cuMemcpyAsync")
         copy = _Copy(target=target, source=source, left=num_bytes)
         self._copies.append(copy)
         return copy
 
     def is_done(self, copy: _Copy) -> bool:
-        self._cuda.check("cuEventQuery")
+        self._cuda.run("cuEventQuery")
         if self._copies:
             self._step()
         return copy.left == 0
 
     def synchronize(self) -> None:
-        self._cuda.check("cuStreamSynchronize")
+        self._cuda.run("cuStreamSynchronize")
         while self._copies:
             self._step()
 
@@ -99,8 +99,8 @@ class _Allocation:
     device: int
 
 
-class HostCuda:
-    """`Cuda` with `num_devices` devices.
+class HostCuda(Cuda):
+    """`Cuda` without a driver.
 
     Args:
         visible: What CUDA_VISIBLE_DEVICES would leave: the real numbers of this process's devices.
@@ -115,15 +115,12 @@ class HostCuda:
         self._lock = threading.Lock()
         self._visible = visible
         self._apart = apart
+        self._num_devices = len(visible)
         self._allocations: list[_Allocation] = []
-        self._mapped: dict[tuple[int, bytes], tuple[Mapped, mmap.mmap]] = {}
-        self._times: dict[tuple[int, bytes], int] = {}
+        self._mapped = {}
+        self._files: dict[int, mmap.mmap] = {}
         self._stem = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}-"
         self._numbers = itertools.count()
-
-    @property
-    def num_mapped(self) -> int:
-        return len(self._mapped)
 
     def allocate(self, device: int, num_bytes: int) -> TwinBuffer:
         name = f"{self._stem}{next(self._numbers)}"
@@ -141,7 +138,8 @@ class HostCuda:
         self._allocations.append(_Allocation(name="", address=address, num_bytes=tensor.numel(), device=0))
         return TwinBuffer(tensor=tensor, address=address)
 
-    def check(self, name: str) -> None:
+    def run(self, name: str) -> None:
+        """Fail as a call of CUDA does if the device is broken."""
         if self.broken is not None:
             raise CudaError(f"{name} failed with {self.broken}")
 
@@ -152,14 +150,11 @@ class HostCuda:
     def uuid_of(self, device: int) -> str:
         return f"{self._visible[device]:08x}-0000-4000-8000-000000000000"
 
-    def device_with(self, uuid: str) -> int | None:
-        return next((device for device in range(len(self._visible)) if self.uuid_of(device) == uuid), None)
-
     def can_access(self, device: int, peer: int) -> bool:
         return frozenset((self._visible[device], self._visible[peer])) not in self._apart
 
     def enable_access(self, device: int, peer: int) -> None:
-        self.check("cuCtxEnablePeerAccess")
+        self.run("cuCtxEnablePeerAccess")
 
     def export(self, device: int, address: int) -> Exported:
         found = self._find(address)
@@ -167,39 +162,28 @@ class HostCuda:
             raise ConfigError("the ring's memory cannot be shared over CUDA IPC")
         return Exported(handle=found.name.encode().ljust(HANDLE_BYTES, b"\0"), offset=address - found.address)
 
-    def open(self, device: int, handle: bytes) -> Mapped:
-        self.check("cuIpcOpenMemHandle")
-        with self._lock:
-            return self._open(device, handle)
+    def _map(self, device: int, handle: bytes) -> Mapped:
+        self.run("cuIpcOpenMemHandle")
+        name = handle.rstrip(b"\0").decode()
+        if name.startswith(self._stem) or not Path(f"/dev/shm/{name}").is_file() or not name.startswith(PREFIX):
+            raise CudaError("cuIpcOpenMemHandle failed with CUDA_ERROR_INVALID_VALUE")
+        with open(f"/dev/shm/{name}", "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._files[address] = memory
+        return Mapped(device=device, handle=handle, address=address, num_bytes=len(memory))
 
-    def _open(self, device: int, handle: bytes) -> Mapped:
-        if (device, handle) not in self._mapped:
-            name = handle.rstrip(b"\0").decode()
-            if name.startswith(self._stem) or not Path(f"/dev/shm/{name}").is_file() or not name.startswith(PREFIX):
-                raise CudaError("cuIpcOpenMemHandle failed with CUDA_ERROR_INVALID_VALUE")
-            with open(f"/dev/shm/{name}", "r+b") as file:
-                memory = mmap.mmap(file.fileno(), 0)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            self._mapped[device, handle] = (Mapped(device=device, handle=handle, address=address, num_bytes=len(memory)), memory)
-        self._times[device, handle] = self._times.get((device, handle), 0) + 1
-        return self._mapped[device, handle][0]
-
-    def close(self, mapped: Mapped) -> None:
-        self.check("cuIpcCloseMemHandle")
-        key = (mapped.device, mapped.handle)
-        with self._lock:
-            self._times[key] -= 1
-            if self._times[key] == 0:
-                _, memory = self._mapped.pop(key)
-                memory.close()
+    def _unmap(self, mapped: Mapped) -> None:
+        self.run("cuIpcCloseMemHandle")
+        self._files.pop(mapped.address).close()
 
     def open_stream(self, device: int) -> TwinStream:
-        self.check("cuStreamCreate")
+        self.run("cuStreamCreate")
         return TwinStream(self)
 
     def synchronize(self, device: int) -> None:
         self.idle.wait()
-        self.check("cuCtxSynchronize")
+        self.run("cuCtxSynchronize")
 
     def _find(self, address: int) -> _Allocation | None:
         return next((one for one in self._allocations if one.address <= address < one.address + one.num_bytes), None)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer.errors import ConfigError, PeerUnreachable
-from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe, PipeAddress
+from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress
 
 
 def test_both_ends_in_one_process(tmp_path: Path) -> None:

@@ -1,29 +1,28 @@
 """The data plane's interface: bytes only, nothing of KV.
 
-One `Session` joins one writer (a prefill rank) to one target (a decode rank). A transport is either *one-sided* (a write
-lands without the target's help) or *two-sided* (a write lands only in a receive that the target has posted with the same
-key, so even a wrong writer cannot land early). Everything here is driven by one owner thread and never blocks: an
-operation returns a handle, `Session.progress()` moves the session forward, `poll()` of a handle says what came of it.
+One `Session` joins a writer (a prefill rank) and a target (a decode rank). In a *one-sided* transport, a write lands without the
+target's help. In a *two-sided* transport, a write lands only in a receive that the target has posted under the same key, so
+even a wrong writer cannot land early. One owner thread drives a session, and nothing blocks: an operation returns a handle,
+`Session.progress()` moves the session forward, and the handle's `poll()` returns the result.
 
-What completion means: the source may be reused, or the receive is settled. It is **not** proof of integrity and says nothing
-of the peer process: a lane without peer-failure detection can settle a receive without an error although the sender died
-in the middle (seen with UCX shared memory and a SIGKILLed sender), and a write may be done before its bytes are visible. So
-a receiver believes bytes only with the writer's `ChunkReady` and a digest that agrees. What a transport does promise: a receive
-touches no byte outside its range, none before it is expected, none after it was declined, and none after `close()`; a message
-of another length than expected fails its receive (the range's bytes are then undefined, the others untouched).
+Completion. A completed write says that the source may be reused. A completed receive says that it has settled. Neither proves
+integrity or that the peer lives. A lane without peer-failure detection can settle a receive without an error although the sender
+died in the middle (seen with UCX shared memory and a SIGKILLed sender), and a write can complete before its bytes are visible. So
+a receiver accepts bytes only with the writer's `ChunkReady` and an equal digest. A transport does promise that a receive
+touches no byte outside its range, none before it is expected, none after it was declined, and none after `close()`. A message
+of an unexpected length fails its receive; the bytes of that range are then undefined.
 
-A peer that is gone may or may not be noticed by the data plane. Where it is noticed, every pending handle raises `WriteFailed`
-and so does every later one; where it is not, handles stay pending until the owner closes the session: deadlines and heartbeats
-are the owner's.
+A lost peer. If the data plane detects it, every pending handle and every later one raise `WriteFailed`. If not, handles stay
+pending until the owner closes the session. Deadlines and heartbeats belong to the owner.
 
-Proof of death: when `Session.close()` has returned, no byte of that peer can land in any memory of this process any more,
-and every unfinished handle of the session raises `TransportClosed`. The ring relies on exactly that to end a quarantine. Where
-the target cannot take the writer's access away, `Session.is_over` says later than `close()` that it has ended.
-It holds for what lands *here*: the peer may still read a source range until its own side is closed, so a writer that closes and
-reuses its source can spoil a transfer's bytes (the digest notices), never another transfer's memory.
+Proof of death. When `Session.close()` has returned, no byte of that peer can land in any memory of this process any more, and
+every unfinished handle of the session raises `TransportClosed`. The ring relies on exactly that to end a quarantine. If the
+target cannot take the writer's access away, `Session.is_over` reports its end after `close()`. The proof covers bytes that land
+*here*. The peer can still read a source range until its own side is closed. So a writer that closes and reuses its source can
+damage the bytes of a transfer, which the digest detects, but never another transfer's memory.
 
-Bytes also travel from the target to the writer on two-sided transports (the link probe's ping-pong needs it): either end may
-`expect` in its own memory and `write` to the other; keys of the two directions are independent of each other.
+On two-sided transports bytes also travel from the target to the writer, which the link probe needs: either end can `expect` in
+its own memory and `write` to the other. The keys of the two directions are independent.
 """
 
 from __future__ import annotations
@@ -34,21 +33,17 @@ from typing import Any, Protocol
 from transfer.errors import ConfigError, LocalProtocolError
 
 MAX_KEY = 2**62 - 1
-"""The largest key that every transport can carry (UCX tags have 64 bits, two of them say what the message is)."""
+"""The largest key that every transport can carry: a UCX tag has 64 bits, and two of them are the kind of message."""
 
 REGION_ALIGNMENT_BYTES = 4096
-"""Of registered memory and of each staging slot: a page of host memory, what registration and zero-copy sends work in."""
+"""Alignment of registered memory and of staging slots: a page of host memory, the unit of registration and zero-copy sends."""
 
 FIRST_PROBE_KEY = 2**61
 """Keys from here to `MAX_KEY` belong to the link probe; grants use keys below."""
 
 
 def check_key(key: int) -> None:
-    """Refuse a key that no transport can carry.
-
-    Raises:
-        LocalProtocolError: `key` is not in [0, 2**62).
-    """
+    """Raise LocalProtocolError if `key` is not in [0, 2**62)."""
     if not 0 <= key <= MAX_KEY:
         raise LocalProtocolError(f"key {key} is out of range; keys are in [0, 2**62)")
 
@@ -81,7 +76,7 @@ class DirectMemory(Protocol):
 
     @property
     def device_index(self) -> int:
-        """The device whose kernels may use the address; not the one that the memory lies on."""
+        """The device whose kernels may use the address, not the one that the memory lies on."""
         ...
 
     def data_ptr(self) -> int: ...
@@ -95,7 +90,7 @@ class WriteHandle(Protocol):
     """A write, or a decline, on its way."""
 
     def poll(self) -> bool:
-        """True when the source bytes may be reused, False while pending.
+        """Return whether the source bytes may be reused.
 
         Raises:
             WriteFailed: The transport reported an error.
@@ -108,17 +103,12 @@ class ReceiveHandle(Protocol):
     """A posted receive of a two-sided transport."""
 
     def poll(self) -> bool:
-        """True when it is settled (filled or declined), False while pending.
-
-        Raises:
-            WriteFailed: The transport reported an error.
-            TransportClosed: The session was closed first.
-        """
+        """Return whether it is settled: filled or declined. Raises as `WriteHandle.poll`."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that arrived; 0 when the writer declined. Meaningful once `poll()` returned True."""
+        """Bytes that arrived; 0 if the writer declined. Valid once `poll()` returned True."""
         ...
 
 
@@ -132,17 +122,15 @@ class Session(Protocol):
 
     @property
     def obstacle(self) -> str:
-        """Why two processes of one machine go over the network, at the target's end. Empty: they do not, or are told to."""
+        """At the target's end: why two processes of one machine go over the network. Empty if they do not, or are set to."""
         ...
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> WriteHandle:
         """Start one bulk write into the memory that the target offered.
 
         Args:
-            source: Registered memory of this process.
-            source_range: What to send; as long as `target_range`.
-            target_range: Where it goes in the target's memory.
-            key: Names the write; a two-sided target expects the same key. Unique in the session, in [0, 2**62).
+            source_range: As long as `target_range`.
+            key: Unique in the session, in [0, 2**62). A two-sided target expects the same key.
 
         Raises:
             LocalProtocolError: A range leaves its memory, the two differ in length, the key is out of range or pending already,
@@ -153,7 +141,7 @@ class Session(Protocol):
     def decline(self, key: int) -> WriteHandle:
         """Tell a two-sided target that nothing will come for `key`; its receive settles with 0 bytes, its memory untouched.
 
-        On a one-sided transport there is nobody to tell: the handle is done at once.
+        On a one-sided transport the handle is settled at once.
         """
         ...
 
@@ -167,9 +155,9 @@ class Session(Protocol):
         ...
 
     def direct(self, target_range: ByteRange) -> DirectMemory | None:
-        """Where kernels of this process may store so that the bytes lie in the target's memory at once; None: not possible here.
+        """Return the place where kernels of this process may store into the target's memory; None if they cannot.
 
-        Such bytes need no `write()`. They are there once the kernel is done; the mapping is valid until `close()`.
+        Such bytes need no `write()`. They are there when the kernel has ended. The mapping is valid until `close()`.
 
         Raises:
             LocalProtocolError: The range leaves the memory that the target offered.
@@ -177,14 +165,14 @@ class Session(Protocol):
         ...
 
     def fileno(self) -> int | None:
-        """A descriptor that becomes readable when there is something to progress, if `arm()` returned True.
+        """Return a descriptor that becomes readable when there is something to progress, if `arm()` returned True.
 
-        None: the session has no descriptor (or is closed), call `progress()` while something is pending.
+        None means that the session has no descriptor, or is closed: call `progress()` while something is pending.
         """
         ...
 
     def progress(self) -> bool:
-        """Move everything forward without blocking; True when something moved (call again). False on a closed session."""
+        """Move everything forward without blocking. Return whether something moved: call again. False on a closed session."""
         ...
 
     def arm(self) -> bool:
@@ -192,15 +180,15 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """End the session; see "proof of death" above. May be called twice. May take tens of milliseconds."""
+        """End the session; see "Proof of death" above. May be called twice. May take tens of milliseconds."""
         ...
 
     @property
     def is_over(self) -> bool:
         """After `close()`: whether it is proven that nothing of the peer can land here any more.
 
-        True as soon as `close()` has returned, except where only the writer can end its own access (a mapping of this device's
-        memory in another process): then True once it has said so, or its process is gone. Cheap, to be asked now and then.
+        It is True as soon as `close()` has returned, except where only the writer can end its access (a mapping of this device's
+        memory in another process). Then it is True once the writer has said so, or its process is gone. Cheap to call often.
         """
         ...
 
@@ -219,11 +207,12 @@ class Offer(Protocol):
         Raises:
             PeerUnreachable: The target cannot be reached over this transport.
             ConfigError: The answer is of another transport or version.
+            TransportClosed: The offer was completed or closed before.
         """
         ...
 
     def close(self) -> None:
-        """Give up a session that was not completed; nothing after `complete()`. May be called twice."""
+        """Drop a session that was not completed; nothing after `complete()`. May be called twice."""
         ...
 
 
@@ -244,7 +233,7 @@ class Transport(Protocol):
         """Forget a memory.
 
         Raises:
-            LocalProtocolError: It is not registered here, or an open session offers or still uses it.
+            LocalProtocolError: It is not registered here, or a session offers or still uses it.
         """
         ...
 
@@ -253,7 +242,7 @@ class Transport(Protocol):
         ...
 
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[Session, bytes]:
-        """Open a session as the target, offering `memory`; returns the session and the answer for the writer.
+        """Open a session as the target, offering `memory`. Return the session and the answer for the writer.
 
         Raises:
             PeerUnreachable: The writer cannot be reached over this transport.

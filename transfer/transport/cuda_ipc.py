@@ -5,7 +5,7 @@ The target exports its ring once per session; the writer maps it for its own dev
 (`Session.direct`), and reads, moves and digests every byte exactly once.
 
 The target cannot take a mapping back. So `close()` of the target is not the end: `Session.is_over` becomes True when the writer
-has said that its mapping is closed, or when its process is gone (`liveness_pipe`). A frozen writer keeps the quarantine up. Until
+has said that its mapping is closed, or when its process is gone (`liveness`). A frozen writer keeps the quarantine up. Until
 then the memory stays registered and alive here.
 
 What a mapping holds is the whole allocation that the ring lies in: CUDA shares nothing smaller. So a `StagingBuffer` is an
@@ -27,9 +27,9 @@ from typing import Any, Literal
 from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
 from transfer.transport.base import LocalMemory
 from transfer.transport.cuda_ipc_blob import NAME, TOKEN_BYTES, Answered, Offered
-from transfer.transport.cuda_ipc_driver import Cuda, CudaError, driver_cuda
+from transfer.transport.cuda_ipc_driver import Cuda, CudaError, process_cuda
 from transfer.transport.cuda_ipc_session import TargetMemory, TargetSession, WriterDevice, WriterSession
-from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe
+from transfer.transport.liveness import LivenessPipe, PeerPipe
 from transfer.transport.registered_memory import DeviceBuffer, memory_of
 from transfer.transport.sessions import PeerTransport
 from transfer.transport.waiting_thread import WaitingThread
@@ -86,7 +86,7 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
         if mode not in ("fused", "copy"):
             raise ConfigError(f"mode {mode!r} of transport cuda_ipc is unknown; use fused or copy")
         super().__init__(NAME)
-        self._cuda: Cuda = driver_cuda() if cuda is None else cuda
+        self._cuda: Cuda = process_cuda() if cuda is None else cuda
         self._is_fused = mode == "fused"
         self._lane = f"{NAME}/{mode}"
         self._device = device_index

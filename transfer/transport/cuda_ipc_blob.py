@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer.errors import ConfigError
-from transfer.transport.liveness_pipe import PipeAddress
+from transfer.transport.liveness import PipeAddress
 from transfer.transport.peer import field_of, pack_blob, unpack_blob
 
 NAME = "cuda_ipc"

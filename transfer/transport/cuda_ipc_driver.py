@@ -1,8 +1,7 @@
-"""What the CUDA IPC transport asks of CUDA, and CUDA's driver API behind it: the one file that calls cuda-bindings.
+"""The part of CUDA's driver API that the CUDA IPC transport uses: the only file that calls cuda-bindings.
 
-The driver API and not the runtime's: here a device's primary context is made current for the length of a call, and what was
-current before comes back, whatever it was. With the runtime a thread that had no device yet would get one, and a context on it
-(hundreds of MiB), by the mere attempt to put things back.
+It uses the driver API, not the runtime API. Each call makes a device's primary context current, and restores the previous one. In
+the runtime API, restoring would give a thread that had no device one, with a context of hundreds of MiB on it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import importlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from transfer.errors import ConfigError, TransportError
@@ -43,77 +42,10 @@ class Mapped:
     num_bytes: int
 
 
-class CopyStream(Protocol):
-    """Copies of one session, one after the other, in order."""
+class CopyStream:
+    """Copies of one session, one after the other. Events are used again."""
 
-    def copy(self, target: int, source: int, num_bytes: int) -> Any:
-        """Queue a copy between two device addresses; returns what `is_done` takes."""
-        ...
-
-    def is_done(self, copy: Any) -> bool:
-        """Whether the copy has ended; ask for each one until it has, the oldest first."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until everything that was queued has ended."""
-        ...
-
-    def close(self) -> None:
-        """After `synchronize()`."""
-        ...
-
-
-class Cuda(Protocol):
-    """The part of CUDA that is used, by any thread. Devices are numbered as this process sees them.
-
-    Everything may raise `CudaError`.
-    """
-
-    def device_of(self, address: int) -> int | None:
-        """The device on which an address lies; None: it is no device memory."""
-        ...
-
-    def uuid_of(self, device: int) -> str: ...
-
-    def device_with(self, uuid: str) -> int | None:
-        """None: this process does not see it (CUDA_VISIBLE_DEVICES)."""
-        ...
-
-    def can_access(self, device: int, peer: int) -> bool:
-        """Whether kernels of `device` can use memory of `peer`, which may be the same one."""
-        ...
-
-    def enable_access(self, device: int, peer: int) -> None:
-        """Let kernels of `device` use memory of `peer` in this process. May be called twice."""
-        ...
-
-    def export(self, device: int, address: int) -> Exported:
-        """Name memory of a device to other processes.
-
-        Raises:
-            ConfigError: It was allocated in a way that cannot be shared so.
-        """
-        ...
-
-    def open(self, device: int, handle: bytes) -> Mapped:
-        """Map a peer's allocation for kernels and copies of `device`; opened once, however often it is asked for."""
-        ...
-
-    def close(self, mapped: Mapped) -> None:
-        """Undo one `open`; the mapping goes with the last."""
-        ...
-
-    def open_stream(self, device: int) -> CopyStream: ...
-
-    def synchronize(self, device: int) -> None:
-        """Block until everything that this process had queued on the device has ended."""
-        ...
-
-
-class _DriverStream:
-    """A stream and its events, which are used again."""
-
-    def __init__(self, cuda: DriverCuda, device: int) -> None:
+    def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda = cuda
         self._device = device
         with cuda.on(device):
@@ -122,6 +54,7 @@ class _DriverStream:
         self._events: list[Any] = []
 
     def copy(self, target: int, source: int, num_bytes: int) -> Any:
+        """Queue a copy between two device addresses. Return the argument of `is_done`."""
         with self._cuda.on(self._device):
             event = self._idle_events.pop() if self._idle_events else self._new_event()
             self._cuda.call("cuMemcpyAsync", target, source, num_bytes, self._stream)
@@ -129,7 +62,8 @@ class _DriverStream:
         return event
 
     def is_done(self, copy: Any) -> bool:
-        (status,) = self._cuda.driver.cuEventQuery(copy)  # asks for no current context, as few calls do; this one is polled
+        """Return whether the copy has ended. Ask for each copy until it has, the oldest first."""
+        (status,) = self._cuda.driver.cuEventQuery(copy)  # needs no current context, unlike most calls
         if status == self._cuda.driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
         self._cuda.check("cuEventQuery", status)
@@ -137,10 +71,12 @@ class _DriverStream:
         return True
 
     def synchronize(self) -> None:
+        """Wait until all queued copies have ended."""
         with self._cuda.on(self._device):
             self._cuda.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
+        """Free the stream, after `synchronize()`."""
         with self._cuda.on(self._device):
             for event in self._events:
                 self._cuda.call("cuEventDestroy", event)
@@ -153,8 +89,11 @@ class _DriverStream:
         return event
 
 
-class DriverCuda:
-    """CUDA's driver API. One for the process (`driver_cuda()`), because mappings are per process; may be used by any thread.
+class Cuda:
+    """CUDA's driver API. Any thread may use it. Every method can raise `CudaError`.
+
+    `process_cuda()` returns the one instance of the process, because mappings belong to a process. Devices are numbered as this
+    process sees them.
 
     Raises:
         ConfigError: cuda-bindings or a device is missing.
@@ -212,6 +151,7 @@ class DriverCuda:
             self.call("cuCtxPopCurrent")
 
     def device_of(self, address: int) -> int | None:
+        """Return the device on which an address lies; None if it is no device memory."""
         attributes = self.driver.CUpointer_attribute
         status, kind = self.driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
         if status != self.driver.CUresult.CUDA_SUCCESS or int(kind) != int(self.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
@@ -228,12 +168,15 @@ class DriverCuda:
         return str(UUID(bytes=bytes(self.call(name, self._device(device)).bytes)))
 
     def device_with(self, uuid: str) -> int | None:
+        """Return the device with a UUID; None if this process does not see it (CUDA_VISIBLE_DEVICES)."""
         return next((device for device in range(self._num_devices) if self.uuid_of(device) == uuid), None)
 
     def can_access(self, device: int, peer: int) -> bool:
+        """Return whether kernels of `device` can use memory of `peer`, which may be the same one."""
         return device == peer or bool(self.call("cuDeviceCanAccessPeer", self._device(device), self._device(peer)))
 
     def enable_access(self, device: int, peer: int) -> None:
+        """Let kernels of `device` use memory of `peer` in this process. May be called twice."""
         if device == peer:
             return
         with self.on(device):
@@ -242,6 +185,11 @@ class DriverCuda:
             self.check("cuCtxEnablePeerAccess", status)
 
     def export(self, device: int, address: int) -> Exported:
+        """Name memory of a device to other processes.
+
+        Raises:
+            ConfigError: It was allocated in a way that cannot be shared.
+        """
         attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         if not self.call("cuPointerGetAttribute", attribute, address):
             raise ConfigError(
@@ -255,32 +203,34 @@ class DriverCuda:
         return Exported(handle=ctypes.string_at(handle.getPtr(), HANDLE_BYTES), offset=address - int(base))
 
     def open(self, device: int, handle: bytes) -> Mapped:
+        """Map a peer's allocation for kernels and copies of `device`. All callers share one mapping."""
         with self._lock:
             mapped, times = self._mapped.get((device, handle), (None, 0))
             if mapped is None:
-                mapped = self._open(device, handle)
+                mapped = self._map(device, handle)
             self._mapped[device, handle] = (mapped, times + 1)
             return mapped
 
     def close(self, mapped: Mapped) -> None:
+        """Undo one `open`; the mapping ends with the last."""
         with self._lock:
             _, times = self._mapped.pop((mapped.device, mapped.handle))
             if times > 1:
                 self._mapped[mapped.device, mapped.handle] = (mapped, times - 1)
                 return
-        # Without the lock: it may wait for the device, and others attach meanwhile. CUDA counts too, so an `open` of the same
-        # handle that comes in between gets a mapping that this does not take away.
-        with self.on(mapped.device):
-            self.call("cuIpcCloseMemHandle", mapped.address)
+        # Without the lock, because it can wait for the device while others attach. CUDA counts, too, so an `open` of the same
+        # handle in between gets a mapping that this call does not end.
+        self._unmap(mapped)
 
     def open_stream(self, device: int) -> CopyStream:
-        return _DriverStream(self, device)
+        return CopyStream(self, device)
 
     def synchronize(self, device: int) -> None:
+        """Wait until all work that this process queued on the device has ended."""
         with self.on(device):
             self.call("cuCtxSynchronize")
 
-    def _open(self, device: int, handle: bytes) -> Mapped:
+    def _map(self, device: int, handle: bytes) -> Mapped:
         native = self.driver.CUipcMemHandle()
         # By address: the field that holds the bytes has no name in every cuda-bindings (none in 13.5).
         ctypes.memmove(native.getPtr(), handle, HANDLE_BYTES)
@@ -289,6 +239,10 @@ class DriverCuda:
             address = int(self.call("cuIpcOpenMemHandle", native, flag.value))
             base, num_bytes = self.call("cuMemGetAddressRange", address)
         return Mapped(device=device, handle=handle, address=int(base), num_bytes=int(num_bytes))
+
+    def _unmap(self, mapped: Mapped) -> None:
+        with self.on(mapped.device):
+            self.call("cuIpcCloseMemHandle", mapped.address)
 
     def _device(self, device: int) -> Any:
         return self.call("cuDeviceGet", device)
@@ -312,10 +266,6 @@ def _in_a_line(error: Exception) -> str:
 
 
 @functools.cache
-def driver_cuda() -> DriverCuda:
-    """The process's CUDA.
-
-    Raises:
-        ConfigError: cuda-bindings or a device is missing.
-    """
-    return DriverCuda()
+def process_cuda() -> Cuda:
+    """Return the CUDA of this process; raises as `Cuda`."""
+    return Cuda()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from transfer.errors import LocalProtocolError
 from transfer.transport.base import ByteRange, LocalMemory
 from transfer.transport.cuda_ipc_driver import CopyStream, Cuda, CudaError, Mapped
-from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe
+from transfer.transport.liveness import LivenessPipe, PeerPipe
 from transfer.transport.registered_memory import DeviceBuffer, DeviceSlice
 from transfer.transport.sessions import Operation, PeerSession, PeerTransport
 from transfer.transport.waiting_thread import WaitingThread

@@ -1,11 +1,14 @@
-"""Drives sessions from an asyncio loop: sleeps on their descriptors, wakes who waits for a handle.
+"""Drive sessions from an asyncio loop: sleep on their descriptors, and call back when a handle settles.
 
-The loop is the sessions' one owner. Nothing is polled while a session's descriptor is armed, so an idle session costs nothing.
+The loop is the only owner of the sessions. Nothing is polled while a session's descriptor is armed, so an idle session costs
+nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +16,6 @@ from typing import TypeVar
 
 from transfer.errors import LocalProtocolError, TransferError, TransportClosed, TransportTimeout
 from transfer.transport.base import ReceiveHandle, Session, WriteHandle
-from transfer.transport.fine_timer import FineTimer
 
 Handle = WriteHandle | ReceiveHandle
 _Handle = TypeVar("_Handle", WriteHandle, ReceiveHandle)
@@ -21,12 +23,58 @@ Callback = Callable[[_Handle, TransferError | None], None]
 
 _MAX_ROUNDS = 16  # of one session before the loop serves others
 _MAX_TURN_S = 0.001  # and the time for them
-# Looks at a session without a descriptor on which somebody waits: each turn of the loop at first, which small writes need, then
-# after a share of the time that it has waited already, so that no write takes longer by more than that share.
+# A session without a descriptor that has pending handles is looked at in each turn of the loop at first, which small writes need.
+# Later the pause is a share of the time that it has waited already, so that no write takes longer by more than that share.
 _EAGER_S = 50e-6
 _LOOK_SHARE = 1 / 40
 _MIN_PAUSE_S = 20e-6
 _MAX_PAUSE_S = 0.01
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Setting(ctypes.Structure):
+    _fields_ = (("interval", _Timespec), ("first", _Timespec))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _FineTimer:
+    """A one-shot timer of a loop, exact to tens of microseconds; `call_later` rounds up to epoll's whole milliseconds.
+
+    Source: timerfd_create(2); Python has it from 3.13 on.
+
+    Raises:
+        OSError: Out of descriptors.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self._fd = int(_libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._loop = loop
+        self._callback = callback
+        loop.add_reader(self._fd, self._fire)
+
+    def start(self, delay_s: float) -> None:
+        """Fire once, at least a nanosecond from now. A timer that was started before does not fire any more."""
+        seconds, nanoseconds = divmod(max(int(delay_s * 1e9), 1), 10**9)
+        setting = _Setting(first=_Timespec(seconds, nanoseconds))
+        _libc.timerfd_settime(self._fd, 0, ctypes.byref(setting), None)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+
+    def _fire(self) -> None:
+        try:
+            os.read(self._fd, 8)
+        except BlockingIOError:
+            return  # started again since the loop saw it
+        self._callback()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,30 +86,29 @@ class Watch:
     is_cancelled: bool = False
 
     def cancel(self) -> None:
-        """Forget the callback; it will not be called any more."""
         self.is_cancelled = True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Driven:
-    """A session, its descriptor as registered with the loop, and who waits for it."""
+    """A session, its descriptor as registered with the loop, and the callbacks that wait for it."""
 
     session: Session
     fd: int | None
     watches: list[Watch] = field(default_factory=list)
     is_scheduled: bool = False
-    timer: FineTimer | None = None  # of a session without a descriptor
+    timer: _FineTimer | None = None  # of a session without a descriptor
     waiting_since: float | None = None
 
 
 class SessionDriver:
-    """Moves sessions forward and settles who waits for them.
+    """Move sessions forward, and call the callbacks of their handles.
 
     Args:
         loop: The loop that owns the sessions; every method is called from it.
-        spin_s: For how long a session with pending handles is looked at again before the loop sleeps on its descriptor. 0 by
-            default: it takes the core from others. Where every rank has a core of its own, 50 us pay: 4 KiB and an answer
-            took 220 us without and 95 us with it (bench_link, two cores, two processes); 20 us gained nothing.
+        spin_s: Time for which a session with pending handles is polled before the loop sleeps on its descriptor. By default 0,
+            because polling takes the core from others. If every rank has a core of its own, 50 us help: 4 KiB and an answer took
+            220 us without and 95 us with it (bench_link, two cores, two processes). 20 us gained nothing.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, spin_s: float = 0.0) -> None:
@@ -80,8 +127,8 @@ class SessionDriver:
         driven = _Driven(session=session, fd=session.fileno())
         self._driven[id(session)] = driven
         if driven.fd is not None:
-            # A number that the loop knows already is of a session that was closed before it was removed; the loop would take
-            # the new descriptor for the old one and never wake.
+            # If the loop knows the number already, its session was closed before it was removed. The loop would mistake the new
+            # descriptor for the old one, and never wake up.
             for other in self._driven.values():
                 if other is not driven and other.fd == driven.fd:
                     other.fd = None
@@ -91,13 +138,13 @@ class SessionDriver:
 
     @property
     def num_watches(self) -> int:
-        """Handles that somebody waits for: writes, receives and declines that are not settled."""
+        """Number of pending writes, receives and declines with a callback."""
         return sum(len(driven.watches) for driven in self._driven.values())
 
     def remove(self, session: Session) -> None:
-        """Stop driving a session; everyone who still waits gets its error, or `TransportClosed`. Unknown sessions are ignored.
+        """Stop driving a session, before or after its `close()`. An unknown session is ignored.
 
-        Call it before `session.close()`, or after: both work.
+        Callbacks that still wait get the session's error, or `TransportClosed`.
         """
         driven = self._driven.pop(id(session), None)
         if driven is None:
@@ -129,13 +176,8 @@ class SessionDriver:
     async def wait(self, session: Session, handle: Handle, *, deadline_s: float) -> None:
         """Wait until `handle` is settled.
 
-        Args:
-            session: The handle's session.
-            handle: A write, decline or receive of that session.
-            deadline_s: Seconds from now.
-
         Raises:
-            TransportTimeout: The deadline passed; the handle stays pending.
+            TransportTimeout: `deadline_s` seconds passed; the handle stays pending.
             TransportError: What the handle's `poll()` raises.
         """
         settled: asyncio.Future[None] = self._loop.create_future()
@@ -183,7 +225,7 @@ class SessionDriver:
         rounds, ends_at = 0, time.perf_counter() + _MAX_TURN_S
         while True:
             moved = session.progress()
-            # Not `or`: callbacks usually start the next operation, which wants progress before the loop sleeps.
+            # Not `or`: callbacks usually start the next operation, which needs progress before the loop sleeps.
             moved |= self._settle(driven)
             if id(session) not in self._driven:
                 return  # removed by a callback
@@ -209,7 +251,7 @@ class SessionDriver:
                 return
 
     def _look_again_later(self, driven: _Driven) -> None:
-        """Without a descriptor: at once at first, then more and more rarely; not at all while nobody waits."""
+        """Schedule the next look at a session without a descriptor: at once at first, then after growing pauses."""
         if not driven.watches:
             driven.waiting_since = None
             return
@@ -223,14 +265,14 @@ class SessionDriver:
         pause_s = min(max(waited_s * _LOOK_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S)
         if driven.timer is None:
             try:
-                driven.timer = FineTimer(self._loop, lambda: self._run_scheduled(driven))
-            except OSError:  # out of descriptors: slower, and who waits is still served
+                driven.timer = _FineTimer(self._loop, lambda: self._run_scheduled(driven))
+            except OSError:  # out of descriptors: the callbacks come later
                 self._loop.call_later(pause_s, self._run_scheduled, driven)
                 return
         driven.timer.start(pause_s)
 
     def _settle(self, driven: _Driven) -> bool:
-        """Call back everyone whose handle is done; True when there was one."""
+        """Call the callbacks of settled handles. Return whether there was one."""
         if not driven.watches:
             return False
         watches, driven.watches = driven.watches, []
@@ -257,5 +299,5 @@ class SessionDriver:
         try:
             watch.callback(watch.handle, error)
         except Exception as failure:
-            # The others must still be called; the loop's handler (the node's) decides what a failing callback means.
+            # The others must still be called. The loop's handler, which is the node's, decides how to react.
             self._loop.call_exception_handler({"message": "callback of a transport handle failed", "exception": failure})

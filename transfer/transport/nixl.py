@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
 from transfer.transport.base import LocalMemory
-from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe, PipeAddress
+from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress
 from transfer.transport.nixl_library import (
     UCX_BACKEND,
     Agent,

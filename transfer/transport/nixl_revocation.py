@@ -3,7 +3,7 @@
 Host memory: each session offers a second mapping of the ring (`SharedAlias`). Closing replaces it by one that nobody may touch,
 so a late write fails with a bad address and the ring's bytes stay. A copy that the kernel had begun by then may still run for its
 few pages: `CopyWatch` says when it cannot any more. The address range stays reserved until the writer has let go or is gone
-(`liveness_pipe`), so that nothing new can be mapped where a late write would land.
+(`liveness`), so that nothing new can be mapped where a late write would land.
 
 Device memory: a mapping in another process cannot be revoked. Only the writer's liveness pipe says when it can write no more.
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transfer.transport.base import LocalMemory
-from transfer.transport.liveness_pipe import PeerPipe
+from transfer.transport.liveness import PeerPipe
 from transfer.transport.registered_memory import DeviceBuffer, HostMemory
 
 _PAGE = mmap.PAGESIZE

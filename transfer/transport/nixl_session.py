@@ -15,7 +15,7 @@ from typing import Any
 
 from transfer.errors import ConfigError, LocalProtocolError, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory
-from transfer.transport.liveness_pipe import LivenessPipe
+from transfer.transport.liveness import LivenessPipe
 from transfer.transport.nixl_library import Agent, address_of, device_of
 from transfer.transport.nixl_revocation import Ending
 from transfer.transport.peer import ReadableProof

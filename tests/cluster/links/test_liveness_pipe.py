@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from transfer.errors import PeerUnreachable
-from transfer.transport.liveness_pipe import LivenessPipe, PeerPipe, PipeAddress
+from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress
 
 ROOT = Path(__file__).resolve().parents[3]
 
 # Prints its line's address; "end" lets go, "fork" leaves a child behind that sleeps, anything else ends it.
 _CHILD = """
 import json, os, sys, time
-from transfer.transport.liveness_pipe import LivenessPipe
+from transfer.transport.liveness import LivenessPipe
 line = LivenessPipe()
 print(json.dumps(line.address.to_wire()), flush=True)
 for command in sys.stdin:
@@ -127,7 +127,7 @@ def test_a_process_of_another_user_is_refused() -> None:
     own = LivenessPipe()
     code = (
         "import os, sys, json\n"
-        "from transfer.transport.liveness_pipe import PipeAddress, PeerPipe\n"
+        "from transfer.transport.liveness import PipeAddress, PeerPipe\n"
         "os.setuid(65534)\n"
         "try: PeerPipe(PipeAddress.from_wire(json.loads(sys.argv[1])))\n"
         "except Exception as error: print(type(error).__name__, error)"

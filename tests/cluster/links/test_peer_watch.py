@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from transfer.errors import PeerUnreachable
-from transfer.transport import peer_watch
-from transfer.transport.peer_watch import PeerWatch, start_time_of
+from transfer.transport import liveness
+from transfer.transport.liveness import PeerWatch, start_time_of
 
 Child = subprocess.Popen[bytes]
 
@@ -78,7 +78,7 @@ def test_a_process_that_runs_and_cannot_be_seen_is_never_called_gone(child: Chil
     start_time = start_time_of(child.pid)
     assert start_time is not None
     before = num_descriptors()
-    monkeypatch.setattr(peer_watch, "start_time_of", lambda pid: None)  # as under hidepid=2
+    monkeypatch.setattr(liveness, "start_time_of", lambda pid: None)  # as under hidepid=2
     with pytest.raises(PeerUnreachable, match=f"/proc/{child.pid}/stat cannot be read"):
         PeerWatch(child.pid, start_time)
     assert num_descriptors() == before
