@@ -13,7 +13,7 @@ from transfer.errors import RemoteProtocolError
 from transfer.layout import DType, KVLayout, Shard
 from transfer.transport.base import ByteRange, DirectMemory
 from transfer.transport.inproc import InprocSession
-from transfer.transport.registered_memory import DeviceSlice
+from transfer.transport.registered_memory import DeviceBuffer
 
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
 
@@ -27,7 +27,7 @@ def fails_after_attach(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ByteRan
         asked.append(target_range)
         if len(asked) > 1:
             return None
-        return DeviceSlice(owner=session, address=0, num_bytes=target_range.num_bytes, device_index=0)
+        return DeviceBuffer(owner=session, address=0, num_bytes=target_range.num_bytes, device_index=0)
 
     monkeypatch.setattr(InprocSession, "direct", direct)
     yield asked
@@ -61,7 +61,7 @@ async def test_a_ring_that_kernels_cannot_gather_into_is_refused_before_there_is
     """Launching the gather would raise, and that ends the rank with all its sessions: by the fault of one peer."""
 
     def direct(session: InprocSession, target_range: ByteRange) -> DirectMemory:
-        return DeviceSlice(owner=session, address=address, num_bytes=target_range.num_bytes, device_index=0)
+        return DeviceBuffer(owner=session, address=address, num_bytes=target_range.num_bytes, device_index=0)
 
     tiers = TwoTiers(LAYOUT, Shard(page_size=16), Shard(page_size=16), is_one_sided=True)
     (sender,) = tiers.senders

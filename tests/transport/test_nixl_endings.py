@@ -20,8 +20,9 @@ from tests.transport.payload import ring_of, rng
 from transfer.errors import LocalProtocolError, TransportClosed
 from transfer.transport import sessions
 from transfer.transport.nixl import NixlTransport
+from transfer.transport.nixl_metadata import Region
 from transfer.transport.nixl_revocation import CopyWatch, SharedAlias
-from transfer.transport.nixl_session import NixlSession, PeerMemory
+from transfer.transport.nixl_session import NixlSession
 from transfer.transport.registered_memory import HostMemory, memory_of
 from transfer.transport.ucx_library import transports_without
 from transfer.transport.waiting_thread import WaitingThread
@@ -153,7 +154,7 @@ def test_the_agent_of_a_writer_outlives_its_copies_on_a_device(monkeypatch: pyte
     quiet, waits, agent, memory = threading.Event(), WaitingThread("copies"), FakeAgent(), memory_of(ring_of(4096))
     on_a_device(monkeypatch, quiet.wait)
     owner: Any = SimpleNamespace(own=lambda memory: memory, is_one_sided=True)
-    peer = PeerMemory(address=1 << 40, num_bytes=4096, device_index=0, is_device=True)
+    peer = Region(address=1 << 40, num_bytes=4096, device_index=0, is_device=True)
     session = NixlSession(owner, waits, cast(Any, agent), "ipc", peer=peer)
     write = session.write(memory, rng(0, 4096), rng(0, 4096), 1)
     session.close()

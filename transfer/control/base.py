@@ -156,7 +156,7 @@ class Waker:
         self._is_running = False
         self._stopped = False
         loop.add_reader(fileno, self._on_readable)
-        self._schedule()  # what came before anyone watched made its edge already
+        self._schedule()  # payloads that arrived before have consumed their edge
 
     def after_send(self) -> None:
         # While a batch runs there is no need to look: it goes on until nothing is there, or schedules the next one.
@@ -178,10 +178,10 @@ class Waker:
 
     def _on_readable(self) -> None:
         if self._scheduled is None:
-            self.take_batch()  # in this turn of the loop: another one would cost every message its time
+            self.take_batch()  # in this turn of the loop; waiting for the next one would delay every message
 
     def take_batch(self) -> None:
-        """Take payloads until the socket is empty or the batch is full. What is left comes in the next turn of the loop."""
+        """Take payloads until the socket is empty or the batch is full. The next turn of the loop takes the rest."""
         self._scheduled = None
         self._is_running = True
         is_empty, ends_s = False, time.monotonic() + WATCH_S
@@ -196,7 +196,7 @@ class Waker:
                     break
         finally:
             self._is_running = False
-            # Also where the callback raised: the payloads behind the one that did have no edge of their own.
+            # Also if the callback raised: the payloads after that one have no edge of their own.
             if not is_empty:
                 self._schedule()
 

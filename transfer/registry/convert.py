@@ -23,8 +23,8 @@ from transfer.ring import MAX_PUBLISHED_RANGES, Grant, Watermark
 MAX_NAMES: Final = 256
 MAX_NAME_CHARS: Final = 256
 MAX_MODEL_FIELD_CHARS: Final = 8192
-"""Bounds of the lists and texts that an instance tells of itself: looked at before anything is copied, and far above every
-model (the longest field is a table of rotary factors, 3,000 characters)."""
+"""Limits of the lists and texts of an instance, which are checked before anything is copied. They are far above every model: the
+longest field is a table of rotary factors with 3,000 characters."""
 
 _MAX_POSITION: Final = 1 << 63
 
@@ -137,7 +137,7 @@ def chunk_plan_from_proto(info: pb.ChunkPlanInfo) -> ChunkPlan:
 
 
 def link_to_proto(link: Link, *, peer_incarnation: int = 0) -> pb.LinkStatus:
-    """`peer_incarnation`: of the node at the other end, where it is not clear from the place."""
+    """Convert a link. `peer_incarnation` is that of the node at the other end, if the context does not define it."""
     return pb.LinkStatus(
         prefill_rank=link.prefill_rank,
         decode_rank=link.decode_rank,
@@ -220,7 +220,7 @@ def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
 
 
 def watermark_to_proto(watermark: Watermark, *, ring_capacity_bytes: int) -> pb.WatermarkAck:
-    """The ack of a watermark: its position as (round, tail), the released ranges."""
+    """Return the ack of a watermark: its position as (round, tail), and the released ranges."""
     position_round, tail = divmod(watermark.position, ring_capacity_bytes)
     return pb.WatermarkAck(
         incarnation=watermark.incarnation,
@@ -261,7 +261,7 @@ def _shard_from_proto(info: pb.ShardInfo) -> Shard:
 
 
 def _check_sizes(info: pb.InstanceInfo) -> None:
-    """Refuse an instance with more lists and texts than one can need: their copies and their way into the log cost memory."""
+    """Raise LayoutError if lists or texts of an instance are too long: copies and log lines of them cost memory."""
     _check_count("protocol_versions", len(info.protocol_versions), MAX_NAMES)
     _check_count("model_fields", len(info.model_fields), MAX_NAMES)
     _check_count("capabilities", len(info.capabilities), MAX_NAMES)
@@ -296,7 +296,7 @@ def _known(kind: type[_Choice], name: str, value: str) -> _Choice:
 
 @contextlib.contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """Whatever the core types refuse in here was the peer's doing."""
+    """Convert errors of the core types: the peer's values caused them."""
     try:
         yield
     except (LayoutError, ConfigError, LocalProtocolError) as error:

@@ -1,4 +1,4 @@
-"""Three missed heartbeats: the rule by which each end of a session, or of a join, declares the other dead. Pure."""
+"""The rule by which each end of a session, or of a join, declares the other dead: three missed heartbeats. Pure."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class HeartbeatWatch:
 
     @property
     def tick_s(self) -> float:
-        """Seconds between the ticks that the owner owes."""
+        """Seconds between the owner's ticks."""
         return self.heartbeat_s / TICKS_PER_HEARTBEAT
 
     def on_heartbeat(self) -> None:
         self._silent_ticks = 0
 
     def tick(self) -> bool:
-        """Count a tick; True when the peer has missed its heartbeats."""
+        """Count a tick. Return whether the peer has missed its heartbeats."""
         self._silent_ticks += 1
         return self._silent_ticks > MISSED_HEARTBEATS * TICKS_PER_HEARTBEAT
 

@@ -51,9 +51,9 @@ class PeerChannel:
         self._lock = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
-        self._found: tuple[grpc.aio.Channel, str] | None = None  # in plain text: to which of a name's addresses a channel goes
-        self._given: tuple[str, float] | None = None  # the host that gRPC is to connect to, and since when (monotonic)
-        self._failed: list[str] = []  # addresses of the name with which gRPC had no success, the latest last
+        self._found: tuple[grpc.aio.Channel, str] | None = None  # in plain text: a channel and the address of the name
+        self._given: tuple[str, float] | None = None  # the host that gRPC must connect to, and since when (monotonic)
+        self._failed: list[str] = []  # addresses of the name to which gRPC could not connect, the latest last
         self._is_closed = False
         self._is_lasting = isinstance(security, PlainText) and is_literal(host_of(address))
         if self._is_lasting:
@@ -102,9 +102,9 @@ class PeerChannel:
         return self._channel
 
     def connect_anew(self) -> None:
-        """Let the next call connect at once: after failed connections gRPC fails calls until its own back-off ends.
+        """Let the next call connect at once. After failed connections, gRPC fails calls until its own back-off ends.
 
-        With TLS `ready()` connects for each call anyway. An open connection stays.
+        With TLS, `ready()` connects for each call anyway. An open connection stays.
         """
         failed = self._channel
         if failed is None or self._is_closed or failed.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
@@ -113,10 +113,10 @@ class PeerChannel:
             self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
             self._retire(failed, after_s=0.0)
         else:
-            self._found = None  # `ready()`, which may be looking the name up just now, makes another one in its place
+            self._found = None  # so that `ready()`, which may be looking the name up, makes a new channel
 
     async def close(self) -> None:
-        """End every call and connection, one that is being made too."""
+        """End every call and connection, also one that is being opened."""
         self._is_closed = True
         for retiring in self._retiring:
             retiring.cancel()
@@ -125,11 +125,11 @@ class PeerChannel:
             await self._channel.close()
 
     async def _find(self, old: grpc.aio.Channel | None) -> grpc.aio.Channel:
-        """A channel in plain text to the first address of the name that takes connections: the old one, if it goes there."""
+        """Return a plain-text channel to the first address that accepts a connection; the old one, if it goes there."""
         self._note_failure(old)
         try:
             with await connected(self.address, last=self._failed) as tried:
-                peer = tried.getpeername()  # of a connection that has been reset since there is none
+                peer = tried.getpeername()  # an error if the connection has been reset
         except OSError as error:
             raise PeerUnreachable(f"{self.address}: {text_of(error)}") from None
         target = address_of(peer)
@@ -142,7 +142,7 @@ class PeerChannel:
         return new
 
     def _note_failure(self, old: grpc.aio.Channel | None) -> None:
-        """That gRPC does not stand connected to where it was sent; it forgets a failure by itself, and may be trying still."""
+        """Record that gRPC is not connected to its address. It forgets failures by itself, and may still be trying."""
         if old is None or self._given is None:
             return
         host, since_s = self._given
@@ -153,7 +153,7 @@ class PeerChannel:
     async def _connect(self, tls: MutualTls, timeout_s: float, limit: asyncio.Timeout) -> grpc.aio.Channel:
         own = tls.files.current()
         greeted = await greet(self.address, own, allowed=tls.peer_names, timeout_s=timeout_s)
-        limit.reschedule(None)  # what follows has a limit of its own, and says more
+        limit.reschedule(None)  # the rest has its own limit, with a better error
         credentials = grpc.ssl_channel_credentials(greeted.authorities, own.key, own.chain)
         channel = grpc.aio.secure_channel(greeted.target, credentials, options=[*CHANNEL_OPTIONS, *_checked_name(greeted)])
         try:

@@ -22,7 +22,7 @@ _CLIENT: Final = frozenset({CallerRole.CLIENT})
 _BOTH: Final = _PEER | _CLIENT
 
 METHOD_ROLES: Final[dict[str, frozenset[CallerRole]]] = {
-    # An operator's; the nodes of the other tier may see how a node is, for the page that shows both tiers.
+    # For operators. Nodes of the other tier may call Status, for the page that shows both tiers.
     "/kvferry.v1.NodeControl/Status": _BOTH,
     "/kvferry.v1.NodeControl/ListRequests": _CLIENT,
     "/kvferry.v1.NodeControl/Abort": _CLIENT,
@@ -30,23 +30,23 @@ METHOD_ROLES: Final[dict[str, frozenset[CallerRole]]] = {
     "/kvferry.v1.NodeControl/Undrain": _CLIENT,
     "/kvferry.v1.NodeControl/SetLogLevel": _CLIENT,
     "/kvferry.v1.NodeControl/SwitchRole": _CLIENT,
-    # A decode node's part; it may also give up a transfer that it asked for.
+    # For decode nodes, which may also abort a transfer that they asked for.
     "/kvferry.v1.PrefillControl/Join": _PEER,
     "/kvferry.v1.PrefillControl/Prefill": _PEER,
     "/kvferry.v1.PrefillControl/PrefillIntoRoom": _PEER,
     "/kvferry.v1.PrefillControl/Abort": _BOTH,
     "/kvferry.v1.PrefillControl/Status": _CLIENT,
     "/kvferry.v1.PrefillControl/Drain": _CLIENT,
-    # Reserve is a prefill node's; the rest is what clients and operators come for.
+    # Reserve is for prefill nodes, the rest for clients and operators.
     "/kvferry.v1.DecodeControl/Generate": _CLIENT,
     "/kvferry.v1.DecodeControl/Reserve": _PEER,
     "/kvferry.v1.DecodeControl/Abort": _CLIENT,
     "/kvferry.v1.DecodeControl/Status": _CLIENT,
     "/kvferry.v1.DecodeControl/Drain": _CLIENT,
-    # Prefill ranks alone.
+    # For prefill ranks only.
     "/kvferry.v1.TransferControl/Attach": _PEER,
     "/kvferry.v1.TransferControl/Watermarks": _PEER,
-    # Whether a node serves is no secret between those who may speak to it; what it offers is for those who explore.
+    # All callers may ask whether a node serves. Reflection is for clients.
     "/grpc.health.v1.Health/Check": _BOTH,
     "/grpc.health.v1.Health/List": _BOTH,
     "/grpc.health.v1.Health/Watch": _BOTH,

@@ -1,6 +1,13 @@
 """The serving side of the registry plane: a gRPC server with health and reflection, and a decode rank's `TransferControl`.
 
 One asyncio loop owns everything here, and every method is called on it.
+
+A session:
+
+    Attach ── on_attach ──► attached ── first heartbeat on Watermarks ──► streaming ──► lost (once, `on_session_lost`)
+                               │                                             │
+                               └── no first heartbeat in time ─────► lost ◄──┴── stream ends, three heartbeats missed, owner
+                               closes it
 """
 
 from __future__ import annotations
@@ -31,10 +38,10 @@ from transfer.registry.status import end_call, end_with
 from transfer.ring import Watermark
 
 ACK_INTERVAL_S: Final = 0.001
-"""Watermarks that go on changing faster than this share an ack."""
+"""Watermarks that change faster than this share an ack."""
 
 ACK_BURST: Final = 16
-"""Acks of one session that are sent at once before later changes share an ack. A writer with few chunks waits for none."""
+"""Acks of one session that are sent at once before changes share an ack, so that a writer with few chunks does not wait."""
 
 
 class RegistryServer:
@@ -51,7 +58,7 @@ class RegistryServer:
 
     @property
     def address(self) -> str:
-        """host:port as bound; a wildcard host stays one, and the owner advertises another."""
+        """host:port as bound. A wildcard host stays a wildcard; the owner advertises another host."""
         return host_port(self.host, self.port)
 
     async def set_serving(self, is_serving: bool, *, absent: str | None = None) -> None:
@@ -173,20 +180,19 @@ class _Session:
 class TransferControlServicer(pb_grpc.TransferControlServicer):
     """A decode rank's sessions with its writers.
 
-    A session begins when `on_attach` has answered, and ends exactly once, with `on_session_lost`: when its stream ends, when
-    the writer misses three heartbeats (its first heartbeat included), or when the owner calls `close_session()` or `close()`.
-    Attaches are handled one at a time, and the sessions are limited: opening one takes memory, files and the loop's time.
+    A session begins when `on_attach` has answered. It ends exactly once, with `on_session_lost`. Attaches are handled one at a
+    time, and the number of sessions is limited, because opening one takes memory, files and the loop's time.
 
     Args:
-        watermark: The ring's state now; later ones come through `publish()`.
-        ring_capacity_bytes: Size of the ring.
+        watermark: The ring's present state; later ones come through `publish()`.
         heartbeat_s: Seconds between heartbeats, in both directions.
-        on_attach: Opens a session for a writer, or raises a `TransferError`; whatever the writer sent, never a
-            `LocalProtocolError`, which goes to the loop's exception handler as any other bug does. Runs to its end even if the
-            caller goes away meanwhile; the session is then reported lost at once.
-        on_session_lost: The session is over, and why.
-        on_link: A writer reports its measured link.
-        max_sessions: Sessions at once; None takes what the process's limit of open files is good for.
+        on_attach: Opens a session for a writer, or raises a `TransferError`. A `LocalProtocolError` is a bug, whatever the
+        writer sent,
+            and goes to the loop's exception handler. Runs to its end even if the caller leaves meanwhile; then the session is
+            reported lost at once.
+        on_session_lost: Called with the session's id and the reason of its end.
+        on_link: Called with a session's id and its writer's measurements of the link.
+        max_sessions: Sessions at once; None takes the maximum for the process's limit of open files.
     """
 
     def __init__(
@@ -200,7 +206,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         on_link: Callable[[int, Link], None] | None = None,
         max_sessions: int | None = None,
     ) -> None:
-        HeartbeatWatch(heartbeat_s)  # refuses what cannot be an interval
+        HeartbeatWatch(heartbeat_s)  # checks the interval
         self.heartbeat_s = heartbeat_s
         self._ring_capacity_bytes = ring_capacity_bytes
         self._on_attach = on_attach
@@ -223,10 +229,10 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         return tuple(self._sessions)
 
     def publish(self, watermark: Watermark, sessions: Collection[int] | None = None) -> None:
-        """Send a newer watermark soon, never blocking; states in between may be skipped.
+        """Send a newer watermark soon, without blocking. Watermarks in between may be skipped.
 
         Args:
-            sessions: To these; to the others with their next heartbeat. None: to every session.
+            sessions: Sessions that get it at once; the others get it with their next heartbeat. None means every session.
 
         Raises:
             LocalProtocolError: It is not newer than the last one, or moves back (R2).
@@ -313,7 +319,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             asyncio.ensure_future(self._send_acks(session, context)),
         )
         try:
-            # Either may hang on a frozen peer; the session's end must not.
+            # Both tasks can hang on a frozen peer; the session's end must not.
             await session.over.wait()
         finally:
             for task in both:
@@ -323,7 +329,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         await end_call(context, grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
 
     async def _open_session(self, attach: AttachRequest, writer: tuple[int, int]) -> AttachResponse:
-        """Open the session in the turn of this attach, and end the turn."""
+        """Open the session during the turn of this attach, and end the turn."""
         try:
             if self._is_closed:
                 raise PeerUnreachable("this rank is closing")
@@ -332,10 +338,10 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
                 raise LocalProtocolError(f"session {response.session_id:#018x} was given out twice")
         except BaseException as error:
             del self._writers[writer]
-            if isinstance(error, OSError):  # no descriptor or memory left: whoever took them, it is no bug of this process
+            if isinstance(error, OSError):  # no descriptor or memory left, which is no bug of this process
                 raise PeerUnreachable(f"this rank cannot open a session now: {error}") from error
             if isinstance(error, LocalProtocolError) or not isinstance(error, TransferError | asyncio.CancelledError):
-                # What a writer sends is refused with the other errors, so this is a bug here, and its owner must hear of it.
+                # Other errors report a writer's mistakes. So this is a bug here, and the owner must learn of it.
                 asyncio.get_running_loop().call_exception_handler({"message": "attach failed", "exception": error})
             raise
         finally:
@@ -385,7 +391,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
 
     async def _send_acks(self, session: _Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         loop = asyncio.get_running_loop()
-        paid_until_s = 0.0  # each ack costs an interval, of which `ACK_BURST` can be owed
+        paid_until_s = 0.0  # each ack costs an interval, and up to `ACK_BURST` intervals can be owed
         try:
             while not session.is_lost:
                 session.changed.clear()
@@ -409,7 +415,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         return self._ack
 
     def _fail(self, session: _Session, error: Exception) -> None:
-        """End a session whose stream broke: by the peer or the network, which gRPC reports in several ways, or by a bug here."""
+        """End a session after an error of its stream, which gRPC reports in several ways, or after a bug here."""
         if not isinstance(error, grpc.RpcError | asyncio.InvalidStateError | grpc.aio.UsageError | grpc.aio.InternalError):
             asyncio.get_running_loop().call_exception_handler({"message": "a session's stream failed", "exception": error})
         self._lose(session, f"the writer's stream broke: {type(error).__name__} {error}".rstrip())

@@ -1,4 +1,4 @@
-"""Errors to gRPC statuses and back: the only place where either becomes the other.
+"""Convert errors to gRPC statuses and back.
 
 `_STATUSES` has the status of each error that a servicer raises, `_ERRORS` the error that the caller's code gets for each status.
 
@@ -45,7 +45,7 @@ from transfer.errors import (
 _Answer = TypeVar("_Answer")
 
 MAX_DETAILS_CHARS: Final = 2000
-"""Longest status text: it travels as one HTTP/2 header, of which peers accept 8 KB in all."""
+"""Longest status text: it is one HTTP/2 header, and peers accept 8 KB of headers in all."""
 
 SPARES_KV: Final = ("kvferry-spares-kv", "1")
 """Key and value; see the module's docstring."""
@@ -55,16 +55,16 @@ ERROR_DOMAIN: Final = "kvferry"
 DETAILS_KEY: Final = "grpc-status-details-bin"
 
 DETAILS_ROOM_BYTES: Final = 2500
-"""Longest text, in bytes, that a status repeats in its google.rpc.Status: both together have to stay below 8 KB of headers."""
+"""Longest text, in bytes, that a status repeats in its google.rpc.Status, so that both stay below 8 KB of headers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """What an error says to programs.
+    """The reason of an error, for programs.
 
     Args:
         word: A constant, in capitals.
-        retry_s: Seconds after which another try can do better, on this node or on another one; None: it cannot.
+        retry_s: Seconds after which another attempt can succeed, on this node or another one; None means that it cannot.
     """
 
     word: str
@@ -116,30 +116,30 @@ _ERRORS: Final[dict[grpc.StatusCode, type[TransferError]]] = {
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
-    """The status that a servicer ends a call with for `error`."""
+    """Return the status with which a servicer ends a call for `error`."""
     return next((code for kind, code, _ in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 def details_of(error: BaseException) -> str:
-    """One line for the caller; of an unexpected exception only its type, for its text may hold what is none of the caller's."""
+    """Return one line for the caller. An unexpected exception gives only its type, because its text can have secrets."""
     if not isinstance(error, TransferError):
         return f"unexpected {type(error).__name__}; see the log of the node"
     return clip_details(str(error))
 
 
 def clip_details(text: str) -> str:
-    """`text` as one line that fits a status."""
+    """Return `text` as one line that fits a status."""
     line = " ".join(text.encode("utf-8", "replace").decode().split())
     return line if len(line) <= MAX_DETAILS_CHARS else line[: MAX_DETAILS_CHARS - 1] + "…"
 
 
 def reason_of(error: BaseException) -> Reason:
-    """What `error` says to programs."""
+    """Return the reason of `error`, for programs."""
     return next((reason for kind, _, reason in _STATUSES if isinstance(error, kind)), OTHER_REASON)
 
 
 def status_details(code: grpc.StatusCode, details: str, reason: Reason) -> bytes | None:
-    """The google.rpc.Status of an error, as bytes; None where its text leaves no room for it."""
+    """Return the google.rpc.Status of an error; None if its text leaves no room for it."""
     if len(details.encode()) > DETAILS_ROOM_BYTES:
         return None
     info, retry = any_pb2.Any(), any_pb2.Any()
@@ -150,7 +150,6 @@ def status_details(code: grpc.StatusCode, details: str, reason: Reason) -> bytes
         delay.FromNanoseconds(round(reason.retry_s * 1e9))
         retry.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         parts.append(retry)
-    # The number of a code; grpc's enum has it as the first of two.
     status = status_pb2.Status(code=code.value[0], message=details, details=parts)
     packed: bytes = status.SerializeToString()
     return packed
@@ -171,7 +170,7 @@ async def end_call(
     *,
     reason: Reason | None = None,
 ) -> NoReturn:
-    """End the call of `context`; never returns. That nobody is there any more to hear it is no error, and so none in the log.
+    """End the call of `context`; never returns. If the caller has left, nothing is logged.
 
     Args:
         reason: For programs; by default the name of the code.
@@ -187,10 +186,7 @@ async def end_call(
 
 @contextlib.contextmanager
 def cancelled_if_gone() -> Iterator[None]:
-    """Turn gRPC's error about a caller that left into the caller's cancellation, which it is.
-
-    gRPC may not have noticed yet that the caller is gone, and would log a failure.
-    """
+    """Convert gRPC's error about a caller that left to a cancellation; gRPC would log a failure."""
     try:
         yield
     except grpc.aio.InternalError as error:
@@ -198,7 +194,7 @@ def cancelled_if_gone() -> Iterator[None]:
 
 
 def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
-    """The error that a failed call to `peer` is for the caller's code; raise it ``from error``."""
+    """Return the error for the caller's code after a failed call to `peer`; raise it ``from error``."""
     code = error.code()
     text = f"{peer}: {clip_details(error.details() or code.name)}"
     spares_kv = SPARES_KV in tuple(error.trailing_metadata() or ())
@@ -210,9 +206,9 @@ def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
 
 
 def tier_error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
-    """As `error_of`, for what one tier asks of the other on a client's behalf.
+    """As `error_of`, for a call from one tier to the other on a client's behalf.
 
-    That the other tier does not let this node call it is no fault of the client's request, which another node may serve.
+    If the other tier does not allow this node to call it, the client's request is not at fault, and another node may serve it.
     """
     if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
         return PeerUnreachable(f"{peer}: {clip_details(error.details() or error.code().name)}")
@@ -220,16 +216,12 @@ def tier_error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
 
 
 def readable(answer: _Answer | None, *, method: str, peer: str = "") -> _Answer:
-    """Return an answer to a call of `method`, if it is one: a client's gRPC gives None for bytes that are no message.
-
-    Args:
-        peer: Peer that answered, for the error message.
+    """Return an answer of `peer` to a call of `method`. A client's gRPC gives None for bytes that are no message.
 
     Raises:
         RemoteProtocolError: Its bytes did not parse.
     """
     if answer is None:
-        raise RemoteProtocolError(
-            f"{peer}: an answer of {method} cannot be read" if peer else f"an answer of {method} cannot be read"
-        )
+        prefix = f"{peer}: " if peer else ""
+        raise RemoteProtocolError(f"{prefix}an answer of {method} cannot be read")
     return answer

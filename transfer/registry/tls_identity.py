@@ -86,7 +86,7 @@ async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], ti
 
 
 def _why_refused(error: ssl.SSLCertVerificationError) -> str:
-    if error.verify_code in _WRONG_HOST:  # its authority is in order; no tls.peer_names were given, so that the host counts
+    if error.verify_code in _WRONG_HOST:  # the authority is trusted; without tls.peer_names, the host must match
         return f"{error.verify_message.rstrip('.')}; give the name that it has to have in tls.peer_names (--peer-name)"
     return f"{error.verify_message} (tls.ca_file)"
 
@@ -110,7 +110,7 @@ def _judged(
         raise PeerUnreachable(f"{address}: {names} answers there, which is not in tls.peer_names (--peer-name) of this side")
     if "://" not in name:
         return Greeted(target=target, name=name, authorities=own.authorities)
-    # gRPC checks no URIs. So it is to accept this very certificate, which was found to be good, and nothing else.
+    # gRPC checks no URIs. So it must accept exactly this certificate, which has been checked.
     checked = dns_name_of(names.dns)
     if checked is None:
         raise PeerUnreachable(f"{address}: the certificate of {names} has no DNS name, which gRPC checks a server by")

@@ -1,18 +1,18 @@
 """Transport over CUDA IPC: between GPUs of one host (NVLink, PCIe), or within one GPU; one-sided.
 
-The target exports its ring once per session; the writer maps it for its own device. From there on a write is a device copy
-(`Session.write`), or, in mode "fused", no write at all: the owner's gather kernel stores straight into the mapped ring
+The target exports its ring once per session, and the writer maps it for its own device. Then a write is a device copy
+(`Session.write`). In mode "fused" no write is needed: the owner's gather kernel stores straight into the mapped ring
 (`Session.direct`), and reads, moves and digests every byte exactly once.
 
-The target cannot take a mapping back. So `close()` of the target is not the end: `Session.is_over` becomes True when the writer
-has said that its mapping is closed, or when its process is gone (`liveness`). A frozen writer keeps the quarantine up. Until
-then the memory stays registered and alive here.
+The target cannot revoke a mapping. So after the target's `close()`, `Session.is_over` becomes True when the writer has said that
+its mapping is closed, or when its process is gone (`liveness`). A frozen writer keeps the quarantine. Until then the memory stays
+registered and alive here.
 
-What a mapping holds is the whole allocation that the ring lies in: CUDA shares nothing smaller. So a `StagingBuffer` is an
-allocation of its own; and the writer checks every range against what was offered.
+A mapping holds the whole allocation that the ring lies in, because CUDA shares nothing smaller. So a `StagingBuffer` is an
+allocation of its own, and the writer checks every range against the offered memory.
 
 Processes may differ in CUDA_VISIBLE_DEVICES: CUDA opens handles of devices that a process does not see (since 10.1; NCCL relies
-on it). Devices are therefore named by their UUIDs.
+on it). So devices are named by their UUIDs.
 """
 
 from __future__ import annotations
@@ -24,49 +24,27 @@ import weakref
 from dataclasses import replace
 from typing import Any, Literal
 
-from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
+from transfer.errors import ConfigError, PeerUnreachable
 from transfer.transport.base import LocalMemory
 from transfer.transport.cuda_ipc_blob import NAME, TOKEN_BYTES, Answered, Offered
 from transfer.transport.cuda_ipc_driver import Cuda, CudaError, process_cuda
 from transfer.transport.cuda_ipc_session import TargetMemory, TargetSession, WriterDevice, WriterSession
-from transfer.transport.liveness import LivenessPipe, PeerPipe
+from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeOffer
 from transfer.transport.registered_memory import DeviceBuffer, memory_of
 from transfer.transport.sessions import PeerTransport
 from transfer.transport.waiting_thread import WaitingThread
 
 Mode = Literal["fused", "copy"]
 
-_CLOSE_WAIT_S = 1.0  # of a transport, for writers to let go, its own and its peers'; it takes milliseconds
+_CLOSE_WAIT_S = 1.0  # for this transport's writers and its peers' writers to let go, which takes milliseconds
 _CLOSE_STEP_S = 0.001
 
 log = logging.getLogger(__name__)
 
-# Targets of this process by the offer that they answered: CUDA opens no handle in the process that made it, and none is needed.
+# Targets of this process by the offer that they answered. CUDA opens no handle in the process that made it, and none is needed.
 _targets: weakref.WeakValueDictionary[bytes, TargetSession] = weakref.WeakValueDictionary()
-# Sessions whose transport was closed before their writer let go. They keep the memory that the writer may still write into.
+# Sessions whose transport was closed before their writer let go. They keep the memory that the writer can still change.
 _left_behind: list[TargetSession] = []
-
-
-class CudaIpcOffer:
-    """The writer's half-open session."""
-
-    def __init__(self, transport: CudaIpcTransport) -> None:
-        self._transport = transport
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._line: LivenessPipe | None = LivenessPipe()
-        self.blob = Offered(line=self._line.address, token=self._token).to_blob()
-
-    def complete(self, answer: bytes) -> WriterSession:
-        if self._line is None:
-            raise TransportClosed("this offer was completed or closed before")
-        session = self._transport.open_writer(Answered.from_blob(answer, token=self._token), self._line)
-        self._line = None
-        return session
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.end()
-            self._line = None
 
 
 class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession]):
@@ -74,8 +52,8 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
 
     Args:
         mode: "fused" lets kernels store into the peer's memory (`Session.direct`); "copy" only copies. Each end may choose.
-        device_index: The device of this process that copies and stores, as this process counts them. By default the one that the
-            first registered memory lies on. All memory must lie on it.
+        device_index: The device of this process that copies and stores; by default that of the first registered memory. All
+            memory must lie on it.
         cuda: By default the process's own.
 
     Raises:
@@ -114,9 +92,14 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
             )
         return self._add(replace(found, device_index=device))
 
-    def offer(self) -> CudaIpcOffer:
+    def offer(self) -> PipeOffer[WriterSession]:
         self._check_open()
-        return CudaIpcOffer(self)
+        line, token = LivenessPipe(), secrets.token_bytes(TOKEN_BYTES)
+
+        def open_writer(answer: bytes, line: LivenessPipe) -> WriterSession:
+            return self._open_writer(Answered.from_blob(answer, token=token), line)
+
+        return PipeOffer(line, Offered(line=line.address, token=token).to_blob(), open_writer)
 
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[TargetSession, bytes]:
         self._check_open()
@@ -145,7 +128,7 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
         return session, answered.to_blob()
 
     def close(self) -> None:
-        """Close every session. Waits up to a second for writers, its own and its peers', to let go; what they hold is kept."""
+        """Close every session. Wait up to a second until all writers have let go. Memory that a writer still holds is kept."""
         self._is_closed = True
         for session in list(self._sessions):
             session.close()
@@ -172,8 +155,8 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
         self._sessions.clear()
         self._memories.clear()
 
-    def open_writer(self, answered: Answered, line: LivenessPipe) -> WriterSession:
-        """Map what the target offered; `line` says to it when that has ended.
+    def _open_writer(self, answered: Answered, line: LivenessPipe) -> WriterSession:
+        """Map the offered memory. `line` tells the target when the mapping has ended.
 
         Raises:
             PeerUnreachable: The two devices, or the two processes, have no way to each other.
@@ -234,6 +217,6 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
         return TargetMemory(address=memory.address, num_bytes=memory.num_bytes, mapped=None, keeps_alive=memory)
 
     def _let_go(self) -> None:
-        """Of what closed sessions kept, where they are over and nobody asked."""
+        """Drop closed sessions that are over, with the memory that they kept."""
         self._sessions = {session for session in list(self._sessions) if not session.has_ended}
         _left_behind[:] = [session for session in _left_behind if not session.is_over]

@@ -11,7 +11,7 @@ from transfer.errors import LocalProtocolError
 from transfer.transport.base import ByteRange, LocalMemory
 from transfer.transport.cuda_ipc_driver import CopyStream, Cuda, CudaError, Mapped
 from transfer.transport.liveness import LivenessPipe, PeerPipe
-from transfer.transport.registered_memory import DeviceBuffer, DeviceSlice
+from transfer.transport.registered_memory import DeviceBuffer
 from transfer.transport.sessions import Operation, PeerSession, PeerTransport
 from transfer.transport.waiting_thread import WaitingThread
 
@@ -114,7 +114,7 @@ class WriterSession(PeerSession[DeviceBuffer]):
         self._copies.append(_Copy(operation=write, memory=memory, mark=mark))
         return write
 
-    def direct(self, target_range: ByteRange) -> DeviceSlice | None:
+    def direct(self, target_range: ByteRange) -> DeviceBuffer | None:
         """As `Session.direct`: what a kernel takes as its output in place of local staging memory.
 
         Gather straight into a peer's ring: give the returned memory to the kernel as `out` (it has `data_ptr()` and `numel()`),
@@ -127,7 +127,7 @@ class WriterSession(PeerSession[DeviceBuffer]):
         if not self._device.is_fused or self._is_closed or self._failure is not None:
             return None
         self._has_given_direct = True
-        return DeviceSlice(
+        return DeviceBuffer(
             owner=self._memory,
             address=self._memory.address + target_range.begin,
             num_bytes=target_range.num_bytes,

@@ -18,15 +18,17 @@ from __future__ import annotations
 import os
 import select
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from transfer.errors import ConfigError, PeerUnreachable
+from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
 from transfer.transport.peer import ProcessIdentity
 
 # One byte for each reader, which takes it. There can be several: an offer that was accepted twice, a forked child.
 _OVER = bytes(select.PIPE_BUF)
+_SessionT = TypeVar("_SessionT")
 _MAX_PID = 2**22  # PID_MAX_LIMIT of Linux
 _START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1: proc_pid_stat(5)
 
@@ -87,6 +89,32 @@ class LivenessPipe:
             for fd in self._fds:
                 os.close(fd)
             self._fds = ()
+
+
+class PipeOffer(Generic[_SessionT]):
+    """A writer's half-open session with its liveness pipe.
+
+    Args:
+        blob: Goes to the target.
+        open_writer: Opens the session with the target's answer. From then on the session ends the pipe.
+    """
+
+    def __init__(self, line: LivenessPipe, blob: bytes, open_writer: Callable[[bytes, LivenessPipe], _SessionT]) -> None:
+        self._line: LivenessPipe | None = line
+        self.blob = blob
+        self._open_writer = open_writer
+
+    def complete(self, answer: bytes) -> _SessionT:
+        if self._line is None:
+            raise TransportClosed("this offer was completed or closed before")
+        session = self._open_writer(answer, self._line)
+        self._line = None
+        return session
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.end()
+            self._line = None
 
 
 class PeerPipe:

@@ -1,17 +1,19 @@
 """Transport on NIXL: one-sided writes of host and device memory through its UCX plugin (RDMA, TCP, one host) or another one.
 
-One agent serves one session, at both ends. So the target's `close()` destroys everything that could still land through it: its
-registrations (an RDMA key is void from then on), its connections, its worker. Three lanes differ in what that is worth:
+One agent serves one session, at both ends. So the target's `close()` destroys everything through which a write could land: its
+registrations (which voids an RDMA key), its connections, its worker. The proof of death differs between three lanes:
 
-- ``nixl/net`` (RDMA between hosts, TCP): nothing else is needed.
-- ``nixl/shm`` (host memory, both ends on one host): UCX writes straight into this process (process_vm_writev), whatever is
-  registered. The ring is offered under a second mapping of its own, which closing takes away (`nixl_revocation`). It needs memory
-  that is one shared mapping; other host memory is reached over ``nixl/net``.
+- ``nixl/net`` (RDMA between hosts, TCP): `close()` is enough.
+- ``nixl/shm`` (host memory, both ends on one host): UCX writes straight into this process (process_vm_writev), registered or
+not. So
+  the ring is offered under a second mapping, which closing revokes (`nixl_revocation`). That needs memory that is one shared
+  mapping; other host memory is reached over ``nixl/net``.
 - ``nixl/ipc`` (device memory, both ends on one host): the writer maps it (CUDA IPC), and nothing here can end that. `is_over`
   follows the writer's liveness pipe.
 
-A write is done when its source may be reused and it was flushed to the target. Errors of NIXL are exceptions, and final: a dead
-peer raises as soon as UCX notices. A frozen one leaves its writes pending over TCP; over shared memory and RDMA they are done.
+A write is complete when its source may be reused and it was flushed to the target. Errors of NIXL are exceptions, and final. A
+dead peer raises as soon as UCX detects it. With a frozen peer, writes stay pending over TCP, and complete over shared memory
+and RDMA.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable
 from transfer.transport.base import LocalMemory
-from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress
+from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress, PipeOffer
 from transfer.transport.nixl_library import (
     UCX_BACKEND,
     Agent,
@@ -36,7 +38,7 @@ from transfer.transport.nixl_library import (
 )
 from transfer.transport.nixl_metadata import Region, check_metadata
 from transfer.transport.nixl_revocation import CopyWatch, DeviceEnding, Ending, HostEnding, SharedAlias
-from transfer.transport.nixl_session import NixlSession, PeerMemory
+from transfer.transport.nixl_session import NixlSession
 from transfer.transport.peer import (
     ProcessIdentity,
     ReadableProof,
@@ -57,50 +59,21 @@ _VERSION = 1
 _CLOSE_WAIT_S = 1.0
 _CLOSE_LOOK_S = 0.005
 _SHM, _IPC, _NET = "shm", "ipc", "net"
-# Of UCX: they write into this process's memory without its help, whatever is registered. NIXL's wheel has the first two only.
+# Transports of UCX that write into this process's memory without its help, registered or not. NIXL's wheel has the first two.
 _UNREVOCABLE = ("cma", "cuda_ipc", "knem", "xpmem")
 
-
 _log = logging.getLogger(__name__)
-_kept: list[Ending] = []  # of closed transports: what their writers may still try to reach
-
-
-class NixlOffer:
-    """The writer's half-open session."""
-
-    def __init__(self, transport: NixlTransport) -> None:
-        self._transport = transport
-        self._line: LivenessPipe | None = LivenessPipe()
-        fields = {
-            "line": self._line.address.to_wire(),
-            "nixl": transport.version,
-            "backend": transport.backend,
-            "lane": transport.wanted_lane,
-        }
-        self.blob = pack_blob(transport.name, _VERSION, "offer", fields)
-
-    def complete(self, answer: bytes) -> NixlSession:
-        if self._line is None:
-            raise TransportClosed("this offer was completed or closed before")
-        fields = unpack_blob(answer, transport=self._transport.name, version=_VERSION, role="answer")
-        session = self._transport.open_writer(fields, self._line)
-        self._line = None
-        return session
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.end()
-            self._line = None
+_kept: list[Ending] = []  # memory of closed transports that writers may still reach
 
 
 class NixlTransport(PeerTransport[Memory, NixlSession]):
     """Moves bytes one-sidedly between processes and hosts through NIXL.
 
     Args:
-        lane: "auto" takes shared memory between processes of one host where it works, the network elsewhere. "shm": a session
-            over anything else is refused. "net": never shared memory. The two ends may not ask for opposite things.
-        backend: NIXL's plugin; both ends need the same one. Only "UCX" is tested, and only with it are there lanes to choose.
-        options: UCX options without their ``UCX_`` prefix (``{"NET_DEVICES": "mlx5_0:1"}``); they win over the environment.
+        lane: "auto" takes shared memory between processes of one host if it works, and the network otherwise. "shm" takes only
+            shared memory, "net" never. One end's "shm" and the other's "net" are an error.
+        backend: NIXL's plugin; both ends need the same one. Only "UCX" is tested, and only it has lanes.
+        options: UCX options without their ``UCX_`` prefix (``{"NET_DEVICES": "mlx5_0:1"}``); they override the environment.
 
     Raises:
         ConfigError: NIXL or the plugin is not installed, or a setting is wrong.
@@ -117,10 +90,10 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         self.backend = backend
         self.wanted_lane: str = lane
         self._options = dict(options or {})
-        self._endings: list[Ending] = []  # of closed sessions whose writers may still try
+        self._endings: list[Ending] = []  # of closed sessions whose writers may still write
         self.waits = WaitingThread("nixl-closing")
         """Thread on which closed sessions wait for devices."""
-        self._create_agent(_NET, is_target=False).close()  # finds a missing plugin here, and pays for loading it (0.4 s)
+        self._create_agent(_NET, is_target=False).close()  # detects a missing plugin, and loads it (0.4 s)
 
     def register(self, buffer: Any) -> Memory:
         return self._add(memory_of(buffer))
@@ -132,9 +105,11 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         for session in self._sessions:
             session.drop(own)
 
-    def offer(self) -> NixlOffer:
+    def offer(self) -> PipeOffer[NixlSession]:
         self._check_open()
-        return NixlOffer(self)
+        line = LivenessPipe()
+        fields = {"line": line.address.to_wire(), "nixl": self.version, "backend": self.backend, "lane": self.wanted_lane}
+        return PipeOffer(line, pack_blob(self.name, _VERSION, "offer", fields), self._open_writer)
 
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[NixlSession, bytes]:
         self._check_open()
@@ -202,13 +177,14 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         _kept.extend(self._endings)
         self._endings = []
 
-    def open_writer(self, answer: dict[str, Any], line: LivenessPipe) -> NixlSession:
-        """Connect to the target whose answer this is; the session ends `line` when it is closed.
+    def _open_writer(self, blob: bytes, line: LivenessPipe) -> NixlSession:
+        """Connect to the target of an answer. The session ends `line` when it is closed.
 
         Raises:
             ConfigError: The answer is not of this version.
             PeerUnreachable: The target cannot be reached.
         """
+        answer = unpack_blob(blob, transport=self.name, version=_VERSION, role="answer")
         lane = field_of(answer, "lane", str)
         if lane not in (_SHM, _IPC, _NET):
             raise ConfigError(f"field lane of the peer's answer is {lane[:32]!r}; expected {_SHM}, {_IPC} or {_NET}")
@@ -219,7 +195,7 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
                 f"peer's answer offers {num_bytes} bytes at {address:#x} of device {device_index}, which no memory has"
             )
         is_device = field_of(answer, "is_device", bool)
-        peer = PeerMemory(address=address, num_bytes=num_bytes, device_index=device_index, is_device=is_device)
+        peer = Region(address=address, num_bytes=num_bytes, device_index=device_index, is_device=is_device)
         if lane == _SHM and not can_read_memory_of(target.pid, answer.get("proof")):
             if self.wanted_lane == _SHM:
                 raise PeerUnreachable(
@@ -233,7 +209,7 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         try:
             check_metadata(
                 metadata,
-                Region(address=address, num_bytes=num_bytes, device_index=device_index, is_device=is_device),
+                peer,
                 own=agent.metadata(),
                 peer_version=version,
                 own_version=self.version,
@@ -283,7 +259,7 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         return _NET, address, None, obstacle if has_fallen_back else ""
 
     def _same_host_ending(self, writer: PipeAddress, memory: Memory) -> tuple[str, Ending | None]:
-        """How the access of a writer on this host will end; None, and why, where it had to be taken on trust."""
+        """Return how the access of a writer on this host will end; None, with the reason, if nothing can prove its end."""
         identity, here = writer.identity, ProcessIdentity.own()
         if not identity.shares_kernel_with(here):
             return f"writer runs on host {identity.host}, target on {here.host}, or in another pid namespace", None

@@ -1,7 +1,7 @@
-"""What is used of NIXL: its import, one agent per session, UCX's options under it; every dealing with its habits is here.
+"""Access to NIXL and its workarounds: import, one agent per session, UCX's options.
 
-The bindings are used without NIXL's Python wrapper: that one fixes the progress thread's delay at zero, which makes the thread
-poll without a pause (a whole core for each agent, seen), and logs to standard output.
+The bindings are used without NIXL's Python wrapper. The wrapper sets the delay of the progress thread to zero, so that the thread
+polls without a pause (seen: a whole core for each agent), and it logs to standard output.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from transfer.transport.ucx_library import in_words
 
 UCX_BACKEND = "UCX"
 _PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}
-# A target's progress thread serves what needs the target's help (TCP, connecting) while its owner's loop is idle. It sleeps on
-# UCX's descriptor. It also wakes up once in this time, in case an event was missed: a few microseconds, 10 times a second.
+# A target's progress thread handles TCP and new connections while its owner's loop is idle. It sleeps on UCX's descriptor, and
+# also wakes up once in this time, in case an event was missed: a few microseconds, 10 times a second.
 _PROGRESS_DELAY_US = 100_000
-# NIXL brings a UCX of its own beside that of the ucx transport. Each UCX hooks mmap, munmap and the like to learn of memory that
-# goes away, and the second one to do so unhooks the first, unnoticed: the first one's registration cache goes stale, its next
-# context gets none, and without one UCX 1.21 dies when a peer leaves (see `ucx`). NIXL's memory is registered by hand and needs
-# no cache, so its UCX is told to hook nothing; it reads that once, when the plugin is loaded.
+# NIXL brings its own UCX beside that of the ucx transport. Each UCX hooks mmap, munmap and similar calls to detect memory that
+# goes away, and the second one silently unhooks the first. Then the first one's registration cache goes stale, its next context
+# gets none, and without one UCX 1.21 dies when a peer leaves (see `ucx`). NIXL's memory is registered explicitly and needs no
+# cache. So its UCX must hook nothing; it reads that once, when the plugin is loaded.
 _NO_HOOKS = {"UCX_MEM_EVENTS": "n", "UCX_RCACHE_ENABLE": "n"}
 
-
-# UCX's module for Amazon's EFA needs the system's libefa, and where that is installed (any host with Debian's ibverbs-providers)
-# it brings the system's libibverbs and libnl into a process that has those of NIXL's wheel. Two libnl-route take each other's
+# UCX's module for Amazon's EFA loads the system's libefa if it is installed (any host with Debian's ibverbs-providers), and
+# with it the system's libibverbs and libnl, although the process has those of NIXL's wheel. Two libnl-route take each other's
 # functions, and the process dies of SIGSEGV when it exits (NIXL 1.5.1; rtnl_tc_unregister under _dl_fini).
 _WITHOUT_EFA = "^efa"
 
 
 def load_nixl() -> ModuleType:
-    """Import NIXL's bindings, of the CUDA major that this process's torch has where both are installed.
+    """Import NIXL's bindings. If those of both CUDA majors are installed, take the major of this process's torch.
 
     Raises:
         ConfigError: NIXL is not installed.
@@ -61,12 +60,12 @@ def load_nixl() -> ModuleType:
 
 
 def version_of(lib: ModuleType) -> str:
-    """NIXL's version, for messages."""
+    """Return NIXL's version, for messages."""
     return importlib.metadata.version(lib.__name__.partition(".")[0])
 
 
 def has_only_tcp(tls: str) -> bool:
-    """Whether UCX, with this ``UCX_TLS``, can reach another host over TCP only: no RDMA device here, or none allowed."""
+    """Return whether UCX with this ``UCX_TLS`` reaches other hosts over TCP only: no RDMA device, or none allowed."""
     if not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
         return True
     names = tls.split(",")
@@ -78,14 +77,14 @@ _RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "srd", "gga")
 
 
 def _modules() -> dict[str, str]:
-    """What keeps UCX from loading a module that it has no device for; nothing where the environment says what to load."""
+    """Return the variable that keeps UCX from loading its EFA module without an EFA device. The environment has precedence."""
     drivers = [(device / "device" / "driver").resolve().name for device in RDMA_DEVICES.glob("*")]
     return {} if "UCX_MODULES" in os.environ or "efa" in drivers else {"UCX_MODULES": _WITHOUT_EFA}
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """UCX reads its options when an agent's backend is made: NIXL has no other door for values that hold a comma."""
+    """Set variables while an agent's backend is made: NIXL has no other way for values that hold a comma."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -99,10 +98,10 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class Agent:
-    """One NIXL agent with one backend: all that one session has of NIXL, so that dropping it ends everything of the session.
+    """One NIXL agent with one backend. Each session has its own, so that closing it ends everything of the session.
 
     Args:
-        lib: What `load_nixl` returned.
+        lib: Result of `load_nixl`.
         backend: The NIXL plugin that moves the bytes.
         options: UCX options without their ``UCX_`` prefix; none for other backends.
         is_target: Start NIXL's progress thread. A writer needs none, because it polls its writes itself. The thread is not safe
@@ -149,11 +148,11 @@ class Agent:
         self._agent.deregisterMem(self._described(memory, address), [self._backend])
 
     def metadata(self) -> bytes:
-        """What a peer needs to reach this agent and its memory."""
+        """Return the bytes that a peer needs to reach this agent and its memory."""
         return bytes(self._agent.getLocalMD())
 
     def connect(self, metadata: bytes) -> None:
-        """Take a peer's `metadata`.
+        """Connect to the agent whose `metadata` this is.
 
         Raises:
             PeerUnreachable: NIXL cannot use it, or cannot reach its address.
@@ -170,7 +169,7 @@ class Agent:
         """Post one write of (address, bytes, device) to (address, bytes, device).
 
         Returns:
-            The request, pending, or None: it is complete already.
+            The pending request; None if the write is complete already.
         """
         request = self._agent.createXferReq(
             self._lib.NIXL_WRITE,
@@ -191,16 +190,16 @@ class Agent:
         return None
 
     def is_done(self, request: Any) -> bool:
-        """Whether a pending request is complete; raises NIXL's exception where it failed."""
+        """Return whether a pending request is complete. Raise NIXL's exception if it failed."""
         return bool(self._agent.getXferStatus(request) != self._lib.NIXL_IN_PROG)
 
     def release(self, request: Any) -> None:
-        """Give a request back, cancelled if need be; what NIXL cannot cancel ends with the agent."""
+        """Release a request. NIXL cancels it if it can; otherwise it ends with the agent."""
         with contextlib.suppress(Exception):
             self._agent.releaseXferReq(request)
 
     def close(self) -> None:
-        """Destroy the agent: its worker with everything under way, its connections, its registrations."""
+        """Destroy the agent: its worker with all pending writes, its connections, its registrations."""
         self._agent = self._backend = None
 
     def _described(self, memory: Memory, address: int) -> Any:
@@ -211,10 +210,10 @@ class Agent:
 
 
 def address_of(memory: Memory) -> int:
-    """Of its first byte."""
+    """Return the address of the first byte."""
     return int(memory.view.ctypes.data) if isinstance(memory, HostMemory) else memory.address
 
 
 def device_of(memory: Memory) -> int:
-    """The device that it lies on; 0 for the host, as NIXL wants it."""
+    """Return the device of a memory; 0 for the host, as NIXL expects it."""
     return 0 if isinstance(memory, HostMemory) else memory.device_index

@@ -1,13 +1,13 @@
-"""Whether bytes have the structure of a NIXL agent's metadata, looked at before NIXL parses them.
+"""Check the structure of a NIXL agent's metadata before NIXL parses it.
 
-NIXL gives a peer's connection address and memory keys to its backend as they are, and UCX follows them unchecked: damaged
-metadata ended the process (seen: a segmentation fault for one in fifty). So it is walked here first: one connection, one memory,
-the memory that the answer names, and an address that `ucx_address` lets through. The walk's assumptions are tested on metadata
-that an agent of this process made; a NIXL with another format is used only with a peer of the same version.
+NIXL passes a peer's connection address and memory keys to its backend, and UCX follows them unchecked. Damaged metadata ended the
+process (seen: a segmentation fault for one in fifty). So this module walks the metadata first. It must have one connection, one
+memory, which the answer names, and an address that `ucx_address` accepts. The walk is tested on metadata of an agent of this
+process. A NIXL with another format is used only with a peer of the same version.
 
-As with UCX this catches what is broken, not what is hostile: what is in the fields goes to UCX as it is.
+As with UCX, this detects broken metadata, but not hostile metadata: the values in the fields go to UCX as they are.
 
-Source of the format: what NIXL 1.5.1 writes; each field is a tag without its length, 8 bytes of length, the value and a bar.
+Source of the format: NIXL 1.5.1. Each field is a tag without its length, 8 bytes of length, the value and a bar.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_DEVICE: Final = 0xFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """The memory that metadata must be of."""
+    """The memory that a target offers, as NIXL addresses it."""
 
     address: int
     num_bytes: int
@@ -37,11 +37,11 @@ class Region:
 
 
 class MalformedMetadata(Exception):
-    """The walk met something that no metadata has."""
+    """The walk found something that no metadata has."""
 
 
 def _walk(metadata: bytes, tags: tuple[bytes, ...], begin: int) -> tuple[list[bytes], int]:
-    """Values of the fields `tags` from byte `begin` on, and the byte behind them."""
+    """Return the values of the fields `tags` from byte `begin` on, and the byte after them."""
     values = []
     at = begin
     for tag in tags:
@@ -63,10 +63,11 @@ def _connection(metadata: bytes) -> tuple[list[bytes], int]:
 
 
 def check_memory_key(key: bytes) -> None:
-    """Walk a UCX memory key: a map of memory domains, the kind of memory, a key for each domain, the device's number. Where that
-    is known, three bytes for each other device follow (its number, latency, bandwidth), and an end.
+    """Walk a UCX memory key: a map of memory domains, the kind of memory, a key for each domain, the device's number.
 
-    Source: what UCX 1.23 packs; see its src/ucp/core/ucp_rkey.c.
+    If that number is known, three bytes for each other device follow (number, latency, bandwidth), and an end.
+
+    Source: UCX 1.23, src/ucp/core/ucp_rkey.c.
     """
     at = 9
     for _ in range(int.from_bytes(key[:8], "little").bit_count()):
@@ -77,17 +78,14 @@ def check_memory_key(key: bytes) -> None:
 
 
 def check_metadata(metadata: bytes, region: Region, *, own: bytes, peer_version: str, own_version: str, is_ucx: bool) -> None:
-    """Refuse what cannot be the metadata of an agent like ours with `region` registered.
+    """Raise ConfigError, with the versions of both ends, if `metadata` cannot be that of an agent that registered `region`.
 
     Args:
         metadata: The peer's.
-        region: What its answer says that it offers.
+        region: The memory that its answer offers.
         own: Metadata of an agent of this process.
-        peer_version, own_version: NIXL versions of both ends.
-        is_ucx: Whether the backend is UCX, whose addresses can be looked into.
-
-    Raises:
-        ConfigError: What is wrong, with the versions of both ends.
+        peer_version, own_version: NIXL versions.
+        is_ucx: Whether the backend is UCX, whose addresses can be checked.
     """
     try:
         (_, conns, backend, address, _, _), _ = _connection(own)

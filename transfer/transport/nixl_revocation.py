@@ -1,11 +1,11 @@
-"""Taking a writer's access away: on one host a one-sided write is a copy by the writer's process; no deregistration stops it.
+"""End the access of a writer on the same host: its one-sided write is a copy by its own process, and no deregistration stops it.
 
-Host memory: each session offers a second mapping of the ring (`SharedAlias`). Closing replaces it by one that nobody may touch,
-so a late write fails with a bad address and the ring's bytes stay. A copy that the kernel had begun by then may still run for its
-few pages: `CopyWatch` says when it cannot any more. The address range stays reserved until the writer has let go or is gone
+Host memory. Each session offers a second mapping of the ring (`SharedAlias`). Closing replaces it by an inaccessible one. So a
+late write fails with a bad address, and the ring's bytes stay. A copy that the kernel had begun before can still run for its few
+pages; `CopyWatch` detects when it cannot any more. The address range stays reserved until the writer has let go or is gone
 (`liveness`), so that nothing new can be mapped where a late write would land.
 
-Device memory: a mapping in another process cannot be revoked. Only the writer's liveness pipe says when it can write no more.
+Device memory. A mapping in another process cannot be revoked. Only the writer's liveness pipe says when it can write no more.
 
 Sources: mremap(2) on a length of 0; process_vm_writev(2); mm/process_vm_access.c of Linux (a copy pins at most two pages full of
 page pointers at a time, copies, and looks the addresses up again: 4 MiB, and 1 GiB where pages have 64 KiB).
@@ -33,7 +33,7 @@ _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _FAILED = ctypes.c_void_p(-1).value
 _WRITE_CALLS = {"x86_64": 310, "aarch64": 271}  # process_vm_writev
 _BATCH_BYTES = 2 * _PAGE // ctypes.sizeof(ctypes.c_void_p) * _PAGE
-# Kernel time for a batch at 0.4 GB/s: a thread that ran for longer since its addresses were taken away has looked them up anew.
+# Kernel time for a batch at 0.4 GB/s. A thread that ran for longer since the revocation has looked its addresses up again.
 _COPY_NS = int(_BATCH_BYTES / 0.4)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,7 +45,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class SharedAlias:
-    """A second mapping of shared host memory; whoever writes to it writes to that memory, until it is revoked."""
+    """A second mapping of shared host memory. Until it is revoked, writes to it change that memory."""
 
     def __init__(self, base: int, num_bytes: int, offset: int) -> None:
         self._base: int | None = base
@@ -54,7 +54,7 @@ class SharedAlias:
 
     @classmethod
     def of(cls, memory: HostMemory) -> SharedAlias | None:
-        """None: the memory is not one shared mapping (see `transfer.pool.staging.StagingBuffer`, `is_shared`)."""
+        """Map `memory`; None if it is not one shared mapping (see `transfer.pool.staging.StagingBuffer`, `is_shared`)."""
         address = memory.view.ctypes.data
         begin = address - address % _PAGE
         num_bytes = -(-(address + memory.num_bytes - begin) // _PAGE) * _PAGE
@@ -65,12 +65,12 @@ class SharedAlias:
 
     @property
     def address(self) -> int:
-        """Of the memory's first byte, in this mapping."""
+        """Address of the memory's first byte in this mapping."""
         assert self._base is not None
         return self._base + self._offset
 
     def revoke(self) -> None:
-        """From now on every access to these addresses fails; they stay reserved until `release()`.
+        """Make every access to these addresses fail. They stay reserved until `release()`.
 
         Raises:
             OSError: They could not be taken away.
@@ -78,21 +78,21 @@ class SharedAlias:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         if _libc.mmap(self._base, self._num_bytes, _PROT_NONE, flags, -1, 0) != _FAILED:
             return
-        # Out of memory or mappings. `mprotect` takes neither, and fails accesses as well; it only keeps the ring's pages until
-        # `release()`. No hole: something else could be mapped there, where a late write would land.
+        # Out of memory or mappings. `mprotect` needs neither, and fails accesses as well; it only keeps the ring's pages until
+        # `release()`. Unmapping would let something else be mapped there, where a late write would land.
         if _libc.mprotect(self._base, self._num_bytes, _PROT_NONE) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"{self._num_bytes} bytes of shared memory cannot be taken away: {os.strerror(number)}")
 
     def release(self) -> None:
-        """Let the addresses be used again."""
+        """Free the addresses."""
         if self._base is not None:
             _libc.munmap(self._base, self._num_bytes)
             self._base = None
 
 
 def _is_one_shared_mapping(begin: int, end: int) -> bool:
-    """Whether [begin, end) lies in neighbouring, writable, shared mappings of one object without a gap."""
+    """Return whether [begin, end) lies in adjacent, writable, shared mappings of one object."""
     at, found = begin, None
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
@@ -112,8 +112,10 @@ def _is_one_shared_mapping(begin: int, end: int) -> bool:
 
 @dataclass(slots=True)
 class _Runtime:
-    """Of one thread, in ns of its own. The kernel brings the count of a running thread up to date with its tick only, so the
-    first count is of some time before the revocation, and only one that differs from it is of a time behind it.
+    """CPU time of one thread in ns.
+
+    The kernel updates the count of a running thread only with its tick. So the first count dates from before the revocation, and
+    only a count that differs from it dates from after it.
     """
 
     seen: int
@@ -121,12 +123,12 @@ class _Runtime:
 
 
 class CopyWatch:
-    """After a revocation: whether a copy into the old pages, begun before it, may still run in a thread of process `pid`.
+    """After a revocation: watches whether a copy that began before it can still run in a thread of the writer.
 
     Args:
-        pid: Of the writer.
+        pid: Process of the writer.
         proc: Where the kernel shows its threads.
-        copy_ns: The most that a thread can run in one copy.
+        copy_ns: Longest time that a thread can run in one copy.
     """
 
     def __init__(self, pid: int, *, proc: Path = _PROC, copy_ns: int = _COPY_NS) -> None:
@@ -141,7 +143,7 @@ class CopyWatch:
 
     @staticmethod
     def is_possible(pid: int, *, proc: Path = _PROC) -> bool:
-        """Whether the threads of process `pid` may be looked at."""
+        """Return whether this process may watch the threads of process `pid`."""
         try:
             for name in ("syscall", "schedstat"):
                 (proc / f"{pid}/task/{pid}/{name}").read_text()
@@ -171,7 +173,7 @@ class CopyWatch:
 
 
 class HostEnding:
-    """Ends a same-host writer's access to host memory: takes the mapping away, and knows when its last copy is over."""
+    """Ends the access of a same-host writer to host memory: revokes the mapping, and detects the end of the last copy."""
 
     def __init__(self, alias: SharedAlias, line: PeerPipe) -> None:
         self._alias = alias
@@ -180,7 +182,7 @@ class HostEnding:
 
     @property
     def address(self) -> int:
-        """Under which the writer knows the memory."""
+        """Address of the memory for the writer."""
         return self._alias.address
 
     def revoke(self) -> None:
@@ -192,7 +194,7 @@ class HostEnding:
         return self._copies is not None and (self._copies.is_over or self._line.is_over)
 
     def release(self) -> bool:
-        """Give the addresses back if the writer can write no more at all; True when that is done."""
+        """Free the addresses if the writer can write no more. Return whether that is so."""
         if not self._line.is_over:
             return False
         self._line.close()
@@ -200,14 +202,14 @@ class HostEnding:
         return True
 
     def holds(self, memory: LocalMemory) -> bool:
-        """Whether the writer may still reach the memory: not since it was taken away."""
+        """Return whether the writer may still reach `memory`: not since the revocation."""
         return False
 
 
 class DeviceEnding:
-    """Nothing can be taken away: a same-host writer's access to device memory ends when it says so, or with its process.
+    """The access of a same-host writer to device memory: it cannot be revoked, and ends when the writer says so or is gone.
 
-    Until then the memory must stay what it is, so this keeps it.
+    The memory stays allocated until then.
     """
 
     def __init__(self, line: PeerPipe, memory: DeviceBuffer) -> None:
@@ -222,7 +224,7 @@ class DeviceEnding:
         return self._line.is_over
 
     def release(self) -> bool:
-        """Let go of the memory if the writer can write no more; True when that is done."""
+        """Drop the memory if the writer can write no more. Return whether that is so."""
         if not self._line.is_over:
             return False
         self._line.close()
@@ -230,7 +232,7 @@ class DeviceEnding:
         return True
 
     def holds(self, memory: LocalMemory) -> bool:
-        """Whether the writer may still reach `memory`."""
+        """Return whether the writer may still reach `memory`."""
         return memory is self._memory
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from transfer.errors import ConfigError, LocalProtocolError, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory
 from transfer.transport.liveness import LivenessPipe
 from transfer.transport.nixl_library import Agent, address_of, device_of
+from transfer.transport.nixl_metadata import Region
 from transfer.transport.nixl_revocation import Ending
 from transfer.transport.peer import ReadableProof
 from transfer.transport.registered_memory import HostMemory, Memory
@@ -55,16 +55,6 @@ class NixlOperation(Operation):
         self.request = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerMemory:
-    """The memory that the target offered, as the writer's NIXL addresses it."""
-
-    address: int
-    num_bytes: int
-    device_index: int
-    is_device: bool
-
-
 class NixlSession(PeerSession[Memory]):
     """One attached peer over NIXL: one agent.
 
@@ -88,7 +78,7 @@ class NixlSession(PeerSession[Memory]):
         agent: Agent,
         lane: str,
         *,
-        peer: PeerMemory | None = None,
+        peer: Region | None = None,
         offered: Memory | None = None,
         ending: Ending | None = None,
         keep: Callable[[Ending], None] | None = None,

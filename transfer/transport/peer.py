@@ -1,7 +1,7 @@
-"""Who the other end is: the blobs of the data plane's handshake, and the proof that two ends share a host.
+"""The identity of the other end: the blobs of the data plane's handshake, and the proof that two ends share a host.
 
-A blob travels inside Attach, from the writer to the target and back. It is msgpack of a small map, names its transport and
-version, and carries a checksum over the transport's own address, because native libraries parse that address unchecked.
+A blob travels inside Attach, from the writer to the target and back. It is a small map in msgpack, with its transport and
+version, and with a checksum, because native libraries parse the addresses in it unchecked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgpack
 from transfer.errors import ConfigError
 
 _MAX_BLOB_BYTES = 64 * 1024  # a UCX worker address on an eight-NIC host is about 2 KiB
-_MAX_ENTRIES = 32  # of a list or a map in it; the unpacker makes room for as many as are claimed, in each list of a list anew
+_MAX_ENTRIES = 32  # of each list and map, nested ones too: the unpacker makes room for as many as are claimed
 _LIMITS = {"max_array_len": _MAX_ENTRIES, "max_map_len": _MAX_ENTRIES, "max_ext_len": 0}
 _PROOF_BYTES = 16
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ class ProcessIdentity:
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """The identity of the calling process."""
+        """Return the identity of the calling process."""
         return cls(
             host=socket.gethostname(),
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -52,11 +52,11 @@ class ProcessIdentity:
         )
 
     def shares_kernel_with(self, other: ProcessIdentity) -> bool:
-        """Whether both run under one kernel and see each other's process ids."""
+        """Return whether both run under one kernel and see each other's process ids."""
         return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
 
     def is_on_machine_of(self, other: ProcessIdentity) -> bool:
-        """Whether both run under one kernel, perhaps in different containers."""
+        """Return whether both run under one kernel, perhaps in different containers."""
         return self.boot_id == other.boot_id
 
     def to_wire(self) -> list[str | int]:
@@ -64,7 +64,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_wire(cls, value: object) -> ProcessIdentity:
-        """Read what `to_wire` wrote.
+        """Read the result of `to_wire`.
 
         Raises:
             ConfigError: The value has another shape.
@@ -86,7 +86,7 @@ class ReadableProof:
 
 
 def can_read_memory_of(pid: int, proof: object) -> bool:
-    """Whether cross-memory attach into process `pid` works from here: same kernel, same user, ptrace scope, seccomp and all.
+    """Return whether this process may read the memory of process `pid`: same kernel, same user, ptrace scope, seccomp.
 
     Source: process_vm_readv(2); UCX's `cma` transport makes the same call.
     """
@@ -115,10 +115,10 @@ def pack_blob(transport: str, version: int, role: str, fields: dict[str, Any]) -
 
 
 def unpack_blob(blob: bytes, *, transport: str, version: int, role: str) -> dict[str, Any]:
-    """Read one handshake blob and refuse everything that is not of this transport, version and role.
+    """Read one handshake blob.
 
     Raises:
-        ConfigError: In one line: what the blob is, and what this end needs.
+        ConfigError: It is not of this transport, version and role. One line names both.
     """
     wanted = f"a kvferry {role} of transport {transport} version {version}"
     if len(blob) > _MAX_BLOB_BYTES:
@@ -146,7 +146,7 @@ def unpack_blob(blob: bytes, *, transport: str, version: int, role: str) -> dict
 
 
 def field_of(fields: dict[str, Any], name: str, kind: type[_T]) -> _T:
-    """Take one field of a blob, checked to be exactly of type `kind`.
+    """Return one field of a blob, if it is exactly of type `kind`.
 
     Raises:
         ConfigError: It is missing or of another type.

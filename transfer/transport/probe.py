@@ -1,12 +1,12 @@
-"""Measures a link at attach, so that a silently slow one is seen, and pays its cold start there.
+"""Measure a link at attach, which detects slow links, and moves their cold start there.
 
-Both ends run their half at the same time with the same plan: `probe_link` on the writer, `serve_probe` on the target.
-Two-sided: small writes go back and forth, and a bulk write is answered by a small one, so that what is timed includes the
-arrival. One-sided: the completion of the writer's own writes is all that there is to time, and the target does nothing. A link
-so fast that a bulk write is over almost with its latency (4 MiB take 11 us of an NVLink, and its writer sees that after 42) is
-there also given a burst of them, which pays the latency once.
+Both ends run their half at the same time with the same plan: `probe_link` on the writer, `serve_probe` on the target. On a
+two-sided transport, small writes go back and forth, and a small write answers each bulk write, so that the time includes the
+arrival. On a one-sided transport, the writer times the completion of its own writes, and the target does nothing. On a fast
+link a bulk write takes little more than the latency: 4 MiB occupy an NVLink for 11 us, and the writer sees their end after 42
+us. Such a link is also measured with a burst of bulk writes, which pays the latency once.
 
-Keys: the probe uses `FIRST_PROBE_KEY` and up, in both directions; grants stay below.
+The probe uses keys from `FIRST_PROBE_KEY` in both directions; grants use keys below.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _DEADLINE_S = 10.0
 _MAX_BULK_BYTES = 8 * 2**20
 _BURST_WRITES = 16
 _BURST_BELOW = 20
-"""A bulk write that takes more than so many latencies says the bandwidth by itself, to 5 %."""
+"""A bulk write that takes more latencies than this measures the bandwidth to 5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbePlan:
-    """What both ends of a probe do; it must be equal on both.
+    """The writes of a probe; equal on both ends.
 
     Attributes:
-        small_bytes: Size of the write whose latency is measured.
-        bulk_bytes: Size of the write whose bandwidth is measured.
-        warmup_rounds: Small writes that are not counted; the first one pays for wiring up the connection.
+        small_bytes: Size of a write that measures the latency.
+        bulk_bytes: Size of a write that measures the bandwidth.
+        warmup_rounds: Small writes that are not counted; the first one sets up the connection.
         small_rounds: Small writes that are counted.
         bulk_rounds: Bulk writes that are counted, after one that is not.
-        target_begin: Where in the target's offered memory a one-sided probe may write. Nothing but other probes may live there
-            meanwhile: behind a ring that is in use, never in it.
+        target_begin: Place in the target's offered memory where a one-sided probe may write. Only other probes may use it
+            meanwhile: it lies after the ring, never in it.
     """
 
     small_bytes: int = _SMALL_BYTES
@@ -65,10 +65,10 @@ class ProbePlan:
 
     @classmethod
     def fitting(cls, num_bytes: int, *, target_begin: int = 0) -> ProbePlan:
-        """The default plan for scratch memory, and for a place at `target_begin`, of `num_bytes`: at most 8 MiB in bulk.
+        """Return the default plan for scratch memory, and for a place at `target_begin`, of `num_bytes`: at most 8 MiB in bulk.
 
         Raises:
-            ConfigError: There is no room for anything.
+            ConfigError: There is no room.
         """
         return cls(
             small_bytes=min(_SMALL_BYTES, num_bytes), bulk_bytes=min(_MAX_BULK_BYTES, num_bytes), target_begin=target_begin
@@ -82,7 +82,7 @@ class ProbePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProbe:
-    """What a link can do, as its writer measured it."""
+    """A writer's measurements of a link."""
 
     lane: str
     latency_s: float
@@ -131,7 +131,7 @@ class _Prober:
         return self._session.expect(self._scratch, ByteRange(begin=0, end=num_bytes), FIRST_PROBE_KEY + key)
 
     async def send(self, key: int, num_bytes: int, *, is_one_sided: bool) -> float:
-        """One write until its small answer is here (one-sided: until it is complete); seconds."""
+        """Return the seconds of one write until its small answer arrives, or until it is complete if it is one-sided."""
         answer = None if is_one_sided else self.expect(key, self._plan.small_bytes)
         begun = self._clock()
         sent = self.write(key, num_bytes)
@@ -141,7 +141,7 @@ class _Prober:
         return elapsed_s
 
     async def burst(self, key: int, num_bytes: int, num_writes: int) -> float:
-        """So many one-sided writes at once, all to the same place; seconds until all are complete."""
+        """Return the seconds until `num_writes` one-sided writes, started at once to the same place, are complete."""
         begun = self._clock()
         handles = [self.write(key + number, num_bytes) for number in range(num_writes)]
         for handle in handles:
@@ -149,7 +149,7 @@ class _Prober:
         return self._clock() - begun
 
     async def answer(self, key: int, num_bytes: int, next_num_bytes: int | None) -> None:
-        """Wait for one write and answer it; the next one is expected before that, so that it never waits for us."""
+        """Wait for one write, and answer it. The next one is expected before that, so that it never waits for this end."""
         if key == 0:
             self._heard = self.expect(0, num_bytes)
         heard = self._heard
@@ -160,7 +160,7 @@ class _Prober:
 
 
 def _sizes(plan: ProbePlan) -> list[int]:
-    """Bytes of every write of a probe, in order; its index is its key."""
+    """Return the bytes of each write of a probe, in order. The index of a write is its key."""
     small = [plan.small_bytes] * (plan.warmup_rounds + plan.small_rounds)
     return small + [plan.bulk_bytes] * (1 + plan.bulk_rounds)
 
@@ -180,11 +180,11 @@ async def probe_link(
     Args:
         driver: Drives `session`.
         session: The writer's end.
-        scratch: Registered memory of this process; what it holds is overwritten (two-sided) and sent.
-        plan: Equal on both ends; by default `ProbePlan.fitting(scratch)`, so the two scratches must then be equally large.
+        scratch: Registered memory of this process. Its content is sent, and overwritten if the transport is two-sided.
+        plan: Equal on both ends; by default `ProbePlan.fitting(scratch)`, which needs equally large scratches.
         is_one_sided: The transport's `is_one_sided`.
         deadline_s: Seconds for the whole probe.
-        clock: Seconds that writes are timed by.
+        clock: Seconds.
 
     Returns:
         Median latency of a small write (two-sided: half of a round trip) and best bandwidth of bulk writes, both as a user of
@@ -203,7 +203,7 @@ async def probe_link(
     if not is_one_sided:
         latency_s /= 2
     whole_s = min(elapsed_s[num_small + 1 :])
-    # The answer to the bulk write is a small one, and not its time; nor can it be most of it, where small ones were slow.
+    # The answer to a bulk write is a small write, whose time does not count. It is at most half, if small writes were slow.
     bulk_s = whole_s if is_one_sided else max(whole_s - latency_s, whole_s / 2)
     if is_one_sided and bulk_s < _BURST_BELOW * latency_s:
         bulk_s = min(bulk_s, await _bulk_in_bursts_s(prober, plan, first_key=len(elapsed_s), lone_s=bulk_s))
@@ -211,10 +211,10 @@ async def probe_link(
 
 
 async def _bulk_in_bursts_s(prober: _Prober, plan: ProbePlan, *, first_key: int, lone_s: float) -> float:
-    """Seconds of the link that each bulk write of a burst takes: what all but one of them add to a lone one."""
+    """Return the seconds that each further bulk write of a burst adds to a lone one."""
     end_key = first_key + plan.bulk_rounds * _BURST_WRITES
     burst_s = min([await prober.burst(key, plan.bulk_bytes, _BURST_WRITES) for key in range(first_key, end_key, _BURST_WRITES)])
-    # Half of its share of the whole at least: a lone one that was slow by chance must not make the link endless.
+    # At least half of its share: a lone write that was slow by chance must not make the bandwidth infinite.
     return max((burst_s - lone_s) / (_BURST_WRITES - 1), 0.5 * burst_s / _BURST_WRITES)
 
 

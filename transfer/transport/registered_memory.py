@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,47 +32,19 @@ class HostMemory:
         return False
 
     def part(self, byte_range: ByteRange) -> npt.NDArray[np.uint8]:
-        """The bytes of `byte_range`, shared and not copied."""
+        """Return the bytes of `byte_range`, shared and not copied."""
         return self.view[byte_range.begin : byte_range.end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DeviceSlice:
-    """A run of device bytes in the form that UCXX, CuPy and Numba accept, and, by address alone, a kernel.
+class DeviceBuffer:
+    """A run of device bytes by address. UCXX, CuPy and Numba accept it, and so does a kernel.
 
     Args:
         owner: Keeps the memory, or its mapping, alive.
         address: Of the first byte, in this process.
-        device_index: The device whose kernels may use the address; where the memory is a peer's, not the one that it lies on.
+        device_index: The device whose kernels may use the address. If the memory is a peer's, it may lie on another one.
     """
-
-    owner: object
-    address: int
-    num_bytes: int
-    device_index: int
-
-    def data_ptr(self) -> int:
-        """As of a tensor, which is what kernels are given otherwise."""
-        return self.address
-
-    def numel(self) -> int:
-        """Bytes."""
-        return self.num_bytes
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.num_bytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DeviceBuffer:
-    """Device memory by address; `owner` keeps the caller's buffer alive."""
 
     owner: object
     address: int
@@ -83,14 +55,23 @@ class DeviceBuffer:
     def is_device(self) -> bool:
         return True
 
-    def part(self, byte_range: ByteRange) -> DeviceSlice:
-        """The bytes of `byte_range`, shared and not copied."""
-        return DeviceSlice(
-            owner=self.owner,
-            address=self.address + byte_range.begin,
-            num_bytes=byte_range.num_bytes,
-            device_index=self.device_index,
-        )
+    def part(self, byte_range: ByteRange) -> DeviceBuffer:
+        """Return the bytes of `byte_range`, shared and not copied."""
+        address = self.address + byte_range.begin
+        return replace(self, address=address, num_bytes=byte_range.num_bytes)
+
+    def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
+        return self.address
+
+    def numel(self) -> int:
+        """Return the number of bytes."""
+        return self.num_bytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self.address, False)
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "strides": None, "version": 3}
 
 
 Memory = HostMemory | DeviceBuffer
@@ -104,8 +85,7 @@ def memory_of(buffer: Any) -> Memory:
             CPU tensor of any dtype, or an object with `__cuda_array_interface__`.
 
     Raises:
-        ConfigError: The buffer is empty, read-only, not contiguous, of a kind that holds no memory, or on a device that nobody
-            knows.
+        ConfigError: The buffer is empty, read-only, not contiguous, of a kind that holds no memory, or on an unknown device.
     """
     interface = getattr(buffer, "__cuda_array_interface__", None)
     memory = _host_memory(buffer) if interface is None else _device_memory(buffer, interface)
@@ -115,10 +95,10 @@ def memory_of(buffer: Any) -> Memory:
 
 
 def wait_for_devices() -> None:
-    """Block until no copy that this process queued on any of its devices is running any more.
+    """Wait until every copy that this process queued on any of its devices has ended.
 
-    A destroyed UCX worker queues nothing more, but device copies that it had queued (CUDA IPC, GPU staging) run on by
-    themselves; memory is safe to reuse only behind them.
+    A destroyed UCX worker queues nothing more, but the device copies that it had queued (CUDA IPC, GPU staging) go on. Memory is
+    safe to reuse only after them.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -153,7 +133,7 @@ def _device_memory(buffer: Any, interface: dict[str, Any]) -> DeviceBuffer:
 
 
 def _device_index(buffer: Any, address: int) -> int:
-    """The device on which `buffer` lies, as this process counts them: the interface itself does not tell."""
+    """Return the device on which `buffer` lies, as this process counts them. `__cuda_array_interface__` does not name it."""
     index = getattr(getattr(buffer, "device", None), "index", None)
     if isinstance(index, int):  # torch
         return index
@@ -169,7 +149,7 @@ def _device_index(buffer: Any, address: int) -> int:
 
 
 def _device_index_by_driver(address: int) -> int | None:
-    """None: there is no driver, or it knows no such address."""
+    """Return the device of an address; None if there is no driver, or the driver does not know the address."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory, check_key
-from transfer.transport.registered_memory import DeviceSlice, Memory, wait_for_devices
+from transfer.transport.registered_memory import DeviceBuffer, Memory, wait_for_devices
 
 _log = logging.getLogger(__name__)
 _MemoryT = TypeVar("_MemoryT", bound=Memory)
@@ -105,7 +105,7 @@ class PeerSession(Generic[_MemoryT]):
     def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> Operation:
         raise LocalProtocolError(f"expect of key {key}: transport {self._transport.name} is one-sided and expects nothing")
 
-    def direct(self, target_range: ByteRange) -> DeviceSlice | None:
+    def direct(self, target_range: ByteRange) -> DeviceBuffer | None:
         return None
 
     def fileno(self) -> int | None:

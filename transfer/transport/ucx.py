@@ -1,21 +1,21 @@
 """Transport on UCX (RDMA, shared memory, TCP) through UCXX's low-level API; two-sided.
 
-How a write travels: the writer tag-sends the source range under its key. The target posts nothing in advance. It looks at each
-message that has arrived (tag, length) and starts the receive only when the key is expected and the length fits, straight into
-the granted range. So no posted receive exists that could be neither cancelled nor trusted; a decline, a wrong length or an
-unknown key never touches the range; and for messages above the rendezvous threshold no payload travels before that.
+The way of a write: the writer tag-sends the source range under its key. The target posts nothing in advance. It looks at each
+message that has arrived (tag, length). It starts the receive, straight into the granted range, only when the key is expected and
+the length is right. So no posted receive exists that could be neither cancelled nor trusted. A decline, a wrong length or an
+unknown key never touches the range. Above the rendezvous threshold, no payload travels before the receive.
 
-One UCX worker serves one session, so `close()` can destroy it and everything that it might still do: UCX cannot cancel a single
-request once it has begun, but a destroyed worker moves nothing (5 ms; the context serves on).
+One UCX worker serves one session. UCX cannot cancel a request that has begun, but `close()` destroys the worker, and a destroyed
+worker moves nothing. This takes 5 ms, and the context stays.
 
-Lanes: ``ucx/shm`` is cross-memory attach (one copy, memcpy speed) between processes of one host; it is taken only where the
-target has proven that it can read the writer's memory. ``ucx/net`` is everything else (RDMA between hosts, TCP).
+Lanes: ``ucx/shm`` is cross-memory attach (one copy, memcpy speed) between processes of one host. It is used only if the target
+has proven that it can read the writer's memory. ``ucx/net`` is everything else (RDMA between hosts, TCP).
 
-An address from a peer is checked for structure before UCX sees it (`ucx_address`), for UCX follows it unchecked and aborts the
-process where it is broken. A deliberately hostile one, right in structure and wrong in content, still reaches UCX's parser.
+The structure of a peer's address is checked before UCX sees it (`ucx_address`), because UCX follows it unchecked, and a broken
+one aborts the process. A hostile address with a correct structure still reaches UCX's parser.
 
-Peer failure is always reported by UCX (endpoint error handling on). Off is no choice: UCX then aborts the *surviving* process
-when a cross-memory read fails because the writer was killed (seen: exit status 134, process_vm_readv: No such process).
+UCX always reports peer failure (endpoint error handling is on). With it off, UCX aborts the *surviving* process when a
+cross-memory read fails because the writer was killed (seen: exit status 134, process_vm_readv: No such process).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _SHM, _NET = "shm", "net"
 # UCX's TCP segments of 8 KiB give 1.0 GB/s on loopback, these 2.7 (64 MB, two cores).
 _OPTIONS = {"TCP_TX_SEG_SIZE": "64K", "TCP_RX_SEG_SIZE": "256K"}
 # On the shared-memory lane only the receiver copies, in its own progress(): a put of the peer could land after close(). The
-# offering worker is made before the lane is known and keeps UCX's own choice, which is get too; all that it ever receives are the
-# probe's answers in the probe's scratch memory.
+# offering worker is made before the lane is known, and keeps UCX's own choice, which is get, too. It only receives the probe's
+# answers, in the probe's scratch memory.
 _SHM_OPTIONS = {"RNDV_SCHEME": "get_zcopy"}
-# Without its registration cache UCX before 1.22.0 ends the process when a peer leaves in the middle of a write (a null pointer in
-# ucp_request_memh_invalidate; openucx/ucx pull request 11485). "try", the default, goes on without one: UCX_MEM_EVENTS=n, or a
-# second UCX in the process that took the memory hooks over. This refuses to begin.
+# Without its registration cache, UCX before 1.22.0 ends the process when a peer leaves in the middle of a write (a null pointer
+# in ucp_request_memh_invalidate; openucx/ucx pull request 11485). The default "try" goes on without a cache if UCX_MEM_EVENTS=n
+# is set, or if a second UCX in the process took over the memory hooks. "y" fails then.
 _CACHE = {"RCACHE_ENABLE": "y"}
 _NO_CACHE_HINT = (
     "; its registration cache needs its memory hooks: take UCX_MEM_EVENTS and UCX_MEM_MMAP_HOOK_MODE out of the environment, and "
@@ -99,10 +99,10 @@ class UcxTransport(PeerTransport[Memory, UcxSession]):
     """Moves bytes between processes and hosts over whatever UCX finds there.
 
     Args:
-        lane: "auto" takes shared memory where it is proven to work, the network elsewhere. "shm": only shared memory, and a peer
-            that is elsewhere is refused. "net": never shared memory. The two ends may not ask for opposite things.
-        options: UCX options without their ``UCX_`` prefix (``{"TLS": "rc,sm"}``); they win over the environment, which wins over
-            what this module tunes. Do not set ``RNDV_SCHEME`` to a put scheme: the proof of death on one host needs get.
+        lane: "auto" takes shared memory if it is proven to work, and the network otherwise. "shm" takes only shared memory, "net"
+            never. One end's "shm" and the other's "net" are an error.
+        options: UCX options without their ``UCX_`` prefix (``{"TLS": "rc,sm"}``). They override the environment, which overrides
+            the defaults of this module. Do not set ``RNDV_SCHEME`` to a put scheme: the proof of death on one host needs get.
 
     Raises:
         ConfigError: ucxx is not installed or too old, or a setting is wrong.
@@ -148,7 +148,7 @@ class UcxTransport(PeerTransport[Memory, UcxSession]):
         self._contexts.clear()
 
     def create_worker(self, purpose: str) -> Any:
-        """A worker for one session, ready to be waited for through its descriptor; `purpose` is "offer" or the target's lane."""
+        """Return a worker for one session, with a descriptor to wait on; `purpose` is "offer" or the target's lane."""
         try:
             worker = self.ucx.Worker(self._context(purpose), enable_delayed_submission=False, enable_python_future=False)
             worker.init_blocking_progress_mode()
@@ -157,11 +157,7 @@ class UcxTransport(PeerTransport[Memory, UcxSession]):
         return worker
 
     def check_address(self, worker: Any, address: bytes, peer_version: str) -> None:
-        """Refuse what is no address of a UCX like the one that made `worker`'s.
-
-        Raises:
-            ConfigError: What is wrong, with the UCX versions of both ends.
-        """
+        """Raise ConfigError, with the UCX versions of both ends, if this is no address of a UCX like that of `worker`."""
         AddressCheck(worker.address.tobytes()).check(address, peer=peer_version[:32], own=self.ucx.version)
 
     def open_session(
@@ -217,8 +213,8 @@ class UcxTransport(PeerTransport[Memory, UcxSession]):
             if self.wanted_lane == _NET or purpose == _NET:
                 options["TLS"] = transports_without(options.get("TLS") or os.environ.get("UCX_TLS") or "all", ("cma",))
             else:
-                # Where errors are handled UCX leaves cross-memory attach out, as it cannot revoke a peer's access to memory. Here
-                # nobody writes into a peer's memory, so nothing needs revoking: say that it could.
+                # With error handling, UCX excludes cross-memory attach, because it cannot revoke a peer's access to memory. Here
+                # nobody writes into a peer's memory, and nothing needs revoking. So this says that it could.
                 options["CMA_MEMORY_INVALIDATE"] = "y"
             features = (self.ucx.Feature.TAG, self.ucx.Feature.WAKEUP)
             try:

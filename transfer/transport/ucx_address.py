@@ -1,11 +1,10 @@
-"""Whether bytes have the structure of a UCX worker address, looked at before UCX parses them.
+"""Check the structure of a UCX worker address before UCX parses it.
 
-UCX trusts an address: it follows every length in it without knowing where the bytes end, and an unknown version aborts the
-process. So an address from a peer is walked here first, entry by entry, and must end where its bytes end. The walk's own
-assumptions are tested on an address that this process made with the same library; where that one does not pass (a UCX
-with another format, or UCX_UNIFIED_MODE), only the header is compared.
+UCX follows every length in an address without knowing where its bytes end, and an unknown version aborts the process. So this
+module walks a peer's address first, entry by entry. The walk must end where the bytes end. It is tested on an address of this
+process. If that address does not pass (another format of UCX, or UCX_UNIFIED_MODE), only the header is compared.
 
-This catches what is broken, cut off or random. It cannot make a hostile address safe: what the entries hold goes to UCX as it is.
+This detects a broken, truncated or random address. It cannot make a hostile address safe: the values in the entries go to UCX.
 
 Source of the format: the head of UCX 1.21's src/ucp/wireup/address.c.
 """
@@ -30,12 +29,12 @@ _NUM_PATHS, _SYS_DEVICE, _DEVICE_LENGTH_MASK = 0x40, 0x20, 0x1F
 _HAS_ENDPOINT, _INTERFACE_LENGTH_MASK = 0x40, 0x3F
 _CHECKSUM_BYTES: Final = 2
 _ATTRIBUTE_BYTES: Final = {_V1: 16, _V2: 8}
-_MAX_INTERFACES: Final = 128  # UCP_MAX_RESOURCES; a device more needs one, or is the pseudo device at the end
+_MAX_INTERFACES: Final = 128  # UCP_MAX_RESOURCES; each further device has one, or is the pseudo device at the end
 _NO_DEVICES: Final = 0xFF
 
 
 class _Malformed(Exception):
-    """The walk met something that no address has."""
+    """The walk found something that no address has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +46,10 @@ class Header:
 
     @classmethod
     def of(cls, address: bytes) -> Header:
-        """
+        """Read the header of an address.
+
         Raises:
-            ConfigError: Too short for one.
+            ConfigError: The address is too short.
         """
         if len(address) < 2:
             raise ConfigError(f"UCX address of {len(address)} bytes is too short for its header")
@@ -82,14 +82,14 @@ class _Walk:
         return self.skip(1)[0]
 
     def extended(self, mask: int, version: int) -> tuple[int, int]:
-        """A byte and the number in its masked bits; where those are all set, version 2 has the number in the next byte."""
+        """Return a byte and the number in its masked bits. If all are set, version 2 has the number in the next byte."""
         first = self.byte()
         number = first & mask
         return first, self.byte() if version != _V1 and number == mask else number
 
 
 class AddressCheck:
-    """Refuses what cannot be the address of a worker of a UCX like ours.
+    """Rejects bytes that cannot be the address of a worker of a UCX like this one.
 
     Args:
         own: Address of a worker of this process.
@@ -101,13 +101,13 @@ class AddressCheck:
         self._interface_bytes = {} if self._walk is None else dict(self._walk(own))
 
     def check(self, address: bytes, *, peer: str, own: str) -> None:
-        """
+        """Check a peer's address.
+
         Args:
-            address: The peer's.
-            peer, own: UCX versions of both ends, for the message and for what only equal versions share.
+            peer, own: UCX versions of both ends. Equal versions are compared more closely.
 
         Raises:
-            ConfigError: It is none; says what is wrong with it.
+            ConfigError: It is no such address; the message names the problem.
         """
         if len(address) > MAX_ADDRESS_BYTES:
             raise ConfigError(f"UCX address of the peer (UCX {peer}) has {len(address)} bytes; at most {MAX_ADDRESS_BYTES}")
@@ -139,7 +139,7 @@ class AddressCheck:
 
 
 def _walk_address(address: bytes, index_bytes: int) -> list[tuple[bytes, int]]:
-    """Name checksum and address length of each transport; `index_bytes` is what follows the attributes in some versions."""
+    """Return name checksum and address length of each transport. In some versions `index_bytes` bytes follow the attributes."""
     header, walk = Header.of(address), _Walk(address)
     if header.version not in _ATTRIBUTE_BYTES or not header.flags & _FLAG_UUID:
         raise _Malformed(f"format version {header.version} with flags {header.flags:#x}")

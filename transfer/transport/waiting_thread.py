@@ -1,4 +1,4 @@
-"""A thread for the waits that closing a session takes: a device may take long, or for ever, and the owner's loop must go on."""
+"""A thread that waits for devices when sessions are closed. A device can hang, and the owner's loop must go on."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 class WaitingThread:
-    """Runs what it is given one after the other; the thread lives for as long as there is something to run.
+    """Run functions one after the other, on a thread that lives while there are functions to run.
 
-    One for each transport, so that sessions closed while a device hangs add no threads; they would wait for the same device. A
-    daemon: what never ends does not keep the process.
-
-    Args:
-        name: Of the thread.
+    Each transport has one, so that sessions that are closed while a device hangs add no threads. The thread is a daemon: an
+    endless wait does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,7 +24,7 @@ class WaitingThread:
         self._is_running = False
 
     def submit(self, wait: Callable[[], None]) -> None:
-        """Run `wait` behind what was submitted before. What it raises is logged."""
+        """Run `wait` after the functions that were submitted before. Its exceptions are logged."""
         with self._changed:
             self._waits.append(wait)
             if not self._is_running:
@@ -35,7 +32,7 @@ class WaitingThread:
                 self._is_running = True
 
     def join(self, timeout_s: float) -> bool:
-        """Whether everything has ended, after up to `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds. Return whether everything has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._is_running, timeout_s)
 
@@ -51,4 +48,4 @@ class WaitingThread:
                 wait()
             except Exception:
                 _log.exception("thread %s: a wait failed", self._name)
-            del wait  # and what it holds
+            del wait  # and the objects that it holds
