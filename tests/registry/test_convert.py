@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.registry.attaches import LLAMA, attach_request, attach_response, instance
 from transfer.chunk import ChunkPlan
 from transfer.errors import RemoteProtocolError
-from transfer.instance import AttachRequest, AttachResponse, Instance, Link
+from transfer.instance import Instance, Link
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry import convert
@@ -61,34 +62,6 @@ instances = st.builds(
     capabilities=st.frozensets(st.sampled_from(["a", "b", "c"])),
     version=st.text(max_size=8),
 )
-LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
-
-
-def instance(**changes: Any) -> Instance:
-    values: dict[str, Any] = {
-        "incarnation": 5,
-        "layout": LLAMA,
-        "shard": Shard(tp_size=2),
-        "transport": "ucx",
-        "digests": ("xxh3-64", "kvferry-words-64"),
-        "protocol_versions": (1,),
-    }
-    return Instance(**values | changes)
-
-
-def answer() -> AttachResponse:
-    return AttachResponse(
-        session_id=2**64 - 1,
-        decode=instance(shard=Shard(tp_size=2, dtype=DType.FLOAT32)),
-        decode_rank=1,
-        answer=b"\x00answer",
-        ring_capacity_bytes=1 << 20,
-        control_address="tcp://10.0.0.1:5555",
-        heartbeat_s=0.5,
-        protocol_version=1,
-        probe_bytes=4096,
-        control_key=bytes(range(32)),
-    )
 
 
 @given(one=instances)
@@ -140,16 +113,14 @@ def test_an_instance_from_before_layers_had_a_dtype_is_understood() -> None:
 
 
 def test_attach_survives_the_wire() -> None:
-    request = AttachRequest(
-        prefill=instance(shard=Shard(tp_size=4, dtype=DType.BFLOAT16)),
+    request = attach_request(
+        instance(shard=Shard(tp_size=4, dtype=DType.BFLOAT16)),
         prefill_rank=3,
-        offer=b"\xffoffer",
         chunk_plan=ChunkPlan(chunk_tokens=128, layers_per_group=4),
-        probe_bytes=4096,
-        control_key=bytes(range(32)),
     )
+    answer = attach_response(session_id=2**64 - 1, answer=b"\x00answer")
     assert convert.attach_request_from_proto(convert.attach_request_to_proto(request)) == request
-    assert convert.attach_response_from_proto(convert.attach_response_to_proto(answer())) == answer()
+    assert convert.attach_response_from_proto(convert.attach_response_to_proto(answer)) == answer
 
 
 def test_a_link_survives_the_wire() -> None:
@@ -223,26 +194,13 @@ def test_a_broken_instance_is_refused_and_the_field_named(edit: Callable[[pb.Ins
     assert named in str(caught.value)
 
 
-def attach(layout: KVLayout = LLAMA) -> pb.AttachRequest:
-    return convert.attach_request_to_proto(
-        AttachRequest(
-            prefill=instance(layout=layout),
-            prefill_rank=0,
-            offer=b"",
-            chunk_plan=ChunkPlan(chunk_tokens=8),
-            probe_bytes=4096,
-            control_key=bytes(32),
-        )
-    )
-
-
 def test_a_broken_attach_is_refused_and_the_field_named() -> None:
     for edit, named in (
         (_set("prefill_rank", 9), "prefill_rank is 9"),
         (_set("chunk_plan.chunk_tokens", 0), "chunk_tokens is 0"),
         (_set("control_key", bytes(40)), "control_key has 40 bytes; it must have 32"),
     ):
-        request = attach()
+        request = convert.attach_request_to_proto(attach_request(offer=b""))
         edit(request)
         with pytest.raises(RemoteProtocolError, match=named):
             convert.attach_request_from_proto(request)
@@ -255,7 +213,7 @@ def test_a_broken_attach_is_refused_and_the_field_named() -> None:
         ("protocol_version", 7),
         ("control_key", b""),
     ):
-        told = convert.attach_response_to_proto(answer())
+        told = convert.attach_response_to_proto(attach_response())
         _set(name, wrong)(told)
         with pytest.raises(RemoteProtocolError, match=name):
             convert.attach_response_from_proto(told)
@@ -264,7 +222,7 @@ def test_a_broken_attach_is_refused_and_the_field_named() -> None:
 def test_the_largest_values_of_a_peer_are_taken() -> None:
     """Every list and text of an instance at its bound, and both ends of the heartbeat's range."""
     for heartbeat_s in (0.05, 10.0):
-        told = convert.attach_response_to_proto(answer())
+        told = convert.attach_response_to_proto(attach_response())
         told.heartbeat_s = heartbeat_s
         assert convert.attach_response_from_proto(told).heartbeat_s == heartbeat_s
     fields = {f"{number:03}" + "k" * 253: "v" * 8192 for number in range(256)}

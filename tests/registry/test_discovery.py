@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from tests.authority import Authority
+from tests.registry.attaches import serving
 from tests.registry.secure_node import tls_of
 from tests.runtime.instances import until
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -24,7 +25,7 @@ from transfer.registry.discovery.entries import MAX_FOUND, RefusedFor, sort_entr
 from transfer.registry.discovery.sources import MAX_FILE_BYTES, DnsNodes, GivenNodes, HealthGate, NodeFile
 from transfer.registry.discovery.watcher import NOT_ANSWERED
 from transfer.registry.security import PlainText
-from transfer.registry.server import RegistryServer, serve
+from transfer.registry.server import RegistryServer
 
 LOOK_S = 0.02
 
@@ -305,13 +306,8 @@ class Control(pb_grpc.PrefillControlServicer):
     pass
 
 
-@asynccontextmanager
-async def node(**how: object) -> AsyncIterator[RegistryServer]:
-    server = await serve("127.0.0.1", 0, prefill_control=Control(), **how)  # type: ignore[abstract,arg-type]
-    try:
-        yield server
-    finally:
-        await server.close()
+def node(**how: object) -> AbstractAsyncContextManager[RegistryServer]:
+    return serving(prefill_control=Control(), **how)  # type: ignore[abstract]
 
 
 async def test_a_node_is_used_once_its_health_says_that_it_serves() -> None:
@@ -321,12 +317,9 @@ async def test_a_node_is_used_once_its_health_says_that_it_serves() -> None:
         await server.set_serving(True)
         assert await gate.why_not(server.address) == ""
     assert server.address in await gate.why_not(server.address), "nobody listens there any more"
-    other = await serve("127.0.0.1", 0)
-    try:
+    async with serving() as other:
         await other.set_serving(True)
         assert "it is no prefill node" in await gate.why_not(other.address)
-    finally:
-        await other.close()
 
 
 async def test_with_tls_a_node_shows_who_it_is_before_it_is_believed(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from kvferry.cli.node_client import NodeClient
+from tests.registry.attaches import attach_request, attach_response
 from tests.registry.hostile_messages import hostile_messages
 from tests.registry.test_hostile_fields import PLAN, told
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import RemoteProtocolError, TransferError
-from transfer.instance import AttachRequest, AttachResponse
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.client import TransferControlClient
 from transfer.registry.convert import attach_response_to_proto, layout_from_proto, watermark_to_proto
@@ -65,25 +65,8 @@ async def node() -> AsyncIterator[HostileNode]:
     assert one.complaints == []
 
 
-def attach() -> AttachRequest:
-    return AttachRequest(prefill=told(44), prefill_rank=0, offer=b"x", chunk_plan=PLAN, probe_bytes=4096, control_key=bytes(32))
-
-
-def answer() -> pb.AttachResponse:
-    return attach_response_to_proto(
-        AttachResponse(
-            session_id=7,
-            decode=told(5, tp_size=2),
-            decode_rank=1,
-            answer=b"answer",
-            ring_capacity_bytes=RING_BYTES,
-            control_address="tcp://127.0.0.1:1",
-            heartbeat_s=0.5,
-            protocol_version=1,
-            probe_bytes=4096,
-            control_key=bytes(range(32)),
-        )
-    )
+ATTACH = attach_request(told(44), chunk_plan=PLAN)
+ANSWER = attach_response_to_proto(attach_response(told(5, tp_size=2), ring_capacity_bytes=RING_BYTES))
 
 
 def retell(message: pb.AttachResponse) -> None:
@@ -95,16 +78,16 @@ def retell(message: pb.AttachResponse) -> None:
 
 async def test_every_field_of_an_attachs_answer(node: HostileNode) -> None:
     client = TransferControlClient(node.address)
-    for hostile in hostile_messages(answer(), retell):
+    for hostile in hostile_messages(ANSWER, retell):
         node.answers = [hostile.payload]
         try:
-            found = await client.attach(attach(), timeout_s=WITHIN_S)
+            found = await client.attach(ATTACH, timeout_s=WITHIN_S)
         except TransferError as error:
             assert len(str(error).splitlines()) == 1, f"{hostile}: {error}"
         else:
             assert found.probe_bytes <= 4096 and 0 < found.heartbeat_s <= 10, str(hostile)
-    node.answers = [answer().SerializeToString()]
-    assert (await client.attach(attach(), timeout_s=WITHIN_S)).session_id == 7
+    node.answers = [ANSWER.SerializeToString()]
+    assert (await client.attach(ATTACH, timeout_s=WITHIN_S)).session_id == 77
     await client.close()
 
 

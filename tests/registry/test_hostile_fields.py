@@ -25,13 +25,14 @@ from tokenizers.models import WordLevel
 from decode_node.node import DecodeNode
 from node_runtime.daemon import Daemon, NodeState
 from prefill_node.node import PrefillNode
+from tests.registry.attaches import attach_request
 from tests.registry.hostile_messages import HUGE_LIST, HUGE_TEXT, Hostile, hostile_messages
 from tests.runtime.instances import decode_config, hello, instance, prefill_config
 from transfer.chunk import ChunkPlan
 from transfer.config import ServerConfig
 from transfer.connector.messages import AttachDecode, DecodeAttached
 from transfer.errors import PeerUnreachable, RemoteProtocolError
-from transfer.instance import AttachRequest, Instance
+from transfer.instance import Instance
 from transfer.layout import DType, Shard
 from transfer.logs import log_level
 from transfer.metrics import RankMetrics
@@ -275,16 +276,8 @@ def join(_: Nodes) -> pb.JoinRequest:
 
 
 def attach(nodes: Nodes) -> pb.AttachRequest:
-    return attach_request_to_proto(
-        AttachRequest(
-            prefill=told(44, tp_size=2),
-            prefill_rank=1,
-            offer=nodes.offer(),
-            chunk_plan=PLAN,
-            probe_bytes=4096,
-            control_key=bytes(32),
-        )
-    )
+    request = attach_request(told(44, tp_size=2), prefill_rank=1, offer=nodes.offer(), chunk_plan=PLAN)
+    return attach_request_to_proto(request)
 
 
 def sampling() -> pb.SamplingParams:

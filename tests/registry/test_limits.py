@@ -11,11 +11,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
+from tests.registry.attaches import serving
 from tests.runtime.instances import until
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry import options, server
-from transfer.registry.server import serve
 
 
 class Counts(pb_grpc.DecodeControlServicer):
@@ -36,6 +36,14 @@ class Counts(pb_grpc.DecodeControlServicer):
         return pb.ReserveResponse(reserved=True)
 
 
+@contextlib.asynccontextmanager
+async def called(node: Counts, **options: int) -> AsyncIterator[tuple[grpc.aio.Channel, str]]:
+    """Serve `node`. Return a channel to it, with gRPC's `options`, and its address."""
+    grpc_options = [(f"grpc.{name}", value) for name, value in options.items()]
+    async with serving(decode_control=node) as served, grpc.aio.insecure_channel(served.address, options=grpc_options) as channel:
+        yield channel, served.address
+
+
 async def code_of(channel: grpc.aio.Channel, request: pb.GenerateRequest) -> grpc.StatusCode:
     call = pb_grpc.DecodeControlStub(channel).Generate(request, timeout=60)
     async for _ in call:
@@ -46,34 +54,26 @@ async def code_of(channel: grpc.aio.Channel, request: pb.GenerateRequest) -> grp
 async def test_a_message_above_the_limit_is_refused_by_grpc() -> None:
     node = Counts()
     node.gate.set()
-    served = await serve("127.0.0.1", 0, decode_control=node)
-    try:
-        async with grpc.aio.insecure_channel(served.address, options=[("grpc.max_send_message_length", -1)]) as channel:
-            below = pb.GenerateRequest(prompt="x" * (options.MAX_MESSAGE_BYTES - 16))
-            assert await code_of(channel, below) is grpc.StatusCode.OK
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await code_of(channel, pb.GenerateRequest(prompt="x" * options.MAX_MESSAGE_BYTES))
-            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    finally:
-        await served.close()
+    async with called(node, max_send_message_length=-1) as (channel, _):
+        below = pb.GenerateRequest(prompt="x" * (options.MAX_MESSAGE_BYTES - 16))
+        assert await code_of(channel, below) is grpc.StatusCode.OK
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await code_of(channel, pb.GenerateRequest(prompt="x" * options.MAX_MESSAGE_BYTES))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert node.sizes == [options.MAX_MESSAGE_BYTES - 16]
 
 
 async def test_calls_above_the_limit_are_refused_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONCURRENT_CALLS", 3)
     node = Counts()
-    served = await serve("127.0.0.1", 0, decode_control=node)
-    try:
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            held = [asyncio.ensure_future(code_of(channel, pb.GenerateRequest(prompt="x"))) for _ in range(3)]
-            await until(lambda: len(node.sizes) == 3)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await code_of(channel, pb.GenerateRequest(prompt="x"))
-            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            node.gate.set()
-            assert await asyncio.gather(*held) == [grpc.StatusCode.OK] * 3
-    finally:
-        await served.close()
+    async with called(node) as (channel, _):
+        held = [asyncio.ensure_future(code_of(channel, pb.GenerateRequest(prompt="x"))) for _ in range(3)]
+        await until(lambda: len(node.sizes) == 3)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await code_of(channel, pb.GenerateRequest(prompt="x"))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        node.gate.set()
+        assert await asyncio.gather(*held) == [grpc.StatusCode.OK] * 3
     assert len(node.sizes) == 3
 
 
@@ -82,26 +82,22 @@ async def test_clients_calls_leave_room_for_the_other_tier(monkeypatch: pytest.M
     monkeypatch.setattr(server, "MAX_CLIENT_CALLS", 3)
     monkeypatch.setattr(server, "MAX_CONCURRENT_CALLS", 5)
     node = Counts()
-    served = await serve("127.0.0.1", 0, decode_control=node)
-    try:
-        async with grpc.aio.insecure_channel(served.address) as channel:
-            watches = [health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
-            for watch in watches:
-                await watch.read()
-            held = asyncio.ensure_future(code_of(channel, pb.GenerateRequest(prompt="x")))
-            await until(lambda: node.sizes)
-            with pytest.raises(grpc.aio.AioRpcError, match="3 calls of clients are in progress here") as refused:
-                await code_of(channel, pb.GenerateRequest(prompt="y"))
-            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            reserve = pb_grpc.DecodeControlStub(channel).Reserve
-            assert (await reserve(pb.ReserveRequest(request_id="a"), timeout=60)).reserved
-            watches[0].cancel()
-            node.gate.set()
-            assert await held is grpc.StatusCode.OK
-            assert await code_of(channel, pb.GenerateRequest(prompt="z")) is grpc.StatusCode.OK
-            watches[1].cancel()
-    finally:
-        await served.close()
+    async with called(node) as (channel, _):
+        watches = [health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        held = asyncio.ensure_future(code_of(channel, pb.GenerateRequest(prompt="x")))
+        await until(lambda: node.sizes)
+        with pytest.raises(grpc.aio.AioRpcError, match="3 calls of clients are in progress here") as refused:
+            await code_of(channel, pb.GenerateRequest(prompt="y"))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        reserve = pb_grpc.DecodeControlStub(channel).Reserve
+        assert (await reserve(pb.ReserveRequest(request_id="a"), timeout=60)).reserved
+        watches[0].cancel()
+        node.gate.set()
+        assert await held is grpc.StatusCode.OK
+        assert await code_of(channel, pb.GenerateRequest(prompt="z")) is grpc.StatusCode.OK
+        watches[1].cancel()
     assert node.sizes == [1, 1]
 
 
@@ -130,24 +126,16 @@ async def test_connections_above_the_limit_are_closed_and_those_that_stand_go_on
     monkeypatch.setattr(server, "most_connections", lambda open_files: 12)
     node = Counts()
     node.gate.set()
-    served = await serve("127.0.0.1", 0, decode_control=node)
-    try:
-        async with grpc.aio.insecure_channel(served.address) as channel:
+    async with called(node) as (channel, address):
+        assert await code_of(channel, pb.GenerateRequest(prompt="x")) is grpc.StatusCode.OK
+        async with silent_connections(address, 60) as tasks:
+            await until(lambda: sum(task.done() for task in tasks) >= 49)
             assert await code_of(channel, pb.GenerateRequest(prompt="x")) is grpc.StatusCode.OK
-            async with silent_connections(served.address, 60) as tasks:
-                await until(lambda: sum(task.done() for task in tasks) >= 49)
-                assert await code_of(channel, pb.GenerateRequest(prompt="x")) is grpc.StatusCode.OK
-    finally:
-        await served.close()
 
 
 async def test_a_connection_that_says_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     patient = dict(server.SERVER_OPTIONS)
     assert patient["grpc.server_handshake_timeout_ms"] == options.HANDSHAKE_MS
     monkeypatch.setattr(server, "SERVER_OPTIONS", tuple((patient | {"grpc.server_handshake_timeout_ms": 500}).items()))
-    served = await serve("127.0.0.1", 0, decode_control=Counts())
-    try:
-        async with silent_connections(served.address, 30) as tasks:
-            await until(lambda: all(task.done() for task in tasks))
-    finally:
-        await served.close()
+    async with serving(decode_control=Counts()) as served, silent_connections(served.address, 30) as tasks:
+        await until(lambda: all(task.done() for task in tasks))

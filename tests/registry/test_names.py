@@ -8,12 +8,13 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 
+from tests.registry.attaches import serving
 from tests.registry.secure_node import call
 from tests.runtime.instances import until
 from transfer.errors import PeerUnreachable
@@ -22,7 +23,7 @@ from transfer.registry import connecting, peer_channel
 from transfer.registry.connecting import Lookups, addresses_of, connected
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText
-from transfer.registry.server import RegistryServer, serve
+from transfer.registry.server import RegistryServer
 
 DOMAIN = ".example"
 NAME = f"prefill-0{DOMAIN}"
@@ -67,13 +68,8 @@ class Control(pb_grpc.PrefillControlServicer):
     pass
 
 
-@asynccontextmanager
-async def node(host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[RegistryServer]:
-    server = await serve(host, port, prefill_control=Control())  # type: ignore[abstract]
-    try:
-        yield server
-    finally:
-        await server.close()
+def node(host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[RegistryServer]:
+    return serving(host, port, prefill_control=Control())  # type: ignore[abstract]
 
 
 @asynccontextmanager

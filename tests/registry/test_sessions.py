@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
-from transfer.chunk import ChunkPlan
+from tests.registry.attaches import LLAMA, attach_request, attach_response, instance, serving
 from transfer.errors import (
     ConfigError,
     LayoutError,
@@ -26,7 +26,7 @@ from transfer.errors import (
     TransportTimeout,
 )
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
-from transfer.layout import DType, KVLayout, Shard
+from transfer.layout import DType, KVLayout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import SessionWatch, TransferControlClient
@@ -35,33 +35,9 @@ from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Grant, RingView, Watermark
 
-LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
 CAPACITY = 1 << 20
 HEARTBEAT_S = 0.2
 DEADLINE_S = 60.0  # only ends a wait that would never end
-
-
-def instance(incarnation: int, **changes: Any) -> Instance:
-    values: dict[str, Any] = {
-        "incarnation": incarnation,
-        "layout": LLAMA,
-        "shard": Shard(tp_size=2, dtype=DType.FLOAT32),
-        "transport": "ucx",
-        "digests": ("xxh3-64",),
-        "protocol_versions": (1,),
-    }
-    return Instance(**values | changes)
-
-
-def attach_request(prefill_rank: int = 0, **changes: Any) -> AttachRequest:
-    return AttachRequest(
-        prefill=instance(changes.pop("incarnation", 5), **changes),
-        prefill_rank=prefill_rank,
-        offer=b"offer",
-        chunk_plan=ChunkPlan(chunk_tokens=16),
-        probe_bytes=4096,
-        control_key=bytes(32),
-    )
 
 
 def watermark(sequence: int, position: int | None = None, released: tuple[Grant, ...] = ()) -> Watermark:
@@ -118,23 +94,30 @@ class DecodeRank:
             max_sessions=self.max_sessions,
         )
 
+    def hold(self) -> tuple[asyncio.Event, asyncio.Event]:
+        """Hold every attach from now on. Return the events "one is held" and "go on"."""
+        is_held, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            is_held.set()
+            await goes_on.wait()
+
+        self.before_answer = wait
+        return is_held, goes_on
+
     async def on_attach(self, request: AttachRequest) -> AttachResponse:
         agreement = check_compatible(self.decode, request.prefill)
         if self.before_answer is not None:
             await self.before_answer()
         self.attached.append(request)
         self.next_session_id += 1
-        return AttachResponse(
+        return attach_response(
+            self.decode,
             session_id=self.next_session_id,
-            decode=self.decode,
-            decode_rank=1,
-            answer=b"answer to " + request.offer,
             ring_capacity_bytes=CAPACITY,
-            control_address="tcp://127.0.0.1:1",
             heartbeat_s=self.heartbeat_s,
             protocol_version=self.protocol_version or agreement.protocol_version,
             probe_bytes=self.probe_bytes,
-            control_key=bytes(32),
         )
 
 
@@ -165,9 +148,8 @@ def rank() -> DecodeRank:
 
 @pytest.fixture
 async def server(rank: DecodeRank) -> AsyncIterator[RegistryServer]:
-    server = await serve("127.0.0.1", 0, transfer_control=rank.servicer)
-    yield server
-    await server.close()
+    async with serving(transfer_control=rank.servicer) as server:
+        yield server
 
 
 @pytest.fixture
@@ -180,8 +162,8 @@ async def writer(server: RegistryServer) -> AsyncIterator[Writer]:
     await writer.client.close()
 
 
-async def joined(rank: DecodeRank, writer: Writer, **changes: Any) -> tuple[AttachResponse, SessionWatch]:
-    response = await writer.client.attach(attach_request(**changes), timeout_s=DEADLINE_S)
+async def joined(rank: DecodeRank, writer: Writer) -> tuple[AttachResponse, SessionWatch]:
+    response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
     watch = writer.watch(response)
     count = len(writer.seen)
     await until(lambda: len(writer.seen) > count, "the first ack")
@@ -191,7 +173,7 @@ async def joined(rank: DecodeRank, writer: Writer, **changes: Any) -> tuple[Atta
 async def test_attach_of_another_model_is_refused_with_everything_named(rank: DecodeRank, writer: Writer) -> None:
     other = KVLayout.uniform(num_layers=8, num_kv_heads=6, head_dim=32, dtype=DType.FLOAT32)
     with pytest.raises(LayoutError) as caught:
-        await writer.client.attach(attach_request(layout=other), timeout_s=DEADLINE_S)
+        await writer.client.attach(attach_request(instance(layout=other)), timeout_s=DEADLINE_S)
     for part in (LLAMA.fingerprint(), other.fingerprint(), "kv_heads=12", "kv_heads=6", writer.client.address):
         assert part in str(caught.value)
     assert rank.servicer.session_ids == ()
@@ -206,7 +188,7 @@ async def test_an_answer_that_does_not_fit_the_question_is_refused(rank: DecodeR
     rank.decode = instance(9, protocol_versions=(1, 2))
     rank.probe_bytes, rank.protocol_version = 4096, 2
     with pytest.raises(RemoteProtocolError, match="protocol_version is 2; this writer speaks 1"):
-        await writer.client.attach(attach_request(incarnation=6), timeout_s=DEADLINE_S)
+        await writer.client.attach(attach_request(instance(6)), timeout_s=DEADLINE_S)
 
 
 async def test_the_same_writer_attaches_once_and_again_after_its_session(rank: DecodeRank, writer: Writer) -> None:
@@ -214,20 +196,14 @@ async def test_the_same_writer_attaches_once_and_again_after_its_session(rank: D
     with pytest.raises(PeerUnreachable, match="attached already"):
         await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
     await writer.client.attach(attach_request(prefill_rank=1), timeout_s=DEADLINE_S)
-    await writer.client.attach(attach_request(incarnation=6), timeout_s=DEADLINE_S)
+    await writer.client.attach(attach_request(instance(6)), timeout_s=DEADLINE_S)
     watch.close()
     await until(lambda: bool(rank.lost), "the loss")
     await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
 
 
 async def test_a_writer_that_gives_up_in_mid_attach_leaves_nothing(rank: DecodeRank, writer: Writer) -> None:
-    has_begun = asyncio.Event()
-
-    async def wait() -> None:
-        has_begun.set()
-        await rank.servicer.given_up.wait()
-
-    rank.before_answer = wait
+    has_begun, rank.servicer.given_up = rank.hold()
     asked = asyncio.ensure_future(writer.client.attach(attach_request(), timeout_s=DEADLINE_S))
     await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
     asked.cancel()
@@ -239,20 +215,17 @@ async def test_a_writer_that_gives_up_in_mid_attach_leaves_nothing(rank: DecodeR
 async def test_the_sessions_of_a_rank_are_limited() -> None:
     """Attaches under way count; a session that ends makes room."""
     rank = DecodeRank(max_sessions=3)
-    server = await serve("127.0.0.1", 0, transfer_control=rank.servicer)
-    client = TransferControlClient(server.address)
-    try:
-        rank.before_answer = lambda: asyncio.sleep(0.02)
-        asked = (client.attach(attach_request(incarnation=50 + number), timeout_s=DEADLINE_S) for number in range(8))
+    rank.before_answer = lambda: asyncio.sleep(0.02)
+    async with serving(transfer_control=rank.servicer) as server:
+        client = TransferControlClient(server.address)
+        asked = (client.attach(attach_request(instance(50 + number)), timeout_s=DEADLINE_S) for number in range(8))
         results = await asyncio.gather(*asked, return_exceptions=True)
         refused = [str(result) for result in results if isinstance(result, ResourceExhausted)]
         assert len(refused) == 5 and len(rank.servicer.session_ids) == len(rank.attached) == 3
         assert all("this rank has 3 sessions, and takes 3 with its limit of" in text for text in refused)
         rank.servicer.close_session(rank.servicer.session_ids[0], "makes room")
-        await client.attach(attach_request(incarnation=99), timeout_s=DEADLINE_S)
-    finally:
+        await client.attach(attach_request(instance(99)), timeout_s=DEADLINE_S)
         await client.close()
-        await server.close()
 
 
 async def test_attaches_are_handled_one_at_a_time(rank: DecodeRank, writer: Writer) -> None:
@@ -266,28 +239,22 @@ async def test_attaches_are_handled_one_at_a_time(rank: DecodeRank, writer: Writ
         running -= 1
 
     rank.before_answer = open_slowly
-    asked = (writer.client.attach(attach_request(incarnation=50 + number), timeout_s=DEADLINE_S) for number in range(5))
+    asked = (writer.client.attach(attach_request(instance(50 + number)), timeout_s=DEADLINE_S) for number in range(5))
     assert len({response.session_id for response in await asyncio.gather(*asked)}) == 5
     assert most == 1
 
 
 async def test_a_writer_that_gives_up_before_its_turn_costs_nothing(rank: DecodeRank, writer: Writer) -> None:
-    has_begun, go_on = asyncio.Event(), asyncio.Event()
-
-    async def wait() -> None:
-        has_begun.set()
-        await go_on.wait()
-
-    rank.before_answer = wait
+    has_begun, go_on = rank.hold()
     first = asyncio.ensure_future(writer.client.attach(attach_request(), timeout_s=DEADLINE_S))
     await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
     with pytest.raises(TransportTimeout):
-        await writer.client.attach(attach_request(incarnation=6), timeout_s=0.1)
+        await writer.client.attach(attach_request(instance(6)), timeout_s=0.1)
 
     async def attach_again() -> AttachResponse:
         while True:  # until the server has noticed
             with contextlib.suppress(PeerUnreachable):
-                return await writer.client.attach(attach_request(incarnation=6), timeout_s=DEADLINE_S)
+                return await writer.client.attach(attach_request(instance(6)), timeout_s=DEADLINE_S)
             await asyncio.sleep(0.01)
 
     again = asyncio.ensure_future(attach_again())
@@ -298,14 +265,8 @@ async def test_a_writer_that_gives_up_before_its_turn_costs_nothing(rank: Decode
 
 
 async def test_an_attach_that_waits_while_the_rank_closes_is_refused(rank: DecodeRank, writer: Writer) -> None:
-    has_begun, go_on = asyncio.Event(), asyncio.Event()
-
-    async def wait() -> None:
-        has_begun.set()
-        await go_on.wait()
-
-    rank.before_answer = wait
-    asked = [asyncio.ensure_future(writer.client.attach(attach_request(incarnation=n), timeout_s=DEADLINE_S)) for n in (50, 51)]
+    has_begun, go_on = rank.hold()
+    asked = [asyncio.ensure_future(writer.client.attach(attach_request(instance(n)), timeout_s=DEADLINE_S)) for n in (50, 51)]
     await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
     await asyncio.sleep(0.1)  # the other one waits by now, or comes too late: it is refused in either case
     rank.servicer.close("shutting down")
@@ -486,7 +447,7 @@ async def test_hostile_beats_end_their_session_only(rank: DecodeRank, writer: Wr
         stub: Any = pb_grpc.TransferControlStub(channel)
         client = TransferControlClient(server.address)
         for number in range(2):
-            response = await client.attach(attach_request(incarnation=70 + number), timeout_s=DEADLINE_S)
+            response = await client.attach(attach_request(instance(70 + number)), timeout_s=DEADLINE_S)
             call = stub.Watermarks()
             await call.write(pb.WriterBeat(session_id=response.session_id))
             if number == 0:

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.registry.attaches import serving
 from tests.runtime.instances import until
 from transfer.errors import EngineError, OutOfMemory
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.server import serve
 from transfer.registry.status import end_with, error_of
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16384), ("grpc.http2.bdp_probe", 0))
@@ -56,8 +56,10 @@ class Fails(pb_grpc.DecodeControlServicer):
 
 async def test_a_caller_that_reads_nothing_and_leaves_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     servicer = Talks(num_events=100)  # type: ignore[abstract]  # the other calls are answered UNIMPLEMENTED
-    server = await serve("127.0.0.1", 0, decode_control=servicer)
-    async with grpc.aio.insecure_channel(server.address, options=SMALL_WINDOW) as channel:
+    async with (
+        serving(decode_control=servicer) as server,
+        grpc.aio.insecure_channel(server.address, options=SMALL_WINDOW) as channel,
+    ):
         stub: Any = pb_grpc.DecodeControlStub(channel)
         call = stub.Generate(pb.GenerateRequest())
         await until(lambda: servicer.num_said > 0)
@@ -66,7 +68,6 @@ async def test_a_caller_that_reads_nothing_and_leaves_is_no_error(caplog: pytest
         call.cancel()
         await asyncio.wait_for(servicer.is_over.wait(), DEADLINE_S)
         await asyncio.sleep(0.05)
-    await server.close()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
@@ -80,12 +81,11 @@ async def test_a_caller_that_reads_nothing_and_leaves_is_no_error(caplog: pytest
     ],
 )
 async def test_whether_an_engine_blames_a_requests_kv_crosses_the_wire(error: Exception, spares_kv: bool) -> None:
-    server = await serve("127.0.0.1", 0, decode_control=Fails(error))  # type: ignore[abstract]
-    async with grpc.aio.insecure_channel(server.address) as channel:
+    servicer = Fails(error)  # type: ignore[abstract]
+    async with serving(decode_control=servicer) as server, grpc.aio.insecure_channel(server.address) as channel:
         stub: Any = pb_grpc.DecodeControlStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(stub.Generate(pb.GenerateRequest())))
-    await server.close()
     heard = error_of(caught.value, peer="p")
     assert isinstance(heard, EngineError) and heard.spares_kv == spares_kv
     assert isinstance(heard, OutOfMemory) is isinstance(error, OutOfMemory)
