@@ -83,14 +83,14 @@ class NodeControlServicer(object):
     """
 
     def Status(self, request, context):
-        """What the node, its ranks, peers and links are doing.
+        """Return the state of the node, its ranks, peers and links.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """The requests in flight, the oldest first.
+        """Return the requests in flight, the oldest first.
 
         INVALID_ARGUMENT: `limit` is too large.
         """
@@ -99,24 +99,24 @@ class NodeControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Give a request up, by its client's id or by that of one of its transfers. OK also when it is unknown or over (`found` says which).
+        """Abort a request, by its client's id or the id of one of its transfers. An unknown or ended request is OK, too (`found` is false).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
-        more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
+        """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes. Peers are informed at once,
+        and send no more. The node drains until Undrain, or until it is stopped, also across a change of its role.
 
-        FAILED_PRECONDITION: it was undone before they were over.
+        FAILED_PRECONDITION: the drain was ended by an Undrain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Take requests again after a Drain. OK also when the node does not drain (`was_draining` says which).
+        """Accept requests again after a Drain. A node that does not drain is OK, too (`was_draining` is false).
 
         FAILED_PRECONDITION: the node is being stopped.
         """
@@ -125,8 +125,8 @@ class NodeControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Change what the node and its ranks write to their logs, until it is changed again or the process ends; ranks that start anew have
-        it too.
+        """Set the minimum level of the logs of the node and its ranks, until it is set again or the process ends. It also holds for ranks that
+        start again.
 
         INVALID_ARGUMENT: there is no such level.
         """
@@ -135,14 +135,14 @@ class NodeControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SwitchRole(self, request, context):
-        """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
-        loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
-        deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role. That drain ends with
-        the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
-        that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
+        """Make a prefill node a decode node, or the reverse. The setting `other_role` has the settings of the new role. The processes, the
+        loaded model and the group of ranks stay; the ranks get another incarnation. The node drains first, within the deadline of the call
+        and drain_timeout_s. It answers when the ranks have their new role. The switch ends that drain, but not a Drain that was called
+        before or meanwhile; such a drain lasts until Undrain. A node that has the role already is OK, too. If the switch fails, or its
+        caller goes away while requests are in flight, the node keeps its role.
 
         INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine that
-        loaded kvferry decides its role, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or
+        loaded kvferry decides its role, it is being stopped, or the drain was ended by an Undrain. UNAVAILABLE: it has no ranks now, or
         another change is under way. DEADLINE_EXCEEDED: requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for
         the other role. INTERNAL: its ranks could not change for another reason.
         """
@@ -440,13 +440,13 @@ class PrefillControlServicer(object):
     """
 
     def Join(self, request, context):
-        """A decode instance introduces itself and stays joined for as long as the stream lives. The prefill ranks attach to
-        every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
+        """Join a decode instance for as long as the stream lives. The prefill ranks attach to every decode rank to which they have a route.
+        Then the first event comes. Later events are heartbeats.
 
         FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-        version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. RESOURCE_EXHAUSTED:
-        as many have joined as the node takes. UNAVAILABLE: a rank could not attach or has lost its session, or the node is starting
-        or draining.
+        version, another transport or digest. INVALID_ARGUMENT: a field of the request is invalid; it is named. RESOURCE_EXHAUSTED:
+        the maximum number of instances has joined. UNAVAILABLE: a rank could not attach or has lost its session, or the node is
+        starting or draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -456,10 +456,10 @@ class PrefillControlServicer(object):
         """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
         means that nothing of the request may be used.
 
-        INVALID_ARGUMENT: prompt empty, too long, ids out of range, or not the one that the engine was given; an `engine_request` that
-        this kind of node cannot have. FAILED_PRECONDITION: the two tiers do not fit each other.
+        INVALID_ARGUMENT: the prompt is empty, too long, has ids out of range, or differs from the engine's; or this kind of node cannot
+        have an `engine_request`. FAILED_PRECONDITION: the two tiers do not fit each other.
         RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
-        the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
+        the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived damaged twice. INTERNAL: the engine
         failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -478,7 +478,7 @@ class PrefillControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Give a request up. OK also when it is unknown or over (`found` says which).
+        """Abort a request. An unknown or ended request is OK, too (`found` is false).
 
         UNAVAILABLE: this is a node of two roles, and a decode node now.
         """
@@ -487,16 +487,16 @@ class PrefillControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """What the node, its ranks, peers and links are doing.
+        """Return the state of the node, its ranks, peers and links.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+        """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes.
 
-        FAILED_PRECONDITION: it was undone before they were over.
+        FAILED_PRECONDITION: the drain was ended by an Undrain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -757,15 +757,15 @@ class DecodeControlServicer(object):
         INVALID_ARGUMENT: prompt empty, longer than the context, ids out of range, bad sampling. RESOURCE_EXHAUSTED: queue full,
         or the deadline passed before the request got room. FAILED_PRECONDITION: the two tiers do not fit each other.
         UNAVAILABLE: no prefill node is attached, a rank died, or draining. ABORTED: aborted by an operator, or the id is in flight
-        already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice. INTERNAL: an engine failed.
+        already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived damaged twice. INTERNAL: an engine failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Hold room in every rank's KV pool for a request, all or nothing, by count. Called by a prefill leader right before it
-        starts to compute. `reserved` false means "not yet": start another request and ask again.
+        """Reserve room in every rank's KV pool for a request, all or nothing, by count. A prefill leader calls it right before it
+        starts to compute. If `reserved` is false, it starts another request and asks again.
 
         UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
         has no ranks. INVALID_ARGUMENT: no chunk plan. FAILED_PRECONDITION: a chunk does not fit the ring.
@@ -775,23 +775,23 @@ class DecodeControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Give a request up, by its client's id. OK also when it is unknown or over (`found` says which).
+        """Abort a request, by its client's id. An unknown or ended request is OK, too (`found` is false).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """What the node, its ranks, peers and links are doing.
+        """Return the state of the node, its ranks, peers and links.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+        """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes.
 
-        FAILED_PRECONDITION: it was undone before they were over.
+        FAILED_PRECONDITION: the drain was ended by an Undrain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1000,22 +1000,22 @@ class TransferControlServicer(object):
     """
 
     def Attach(self, request, context):
-        """Open a session: exchange identities, cuts and transport addresses, and check that both ends fit.
+        """Open a session: exchange identities, shards and transport addresses, and check that both ends fit.
 
-        FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field cannot be; it is named.
-        ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has as many sessions as it
-        takes. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
+        FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field is invalid; it is named.
+        ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has the maximum number of
+        sessions. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watermarks(self, request_iterator, context):
-        """The session's life line. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
-        `heartbeat_s`; the writer sends a beat at least as often. Either side takes three missed beats, or the stream's end, as
-        the death of the session. The first beat names the session.
+        """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
+        `heartbeat_s`. The writer sends a heartbeat at least as often. For either side, three missed heartbeats, or the end of the
+        stream, end the session. The first heartbeat names the session.
 
-        INVALID_ARGUMENT: no first beat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
+        INVALID_ARGUMENT: no first heartbeat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
         UNAVAILABLE: the session has ended; the text says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -4,15 +4,15 @@ isort:skip_file
 The registry plane of kvferry: request control, attach, watermark acks.
 
 Conventions
-- Every id of a life of a process ("incarnation") is a random 64-bit number above 0; a restart is another incarnation.
-- Every size is in bytes unless its name says tokens, pages or seconds.
+- An incarnation names one life of a process: a random 64-bit number above 0. A restart has another one.
+- Sizes are in bytes unless the name says tokens, pages or seconds.
 - Errors are gRPC statuses with one line of text; the codes are listed at each method. gRPC itself adds RESOURCE_EXHAUSTED for
   a message above 16 MiB or a call beyond the 4096 that a server takes at once, and UNIMPLEMENTED; a node with TLS adds
-  PERMISSION_DENIED for a caller whose certificate does not allow the call, whatever it says.
-- An error has a google.rpc.Status among its trailing metadata (grpc-status-details-bin), with an ErrorInfo of domain "kvferry" whose
-  reason says in a constant word what the text says to people, and a RetryInfo where another try can do better, and how much later.
+  PERMISSION_DENIED for a caller whose certificate does not allow the call.
+- An error has a google.rpc.Status among its trailing metadata (grpc-status-details-bin). Its ErrorInfo of domain "kvferry" has the
+  reason as a constant word, for programs. Its RetryInfo has the time after which another attempt can succeed; without it, none can.
   docs/protocol.md lists the reasons.
-- A field that is 0 or empty means what its comment says, never "unknown".
+- The comment of a field defines 0 and the empty value. They never mean "unknown".
 - A list of an InstanceInfo has at most 256 entries unless its comment says otherwise, a text 256 characters.
 """
 
@@ -42,13 +42,13 @@ class NodeControlStub:
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
-    """What the node, its ranks, peers and links are doing."""
+    """Return the state of the node, its ranks, peers and links."""
 
     ListRequests: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.ListRequestsRequest,
         transfer.pb.kvferry_pb2.ListRequestsResponse,
     ]
-    """The requests in flight, the oldest first.
+    """Return the requests in flight, the oldest first.
 
     INVALID_ARGUMENT: `limit` is too large.
     """
@@ -57,23 +57,23 @@ class NodeControlStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
-    """Give a request up, by its client's id or by that of one of its transfers. OK also when it is unknown or over (`found` says which)."""
+    """Abort a request, by its client's id or the id of one of its transfers. An unknown or ended request is OK, too (`found` is false)."""
 
     Drain: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
-    more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
+    """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes. Peers are informed at once,
+    and send no more. The node drains until Undrain, or until it is stopped, also across a change of its role.
 
-    FAILED_PRECONDITION: it was undone before they were over.
+    FAILED_PRECONDITION: the drain was ended by an Undrain.
     """
 
     Undrain: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.UndrainRequest,
         transfer.pb.kvferry_pb2.UndrainResponse,
     ]
-    """Take requests again after a Drain. OK also when the node does not drain (`was_draining` says which).
+    """Accept requests again after a Drain. A node that does not drain is OK, too (`was_draining` is false).
 
     FAILED_PRECONDITION: the node is being stopped.
     """
@@ -82,8 +82,8 @@ class NodeControlStub:
         transfer.pb.kvferry_pb2.SetLogLevelRequest,
         transfer.pb.kvferry_pb2.SetLogLevelResponse,
     ]
-    """Change what the node and its ranks write to their logs, until it is changed again or the process ends; ranks that start anew have
-    it too.
+    """Set the minimum level of the logs of the node and its ranks, until it is set again or the process ends. It also holds for ranks that
+    start again.
 
     INVALID_ARGUMENT: there is no such level.
     """
@@ -92,14 +92,14 @@ class NodeControlStub:
         transfer.pb.kvferry_pb2.SwitchRoleRequest,
         transfer.pb.kvferry_pb2.SwitchRoleResponse,
     ]
-    """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
-    loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
-    deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role. That drain ends with
-    the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
-    that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
+    """Make a prefill node a decode node, or the reverse. The setting `other_role` has the settings of the new role. The processes, the
+    loaded model and the group of ranks stay; the ranks get another incarnation. The node drains first, within the deadline of the call
+    and drain_timeout_s. It answers when the ranks have their new role. The switch ends that drain, but not a Drain that was called
+    before or meanwhile; such a drain lasts until Undrain. A node that has the role already is OK, too. If the switch fails, or its
+    caller goes away while requests are in flight, the node keeps its role.
 
     INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine that
-    loaded kvferry decides its role, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or
+    loaded kvferry decides its role, it is being stopped, or the drain was ended by an Undrain. UNAVAILABLE: it has no ranks now, or
     another change is under way. DEADLINE_EXCEEDED: requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for
     the other role. INTERNAL: its ranks could not change for another reason.
     """
@@ -115,13 +115,13 @@ class NodeControlAsyncStub:
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
-    """What the node, its ranks, peers and links are doing."""
+    """Return the state of the node, its ranks, peers and links."""
 
     ListRequests: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.ListRequestsRequest,
         transfer.pb.kvferry_pb2.ListRequestsResponse,
     ]
-    """The requests in flight, the oldest first.
+    """Return the requests in flight, the oldest first.
 
     INVALID_ARGUMENT: `limit` is too large.
     """
@@ -130,23 +130,23 @@ class NodeControlAsyncStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
-    """Give a request up, by its client's id or by that of one of its transfers. OK also when it is unknown or over (`found` says which)."""
+    """Abort a request, by its client's id or the id of one of its transfers. An unknown or ended request is OK, too (`found` is false)."""
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
-    more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
+    """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes. Peers are informed at once,
+    and send no more. The node drains until Undrain, or until it is stopped, also across a change of its role.
 
-    FAILED_PRECONDITION: it was undone before they were over.
+    FAILED_PRECONDITION: the drain was ended by an Undrain.
     """
 
     Undrain: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.UndrainRequest,
         transfer.pb.kvferry_pb2.UndrainResponse,
     ]
-    """Take requests again after a Drain. OK also when the node does not drain (`was_draining` says which).
+    """Accept requests again after a Drain. A node that does not drain is OK, too (`was_draining` is false).
 
     FAILED_PRECONDITION: the node is being stopped.
     """
@@ -155,8 +155,8 @@ class NodeControlAsyncStub:
         transfer.pb.kvferry_pb2.SetLogLevelRequest,
         transfer.pb.kvferry_pb2.SetLogLevelResponse,
     ]
-    """Change what the node and its ranks write to their logs, until it is changed again or the process ends; ranks that start anew have
-    it too.
+    """Set the minimum level of the logs of the node and its ranks, until it is set again or the process ends. It also holds for ranks that
+    start again.
 
     INVALID_ARGUMENT: there is no such level.
     """
@@ -165,14 +165,14 @@ class NodeControlAsyncStub:
         transfer.pb.kvferry_pb2.SwitchRoleRequest,
         transfer.pb.kvferry_pb2.SwitchRoleResponse,
     ]
-    """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
-    loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
-    deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role. That drain ends with
-    the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
-    that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
+    """Make a prefill node a decode node, or the reverse. The setting `other_role` has the settings of the new role. The processes, the
+    loaded model and the group of ranks stay; the ranks get another incarnation. The node drains first, within the deadline of the call
+    and drain_timeout_s. It answers when the ranks have their new role. The switch ends that drain, but not a Drain that was called
+    before or meanwhile; such a drain lasts until Undrain. A node that has the role already is OK, too. If the switch fails, or its
+    caller goes away while requests are in flight, the node keeps its role.
 
     INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine that
-    loaded kvferry decides its role, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or
+    loaded kvferry decides its role, it is being stopped, or the drain was ended by an Undrain. UNAVAILABLE: it has no ranks now, or
     another change is under way. DEADLINE_EXCEEDED: requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for
     the other role. INTERNAL: its ranks could not change for another reason.
     """
@@ -190,7 +190,7 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.NodeStatus, collections.abc.Awaitable[transfer.pb.kvferry_pb2.NodeStatus]]:
-        """What the node, its ranks, peers and links are doing."""
+        """Return the state of the node, its ranks, peers and links."""
 
     @abc.abstractmethod
     def ListRequests(
@@ -198,7 +198,7 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.ListRequestsRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.ListRequestsResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.ListRequestsResponse]]:
-        """The requests in flight, the oldest first.
+        """Return the requests in flight, the oldest first.
 
         INVALID_ARGUMENT: `limit` is too large.
         """
@@ -209,7 +209,7 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.AbortResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AbortResponse]]:
-        """Give a request up, by its client's id or by that of one of its transfers. OK also when it is unknown or over (`found` says which)."""
+        """Abort a request, by its client's id or the id of one of its transfers. An unknown or ended request is OK, too (`found` is false)."""
 
     @abc.abstractmethod
     def Drain(
@@ -217,10 +217,10 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
-        """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
-        more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
+        """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes. Peers are informed at once,
+        and send no more. The node drains until Undrain, or until it is stopped, also across a change of its role.
 
-        FAILED_PRECONDITION: it was undone before they were over.
+        FAILED_PRECONDITION: the drain was ended by an Undrain.
         """
 
     @abc.abstractmethod
@@ -229,7 +229,7 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.UndrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.UndrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.UndrainResponse]]:
-        """Take requests again after a Drain. OK also when the node does not drain (`was_draining` says which).
+        """Accept requests again after a Drain. A node that does not drain is OK, too (`was_draining` is false).
 
         FAILED_PRECONDITION: the node is being stopped.
         """
@@ -240,8 +240,8 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.SetLogLevelRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.SetLogLevelResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.SetLogLevelResponse]]:
-        """Change what the node and its ranks write to their logs, until it is changed again or the process ends; ranks that start anew have
-        it too.
+        """Set the minimum level of the logs of the node and its ranks, until it is set again or the process ends. It also holds for ranks that
+        start again.
 
         INVALID_ARGUMENT: there is no such level.
         """
@@ -252,14 +252,14 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.SwitchRoleRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.SwitchRoleResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.SwitchRoleResponse]]:
-        """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
-        loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
-        deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role. That drain ends with
-        the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
-        that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
+        """Make a prefill node a decode node, or the reverse. The setting `other_role` has the settings of the new role. The processes, the
+        loaded model and the group of ranks stay; the ranks get another incarnation. The node drains first, within the deadline of the call
+        and drain_timeout_s. It answers when the ranks have their new role. The switch ends that drain, but not a Drain that was called
+        before or meanwhile; such a drain lasts until Undrain. A node that has the role already is OK, too. If the switch fails, or its
+        caller goes away while requests are in flight, the node keeps its role.
 
         INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, an engine that
-        loaded kvferry decides its role, it is being stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or
+        loaded kvferry decides its role, it is being stopped, or the drain was ended by an Undrain. UNAVAILABLE: it has no ranks now, or
         another change is under way. DEADLINE_EXCEEDED: requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for
         the other role. INTERNAL: its ranks could not change for another reason.
         """
@@ -274,13 +274,13 @@ class PrefillControlStub:
         transfer.pb.kvferry_pb2.JoinRequest,
         transfer.pb.kvferry_pb2.JoinEvent,
     ]
-    """A decode instance introduces itself and stays joined for as long as the stream lives. The prefill ranks attach to
-    every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
+    """Join a decode instance for as long as the stream lives. The prefill ranks attach to every decode rank to which they have a route.
+    Then the first event comes. Later events are heartbeats.
 
     FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-    version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. RESOURCE_EXHAUSTED:
-    as many have joined as the node takes. UNAVAILABLE: a rank could not attach or has lost its session, or the node is starting
-    or draining.
+    version, another transport or digest. INVALID_ARGUMENT: a field of the request is invalid; it is named. RESOURCE_EXHAUSTED:
+    the maximum number of instances has joined. UNAVAILABLE: a rank could not attach or has lost its session, or the node is
+    starting or draining.
     """
 
     Prefill: grpc.UnaryStreamMultiCallable[
@@ -290,10 +290,10 @@ class PrefillControlStub:
     """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
     means that nothing of the request may be used.
 
-    INVALID_ARGUMENT: prompt empty, too long, ids out of range, or not the one that the engine was given; an `engine_request` that
-    this kind of node cannot have. FAILED_PRECONDITION: the two tiers do not fit each other.
+    INVALID_ARGUMENT: the prompt is empty, too long, has ids out of range, or differs from the engine's; or this kind of node cannot
+    have an `engine_request`. FAILED_PRECONDITION: the two tiers do not fit each other.
     RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
-    the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
+    the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived damaged twice. INTERNAL: the engine
     failed.
     """
 
@@ -312,7 +312,7 @@ class PrefillControlStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
-    """Give a request up. OK also when it is unknown or over (`found` says which).
+    """Abort a request. An unknown or ended request is OK, too (`found` is false).
 
     UNAVAILABLE: this is a node of two roles, and a decode node now.
     """
@@ -321,15 +321,15 @@ class PrefillControlStub:
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
-    """What the node, its ranks, peers and links are doing."""
+    """Return the state of the node, its ranks, peers and links."""
 
     Drain: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+    """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes.
 
-    FAILED_PRECONDITION: it was undone before they were over.
+    FAILED_PRECONDITION: the drain was ended by an Undrain.
     """
 
 class PrefillControlAsyncStub:
@@ -339,13 +339,13 @@ class PrefillControlAsyncStub:
         transfer.pb.kvferry_pb2.JoinRequest,
         transfer.pb.kvferry_pb2.JoinEvent,
     ]
-    """A decode instance introduces itself and stays joined for as long as the stream lives. The prefill ranks attach to
-    every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
+    """Join a decode instance for as long as the stream lives. The prefill ranks attach to every decode rank to which they have a route.
+    Then the first event comes. Later events are heartbeats.
 
     FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-    version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. RESOURCE_EXHAUSTED:
-    as many have joined as the node takes. UNAVAILABLE: a rank could not attach or has lost its session, or the node is starting
-    or draining.
+    version, another transport or digest. INVALID_ARGUMENT: a field of the request is invalid; it is named. RESOURCE_EXHAUSTED:
+    the maximum number of instances has joined. UNAVAILABLE: a rank could not attach or has lost its session, or the node is
+    starting or draining.
     """
 
     Prefill: grpc.aio.UnaryStreamMultiCallable[
@@ -355,10 +355,10 @@ class PrefillControlAsyncStub:
     """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
     means that nothing of the request may be used.
 
-    INVALID_ARGUMENT: prompt empty, too long, ids out of range, or not the one that the engine was given; an `engine_request` that
-    this kind of node cannot have. FAILED_PRECONDITION: the two tiers do not fit each other.
+    INVALID_ARGUMENT: the prompt is empty, too long, has ids out of range, or differs from the engine's; or this kind of node cannot
+    have an `engine_request`. FAILED_PRECONDITION: the two tiers do not fit each other.
     RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
-    the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
+    the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived damaged twice. INTERNAL: the engine
     failed.
     """
 
@@ -377,7 +377,7 @@ class PrefillControlAsyncStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
-    """Give a request up. OK also when it is unknown or over (`found` says which).
+    """Abort a request. An unknown or ended request is OK, too (`found` is false).
 
     UNAVAILABLE: this is a node of two roles, and a decode node now.
     """
@@ -386,15 +386,15 @@ class PrefillControlAsyncStub:
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
-    """What the node, its ranks, peers and links are doing."""
+    """Return the state of the node, its ranks, peers and links."""
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+    """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes.
 
-    FAILED_PRECONDITION: it was undone before they were over.
+    FAILED_PRECONDITION: the drain was ended by an Undrain.
     """
 
 class PrefillControlServicer(metaclass=abc.ABCMeta):
@@ -406,13 +406,13 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.JoinRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[transfer.pb.kvferry_pb2.JoinEvent], collections.abc.AsyncIterator[transfer.pb.kvferry_pb2.JoinEvent]]:
-        """A decode instance introduces itself and stays joined for as long as the stream lives. The prefill ranks attach to
-        every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
+        """Join a decode instance for as long as the stream lives. The prefill ranks attach to every decode rank to which they have a route.
+        Then the first event comes. Later events are heartbeats.
 
         FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-        version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. RESOURCE_EXHAUSTED:
-        as many have joined as the node takes. UNAVAILABLE: a rank could not attach or has lost its session, or the node is starting
-        or draining.
+        version, another transport or digest. INVALID_ARGUMENT: a field of the request is invalid; it is named. RESOURCE_EXHAUSTED:
+        the maximum number of instances has joined. UNAVAILABLE: a rank could not attach or has lost its session, or the node is
+        starting or draining.
         """
 
     @abc.abstractmethod
@@ -424,10 +424,10 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
         means that nothing of the request may be used.
 
-        INVALID_ARGUMENT: prompt empty, too long, ids out of range, or not the one that the engine was given; an `engine_request` that
-        this kind of node cannot have. FAILED_PRECONDITION: the two tiers do not fit each other.
+        INVALID_ARGUMENT: the prompt is empty, too long, has ids out of range, or differs from the engine's; or this kind of node cannot
+        have an `engine_request`. FAILED_PRECONDITION: the two tiers do not fit each other.
         RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
-        the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
+        the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived damaged twice. INTERNAL: the engine
         failed.
         """
 
@@ -450,7 +450,7 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.AbortResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AbortResponse]]:
-        """Give a request up. OK also when it is unknown or over (`found` says which).
+        """Abort a request. An unknown or ended request is OK, too (`found` is false).
 
         UNAVAILABLE: this is a node of two roles, and a decode node now.
         """
@@ -461,7 +461,7 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.NodeStatus, collections.abc.Awaitable[transfer.pb.kvferry_pb2.NodeStatus]]:
-        """What the node, its ranks, peers and links are doing."""
+        """Return the state of the node, its ranks, peers and links."""
 
     @abc.abstractmethod
     def Drain(
@@ -469,9 +469,9 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
-        """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+        """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes.
 
-        FAILED_PRECONDITION: it was undone before they were over.
+        FAILED_PRECONDITION: the drain was ended by an Undrain.
         """
 
 def add_PrefillControlServicer_to_server(servicer: PrefillControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
@@ -489,15 +489,15 @@ class DecodeControlStub:
     INVALID_ARGUMENT: prompt empty, longer than the context, ids out of range, bad sampling. RESOURCE_EXHAUSTED: queue full,
     or the deadline passed before the request got room. FAILED_PRECONDITION: the two tiers do not fit each other.
     UNAVAILABLE: no prefill node is attached, a rank died, or draining. ABORTED: aborted by an operator, or the id is in flight
-    already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice. INTERNAL: an engine failed.
+    already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived damaged twice. INTERNAL: an engine failed.
     """
 
     Reserve: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.ReserveRequest,
         transfer.pb.kvferry_pb2.ReserveResponse,
     ]
-    """Hold room in every rank's KV pool for a request, all or nothing, by count. Called by a prefill leader right before it
-    starts to compute. `reserved` false means "not yet": start another request and ask again.
+    """Reserve room in every rank's KV pool for a request, all or nothing, by count. A prefill leader calls it right before it
+    starts to compute. If `reserved` is false, it starts another request and asks again.
 
     UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
     has no ranks. INVALID_ARGUMENT: no chunk plan. FAILED_PRECONDITION: a chunk does not fit the ring.
@@ -507,21 +507,21 @@ class DecodeControlStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
-    """Give a request up, by its client's id. OK also when it is unknown or over (`found` says which)."""
+    """Abort a request, by its client's id. An unknown or ended request is OK, too (`found` is false)."""
 
     Status: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
-    """What the node, its ranks, peers and links are doing."""
+    """Return the state of the node, its ranks, peers and links."""
 
     Drain: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+    """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes.
 
-    FAILED_PRECONDITION: it was undone before they were over.
+    FAILED_PRECONDITION: the drain was ended by an Undrain.
     """
 
 class DecodeControlAsyncStub:
@@ -536,15 +536,15 @@ class DecodeControlAsyncStub:
     INVALID_ARGUMENT: prompt empty, longer than the context, ids out of range, bad sampling. RESOURCE_EXHAUSTED: queue full,
     or the deadline passed before the request got room. FAILED_PRECONDITION: the two tiers do not fit each other.
     UNAVAILABLE: no prefill node is attached, a rank died, or draining. ABORTED: aborted by an operator, or the id is in flight
-    already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice. INTERNAL: an engine failed.
+    already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived damaged twice. INTERNAL: an engine failed.
     """
 
     Reserve: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.ReserveRequest,
         transfer.pb.kvferry_pb2.ReserveResponse,
     ]
-    """Hold room in every rank's KV pool for a request, all or nothing, by count. Called by a prefill leader right before it
-    starts to compute. `reserved` false means "not yet": start another request and ask again.
+    """Reserve room in every rank's KV pool for a request, all or nothing, by count. A prefill leader calls it right before it
+    starts to compute. If `reserved` is false, it starts another request and asks again.
 
     UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
     has no ranks. INVALID_ARGUMENT: no chunk plan. FAILED_PRECONDITION: a chunk does not fit the ring.
@@ -554,21 +554,21 @@ class DecodeControlAsyncStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
-    """Give a request up, by its client's id. OK also when it is unknown or over (`found` says which)."""
+    """Abort a request, by its client's id. An unknown or ended request is OK, too (`found` is false)."""
 
     Status: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
-    """What the node, its ranks, peers and links are doing."""
+    """Return the state of the node, its ranks, peers and links."""
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+    """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes.
 
-    FAILED_PRECONDITION: it was undone before they were over.
+    FAILED_PRECONDITION: the drain was ended by an Undrain.
     """
 
 class DecodeControlServicer(metaclass=abc.ABCMeta):
@@ -585,7 +585,7 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         INVALID_ARGUMENT: prompt empty, longer than the context, ids out of range, bad sampling. RESOURCE_EXHAUSTED: queue full,
         or the deadline passed before the request got room. FAILED_PRECONDITION: the two tiers do not fit each other.
         UNAVAILABLE: no prefill node is attached, a rank died, or draining. ABORTED: aborted by an operator, or the id is in flight
-        already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice. INTERNAL: an engine failed.
+        already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived damaged twice. INTERNAL: an engine failed.
         """
 
     @abc.abstractmethod
@@ -594,8 +594,8 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.ReserveResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.ReserveResponse]]:
-        """Hold room in every rank's KV pool for a request, all or nothing, by count. Called by a prefill leader right before it
-        starts to compute. `reserved` false means "not yet": start another request and ask again.
+        """Reserve room in every rank's KV pool for a request, all or nothing, by count. A prefill leader calls it right before it
+        starts to compute. If `reserved` is false, it starts another request and asks again.
 
         UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
         has no ranks. INVALID_ARGUMENT: no chunk plan. FAILED_PRECONDITION: a chunk does not fit the ring.
@@ -607,7 +607,7 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.AbortResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AbortResponse]]:
-        """Give a request up, by its client's id. OK also when it is unknown or over (`found` says which)."""
+        """Abort a request, by its client's id. An unknown or ended request is OK, too (`found` is false)."""
 
     @abc.abstractmethod
     def Status(
@@ -615,7 +615,7 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.NodeStatus, collections.abc.Awaitable[transfer.pb.kvferry_pb2.NodeStatus]]:
-        """What the node, its ranks, peers and links are doing."""
+        """Return the state of the node, its ranks, peers and links."""
 
     @abc.abstractmethod
     def Drain(
@@ -623,9 +623,9 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
-        """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+        """Accept no new requests. Return when the requests in flight have ended, or the deadline of the call passes.
 
-        FAILED_PRECONDITION: it was undone before they were over.
+        FAILED_PRECONDITION: the drain was ended by an Undrain.
         """
 
 def add_DecodeControlServicer_to_server(servicer: DecodeControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
@@ -638,22 +638,22 @@ class TransferControlStub:
         transfer.pb.kvferry_pb2.AttachRequest,
         transfer.pb.kvferry_pb2.AttachResponse,
     ]
-    """Open a session: exchange identities, cuts and transport addresses, and check that both ends fit.
+    """Open a session: exchange identities, shards and transport addresses, and check that both ends fit.
 
-    FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field cannot be; it is named.
-    ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has as many sessions as it
-    takes. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
+    FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field is invalid; it is named.
+    ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has the maximum number of
+    sessions. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
     """
 
     Watermarks: grpc.StreamStreamMultiCallable[
         transfer.pb.kvferry_pb2.WriterBeat,
         transfer.pb.kvferry_pb2.WatermarkAck,
     ]
-    """The session's life line. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
-    `heartbeat_s`; the writer sends a beat at least as often. Either side takes three missed beats, or the stream's end, as
-    the death of the session. The first beat names the session.
+    """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
+    `heartbeat_s`. The writer sends a heartbeat at least as often. For either side, three missed heartbeats, or the end of the
+    stream, end the session. The first heartbeat names the session.
 
-    INVALID_ARGUMENT: no first beat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
+    INVALID_ARGUMENT: no first heartbeat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
     UNAVAILABLE: the session has ended; the text says why.
     """
 
@@ -664,22 +664,22 @@ class TransferControlAsyncStub:
         transfer.pb.kvferry_pb2.AttachRequest,
         transfer.pb.kvferry_pb2.AttachResponse,
     ]
-    """Open a session: exchange identities, cuts and transport addresses, and check that both ends fit.
+    """Open a session: exchange identities, shards and transport addresses, and check that both ends fit.
 
-    FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field cannot be; it is named.
-    ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has as many sessions as it
-    takes. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
+    FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field is invalid; it is named.
+    ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has the maximum number of
+    sessions. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
     """
 
     Watermarks: grpc.aio.StreamStreamMultiCallable[
         transfer.pb.kvferry_pb2.WriterBeat,
         transfer.pb.kvferry_pb2.WatermarkAck,
     ]
-    """The session's life line. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
-    `heartbeat_s`; the writer sends a beat at least as often. Either side takes three missed beats, or the stream's end, as
-    the death of the session. The first beat names the session.
+    """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
+    `heartbeat_s`. The writer sends a heartbeat at least as often. For either side, three missed heartbeats, or the end of the
+    stream, end the session. The first heartbeat names the session.
 
-    INVALID_ARGUMENT: no first beat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
+    INVALID_ARGUMENT: no first heartbeat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
     UNAVAILABLE: the session has ended; the text says why.
     """
 
@@ -692,11 +692,11 @@ class TransferControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.AttachResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AttachResponse]]:
-        """Open a session: exchange identities, cuts and transport addresses, and check that both ends fit.
+        """Open a session: exchange identities, shards and transport addresses, and check that both ends fit.
 
-        FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field cannot be; it is named.
-        ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has as many sessions as it
-        takes. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
+        FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field is invalid; it is named.
+        ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has the maximum number of
+        sessions. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
         """
 
     @abc.abstractmethod
@@ -705,11 +705,11 @@ class TransferControlServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[transfer.pb.kvferry_pb2.WriterBeat],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[transfer.pb.kvferry_pb2.WatermarkAck], collections.abc.AsyncIterator[transfer.pb.kvferry_pb2.WatermarkAck]]:
-        """The session's life line. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
-        `heartbeat_s`; the writer sends a beat at least as often. Either side takes three missed beats, or the stream's end, as
-        the death of the session. The first beat names the session.
+        """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
+        `heartbeat_s`. The writer sends a heartbeat at least as often. For either side, three missed heartbeats, or the end of the
+        stream, end the session. The first heartbeat names the session.
 
-        INVALID_ARGUMENT: no first beat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
+        INVALID_ARGUMENT: no first heartbeat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
         UNAVAILABLE: the session has ended; the text says why.
         """
 
