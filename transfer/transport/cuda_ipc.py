@@ -129,9 +129,7 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
 
     def close(self) -> None:
         """Close every session. Wait up to a second until all writers have let go. Memory that a writer still holds is kept."""
-        self._is_closed = True
-        for session in list(self._sessions):
-            session.close()
+        super().close()
         ends_at = time.monotonic() + _CLOSE_WAIT_S
         while not all([session.has_ended for session in list(self._sessions)]) and time.monotonic() < ends_at:
             time.sleep(_CLOSE_STEP_S)
@@ -153,7 +151,6 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
                 )
                 _left_behind.append(session)
         self._sessions.clear()
-        self._memories.clear()
 
     def _open_writer(self, answered: Answered, line: LivenessPipe) -> WriterSession:
         """Map the offered memory. `line` tells the target when the mapping has ended.

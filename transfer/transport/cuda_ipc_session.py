@@ -158,7 +158,6 @@ class WriterSession(PeerSession[DeviceBuffer]):
 
     @property
     def has_ended(self) -> bool:
-        """After `close()`: whether nothing that the session began is waited for any more."""
         return self._has_ended
 
     def uses(self, memory: LocalMemory) -> bool:
@@ -238,10 +237,6 @@ class TargetSession(PeerSession[DeviceBuffer]):
             self._peer.close()
             self._transport.forget(self)
         return self._offered is None
-
-    @property
-    def has_ended(self) -> bool:
-        return self.is_over
 
     def uses(self, memory: LocalMemory) -> bool:
         return not self.is_over and memory is self._offered

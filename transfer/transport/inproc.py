@@ -238,9 +238,3 @@ class InprocTransport(PeerTransport[HostMemory, InprocSession]):
     def open(self, session: InprocSession) -> None:
         """Count a session among the open ones."""
         self._sessions.add(session)
-
-    def close(self) -> None:
-        self._is_closed = True
-        for session in list(self._sessions):
-            session.close()
-        self._memories.clear()

@@ -157,10 +157,7 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         return session, pack_blob(self.name, _VERSION, "answer", answer)
 
     def close(self) -> None:
-        self._is_closed = True
-        for session in list(self._sessions):
-            session.close()
-        self._memories.clear()
+        super().close()
         ends_at = time.monotonic() + _CLOSE_WAIT_S
         if not self.waits.join(_CLOSE_WAIT_S):
             _log.warning("transport nixl is closed while copies on a device of this process have not ended: their memory is kept")

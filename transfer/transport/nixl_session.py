@@ -166,7 +166,6 @@ class NixlSession(PeerSession[Memory]):
 
     @property
     def has_ended(self) -> bool:
-        """After `close()`: whether nothing that this end began can run any more."""
         return self._has_ended
 
     def uses(self, memory: LocalMemory) -> bool:

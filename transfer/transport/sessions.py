@@ -95,6 +95,11 @@ class PeerSession(Generic[_MemoryT]):
     def is_over(self) -> bool:
         return self._is_closed
 
+    @property
+    def has_ended(self) -> bool:
+        """After `close()`: whether nothing that this end began is waited for any more."""
+        return self.is_over
+
     def decline(self, key: int) -> Operation:
         check_key(key)
         operation = Operation(key)
@@ -209,6 +214,12 @@ class PeerTransport(Generic[_MemoryT, _SessionT]):
         own = self.own(memory)
         self._check_unused(own)
         del self._memories[id(own)]
+
+    def close(self) -> None:
+        self._is_closed = True
+        for session in list(self._sessions):
+            session.close()
+        self._memories.clear()
 
     def forget(self, session: _SessionT) -> None:
         """Drop a session that uses no memory any more."""

@@ -141,10 +141,7 @@ class UcxTransport(PeerTransport[Memory, UcxSession]):
         return session, pack_blob(self.name, _VERSION, "answer", answer)
 
     def close(self) -> None:
-        self._is_closed = True
-        for session in list(self._sessions):
-            session.close()
-        self._memories.clear()
+        super().close()
         self._contexts.clear()
 
     def create_worker(self, purpose: str) -> Any:
