@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer.registry.renewal import MAX_AGE_S, SETTLE_S, Renewal
+from transfer.registry.security import MAX_AGE_S, SETTLE_S, Renewal
 
 
 class Clock:

@@ -6,7 +6,7 @@ from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
 
 from transfer.pb import kvferry_pb2 as pb
-from transfer.registry.roles import METHOD_ROLES, CallerRole
+from transfer.registry.guard import METHOD_ROLES, CallerRole
 
 PEER, CLIENT = CallerRole.PEER, CallerRole.CLIENT
 

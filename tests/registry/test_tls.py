@@ -32,12 +32,10 @@ from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.certificates import CertificateFiles
-from transfer.registry.guard import Refusal
+from transfer.registry.guard import METHOD_ROLES, CallerRole, Refusal
 from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.peer_channel import PeerChannel
-from transfer.registry.renewal import SETTLE_S
-from transfer.registry.roles import METHOD_ROLES, CallerRole
-from transfer.registry.security import MutualTls, PlainText
+from transfer.registry.security import SETTLE_S, MutualTls, PlainText
 from transfer.registry.server import serve
 from transfer.registry.tls_identity import greet
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -35,22 +35,31 @@ def remove_all(driver: SessionDriver, pair: Pair) -> None:
     driver.remove(pair.target)
 
 
-async def test_a_wake_up_after_idling(pair: Pair) -> None:
-    """The peer writes while this end sleeps on its descriptor."""
+@pytest.fixture
+async def driver(pair: Pair) -> AsyncIterator[SessionDriver]:
+    """Drives both ends of `pair`; afterwards those that `pair` has by then."""
     driver = driver_of(pair)
-    for key in range(5):
-        receive = pair.target.expect(pair.ring_memory, rng(0, 1 << 20), key)
-        waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
-        await asyncio.sleep(0.03)
-        write = pair.writer.write(pair.source_memory, rng(0, 1 << 20), rng(0, 1 << 20), key)
-        await driver.wait(pair.writer, write, deadline_s=60)
-        await waiting
+    yield driver
     remove_all(driver, pair)
 
 
-async def test_a_callback_may_start_the_next_operation(pair: Pair) -> None:
+async def arrives_while_asleep(driver: SessionDriver, pair: Pair, key: int) -> None:
+    """The peer writes while this end sleeps on its descriptor."""
+    receive = pair.target.expect(pair.ring_memory, rng(0, 1 << 20), key)
+    waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
+    await asyncio.sleep(0.03)
+    write = pair.writer.write(pair.source_memory, rng(0, 1 << 20), rng(0, 1 << 20), key)
+    await driver.wait(pair.writer, write, deadline_s=60)
+    await waiting
+
+
+async def test_a_wake_up_after_idling(driver: SessionDriver, pair: Pair) -> None:
+    for key in range(5):
+        await arrives_while_asleep(driver, pair, key)
+
+
+async def test_a_callback_may_start_the_next_operation(driver: SessionDriver, pair: Pair) -> None:
     """Chains of operations that start in callbacks must not lose the wake-up between them."""
-    driver = driver_of(pair)
     finished = asyncio.Event()
     left = [100]
 
@@ -68,11 +77,9 @@ async def test_a_callback_may_start_the_next_operation(pair: Pair) -> None:
 
     start(100)
     await asyncio.wait_for(finished.wait(), 60)
-    remove_all(driver, pair)
 
 
-async def test_deadline(pair: Pair) -> None:
-    driver = driver_of(pair)
+async def test_deadline(driver: SessionDriver, pair: Pair) -> None:
     receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
     with pytest.raises(TransportTimeout, match=r"0\.05 s"):
         await driver.wait(pair.target, receive, deadline_s=0.05)
@@ -81,11 +88,9 @@ async def test_deadline(pair: Pair) -> None:
     write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
     driver.watch(pair.writer, write, lambda *_: None)
     await waiting
-    remove_all(driver, pair)
 
 
-async def test_remove_settles_the_waiting_exactly_once(pair: Pair) -> None:
-    driver = driver_of(pair)
+async def test_remove_settles_the_waiting_exactly_once(driver: SessionDriver, pair: Pair) -> None:
     heard: list[TransferError | None] = []
     receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
     driver.watch(pair.target, receive, lambda _, error: heard.append(error))
@@ -99,11 +104,9 @@ async def test_remove_settles_the_waiting_exactly_once(pair: Pair) -> None:
     pair.target.close()
     await asyncio.sleep(0.01)
     assert [type(error) for error in heard] == [TransportClosed]
-    driver.remove(pair.writer)
 
 
-async def test_close_without_remove_is_heard(pair: Pair) -> None:
-    driver = driver_of(pair)
+async def test_close_without_remove_is_heard(driver: SessionDriver, pair: Pair) -> None:
     receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
     waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
     await asyncio.sleep(0.01)
@@ -111,11 +114,9 @@ async def test_close_without_remove_is_heard(pair: Pair) -> None:
     driver.watch(pair.target, receive, lambda *_: None)  # whatever is asked of it next
     with pytest.raises(TransportClosed):
         await waiting
-    remove_all(driver, pair)
 
 
-async def test_a_dead_peer_is_heard_while_sleeping(pair: Pair) -> None:
-    driver = driver_of(pair)
+async def test_a_dead_peer_is_heard_while_sleeping(driver: SessionDriver, pair: Pair) -> None:
     first = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
     write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
     await driver.wait(pair.writer, write, deadline_s=60)
@@ -127,11 +128,9 @@ async def test_a_dead_peer_is_heard_while_sleeping(pair: Pair) -> None:
     pair.writer.close()
     with pytest.raises(WriteFailed):
         await waiting
-    driver.remove(pair.target)
 
 
-async def test_a_failing_callback_reaches_the_loop_and_not_the_others(pair: Pair) -> None:
-    driver = driver_of(pair)
+async def test_a_failing_callback_reaches_the_loop_and_not_the_others(driver: SessionDriver, pair: Pair) -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
@@ -146,12 +145,10 @@ async def test_a_failing_callback_reaches_the_loop_and_not_the_others(pair: Pair
     await driver.wait(pair.writer, pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1), deadline_s=60)
     await asyncio.wait_for(heard.wait(), 60)
     assert [context["exception"] for context in reported] == [failure]
-    remove_all(driver, pair)
 
 
-async def test_a_reused_descriptor_number_wakes_its_new_session(pair: Pair) -> None:
+async def test_a_reused_descriptor_number_wakes_its_new_session(driver: SessionDriver, pair: Pair) -> None:
     """A session that is closed first and removed later must not take its number's successor with it."""
-    driver = driver_of(pair)
     await asyncio.sleep(0.01)
     old_writer, old_target = pair.writer, pair.target
     old_writer.close()
@@ -162,25 +159,17 @@ async def test_a_reused_descriptor_number_wakes_its_new_session(pair: Pair) -> N
     driver.remove(old_writer)
     driver.remove(old_target)
     for key in range(3):
-        receive = pair.target.expect(pair.ring_memory, rng(0, 1 << 20), key)
-        waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
-        await asyncio.sleep(0.02)
-        write = pair.writer.write(pair.source_memory, rng(0, 1 << 20), rng(0, 1 << 20), key)
-        await driver.wait(pair.writer, write, deadline_s=60)
-        await waiting
-    remove_all(driver, pair)
+        await arrives_while_asleep(driver, pair, key)
 
 
-async def test_idle_costs_nothing(pair: Pair) -> None:
+async def test_idle_costs_nothing(driver: SessionDriver, pair: Pair) -> None:
     """Armed sessions with a receive pending; inproc has no descriptor and is looked at."""
-    driver = driver_of(pair)
     receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
     driver.watch(pair.target, receive, lambda *_: None)
     await asyncio.sleep(0.05)
     before = time.thread_time()
     await asyncio.sleep(0.4)
     assert time.thread_time() - before < 0.1, "a quarter of what a loop without a pause takes"
-    remove_all(driver, pair)
 
 
 @pytest.mark.parametrize("kind", NIXL)

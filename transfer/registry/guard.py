@@ -14,7 +14,8 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -22,10 +23,56 @@ from google.protobuf.message import DecodeError
 from transfer.errors import RemoteProtocolError
 from transfer.loop_turns import TimedSteps
 from transfer.peer_names import SubjectNames, first_match
-from transfer.registry.roles import METHOD_ROLES, CallerRole
 from transfer.registry.status import cancelled_if_gone, end_call, end_with
 
-_PEERS_ALONE = frozenset({CallerRole.PEER})
+
+class CallerRole(StrEnum):
+    """Role of a caller: the allow-list that has a name of its certificate. One name can be in both lists."""
+
+    PEER = "peer"
+    CLIENT = "client"
+
+    @property
+    def setting(self) -> str:
+        return f"tls.{self.value}_names"
+
+
+_PEER: Final = frozenset({CallerRole.PEER})
+_CLIENT: Final = frozenset({CallerRole.CLIENT})
+_BOTH: Final = _PEER | _CLIENT
+
+METHOD_ROLES: Final[dict[str, frozenset[CallerRole]]] = {
+    # For operators. Nodes of the other tier may call Status, for the page that shows both tiers.
+    "/kvferry.v1.NodeControl/Status": _BOTH,
+    "/kvferry.v1.NodeControl/ListRequests": _CLIENT,
+    "/kvferry.v1.NodeControl/Abort": _CLIENT,
+    "/kvferry.v1.NodeControl/Drain": _CLIENT,
+    "/kvferry.v1.NodeControl/Undrain": _CLIENT,
+    "/kvferry.v1.NodeControl/SetLogLevel": _CLIENT,
+    "/kvferry.v1.NodeControl/SwitchRole": _CLIENT,
+    # For decode nodes, which may also abort a transfer that they asked for.
+    "/kvferry.v1.PrefillControl/Join": _PEER,
+    "/kvferry.v1.PrefillControl/Prefill": _PEER,
+    "/kvferry.v1.PrefillControl/PrefillIntoRoom": _PEER,
+    "/kvferry.v1.PrefillControl/Abort": _BOTH,
+    "/kvferry.v1.PrefillControl/Status": _CLIENT,
+    "/kvferry.v1.PrefillControl/Drain": _CLIENT,
+    # Reserve is for prefill nodes, the rest for clients and operators.
+    "/kvferry.v1.DecodeControl/Generate": _CLIENT,
+    "/kvferry.v1.DecodeControl/Reserve": _PEER,
+    "/kvferry.v1.DecodeControl/Abort": _CLIENT,
+    "/kvferry.v1.DecodeControl/Status": _CLIENT,
+    "/kvferry.v1.DecodeControl/Drain": _CLIENT,
+    # For prefill ranks only.
+    "/kvferry.v1.TransferControl/Attach": _PEER,
+    "/kvferry.v1.TransferControl/Watermarks": _PEER,
+    # All callers may ask whether a node serves. Reflection is for clients.
+    "/grpc.health.v1.Health/Check": _BOTH,
+    "/grpc.health.v1.Health/List": _BOTH,
+    "/grpc.health.v1.Health/Watch": _BOTH,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _CLIENT,
+}
+"""Method -> roles that may call it. Nobody may call a method that is not here."""
 
 _MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -93,7 +140,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             if self._names is not None:
                 await self._check_caller(method, roles, self._names, context)
-            if roles == _PEERS_ALONE:
+            if roles == _PEER:
                 return await TimedSteps(name, serve(request, context))
             await self._check_room(context)
             self._num_client_calls += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import grpc
 
@@ -12,8 +13,59 @@ from transfer.config import ProcessConfig, TlsConfig
 from transfer.errors import ConfigError
 from transfer.plain_text import ON_LOOPBACK, check_plain_text, is_plain_text_right, why_not_plain_text
 from transfer.registry.certificates import CertificateFiles, Certificates, certificate_files, tier_certificate_files
-from transfer.registry.renewal import Renewal
-from transfer.registry.roles import CallerRole
+from transfer.registry.guard import CallerRole
+
+SETTLE_S: Final = 0.25
+"""Time after which a handshake that asked has its reference, which its thread takes in its next step."""
+
+MAX_AGE_S: Final = 10.0
+"""Longest time that handshakes without a pause share a context, and that a ticket is valid."""
+
+
+class Renewal:
+    """Decide whether a handshake of a server needs a new TLS context. One call at a time, because gRPC holds a lock.
+
+    gRPC asks before each handshake for the content of the certificate files. An answer replaces the context of later handshakes,
+    and frees the previous context when nothing uses it. Both extremes are dangerous:
+
+    - A context that is never replaced is shared, and its session tickets are valid. A caller with a ticket is not asked for a
+      certificate again, and its certificate can have expired since.
+    - gRPC 1.85 asks under a lock, and takes a reference to the context after it has released the lock
+      (`grpc_ssl_server_security_connector::add_handshakers`). If the next handshake, on another thread, replaces the context in
+      between, the context is freed and then used. Hundreds of connections at once, which anyone can open without a certificate,
+      ended the process (SIGSEGV or SIGABRT in four runs of six on two cores).
+
+    So a context is replaced only when no handshake has asked for `SETTLE_S`. Every handshake that asked before has its
+    reference by then, and none can ask meanwhile, because the lock is held.
+
+    Args:
+        clock: Seconds that never go back.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._asked_s = float("-inf")
+        self._renewed_s = float("-inf")
+        self._content: object = None
+
+    def is_due(self, content: object) -> bool:
+        """Return whether to replace the context before this handshake, which waits for the answer; wait until that is safe.
+
+        Args:
+            content: Content of the certificate files; a change makes a renewal due.
+        """
+        now_s = self._clock()
+        settled_s = self._asked_s + SETTLE_S
+        if now_s < settled_s:
+            if content == self._content and now_s - self._renewed_s < MAX_AGE_S:
+                self._asked_s = now_s
+                return False
+            self._sleep(settled_s - now_s)
+        self._asked_s = self._renewed_s = self._clock()
+        self._content = content
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +108,8 @@ class MutualTls:
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return credentials of a server that read the newest files for each connection.
 
-        Only handshakes that come at once share a TLS context (`transfer.registry.renewal`). So a session ticket is valid for
-        seconds at most: a caller that resumes a session is not asked for a certificate again.
+        Only handshakes that come at once share a TLS context (`Renewal`). So a session ticket is valid for seconds at most: a
+        caller that resumes a session is not asked for a certificate again.
         """
         renewal = Renewal()
 

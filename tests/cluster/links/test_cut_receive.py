@@ -19,10 +19,18 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")
 
 
-def run_between_two_hosts(module: str) -> str:
-    """Return the last line that the module prints in the namespace of the decode side."""
+def run_between_two_hosts(case: str) -> str:
+    """Return the last line that a case of `cut_link` prints in the namespace of the decode side."""
     with open_hosts() as hosts:
-        command = [*hosts.prefix("decode"), sys.executable, "-m", f"tests.cluster.links.{module}", hosts.name("prefill"), DATA]
+        command = [
+            *hosts.prefix("decode"),
+            sys.executable,
+            "-m",
+            "tests.cluster.links.cut_link",
+            case,
+            hosts.name("prefill"),
+            DATA,
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -31,11 +39,11 @@ def run_between_two_hosts(module: str) -> str:
 
 def test_sessions_can_be_closed_just_after_a_cut() -> None:
     """UCXX would wait for ever for the rest of a message that began to arrive, and with it the loop of a decode rank."""
-    assert float(run_between_two_hosts("cut_close")) < 5
+    assert float(run_between_two_hosts("close")) < 5
 
 
 def test_a_session_that_a_cut_stopped_in_mid_receive_leaves_no_descriptor() -> None:
     """UCXX keeps such a receive, and it would keep the session's worker with all that it has open."""
-    found = json.loads(run_between_two_hosts("cut_receive"))
+    found = json.loads(run_between_two_hosts("receive"))
     assert found["whole"] == 0, "the cut came too late"
     assert found["left"] <= found["idle"] + 4, found  # UCX opens three of its own once; a worker that stays has four and more

@@ -15,7 +15,7 @@ import pytest
 from tests.authority import Authority
 from tests.registry.secure_node import CLIENT, NODE, PEER, call, opened, refusal, resumer, tls_of
 from transfer.errors import PeerUnreachable
-from transfer.registry import renewal
+from transfer.registry import security
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import MutualTls
 
@@ -53,7 +53,7 @@ async def test_a_node_whose_certificate_has_expired_meanwhile(authority: Authori
 async def test_handshakes_without_a_pause_keep_a_ticket_good_for_seconds_at_most(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(renewal, "MAX_AGE_S", 1.0)
+    monkeypatch.setattr(security, "MAX_AGE_S", 1.0)
     async with opened(authority, tmp_path / "node", NODE) as node:
         connect = resumer(node, authority.files(tmp_path / "caller", CLIENT), "TLSv1_3")
         _, ticket = await asyncio.to_thread(connect, None)

@@ -1,4 +1,4 @@
-"""Life lines between real processes: letting go, dying, freezing, and children that outlive their parent."""
+"""Liveness of real processes: alive, letting go, frozen, killed, zombies, children that outlive them, reused pids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from transfer.errors import PeerUnreachable
-from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress
+from transfer.transport import liveness
+from transfer.transport.liveness import LivenessPipe, PeerPipe, PeerWatch, PipeAddress, start_time_of
 
+Child = subprocess.Popen[bytes]
 ROOT = Path(__file__).resolve().parents[3]
 
 # Prints its line's address; "end" lets go, "fork" leaves a child behind that sleeps, anything else ends it.
@@ -77,11 +79,11 @@ def peer() -> Iterator[Peer]:
     found.stop()
 
 
-def is_over_within(line: PeerPipe, seconds: float) -> bool:
-    ends_at = time.monotonic() + seconds
-    while not line.is_over and time.monotonic() < ends_at:
+def becomes(holds: Callable[[], bool], within_s: float) -> bool:
+    ends_at = time.monotonic() + within_s
+    while not holds() and time.monotonic() < ends_at:
         time.sleep(0.001)
-    return line.is_over
+    return holds()
 
 
 def num_descriptors() -> int:
@@ -96,11 +98,11 @@ def test_a_forked_child_holds_the_end_up(peer: Peer) -> None:
     peer.process.kill()
     peer.process.wait()
     try:
-        assert not is_over_within(line, 0.3)
+        assert not becomes(lambda: line.is_over, 0.3)
         assert line.has_left
     finally:
         os.kill(child, signal.SIGKILL)
-    assert is_over_within(line, 60)
+    assert becomes(lambda: line.is_over, 60)
     line.close()
 
 
@@ -139,3 +141,76 @@ def test_a_process_of_another_user_is_refused() -> None:
     assert done.stdout.startswith("PeerUnreachable descriptors of peer process"), done
     assert "run both ends as the same user" in done.stdout
     own.end()
+
+
+# The watch on a process alone
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def watch(process: Child) -> PeerWatch:
+    start_time = start_time_of(process.pid)
+    assert start_time is not None
+    return PeerWatch(process.pid, start_time)
+
+
+def test_a_frozen_process_is_not_gone(child: Child) -> None:
+    watched = watch(child)
+    assert not watched.is_gone
+    child.send_signal(signal.SIGSTOP)
+    assert not becomes(lambda: watched.is_gone, 0.3)
+    child.send_signal(signal.SIGCONT)
+    assert not watched.is_gone
+    watched.close()
+
+
+def test_a_killed_process_is_gone_though_nobody_reaped_it(child: Child) -> None:
+    watched, start_time = watch(child), start_time_of(child.pid)
+    assert start_time is not None
+    child.send_signal(signal.SIGSTOP)
+    child.kill()
+    assert becomes(lambda: watched.is_gone, 60)
+    assert start_time_of(child.pid) is not None  # a zombie: its pid is taken until we wait for it
+    child.wait()
+    assert start_time_of(child.pid) is None
+    assert watched.is_gone and PeerWatch(child.pid, start_time).is_gone
+
+
+def test_another_process_of_the_same_pid_is_not_taken_for_the_peer(child: Child) -> None:
+    start_time = start_time_of(child.pid)
+    assert start_time is not None
+    before = num_descriptors()
+    assert PeerWatch(child.pid, start_time - 1).is_gone
+    assert num_descriptors() == before
+
+
+def test_a_process_that_runs_and_cannot_be_seen_is_never_called_gone(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_time = start_time_of(child.pid)
+    assert start_time is not None
+    before = num_descriptors()
+    monkeypatch.setattr(liveness, "start_time_of", lambda pid: None)  # as under hidepid=2
+    with pytest.raises(PeerUnreachable, match=f"/proc/{child.pid}/stat cannot be read"):
+        PeerWatch(child.pid, start_time)
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("name", [b"a) R 1 (b", b"x\xff) \xfe"])
+def test_start_time_behind_any_name(name: bytes) -> None:
+    """A process may call itself anything, also what looks like fields; and the kernel cuts a name in the middle of a letter."""
+    rename = f"import ctypes; ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0); print(flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        assert name in Path(f"/proc/{process.pid}/stat").read_bytes()
+        start_time, own = start_time_of(process.pid), start_time_of(os.getpid())
+        assert start_time is not None and own is not None and start_time >= own
+        assert not PeerWatch(process.pid, start_time).is_gone
+    finally:
+        process.kill()
+        process.communicate()
