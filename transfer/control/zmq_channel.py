@@ -170,20 +170,13 @@ class ZmqControlServer:
         if advertise_host is not None and bound.startswith("tcp://"):
             host = f"[{advertise_host}]" if ":" in advertise_host else advertise_host
             bound = f"tcp://{host}:{bound.rpartition(':')[2]}"
-        self._address = bound
+        self.address = bound
+        self.public_key = keys.public if keys else b""
         self._fileno = int(self._socket.getsockopt(zmq.FD))
         self._messages = _Messages(self._socket, num_parts=2, are_signed=keys is not None)  # routing id, payload
         self._peers: dict[bytes, _Peer] = {}
         self._num_strange = 0
         self._waker: Waker | None = None
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def public_key(self) -> bytes:
-        return self._keys.public if self._keys else b""
 
     @property
     def num_dropped(self) -> int:

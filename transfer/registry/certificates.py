@@ -66,14 +66,10 @@ class CertificateFiles:
         self._is_server = is_server
         self._lock = threading.Lock()
         self._seen = self._signs()
-        self._problem = ""
+        self.problem = ""
+        """Why older content is used instead of the present one; empty if the present one is used."""
         self._current: Certificates | None = None
         self._current = self._load()
-
-    @property
-    def problem(self) -> str:
-        """Why the older content is used instead of the present one; empty if the present one is used."""
-        return self._problem
 
     def current(self) -> Certificates:
         """Return the content of the files; while it cannot be used, the content before."""
@@ -86,11 +82,11 @@ class CertificateFiles:
                 self._seen = signs
                 loaded = self._load()
             except ConfigError as error:
-                if str(error) != self._problem:
+                if str(error) != self.problem:
                     log.error("certificate_not_reloaded", reason=str(error))
-                self._problem = str(error)
+                self.problem = str(error)
                 return self._current
-            self._problem = ""
+            self.problem = ""
             if loaded != self._current:
                 self._current = loaded
                 log.info("certificate_reloaded", names=str(loaded.names), not_after=_date(loaded.not_after_s))

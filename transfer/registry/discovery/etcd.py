@@ -38,15 +38,12 @@ class EtcdMembers:
     """
 
     def __init__(self, config: DiscoveryConfig, connect: Callable[[str, DiscoveryConfig], EtcdClient] = EtcdClient) -> None:
+        self.where = f"etcd {', '.join(config.etcd_endpoints)} under {config.etcd_prefix} (discovery.etcd_endpoints)"
         self._config = config
         self._connect = connect
         self._turn = 0
         self._failures_in_row = 0
         self._backoff_s = FIRST_BACKOFF_S
-
-    @property
-    def where(self) -> str:
-        return f"etcd {', '.join(self._config.etcd_endpoints)} under {self._config.etcd_prefix} (discovery.etcd_endpoints)"
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[EtcdClient]:
@@ -88,13 +85,10 @@ class EtcdNodes:
     """
 
     def __init__(self, config: DiscoveryConfig, members: EtcdMembers) -> None:
+        self.where = members.where
         self._prefix = config.etcd_prefix
         self._interval_s = config.interval_s
         self._members = members
-
-    @property
-    def where(self) -> str:
-        return self._members.where
 
     async def follow(self, looks: Looks) -> None:
         while True:
@@ -177,27 +171,19 @@ class Registration:
         self._config = config
         self._members = members
         self._clock = clock
-        self._key = f"{config.etcd_prefix}{secrets.token_hex(8)}"
+        self.key = f"{config.etcd_prefix}{secrets.token_hex(8)}"
+        """Key of the entry, under the prefix."""
         self._address = ""
         self._wanted = asyncio.Event()
         self._unwanted = asyncio.Event()
         self._unwanted.set()
-        self._lease: int | None = None
+        self.lease: int | None = None
+        """The lease that keeps the entry; None while the node is not registered."""
         self._heartbeat_s = config.lease_s / RENEWALS_OF_A_LEASE
         self._heard_s: float | None = None
         self._problem = ""
         self._failures = 0
         self._keeping: asyncio.Task[None] | None = None
-
-    @property
-    def key(self) -> str:
-        """Key of the entry, under the prefix."""
-        return self._key
-
-    @property
-    def lease(self) -> int | None:
-        """The lease that keeps the entry; None while the node is not registered."""
-        return self._lease
 
     @property
     def interval_s(self) -> float:
@@ -206,7 +192,7 @@ class Registration:
 
     @property
     def _is_at_rest(self) -> bool:
-        return self._lease is None and not self._wanted.is_set()
+        return self.lease is None and not self._wanted.is_set()
 
     @property
     def view(self) -> DiscoveryView:
@@ -217,7 +203,7 @@ class Registration:
         age_s = None if self._heard_s is None else self._clock() - self._heard_s
         return DiscoveryView(
             where=self._members.where,
-            addresses=(self._address,) if self._lease is not None else (),
+            addresses=(self._address,) if self.lease is not None else (),
             waiting={},
             problem=self._problem,
             age_s=0.0 if self._is_at_rest else age_s,
@@ -248,7 +234,7 @@ class Registration:
         self.want(False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REVOKE_TIMEOUT_S):
-                while self._lease is not None:
+                while self.lease is not None:
                     await asyncio.sleep(0.01)
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
@@ -264,14 +250,14 @@ class Registration:
 
     async def _keep_until_it_fails(self) -> None:
         while True:
-            if self._lease is None:
+            if self.lease is None:
                 if not self._wanted.is_set():
                     # What was wrong keeps nobody from being found any more; and the next registration is a new one.
                     self._problem, self._heard_s = "", None
                 await self._wanted.wait()
             try:
                 async with self._members.connected() as client:
-                    while self._lease is not None or self._wanted.is_set():
+                    while self.lease is not None or self._wanted.is_set():
                         await self._step(client)
             except TransportError as error:
                 if self._members.failed():
@@ -282,23 +268,23 @@ class Registration:
     async def _step(self, client: EtcdClient) -> None:
         """Register, renew or revoke, as is due now; then wait until the next step is due."""
         if self._unwanted.is_set():
-            if self._lease is not None:
-                await client.revoke(self._lease, timeout_s=REVOKE_TIMEOUT_S)
-                self._lease = None
+            if self.lease is not None:
+                await client.revoke(self.lease, timeout_s=REVOKE_TIMEOUT_S)
+                self.lease = None
                 log.info("deregistered", where=self._members.where, address=self._address)
             return
-        if self._lease is not None and not await client.renew(self._lease):
-            self._lease = None
+        if self.lease is not None and not await client.renew(self.lease):
+            self.lease = None
             log.warning("registration_lost", where=self._members.where, address=self._address)
-        if self._lease is None:
+        if self.lease is None:
             lease, lives_s = await client.grant(self._config.lease_s)
             await self._put(client, lease)
-            self._lease, self._heartbeat_s = lease, lives_s / RENEWALS_OF_A_LEASE
-            log.info("registered", where=self._members.where, address=self._address, key=self._key, lease_s=lives_s)
+            self.lease, self._heartbeat_s = lease, lives_s / RENEWALS_OF_A_LEASE
+            log.info("registered", where=self._members.where, address=self._address, key=self.key, lease_s=lives_s)
         else:
-            if not await client.has(self._key):  # another client deleted it, and the lease is still alive
-                await self._put(client, self._lease)
-                log.warning("registration_was_deleted", where=self._members.where, address=self._address, key=self._key)
+            if not await client.has(self.key):  # another client deleted it, and the lease is still alive
+                await self._put(client, self.lease)
+                log.warning("registration_was_deleted", where=self._members.where, address=self._address, key=self.key)
             if self._problem:
                 log.info("registration_works_again", where=self._members.where, address=self._address)
         self._members.worked()
@@ -307,7 +293,7 @@ class Registration:
             await asyncio.wait_for(self._unwanted.wait(), self._heartbeat_s)
 
     async def _put(self, client: EtcdClient, lease: int) -> None:
-        await client.put(self._key, node_value(self._address, transfer.__version__), lease=lease)
+        await client.put(self.key, node_value(self._address, transfer.__version__), lease=lease)
 
     def _fail(self, reason: str) -> None:
         self._failures += 1

@@ -30,18 +30,12 @@ Resolve = Callable[[str], Awaitable[Collection[str]]]
 
 
 class GivenNodes:
-    """A source of addresses that never change.
+    """A source of addresses, each host:port, that never change."""
 
-    Args:
-        addresses: host:port of each.
-    """
+    where = "peers.prefill_nodes"
 
     def __init__(self, addresses: tuple[str, ...]) -> None:
         self._addresses = addresses
-
-    @property
-    def where(self) -> str:
-        return "peers.prefill_nodes"
 
     async def follow(self, looks: Looks) -> None:
         looks.saw(self._addresses)
@@ -56,12 +50,9 @@ class NodeFile:
     """
 
     def __init__(self, path: Path, *, interval_s: float) -> None:
+        self.where = f"file {path} (discovery.file)"
         self._path = path
         self._interval_s = interval_s
-
-    @property
-    def where(self) -> str:
-        return f"file {self._path} (discovery.file)"
 
     async def follow(self, looks: Looks) -> None:
         read: tuple[int, ...] | None = None
@@ -122,14 +113,10 @@ class DnsNodes:
 
     def __init__(self, name: str, *, interval_s: float, resolve: Resolve | None = None) -> None:
         host, _, port = name.rpartition(":")
+        self.where = f"DNS name {name} (discovery.dns_name)"
         self._host, self._port = host.strip("[]"), int(port)
-        self._name = name
         self._interval_s = interval_s
         self._resolve = resolve or addresses_of
-
-    @property
-    def where(self) -> str:
-        return f"DNS name {self._name} (discovery.dns_name)"
 
     async def follow(self, looks: Looks) -> None:
         while True:
