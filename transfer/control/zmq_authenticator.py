@@ -138,7 +138,7 @@ class ZapAuthenticator:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(self._keys.public))
         socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self._keys.secret))
         socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-        # Without it libzmq lets everybody in who knows the server's key while nobody answers ZAP.
+        # Without it, libzmq admits everyone who knows the server's key if no thread answers ZAP.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         questions = self.context.socket(zmq.REP)
         questions.setsockopt(zmq.LINGER, 0)

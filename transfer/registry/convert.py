@@ -74,12 +74,12 @@ def instance_from_proto(info: pb.InstanceInfo) -> Instance:
             capabilities=frozenset(info.capabilities),
             version=info.version,
         )
-    for name, told, computed in (
+    for name, reported, computed in (
         ("layout_fingerprint", info.layout_fingerprint, layout.fingerprint()),
         ("model_fingerprint", info.model_fingerprint, instance.model_fingerprint()),
     ):
-        if told != computed:
-            raise RemoteProtocolError(f"instance: {name} is {told[:64]!r}; what it describes has {computed}")
+        if reported != computed:
+            raise RemoteProtocolError(f"instance: {name} is {reported[:64]!r}; what it describes has {computed}")
     return instance
 
 

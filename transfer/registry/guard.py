@@ -89,7 +89,7 @@ class Refusal:
     Args:
         method: ``Service/Method``, one that the server has.
         caller: The names in the caller's certificate.
-        reason: One line, which the caller is told too.
+        reason: One line, which the caller gets, too.
     """
 
     method: str
@@ -101,7 +101,7 @@ class Guard(grpc.aio.ServerInterceptor):
     """Check each call before its method runs, and end it in an orderly way; see the module's docstring.
 
     Args:
-        names: Allow-list of each role; None lets everybody in, as without TLS.
+        names: Allow-list of each role; None allows every caller, as without TLS.
         on_refused: Called for each call that no allow-list accepts.
         max_client_calls: Calls in progress of methods that clients may call.
     """
@@ -125,7 +125,7 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler: Any = await continuation(handler_call_details)
         if handler is None:
-            return None  # UNIMPLEMENTED, whoever asks
+            return None  # UNIMPLEMENTED
         serve = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         return _MAKERS[bool(handler.request_streaming), bool(handler.response_streaming)](
             self._guarded(handler_call_details.method, _tidy(serve, is_stream=bool(handler.request_streaming))),

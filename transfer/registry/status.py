@@ -78,7 +78,7 @@ _STATUSES: Final[tuple[tuple[type[TransferError], grpc.StatusCode, Reason], ...]
     (ConfigError, grpc.StatusCode.INVALID_ARGUMENT, Reason(word="INVALID_REQUEST")),
     (LayoutError, grpc.StatusCode.FAILED_PRECONDITION, Reason(word="TIERS_DO_NOT_FIT")),
     (RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT, Reason(word="PROTOCOL_BROKEN")),
-    # Ring or slot is too small until somebody configures it otherwise.
+    # Ring or slot is too small until its configuration changes.
     (ChunkTooLarge, grpc.StatusCode.FAILED_PRECONDITION, Reason(word="CHUNK_TOO_LARGE")),
     (ResourceExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED, Reason(word="NO_ROOM", retry_s=1.0)),
     (MemoryPlanError, grpc.StatusCode.RESOURCE_EXHAUSTED, Reason(word="NO_MEMORY")),

@@ -1,4 +1,4 @@
-"""The two blobs of a CUDA IPC handshake: built and read, every field checked before CUDA hears of it."""
+"""The two blobs of a CUDA IPC handshake. Every field is checked before CUDA sees it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """What a writer says of itself; `token` names the offer."""
+    """A writer's blob; `token` names the offer."""
 
     line: PipeAddress
     token: bytes
@@ -32,7 +32,7 @@ class Offered:
         """Read an offer.
 
         Raises:
-            ConfigError: It is none of this transport and version, or a field is wrong.
+            ConfigError: The blob is of another transport or version, or a field is wrong.
         """
         fields = unpack_blob(blob, transport=NAME, version=_VERSION, role="offer")
         return cls(line=PipeAddress.from_wire(fields.get("line")), token=_token(fields))
@@ -40,11 +40,11 @@ class Offered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What a target says of itself and of the memory that it offers: bytes [offset, offset + num_bytes) of an allocation.
+    """A target's blob. It offers bytes [offset, offset + num_bytes) of an allocation.
 
     Attributes:
         line: Of the target's process.
-        token: The offer that is answered. Only the process that made it may map the memory, for the target watches that one.
+        token: The answered offer. Only the process that made it may map the memory, because the target watches that process.
         device: UUID of the device that the memory lies on.
         handle: The allocation's CUDA IPC handle.
     """
@@ -72,7 +72,7 @@ class Answered:
         """Read the answer to the offer named `token`.
 
         Raises:
-            ConfigError: It is none of this transport and version, a field is wrong, or it answers another offer.
+            ConfigError: The blob is of another transport or version, a field is wrong, or it answers another offer.
         """
         fields = unpack_blob(blob, transport=NAME, version=_VERSION, role="answer")
         answered = cls(

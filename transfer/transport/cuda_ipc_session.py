@@ -1,4 +1,4 @@
-"""The two ends of a CUDA IPC session: the writer, who holds the mapping, and the target, who waits for it to be let go."""
+"""The two ends of a CUDA IPC session: the writer holds the mapping, and the target waits for the end of the mapping."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TargetMemory:
 
     Args:
         address: Of the first byte.
-        mapped: The mapping that it lies in; None where both ends are one process, which needs none.
+        mapped: The mapping that it lies in; None if both ends are one process, which needs none.
         keeps_alive: Memory of the same process.
     """
 
@@ -115,12 +115,11 @@ class WriterSession(PeerSession[DeviceBuffer]):
         return write
 
     def direct(self, target_range: ByteRange) -> DeviceBuffer | None:
-        """As `Session.direct`: what a kernel takes as its output in place of local staging memory.
+        """As `Session.direct`: return the output of a kernel, instead of local staging memory.
 
-        Gather straight into a peer's ring: give the returned memory to the kernel as `out` (it has `data_ptr()` and `numel()`),
-        on any stream of device `device_index`, and wait for that stream's event: then the bytes lie in the ring. To time the way
-        over the link is to time that kernel.
-        None in mode "copy", and once the session has failed or was closed.
+        To gather straight into a peer's ring, pass the returned memory to the kernel as `out` (it has `data_ptr()` and
+        `numel()`), on any stream of device `device_index`. The bytes lie in the ring when that stream's event has fired. The
+        kernel's time is the time of the link. The result is None in mode "copy", and once the session has failed or was closed.
         """
         self._check_target_range(target_range, "direct memory")
         self._listen()

@@ -178,7 +178,7 @@ class SessionDriver:
 
         Raises:
             TransportTimeout: `deadline_s` seconds passed; the handle stays pending.
-            TransportError: What the handle's `poll()` raises.
+            TransportError: As the handle's `poll()`.
         """
         settled: asyncio.Future[None] = self._loop.create_future()
 

@@ -1,7 +1,7 @@
-"""Transport within one process: for tests of what stands above, and for embedding both tiers in one process.
+"""Transport within one process: for tests of the layers above, and for both tiers in one process.
 
-It keeps the habits of real transports on purpose: nothing moves before `progress()`, handles are pending until then, and in
-its two-sided mode the *target's* progress copies, once write and receive are both there, while early writes wait.
+It behaves like real transports: nothing moves before `progress()`, and handles are pending until then. In its two-sided mode the
+*target's* progress copies when both write and receive have been started; early writes wait.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class InprocSession(PeerSession[HostMemory]):
         return bool(landed)
 
     def _take(self, peer: InprocSession) -> bool:
-        """Two-sided: the receiver's progress copies what is both sent and expected."""
+        """Two-sided: the receiver's progress copies the bytes of keys that are both sent and expected."""
         ready = [key for key in peer._sends if key in self._receives]
         for key in ready:
             sent, receive = peer._sends.pop(key), self._receives.pop(key)

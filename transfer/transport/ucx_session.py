@@ -22,7 +22,7 @@ _MAX_UNEXPECTED = 4096  # messages without a receive. A correct writer sends onl
 
 
 class _Kind(IntEnum):
-    """Top bits of a tag: what a message is."""
+    """Kind of a message: the top bits of its tag."""
 
     WRITE = 0
     DECLINE = 1

@@ -114,7 +114,7 @@ class EtcdNodes:
                     is_standing = bool(changed)  # the first answer says that the watch has begun, and it may end with that
                     _apply(changed, named)
                     reading = asyncio.ensure_future(anext(changes))
-                else:  # a watch is silent also where nobody is there any more
+                else:  # a watch is also silent if the member is gone
                     named, _ = await client.named(self._prefix)
                     is_standing = True
                 if is_standing:  # not before: where reading works and watching does not, members would be tried without a pause
@@ -252,7 +252,7 @@ class Registration:
         while True:
             if self.lease is None:
                 if not self._wanted.is_set():
-                    # What was wrong keeps nobody from being found any more; and the next registration is a new one.
+                    # The last problem does not matter any more, and the next registration is a new one.
                     self._problem, self._heard_s = "", None
                 await self._wanted.wait()
             try:

@@ -253,7 +253,8 @@ class Discovery:
     def _tell_listeners(self) -> None:
         """Call each listener that does not know the addresses yet.
 
-        A listener that raises is called again after `AGAIN_S`: the next look can be equal to this one, and would call nobody.
+        A listener that raises is called again after `AGAIN_S`: the next look can be equal to this one, and would call no
+        listener.
         """
         for listener in [listener for listener, told in self._told.items() if told != self._addresses]:
             try:
