@@ -1,8 +1,8 @@
-"""`python -m tests.cluster.faults.faulty_node ROLE serve ...`: the real daemon, with faults for messages...
+"""`python -m tests.cluster.faults.faulty_node ROLE serve ...`: the real daemon, with faults of messages.
 
-All of the product runs as it is, over its real sockets. What is put between is in the ranks only, where the owner's loop meets
-its channels: control messages of both directions and watermarks can be lost, said twice, or held back so that later ones
-overtake them. With nothing told (an empty file), everything passes through.
+The product runs unchanged, over its real sockets. Only in the ranks, between the owner's loop and its channels, control
+messages of both directions and watermarks can be lost, repeated, or held back so that later ones overtake them. With an empty
+file, all messages pass.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from node_runtime.rank_process import run_rank
 from node_runtime.rank_worker import RankSpec
 
 FAULTS_FILE: Final = "CHAOS_FAULTS_FILE"
-"""Variable that names the file: JSON of what `Faults` does. What was done is appended to a file of that name and ".done"."""
+"""Variable with the name of a file: the faults in JSON. Faults that happened are appended to a file with the suffix ".done"."""
 
 _READ_EVERY_S: Final = 0.02
 
 
 class Faults:
-    """What becomes of messages now, as the file says: shares in [0, 1] to lose, to repeat and to hold back, and for how long."""
+    """The present faults from the file: shares in [0, 1] of messages to lose, to repeat and to hold back, and for how long."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class Faults:
         self._told: Mapping[str, float] = {}
 
     def delays_s(self, kind: str) -> Sequence[float]:
-        """When the message is handed on, in seconds from now, once for each time: () is lost, (0.0, 0.0) is said twice."""
+        """Return the delay in seconds of each delivery of a message: () is lost, (0.0, 0.0) is repeated."""
         now_s = time.monotonic()
         if now_s - self._read_s > _READ_EVERY_S:
             self._read_s = now_s
@@ -64,7 +64,7 @@ class Faults:
             file.write(what)
 
     def pass_on(self, kind: str, hand_on: Callable[[], object]) -> None:
-        """Hand a message on as often, and as late, as the file has it."""
+        """Deliver a message as often, and as late, as the file says."""
         for delay_s in self.delays_s(kind):
             if delay_s:
                 asyncio.get_running_loop().call_later(delay_s, _late, hand_on)
@@ -80,7 +80,7 @@ def _late(hand_on: Callable[[], object]) -> None:
 
 
 def _disturb_decode(faults: Faults) -> None:
-    """The control channel's server sees every control message of both directions."""
+    """Disturb control messages of both directions at the control channel's server."""
     attach: Any = importlib.import_module("transfer.receive.attach")
 
     class FaultyServer(attach.ZmqControlServer):  # type: ignore[misc]
@@ -95,7 +95,7 @@ def _disturb_decode(faults: Faults) -> None:
 
 
 def _disturb_prefill(faults: Faults) -> None:
-    """Watermarks on their way to the sender."""
+    """Disturb watermarks on their way to the sender."""
     attach: Any = importlib.import_module("transfer.send.attach")
 
     class FaultyClient(attach.TransferControlClient):  # type: ignore[misc]
@@ -109,14 +109,14 @@ def _disturb_prefill(faults: Faults) -> None:
 
 
 def run_faulty_rank(spec: RankSpec) -> None:
-    """Be a rank that can be disturbed."""
+    """Run a rank whose messages can be disturbed."""
     disturb = {"prefill": _disturb_prefill, "decode": _disturb_decode}[spec.config.role]
     disturb(Faults(Path(os.environ[FAULTS_FILE])))
     run_rank(spec)
 
 
 def main(role: str) -> None:
-    """The role's daemon with other ranks."""
+    """Run the role's daemon with such ranks."""
     # By the name under which the processes of the ranks import it: this module is __main__ here.
     faulty = importlib.import_module("tests.cluster.faults.faulty_node")
     leader_service: Any = importlib.import_module("node_runtime.leader_service")

@@ -1,4 +1,4 @@
-"""What a process holds from its system: what must be back where it was once a fault is over."""
+"""Resources of a process, which must be released after a fault."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MORE_BYTES: Final = 96 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one process."""
+    """Resources of one process."""
 
     files: int
     threads: int
     resident_bytes: int
 
     def excess(self, name: str, idle: Figures) -> list[str]:
-        """What there is more of than when it was idle first, and than can be by chance."""
+        """Return the resources that exceed those of the first idle moment by more than chance."""
         found = []
         for what, have, had, more in (
             ("files", self.files, idle.files, MORE_FILES),
@@ -39,7 +39,7 @@ class Figures:
 
 
 def figures_of_pid(pid: int) -> Figures:
-    """As /proc has them."""
+    """Return the values in /proc."""
     resident_pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
     return Figures(
         files=len(os.listdir(f"/proc/{pid}/fd")),
@@ -49,7 +49,7 @@ def figures_of_pid(pid: int) -> Figures:
 
 
 def figures_of_node(node: ClusterNode, status: pb.NodeStatus) -> dict[str, Figures]:
-    """Of its leader, as the system says, and of its ranks, as `Status` says."""
+    """Return the resources of a node's leader, from /proc, and of its ranks, from `Status`."""
     found = {f"{node.role} leader": figures_of_pid(node.pid)}
     for rank in status.ranks:
         found[f"{node.role} rank {rank.rank}"] = Figures(

@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces with a link between them that can be cut in every way a network can be.
 
 Each namespace has two interfaces: `DATA`, the link to the other one, with the address that the nodes advertise, and one by which
-the test reaches the same address without that link. So whoever watches is never cut off from whom it watches.
+the test reaches the same address without that link. So the test is never cut off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROLES: Final[tuple[Role, Role]] = ("prefill", "decode")
 _PREFIX: Final = "kvferry-"
 
 CUTS: Final[Mapping[str, Mapping[Role, str]]] = {
-    # Each: what the firewall of a namespace does with what goes out on the link.
+    # Rule of each namespace's firewall for outgoing packets on the link.
     "both ways": {"prefill": "drop", "decode": "drop"},
     "towards prefill": {"decode": "drop"},
     "towards decode": {"prefill": "drop"},
@@ -31,7 +31,7 @@ CUTS: Final[Mapping[str, Mapping[Role, str]]] = {
 
 
 def why_not() -> str:
-    """Why there can be no such hosts here; empty where there can."""
+    """Return why this machine cannot have such hosts; empty if it can."""
     missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
     if missing:
         return f"needs {' and '.join(missing)} for network namespaces"
@@ -57,7 +57,7 @@ def _run(*command: str, given: str | None = None) -> None:
 
 
 def _until_running(name: str) -> None:
-    """Wait for the link: the kernel says late that it is up, and UCX sees no device before that."""
+    """Wait until the kernel reports that the link is up; UCX sees no device before."""
     ends_s = time.monotonic() + 10
     while (
         "state UP"
@@ -77,15 +77,15 @@ class Hosts:
         self._links: dict[Role, str] = {role: f"kvf{index}-{os.getpid()}" for index, role in enumerate(ROLES, start=1)}
 
     def address(self, role: Role) -> str:
-        """Of the namespace on the link."""
+        """Return the address of a namespace on the link."""
         return f"{self._network}.0.{1 + ROLES.index(role)}"
 
     def prefix(self, role: Role) -> tuple[str, ...]:
-        """What a command line begins with to run in the namespace; the process keeps its id."""
+        """Return the prefix of a command line that runs in the namespace; the process keeps its id."""
         return ("ip", "netns", "exec", self._names[role])
 
     def name(self, role: Role) -> str:
-        """Of the namespace."""
+        """Return the name of a namespace."""
         return self._names[role]
 
     def open(self) -> None:
@@ -116,12 +116,12 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def cut(self, how: str) -> None:
-        """One of `CUTS`."""
+        """Cut the link in one of the ways of `CUTS`."""
         for role, verdict in CUTS[how].items():
             self._filter(role, f"meta l4proto tcp {verdict}" if "tcp" in verdict else verdict)
 
     def heal(self) -> None:
-        """As it was before."""
+        """End all cuts."""
         for name in self._names.values():
             _run("ip", "netns", "exec", name, "nft", "flush", "ruleset")
 
@@ -132,7 +132,7 @@ class Hosts:
 
 @contextmanager
 def open_hosts() -> Iterator[Hosts]:
-    """Two joined hosts, gone afterwards."""
+    """Open two joined hosts, and delete them afterwards."""
     hosts = Hosts()
     try:
         hosts.open()

@@ -1,8 +1,8 @@
 """A network of TCP relays on another loopback address, which can go silent, slow, or reset its connections.
 
-Nodes that listen on 127.0.0.1 and advertise `PROXY_HOST` reach each other only through it: for each port that a process of theirs
-listens on there is a relay at the same port of that address. So registry and control plane can be cut without any privilege; the
-data plane's own ports are told by UCX, and stay as they are.
+Nodes that listen on 127.0.0.1 and advertise `PROXY_HOST` reach each other only through it: for each port on which one of their
+processes listens, there is a relay at the same port of that address. So registry and control plane can be cut without
+privileges. The data plane's ports are exchanged by UCX, and are not affected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BYTES: Final = 65_536
 
 
 def listening_ports(pids: Iterable[int]) -> set[int]:
-    """TCP ports that these processes listen on, of every address."""
+    """Return the TCP ports on which these processes listen, at any address."""
     inodes: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as file:
@@ -46,7 +46,7 @@ class ProxyNetwork:
     """Relays to the listening ports of processes, in a thread of its own. Use as a context manager.
 
     Args:
-        pids: Tells whose ports, as of now; asked again and again, for ranks may be started anew.
+        pids: Returns the present processes. Called repeatedly, because ranks can start again.
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
@@ -58,7 +58,7 @@ class ProxyNetwork:
         self._flows = asyncio.Event()
         self._flows.set()
         self.delay_s = 0.0
-        """How much later everything arrives, in each direction."""
+        """Delay in each direction, in seconds."""
 
     def __enter__(self) -> ProxyNetwork:
         self._thread.start()
@@ -72,16 +72,16 @@ class ProxyNetwork:
         self._loop.close()
 
     def silence(self) -> None:
-        """Nothing comes through any more, and nobody is told; new connections get no answer."""
+        """Let nothing through, without any error; new connections get no answer."""
         self._call(self._flows.clear)
 
     def heal(self) -> None:
-        """Everything that was held back arrives, as it does when packets are sent again."""
+        """Deliver all data that was held back, as retransmissions do."""
         self.delay_s = 0.0
         self._call(self._flows.set)
 
     def reset(self) -> None:
-        """Break every connection off, as a firewall does that has lost its state."""
+        """Reset every connection, like a firewall that has lost its state."""
         self._call(self._reset)
 
     def _call(self, work: Callable[[], object]) -> None:

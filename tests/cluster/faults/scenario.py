@@ -7,9 +7,9 @@
             os.kill(pid, signal.SIGKILL)
         scene.ends(moving, UNAVAILABLE, within_s=2.0)
 
-When the block ends, every request must have ended: those that `ends()` names with one of the statuses named and in time, all
-others with the very tokens of an undisturbed run. Then the tiers must be joined and idle, by what they say of themselves, with
-their invariants proven since, and no process may hold more of its system than before.
+When the block ends, every request must have ended: those of `ends()` with one of its statuses and in time, all others with the
+tokens of an undisturbed run. Then the status of the tiers must be joined and idle, every rank must have checked its invariants
+since, and no process may hold more resources than before.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.cluster.faults.stalls import StallMeter
 from transfer.pb import kvferry_pb2 as pb
 
 NOTICE_S = 2.0
-"""From a fault until those whom it hits have heard: three heartbeats of half a second, and what it takes to say so."""
+"""From a fault until its requests have failed: three heartbeats of half a second, and the time to report it."""
 
 LONG = 2000
 IDLE_S = 15.0
-JOIN_S = 60.0  # a rank group is started anew in a second or two on two quiet cores
+JOIN_S = 60.0  # a rank group starts again in a second or two on two quiet cores
 END_S = 60.0
 
 OK = grpc.StatusCode.OK
@@ -44,7 +44,7 @@ RESOURCE_EXHAUSTED, UNAVAILABLE = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.Statu
 
 @dataclass(slots=True, kw_only=True)
 class Tiers:
-    """One prefill node and one decode node, however they were started, and what they hold when they are idle."""
+    """One prefill node and one decode node, and their resources when they are idle."""
 
     prefill: ClusterNode
     decode: ClusterNode
@@ -58,7 +58,7 @@ class Tiers:
         return self.prefill, self.decode
 
     def pids(self) -> dict[str, tuple[int, ...]]:
-        """Processes of each node that live: its leader and its ranks."""
+        """Return the living processes of each node: its leader and its ranks."""
         return {
             node.role: (node.pid, *ready.rank_pids) if (ready := node.ready_file) is not None else (node.pid,)
             for node in self.nodes
@@ -66,16 +66,16 @@ class Tiers:
         }
 
     def lives(self) -> list[tuple[tuple[int, ...], int]]:
-        """Rank processes and incarnation of each: the same ones as long as nothing was started anew."""
+        """Return the rank processes and the incarnation of each. They change if something starts again."""
         return [(node.rank_pids, node.incarnation) for node in self.nodes]
 
     async def statuses(self) -> list[pb.NodeStatus] | None:
-        """Of both, prefill first; None while one of them does not answer."""
+        """Return the status of both, prefill first; None while one of them does not answer."""
         found = [await status_of(node) if node.exit_code is None and node.ready_file else None for node in self.nodes]
         return None if None in found else [status for status in found if status is not None]
 
     async def what_is_left(self) -> list[str]:
-        """What keeps them from being joined and idle."""
+        """Return the reasons why they are not joined and idle."""
         statuses = await self.statuses()
         if statuses is None:
             return ["a node does not answer"]
@@ -99,7 +99,7 @@ class Tiers:
         return held
 
     async def until_idle(self, *, within_s: float) -> None:
-        """Wait until they are joined, hold nothing, and every rank has proven its invariants since."""
+        """Wait until they are joined and idle, and every rank has checked its invariants since."""
         held: list[str] = []
 
         async def is_idle() -> bool:
@@ -123,7 +123,7 @@ class Tiers:
         return {} if statuses is None else {rank.pid: rank.idle_checks for status in statuses for rank in status.ranks}
 
     async def remember_idle(self) -> None:
-        """What they hold now is what they may hold after every fault."""
+        """Record the present resources as the limit after every fault."""
         statuses = await self.statuses()
         assert statuses is not None
         for node, status in zip(self.nodes, statuses, strict=True):
@@ -132,7 +132,7 @@ class Tiers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Flight:
-    """One request, and how it may end; by default with all its tokens."""
+    """One request, and its expected ends; by default it ends with all its tokens."""
 
     token_ids: tuple[int, ...]
     answer: Answer
@@ -180,12 +180,12 @@ class Scenario:
     # Requests
 
     def begin(self, num_tokens: int, max_new_tokens: int, *, request_id: str = "", timeout_s: float = END_S) -> Flight:
-        """Send a request of a prompt that no other one has.
+        """Send a request with a prompt of its own.
 
         Args:
             num_tokens: Length of the prompt.
             max_new_tokens: Generated tokens.
-            request_id: Its id; the node gives it one where it is empty.
+            request_id: Its id; the node makes one if it is empty.
             timeout_s: Its deadline.
         """
         self._variant += 1
@@ -196,13 +196,13 @@ class Scenario:
         return flight
 
     async def generating(self, max_new_tokens: int = 120) -> Flight:
-        """A request whose KV has arrived: it generates, and needs the prefill node no more."""
+        """Return a request whose KV has arrived. It generates, and does not need the prefill node any more."""
         flight = self.begin(60, max_new_tokens)
         await until(lambda: len(flight.answer.tokens) >= 3 or flight.task.done(), "three tokens")
         return flight
 
     async def arriving(self, number: int, *, num_tokens: int = LONG, request_id: str = "") -> list[Flight]:
-        """Long requests, of which some KV has arrived at the decode node, and of none all of it."""
+        """Return long requests. Some of their KV has arrived at the decode node, but of none all of it."""
         before = await self._bound_pages()
         flights = [self.begin(num_tokens, 8, request_id=request_id) for _ in range(number)]
 
@@ -218,7 +218,7 @@ class Scenario:
         return 0 if status is None else sum(rank.pool_pages_bound for rank in status.ranks)
 
     async def serves(self, *lengths: int) -> None:
-        """New requests are answered, with the right tokens."""
+        """Send requests, and check their tokens."""
         flights = [self.begin(num_tokens, 8) for num_tokens in lengths or (5, 140, 300)]
         await asyncio.gather(*(flight.task for flight in flights))
         for flight in flights:
@@ -228,21 +228,21 @@ class Scenario:
 
     @contextmanager
     def fault(self) -> Iterator[None]:
-        """The block is the fault; times count from its begin."""
+        """Mark the block as the fault; times count from its begin."""
         self.fault_s = time.monotonic()
         yield
 
     def ends(self, flights: Sequence[Flight], *codes: grpc.StatusCode, within_s: float = NOTICE_S) -> None:
-        """These end with one of the statuses, so many seconds after the last fault; a stall of the machine is not counted."""
+        """Expect one of the statuses within so many seconds after the last fault, without stalls of the machine."""
         for flight in flights:
             flight.codes, flight.within_s = codes, within_s
 
     def since_fault_s(self, end_s: float) -> float:
-        """Seconds from the last fault to that monotonic time, but for those in which this machine stood still."""
+        """Return the seconds from the last fault to that monotonic time, without stalls of the machine."""
         return end_s - self.fault_s - self._stalls.between(self.fault_s, end_s)
 
     async def over(self, flights: Sequence[Flight]) -> list[Answer]:
-        """Wait for them."""
+        """Wait for the end of these requests."""
         return list(await asyncio.wait_for(asyncio.gather(*(flight.task for flight in flights)), END_S))
 
     async def until_noticed(

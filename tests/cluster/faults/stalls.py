@@ -1,4 +1,4 @@
-"""For how long this machine ran nobody who should have run, measured beside a test: what a bound in seconds is given on top."""
+"""Measure beside a test for how long this machine did not run processes that could run. Time limits are extended by that."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Final
 
 TICK_S: Final = 0.02
 STALL_S: Final = 0.05
-"""A tick of the meter that comes this much late was not run in between, and neither, then, was anybody else for sure."""
+"""If a tick of the meter is this late, the meter did not run in between, and other processes probably did not either."""
 
 
 class StallMeter:
-    """A thread that looks every `TICK_S`: was it run itself, and for how long have others stood in the queue for a core?
+    """A thread that checks every `TICK_S` whether it ran itself, and for how long other processes waited for a core.
 
-    The kernel counts the latter for every thread (the second number of /proc/PID/schedstat, nanoseconds in which it could have
-    run and was not let). Of each node the one process counts whose owner's loop, its main thread, waited longest: what notices a
-    fault, and what says so, runs there. Use as a context manager.
+    The kernel counts the waiting of every thread: the second number of /proc/PID/schedstat, in nanoseconds. Of each node, the
+    process counts whose main thread waited longest, because the owner's loop detects and reports faults there. Use as a context
+    manager.
 
     Args:
-        nodes: Name of a node -> ids of its processes, as of now.
+        nodes: Returns the present process ids of each node.
     """
 
     def __init__(self, nodes: Callable[[], Mapping[str, Iterable[int]]]) -> None:
@@ -53,7 +53,7 @@ class StallMeter:
             last_s = time.monotonic()
 
     def between(self, begin_s: float, end_s: float) -> float:
-        """Seconds of [begin_s, end_s), in monotonic time, that the machine took from who had to notice; 0 on a quiet one."""
+        """Return the seconds of [begin_s, end_s), in monotonic time, in which the machine stalled; 0 on a quiet one."""
         own_s = sum(max(0.0, min(end, end_s) - max(begin, begin_s)) for begin, end in list(self._stalls))
         first = min(bisect_left(self._times_s, begin_s), len(self._waited) - 1)
         last = bisect_right(self._times_s, end_s) - 1
@@ -67,7 +67,7 @@ class StallMeter:
 
 
 def waited_s(pid: int) -> float:
-    """Seconds that the process's main thread was kept waiting for a core since it began; 0 where the kernel does not say."""
+    """Return the seconds for which a process's main thread has waited for a core; 0 if the kernel does not count them."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
