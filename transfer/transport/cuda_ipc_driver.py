@@ -18,6 +18,7 @@ from uuid import UUID
 
 from transfer.errors import ConfigError, TransportError
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
+from transfer.transport.registered_memory import device_of_address
 
 
 class CudaError(TransportError):
@@ -110,7 +111,6 @@ class Cuda:
         try:
             self.call("cuInit", 0)
             self._num_devices = int(self.call("cuDeviceGetCount"))
-            self._pointer_attribute = _pointer_attribute()
         except Exception as error:  # of several kinds where there is no libcuda
             raise ConfigError(
                 f"transport cuda_ipc needs an NVIDIA GPU and its driver, and there is none ({_in_a_line(error)}): choose "
@@ -156,11 +156,8 @@ class Cuda:
         status, kind = self.driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
         if status != self.driver.CUresult.CUDA_SUCCESS or int(kind) != int(self.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
             return None
-        # Past cuda-bindings, which answer 0 for whatever device (13.2 to 13.5 at least: NVIDIA/cuda-python issue 2928).
-        ordinal = ctypes.c_int(-1)
-        status = self._pointer_attribute(ctypes.byref(ordinal), int(attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL), address)
-        self.check("cuPointerGetAttribute", self.driver.CUresult(status))
-        return ordinal.value
+        # Not by cuda-bindings, which return 0 for every device (13.2 to 13.5 at least: NVIDIA/cuda-python issue 2928).
+        return device_of_address(address)
 
     def uuid_of(self, device: int) -> str:
         # CUDA 12's plain cuDeviceGetUuid names the whole GPU where a MIG slice is used; CUDA 13 has only the right one left.
@@ -253,12 +250,6 @@ class Cuda:
         if context is None:
             context = self._contexts[device] = self.call("cuDevicePrimaryCtxRetain", self._device(device))
         return context
-
-
-def _pointer_attribute() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64), ctypes.c_int
-    return function
 
 
 def _in_a_line(error: Exception) -> str:

@@ -139,7 +139,7 @@ def _device_index(buffer: Any, address: int) -> int:
         return index
     if hasattr(buffer, "__dlpack_device__"):  # CuPy, JAX, Numba and others
         return int(buffer.__dlpack_device__()[1])
-    found = _device_index_by_driver(address)
+    found = device_of_address(address)
     if found is None:
         raise ConfigError(
             f"device buffer of type {type(buffer).__name__} does not say which device it lies on, and CUDA's driver does not "
@@ -148,7 +148,7 @@ def _device_index(buffer: Any, address: int) -> int:
     return found
 
 
-def _device_index_by_driver(address: int) -> int | None:
+def device_of_address(address: int) -> int | None:
     """Return the device of an address; None if there is no driver, or the driver does not know the address."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
