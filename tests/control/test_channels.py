@@ -174,13 +174,13 @@ def test_a_forgotten_peer_is_dropped_and_others_go_on(channels: Channels) -> Non
     assert channels.heard_by(server, 1) == [Received(peer=8, payload=b"two")]
 
 
-def test_a_send_to_an_allowed_peer_that_is_not_there_says_so(channels: Channels) -> None:
+def test_a_send_to_an_absent_peer_returns_false(channels: Channels) -> None:
     server = channels.open_server()
     server.allow(7, channels.key)
     assert not server.send(7, b"anyone?")
 
 
-def test_a_closed_peer_is_noticed_and_hurts_nobody(channels: Channels) -> None:
+def test_a_closed_peer_is_detected_and_does_not_affect_others(channels: Channels) -> None:
     server, client = joined(channels)
     client.close()
     client.close()
@@ -263,7 +263,7 @@ def test_watch_loses_no_wake_up_under_ping_pong(channels: Channels) -> None:
     assert echoed == [text for number in range(1, rounds + 1) for text in (b"%d" % number, b"%d!" % number)]
 
 
-def test_watch_hands_over_what_came_before_it_and_goes_on_after_a_callback_raised(channels: Channels) -> None:
+def test_watch_delivers_earlier_payloads_and_goes_on_after_an_exception(channels: Channels) -> None:
     server, client = joined(channels)
 
     async def collect() -> tuple[list[bytes], list[str]]:

@@ -32,7 +32,7 @@ def opened(files: Files, *, is_server: bool = True) -> CertificateFiles:
     return CertificateFiles(files.tls(), is_server=is_server)
 
 
-def test_what_the_files_hold(files: Files) -> None:
+def test_content_of_the_files(files: Files) -> None:
     found = opened(files).current()
     assert found.chain == files.cert.read_bytes() and found.key == files.key.read_bytes()
     assert found.names.dns == ("node.example",) and found.names.uris == ("spiffe://cluster.example/node",)
@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Callable[[Files], object], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_at_the_start_is_one_line(files: Files, case: str) -> None:
+def test_an_error_at_the_start_is_one_line(files: Files, case: str) -> None:
     damage, line = WRONG[case]
     damage(files)
     with pytest.raises(ConfigError) as refusal:
@@ -72,7 +72,7 @@ def test_what_is_wrong_at_the_start_is_one_line(files: Files, case: str) -> None
 
 
 @pytest.mark.parametrize("case", ["no certificate", "another key", "another authority"])
-def test_what_is_wrong_later_leaves_what_was_right_in_use(files: Files, case: str) -> None:
+def test_a_later_error_keeps_the_last_valid_files(files: Files, case: str) -> None:
     age(files)
     one = opened(files)
     before = one.current()
@@ -97,7 +97,7 @@ BOTH_USES = "whose extended key usage does not allow server and client authentic
         ({"purposes": (ExtendedKeyUsageOID.SERVER_AUTH,)}, False, BOTH_USES.replace("server and ", "")),
     ],
 )
-def test_a_certificate_that_nobody_would_accept(
+def test_a_certificate_that_no_peer_accepts(
     authority: Authority, tmp_path: Path, how: dict[str, object], is_server: bool, end: str
 ) -> None:
     files = authority.files(tmp_path, "node.example", **how)

@@ -63,7 +63,7 @@ def test_every_entry_is_used_once_or_refused(entries: list[object]) -> None:
     ["", "host:65536", "::1:7100", 7100, {"address": "a:1"}, "a" * 100_000, "1.2.3.400:80", "host:" + "0" * 5000 + "80",
      "unix:80", "dns:///a:80"],  # URIs for gRPC
 )  # fmt: skip
-def test_what_is_no_address_is_refused_and_named(entry: object) -> None:
+def test_an_invalid_entry_is_refused_and_named(entry: object) -> None:
     (refused,) = sort_entries([entry], anything_goes).refused
     assert refused.kind is RefusedFor.MALFORMED and "it must be host:port" in refused.reason and len(refused.reason) < 300
 
@@ -74,7 +74,7 @@ def test_names_and_addresses_of_every_kind_are_used() -> None:
     assert sort_entries(entries, anything_goes).addresses == tuple(sorted(entries))
 
 
-def test_what_is_no_text_is_not_written_out() -> None:
+def test_an_entry_that_is_no_text_is_not_logged() -> None:
     bomb: list[object] = ["x"]
     for _ in range(100):
         bomb = [bomb, bomb]  # as YAML's aliases make of a few hundred bytes; its text would have 2**100 elements
@@ -121,7 +121,7 @@ async def test_given_nodes_are_known_at_once_and_never_grow_old() -> None:
         assert discovery.view.age_s == 0 and str(discovery.view) == "peers.prefill_nodes"
 
 
-async def test_a_failure_keeps_what_there_was_and_is_said_once() -> None:
+async def test_a_failure_keeps_the_last_addresses_and_is_logged_once() -> None:
     source = Scripted()
     told: list[tuple[str, ...]] = []
     with capture_logs() as lines:
@@ -145,7 +145,7 @@ async def test_a_failure_keeps_what_there_was_and_is_said_once() -> None:
     ]  # fmt: skip
 
 
-async def test_a_node_that_does_not_serve_yet_waits_and_one_that_is_used_is_not_asked_again(
+async def test_nodes_that_do_not_serve_wait_and_used_nodes_are_not_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(found_module, "ASK_AGAIN_S", 0.01)
@@ -178,7 +178,7 @@ async def test_a_node_that_does_not_serve_yet_waits_and_one_that_is_used_is_not_
     assert [line["event"] for line in lines].count("discovered_node_not_used_yet") == 2, "once for each time that it has come"
 
 
-async def test_one_that_does_not_answer_holds_up_nobody() -> None:
+async def test_a_node_that_does_not_answer_does_not_delay_others() -> None:
     """Neither those of the same look, nor the next look, nor itself, once it has gone and another one has its address."""
     answers = {f"127.0.0.1:{port}": asyncio.get_running_loop().create_future() for port in (1, 2, 3)}
     asked: list[str] = []
@@ -310,7 +310,7 @@ def node(**how: object) -> AbstractAsyncContextManager[RegistryServer]:
     return serving(prefill_control=Control(), **how)  # type: ignore[abstract]
 
 
-async def test_a_node_is_used_once_its_health_says_that_it_serves() -> None:
+async def test_a_node_is_used_when_its_health_service_reports_serving() -> None:
     gate = HealthGate(PlainText())
     async with node() as server:
         assert "it does not serve" in await gate.why_not(server.address)
@@ -322,7 +322,7 @@ async def test_a_node_is_used_once_its_health_says_that_it_serves() -> None:
         assert "it is no prefill node" in await gate.why_not(other.address)
 
 
-async def test_with_tls_a_node_shows_who_it_is_before_it_is_believed(tmp_path: Path) -> None:
+async def test_with_tls_a_node_proves_its_identity_before_its_answer_counts(tmp_path: Path) -> None:
     ours = Authority()
     gate = HealthGate(tls_of(ours.files(tmp_path / "decode", "decode.example"), peers=("prefill.example",)))
     for authority, name, said in (

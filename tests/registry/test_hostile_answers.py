@@ -113,7 +113,7 @@ async def test_every_field_of_a_watermark(node: HostileNode) -> None:
 
 
 @pytest.mark.parametrize("payload", [b"\xff" * 9, b"", b"\x08\x02", b"\x0a\x00", b"\x08\x01\x10\x03"])
-async def test_what_a_decode_leader_says_of_room(node: HostileNode, payload: bytes) -> None:
+async def test_unreadable_and_valid_answers_of_reserve(node: HostileNode, payload: bytes) -> None:
     """An answer that cannot be read fails its request; as an error of another kind it would end the ranks."""
     client = ReserveClient(PlainText())
     join = cast(Join, SimpleNamespace(address=node.address, incarnation=5, plan=PLAN))

@@ -129,7 +129,7 @@ async def test_a_node_that_comes_back_at_its_address_keeps_its_channel(names: Na
                 assert (await call(before, STATUS))[0] is grpc.StatusCode.OK
 
 
-async def test_whoever_is_in_a_hurry_has_another_channel(names: NameServer) -> None:
+async def test_connect_anew_gives_another_channel(names: NameServer) -> None:
     """Also while the name is being looked up: the one that failed must not be given to that caller, closed."""
     names.says = ["127.0.0.1"]
     async with node() as first:
@@ -212,7 +212,7 @@ async def test_an_address_that_is_silent_to_grpc_comes_last_the_next_time(
             assert (await call(await peer.ready(), STATUS))[0] is grpc.StatusCode.OK and names.asked == asked
 
 
-async def test_a_name_server_that_says_nothing_holds_up_nobody_else(names: NameServer) -> None:
+async def test_a_silent_name_server_does_not_delay_other_names(names: NameServer) -> None:
     """As many threads as an executor has would be taken by the first few names."""
     names.goes_on.clear()
     async with node() as server:
@@ -230,7 +230,7 @@ async def test_a_name_server_that_says_nothing_holds_up_nobody_else(names: NameS
             await peer.close()
 
 
-async def test_whoever_asks_for_one_name_waits_for_one_lookup(names: NameServer) -> None:
+async def test_callers_share_one_lookup_of_a_name(names: NameServer) -> None:
     """A resolver can hang for minutes, and every caller tries again after seconds."""
     names.goes_on.clear()
     attempts = [asyncio.ensure_future(addresses_of(NAME)) for _ in range(8)]
@@ -261,7 +261,7 @@ async def test_lookups_take_a_bounded_number_of_threads(names: NameServer) -> No
 
 
 @pytest.mark.parametrize("address", ["host", "host:", "host:0", "host:65536", "host:x", "unix:/tmp/x", "", "a\0b:1", ":1"])
-async def test_what_is_no_address_is_an_error_of_the_peer(address: str) -> None:
+async def test_an_invalid_address_is_an_error_of_the_peer(address: str) -> None:
     """A peer says which addresses its ranks have, and can say anything."""
     with pytest.raises(OSError, match=r"must be host:port|host is no name|not known|No address"):
         (await connected(address)).close()

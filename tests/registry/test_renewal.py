@@ -27,7 +27,7 @@ def test_a_handshake_after_a_pause_has_a_context_of_its_own_at_once() -> None:
     assert not clock.slept_s
 
 
-def test_handshakes_at_once_share_one_until_it_is_old_and_nobody_can_be_about_to_use_it() -> None:
+def test_handshakes_at_once_share_a_context_until_it_is_old_and_settled() -> None:
     clock = Clock()
     renewal = Renewal(clock, clock.sleep)
     assert renewal.is_due("files")

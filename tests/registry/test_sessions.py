@@ -284,7 +284,7 @@ async def complaints() -> list[str]:
     return told
 
 
-async def test_what_others_can_bring_about_is_no_bug(rank: DecodeRank, writer: Writer, complaints: list[str]) -> None:
+async def test_errors_caused_by_others_are_no_bug(rank: DecodeRank, writer: Writer, complaints: list[str]) -> None:
     """Neither a writer that does not fit, nor whoever has taken the last open file, ends the rank."""
     errors = [OSError(errno.EMFILE, "Too many open files"), ConfigError("blob"), PeerUnreachable("x"), LayoutError("y")]
 
@@ -349,14 +349,14 @@ async def test_a_watermark_that_concerns_others_comes_with_the_next_heartbeat(ra
     await until(lambda: writer.seen[-1].sequence == 2, "the heartbeat")
 
 
-async def test_an_idle_session_lives_on_its_beats(rank: DecodeRank, writer: Writer) -> None:
+async def test_heartbeats_keep_an_idle_session(rank: DecodeRank, writer: Writer) -> None:
     _, watch = await joined(rank, writer)
     await until(lambda: watch.num_acks >= 6, "six heartbeats")
     assert rank.lost == [] and writer.lost == []
     assert {seen.sequence for seen in writer.seen} == {1}
 
 
-async def test_a_writer_that_closes_is_lost_once_and_hears_nothing(rank: DecodeRank, writer: Writer) -> None:
+async def test_a_writer_that_closes_is_lost_once_without_on_lost(rank: DecodeRank, writer: Writer) -> None:
     _, watch = await joined(rank, writer)
     watch.close()
     watch.close()
@@ -367,7 +367,7 @@ async def test_a_writer_that_closes_is_lost_once_and_hears_nothing(rank: DecodeR
     assert rank.servicer.session_ids == ()
 
 
-async def test_a_writer_that_leaves_before_it_heard_why_is_no_error_of_the_server(
+async def test_a_writer_that_leaves_early_is_no_error_of_the_server(
     rank: DecodeRank, server: RegistryServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It does not read its acks, and what its session ended with waits behind them when it leaves."""
@@ -393,7 +393,7 @@ async def test_a_writer_that_leaves_before_it_heard_why_is_no_error_of_the_serve
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-async def test_a_session_closed_by_the_decode_rank_says_why(rank: DecodeRank, writer: Writer) -> None:
+async def test_a_session_closed_by_the_decode_rank_reports_the_reason(rank: DecodeRank, writer: Writer) -> None:
     response, _ = await joined(rank, writer)
     rank.servicer.close_session(response.session_id, "quarantine is full")
     rank.servicer.close_session(response.session_id, "again")
@@ -441,7 +441,7 @@ async def test_a_second_stream_takes_nothing_over(rank: DecodeRank, writer: Writ
     await thief.watches[0].wait_closed()
 
 
-async def test_hostile_beats_end_their_session_only(rank: DecodeRank, writer: Writer, server: RegistryServer) -> None:
+async def test_hostile_heartbeats_end_only_their_session(rank: DecodeRank, writer: Writer, server: RegistryServer) -> None:
     await joined(rank, writer)
     async with grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS) as channel:
         stub: Any = pb_grpc.TransferControlStub(channel)

@@ -91,7 +91,7 @@ def packed(error: TransferError) -> status_pb2.Status | None:
     return None if details is None else status_pb2.Status.FromString(details)
 
 
-def test_every_error_says_its_reason_and_when_to_try_again() -> None:
+def test_every_error_has_a_reason_and_a_retry_time() -> None:
     for kind in all_error_types():
         status = packed(kind("it is so"))
         assert status is not None
@@ -110,7 +110,7 @@ def test_every_error_says_its_reason_and_when_to_try_again() -> None:
 
 
 @pytest.mark.parametrize("error_type", all_error_types())
-def test_what_an_error_means_survives_a_relay(error_type: type[TransferError]) -> None:
+def test_an_error_keeps_its_status_across_a_relay(error_type: type[TransferError]) -> None:
     """Decode node, prefill node, client: passing an error on may not turn it into another status."""
     code = status_of(error_type("x"))
     relayed = error_of(call_error(code, "x"), peer="p")
@@ -124,7 +124,7 @@ def test_an_engine_error_of_a_peer_that_cannot_say_blames_the_kv() -> None:
         assert isinstance(heard, EngineError) and heard.spares_kv == spares_kv
 
 
-def test_memory_that_ran_out_in_a_step_is_told_from_a_lack_of_room() -> None:
+def test_out_of_memory_in_a_step_differs_from_a_lack_of_room() -> None:
     """The one speaks against a node, the other does not."""
     for trailing, kind in ((), ResourceExhausted), ((SPARES_KV,), OutOfMemory):
         code, metadata = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(*trailing)

@@ -91,7 +91,7 @@ async def test_who_is_in_no_list_calls_nothing(node: Node, authority: Authority,
     assert not node.services.reached and len(node.refused) == len(METHOD_ROLES)
 
 
-async def test_a_method_without_roles_is_for_nobody(
+async def test_a_method_without_roles_rejects_every_caller(
     node: Node, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(METHOD_ROLES, STATUS)
@@ -184,7 +184,7 @@ async def test_a_node_is_known_by_any_of_its_names(
         assert (await call(await peer.ready(), STATUS))[0] is OK
 
 
-async def test_what_answers_gRPC_must_be_what_was_greeted(node: Node, authority: Authority, tmp_path: Path) -> None:
+async def test_grpc_accepts_only_the_greeted_certificate(node: Node, authority: Authority, tmp_path: Path) -> None:
     """A URI is not among what gRPC checks, so it is to accept the very certificate: another one with the same DNS name is not."""
     tls = tls_of(authority.files(tmp_path / "caller", CLIENT), peers=(SPIFFE,))
     other = authority.files(tmp_path / "other", NODE, "spiffe://cluster.example/other")

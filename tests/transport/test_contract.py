@@ -271,7 +271,7 @@ def test_no_byte_lands_after_close(pair: Pair) -> None:
     assert (pair.ring == 0x11).all()
 
 
-def test_the_survivor_hears_of_a_closed_peer(pair: Pair) -> None:
+def test_the_survivor_detects_a_closed_peer(pair: Pair) -> None:
     """These transports all notice; writes and receives then fail, and later ones too."""
     if pair.is_one_sided:
         pair.target.close()

@@ -113,7 +113,7 @@ def test_a_target_that_closed_before_the_writer_completed(pair: Pair) -> None:
 # The protocol of a session
 
 
-def test_closing_settles_what_is_pending_and_lands_what_was_begun(pair: Pair) -> None:
+def test_closing_fails_pending_handles_and_lands_begun_copies(pair: Pair) -> None:
     writer, target = pair.attach()
     handle = writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1)
     pair.writer_transport.close()
@@ -250,7 +250,7 @@ def test_an_answer_completes_only_its_own_offer(pair: Pair) -> None:
         one.complete(answer)
 
 
-def test_without_cuda_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_bindings_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(ConfigError, match=r"^transport cuda_ipc needs cuda-bindings \(.*pip install 'kvferry\[cuda-ipc\]'.*$"):
         CudaIpcTransport()

@@ -106,7 +106,7 @@ async def test_remove_settles_the_waiting_exactly_once(driver: SessionDriver, pa
     assert [type(error) for error in heard] == [TransportClosed]
 
 
-async def test_close_without_remove_is_heard(driver: SessionDriver, pair: Pair) -> None:
+async def test_close_without_remove_ends_a_wait(driver: SessionDriver, pair: Pair) -> None:
     receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
     waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
     await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ async def test_close_without_remove_is_heard(driver: SessionDriver, pair: Pair) 
         await waiting
 
 
-async def test_a_dead_peer_is_heard_while_sleeping(driver: SessionDriver, pair: Pair) -> None:
+async def test_a_dead_peer_is_detected_while_sleeping(driver: SessionDriver, pair: Pair) -> None:
     first = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
     write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
     await driver.wait(pair.writer, write, deadline_s=60)

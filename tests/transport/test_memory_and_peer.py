@@ -169,7 +169,7 @@ def test_the_environment_and_the_loggers_stay_as_they_are(capfd: pytest.CaptureF
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_ucxx_it_says_what_to_install() -> None:
+def test_without_ucxx_the_error_names_the_package() -> None:
     """In a process that has not loaded it."""
     code = (
         "import sys; sys.modules['ucxx'] = None\n"

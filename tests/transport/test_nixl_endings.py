@@ -242,7 +242,7 @@ def test_addresses_are_taken_away_and_stay_reserved_where_nothing_can_be_mapped(
     assert not _is_mapped(address)
 
 
-def test_addresses_that_cannot_be_taken_away_are_told() -> None:
+def test_addresses_that_cannot_be_revoked_are_reported() -> None:
     _, alias = shared_alias()
     ctypes.CDLL(None).munmap(ctypes.c_void_p(alias.address), ctypes.c_size_t(1 << 20))
     with no_further_mapping(), pytest.raises(OSError, match="1048576 bytes of shared memory cannot be taken away"):
@@ -264,5 +264,5 @@ def _is_mapped(address: int) -> bool:
         ("rc,tcp,cuda_copy,cma,xpmem,knem", "rc,tcp,cuda_copy"),
     ],
 )
-def test_the_network_lane_leaves_out_what_writes_without_the_target(tls: str, left: str) -> None:
+def test_the_network_lane_excludes_transports_that_write_without_the_target(tls: str, left: str) -> None:
     assert transports_without(tls, ("cma", "cuda_ipc", "knem", "xpmem")) == left

@@ -119,7 +119,7 @@ async def test_a_dead_or_frozen_decode_rank_is_noticed(how: signal.Signals, hear
         await client.close()
 
 
-async def test_a_writer_that_was_away_hears_why_its_session_ended() -> None:
+async def test_a_writer_that_was_stopped_gets_the_reason_of_the_end() -> None:
     """Its heartbeat is overdue and goes out at once; gRPC refuses it, and would tell of that in place of the reason."""
     lost: asyncio.Queue[str] = asyncio.Queue()
     with subprocess.Popen([*COMMAND, "rank", "1.0"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

@@ -118,7 +118,7 @@ async def test_a_node_that_is_killed_is_gone_with_its_lease(shared: EtcdServer, 
         await until(lambda: discovery.addresses == ("127.0.0.1:7002",), within_s=30)
 
 
-async def test_a_lease_that_was_lost_is_taken_anew(shared: EtcdServer, prefix: str) -> None:
+async def test_a_lost_lease_is_replaced(shared: EtcdServer, prefix: str) -> None:
     config = settings(shared, prefix=prefix)
     async with found(config) as discovery, registered(config, "127.0.0.1:7001") as (node,):
         await until(lambda: discovery.addresses, within_s=5)
@@ -140,7 +140,7 @@ async def test_a_lease_that_was_lost_is_taken_anew(shared: EtcdServer, prefix: s
         ]
 
 
-async def test_an_entry_that_somebody_deletes_is_put_again_with_its_lease(shared: EtcdServer, prefix: str) -> None:
+async def test_a_deleted_entry_is_put_again_with_its_lease(shared: EtcdServer, prefix: str) -> None:
     config = settings(shared, prefix=prefix)
     client = EtcdClient(shared.endpoint, config)
     async with found(config) as discovery:
@@ -162,7 +162,7 @@ async def test_an_entry_that_somebody_deletes_is_put_again_with_its_lease(shared
     assert told == ["registered", "registration_was_deleted"]
 
 
-async def test_what_is_no_entry_is_refused_counted_and_named_once(shared: EtcdServer, prefix: str) -> None:
+async def test_invalid_entries_are_refused_counted_and_named_once(shared: EtcdServer, prefix: str) -> None:
     config = settings(shared, prefix=prefix)
     client = EtcdClient(shared.endpoint, config)
     lease, _ = await client.grant(60)

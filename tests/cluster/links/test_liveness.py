@@ -170,7 +170,7 @@ def test_a_frozen_process_is_not_gone(child: Child) -> None:
     watched.close()
 
 
-def test_a_killed_process_is_gone_though_nobody_reaped_it(child: Child) -> None:
+def test_a_killed_process_is_gone_before_it_is_reaped(child: Child) -> None:
     watched, start_time = watch(child), start_time_of(child.pid)
     assert start_time is not None
     child.send_signal(signal.SIGSTOP)

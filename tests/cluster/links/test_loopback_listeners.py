@@ -73,5 +73,5 @@ def test_with_a_loopback_host_every_listener_is_on_loopback_and_bytes_arrive(lan
         ("db.example", False),
     ],
 )
-def test_what_a_loopback_host_is(host: str, is_local: bool) -> None:
+def test_loopback_hosts(host: str, is_local: bool) -> None:
     assert is_loopback(host) is is_local

@@ -48,7 +48,7 @@ def writer(request: pytest.FixtureRequest) -> Iterator[Ends]:
 only_nixl = {"argvalues": NIXL, "indirect": True}
 
 
-def test_every_lane_exchanges_and_says_nothing(target: Ends, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_lane_exchanges_bytes_without_output(target: Ends, capfd: pytest.CaptureFixture[str]) -> None:
     assert not target.session.obstacle, "what is asked for is no falling back"
     exchange(target)
     target.peer.do("close")
