@@ -61,6 +61,8 @@ class _Copy:
 
 
 class TwinStream(CopyStream):
+    _cuda: HostCuda
+
     def __init__(self, cuda: HostCuda) -> None:
         self._cuda = cuda
         self._copies: deque[_Copy] = deque()
