@@ -94,7 +94,7 @@ class OffloadLeader(Tiers):
         request_id, prompt = wanted.request_id, wanted.prompt
         request = self._requests[request_id] = found.request
         request.asked_ns = prompt.asked_ns
-        request.num_loading = bool(found.loads) + len(found.copies)
+        request.num_loading = bool(found.loads) + (found.copy is not None)
         if request.num_loading:
             self._to_load[request_id] = found
         self.context.metrics.counter("offload_prompt_tokens").inc(len(prompt.token_ids))
@@ -127,8 +127,8 @@ class OffloadLeader(Tiers):
         if found.loads:
             job = self.context.jobs.begin(done)
             self.context.broadcast(LoadPages(job=job, request_id=request_id, runs=found.loads))
-        for copy in found.copies:
-            self._copy(found.request, copy)
+        if found.copy is not None:
+            self._copy(found.request, found.copy)
 
     def _copy(self, request: TieredRequest, copy: DeviceCopy) -> None:
         """Copy pages of another request, which keeps them meanwhile."""

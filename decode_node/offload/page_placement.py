@@ -33,7 +33,7 @@ class Placement:
         start_token: First token that has to come from prefill.
         loads: Pages to load onto the device before it may run.
         loaded_from: Host pages that are held only until they are loaded.
-        copies: Pages of other requests to copy before it may run.
+        copy: Pages of another request to copy before it may run.
         hits: Pages that were found in host memory, in the order of their tokens. Pages found on the device follow them.
     """
 
@@ -42,7 +42,7 @@ class Placement:
     start_token: int
     loads: tuple[HostPageRun, ...]
     loaded_from: tuple[HostPage, ...]
-    copies: tuple[DeviceCopy, ...]
+    copy: DeviceCopy | None
     hits: tuple[HostPage, ...]
 
     @property
@@ -200,7 +200,7 @@ def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, 
         start_token=num_found * context.rules.page_size,
         loads=tuple(loads),
         loaded_from=tuple(transient),
-        copies=() if copy is None else (copy,),
+        copy=copy,
         hits=hits,
     )
 

@@ -21,7 +21,7 @@ def test_what_fits_the_device_lies_there() -> None:
     found = placed(where, "a", chain(30))
     assert found.pages.by_group == (9,) and found.start_token == 0
     assert (found.request.boundary, found.request.guaranteed, found.request.host) == (0, 0, [])
-    assert not found.loads and not found.copies
+    assert not found.loads and found.copy is None
 
 
 def test_a_long_prompt_has_all_its_room_at_once() -> None:
@@ -119,10 +119,9 @@ def test_pages_on_another_requests_device_are_copied() -> None:
     keep(where, hashes, range(2))
     found = placed(where, "b", hashes)
     assert found.start_token == 5 * PAGE and found.num_device_hits == 3
-    (copy,) = found.copies
-    assert copy.source is source and copy.runs == {FULL: (2, 5)}
+    assert found.copy.source is source and found.copy.runs == {FULL: (2, 5)}
     source.is_moving = True
-    assert placed(where, "c", hashes).copies == (), "its pages may go meanwhile"
+    assert placed(where, "c", hashes).copy is None, "its pages may go meanwhile"
 
 
 def test_of_windows_too_and_only_where_they_are() -> None:
@@ -131,11 +130,9 @@ def test_of_windows_too_and_only_where_they_are() -> None:
     source.num_computed, source.is_running = 24, True
     source.whole_windows(where.groups)
     where.on_device.add(source, 0)
-    (copy,) = placed(where, "b", hashes).copies
-    assert copy.runs == {FULL: (0, 5), WINDOW: (4, 5)}
+    assert placed(where, "b", hashes).copy.runs == {FULL: (0, 5), WINDOW: (4, 5)}
     source.first_window_page[WINDOW] = 5
-    (copy,) = placed(where, "c", hashes).copies
-    assert copy.runs == {FULL: (0, 4)}, "up to where the window would be reached"
+    assert placed(where, "c", hashes).copy.runs == {FULL: (0, 4)}, "up to where the window would be reached"
 
 
 def test_a_window_of_which_a_part_lies_elsewhere_is_not_copied() -> None:
@@ -146,7 +143,7 @@ def test_a_window_of_which_a_part_lies_elsewhere_is_not_copied() -> None:
     where.on_device.add(source, 0)
     keep(where, hashes, range(5))
     keep(where, hashes, range(4, 5), group=WINDOW)
-    assert placed(where, "b", chain(26)).copies == ()
+    assert placed(where, "b", chain(26)).copy is None
 
 
 def test_a_cached_page_that_is_promised_away_is_no_hit() -> None:
