@@ -1,11 +1,20 @@
 """Decide in which tier the pages of each request lie. The decode leader orders, and its ranks carry out.
 
-A request gets its place in both tiers at once, when prefill is about to compute it (`decode_node.offload.page_placement`).
-While it runs, its whole pages are saved into host memory a stride at a time.
-With early release, the device gives up pages that every rank has saved when the request's share is used up.
-The share shrinks when others need room. Pages come back when there is plenty.
+Theory of operation. A request passes through these stages:
 
-Nothing here waits. Every order is a job (`decode_node.offload.jobs`), and the next decision follows the last rank's answer.
+1. `look_up` hashes the prompt, and fetches pages that only the store has into host memory, in bounded time.
+2. `place` takes all of its room in both tiers at once (`page_placement`), or answers "not yet".
+   Known leading pages of the prompt are held, so that prefill can leave them out.
+3. `begin_loading` copies known pages onto the device: from host memory, or from another request that runs.
+4. `begin` follows when the whole prompt is on every rank. From then on, whole pages are saved into host memory a stride at a time
+   (`saving`), and put into the store. Later prompts find them by the hash of their tokens.
+5. `finish` or `give_up` ends it. `gone` follows when every rank has given its pages back.
+
+With early release, a running request has a share of the device (`rules`). When its share is used up, saved leading pages leave
+the device, and steps read them in host memory. The share shrinks while others wait for room, and grows when there is plenty.
+
+Nothing here waits. Every order is a job (`jobs`), and the next decision follows the last rank's answer. A page is used only after
+every rank has filled it, and freed only after every rank has stopped using it.
 """
 
 from __future__ import annotations
