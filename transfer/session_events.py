@@ -1,4 +1,4 @@
-"""Events and actions that the state machines of both ends have in common."""
+"""Events and actions that the state machines of both ends share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MessageArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time has passed; due a few times a second while anything is in flight."""
+    """Time has passed. Due a few times a second while anything is in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageDropped:
-    """A message of the peer made no sense here; counted, never fatal (rule 14)."""
+    """A message of the peer does not fit the state here. It is counted, and never fatal (rule 14)."""
 
     session: int
     reason: str

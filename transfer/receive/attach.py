@@ -1,6 +1,6 @@
 """A decode rank's side of its writers: the ring they write into, and their sessions from attach to end.
 
-The counterpart of `transfer.send.attach`. Which requests come and whose pages they fill is its owner's matter.
+The counterpart of `transfer.send.attach`. The owner decides which requests arrive, and in which pages.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingMemory:
-    """What a rank takes for what its writers send.
+    """Memory that a rank allocates for its writers.
 
     Args:
-        ring: The ring's bytes, and behind them `tail_bytes` more.
+        ring: The ring's bytes, and `tail_bytes` more behind them.
         tail_bytes: Where one-sided probes write; 0 on a two-sided transport.
-        scratch: Where two-sided probes are told to write; None on a one-sided transport.
+        scratch: Where two-sided probes write; None on a one-sided transport.
     """
 
     ring: StagingBuffer
@@ -54,11 +54,7 @@ class RingMemory:
 
     @classmethod
     def take(cls, *, ring_bytes: int, probe_bytes: int, device: torch.device | str, is_one_sided: bool) -> RingMemory:
-        """`ring_bytes` of ring and `probe_bytes` for the probes, on the pool's device.
-
-        Args:
-            is_one_sided: Of the transport. A one-sided probe writes behind the ring, a two-sided one where it is told to.
-        """
+        """Allocate `ring_bytes` of ring, and `probe_bytes` for the probes, on the pool's device."""
         tail_bytes = probe_bytes if is_one_sided else 0
         return cls(
             ring=StagingBuffer(num_bytes=ring_bytes + tail_bytes, device=device, is_shared=is_one_sided),
@@ -69,12 +65,12 @@ class RingMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiving:
-    """A rank's open receiving end: what `PrefillSessions` needs of it.
+    """A rank's open receiving end, for `PrefillSessions`.
 
     Args:
         loop: Runs the receiver.
         control: Its channel of control messages.
-        scratch: Where two-sided probes are told to write; None on a one-sided transport.
+        scratch: Where two-sided probes write; None on a one-sided transport.
     """
 
     loop: ReceiverLoop
@@ -91,11 +87,7 @@ def open_receiving(
     server: ServerConfig,
     host_arrivals: HostArrivals | None = None,
 ) -> Receiving:
-    """Open the control channel and the receiver of a rank; arguments as of `ReceiverLoop`.
-
-    Args:
-        server: Where the rank listens, and what it is called by.
-    """
+    """Open the control channel and the receiver of a rank. `server` names the addresses; for the others see `ReceiverLoop`."""
     scratch = None if memory.scratch is None else context.transport.register(memory.scratch.tensor)
     control = ZmqControlServer(
         f"tcp://{host_port(server.host, 0)}",
@@ -139,12 +131,12 @@ class PrefillSessions:
     """The sessions of all prefill ranks that are attached to this rank.
 
     Args:
-        context: The rank.
-        receiving: Takes the sessions over; closed by the owner, after these.
-        server: Where the rank listens, and what it is called by.
+        receiving: Takes the sessions over. The owner closes it after these.
+        server: Addresses of the rank.
         heartbeat_s: Seconds between heartbeats, in both directions.
-        on_writer_lost: (prefill incarnation, prefill rank, reason), when the last session with a prefill rank is closed.
-        on_link_probed: A writer told what its probe measured.
+        on_writer_lost: Called with (prefill incarnation, prefill rank, reason) when the last session with a prefill rank is
+            closed.
+        on_link_probed: Called with the link that a writer has measured.
     """
 
     def __init__(
@@ -169,7 +161,7 @@ class PrefillSessions:
         self._on_writer_lost = on_writer_lost
         self._on_link_probed = on_link_probed
         self._writers: dict[int, Writer] = {}  # by session
-        self._refused = LogRateLimiter()  # of callers whose certificates do not allow what they asked for
+        self._refused = LogRateLimiter()  # calls that the caller's certificate does not allow
         self._attaching: set[asyncio.Task[None]] = set()  # probes, and kernels being compiled
         ring = self._receiver.ring
         self._servicer = TransferControlServicer(
@@ -184,7 +176,7 @@ class PrefillSessions:
         self._server: RegistryServer | None = None
 
     async def start(self) -> str:
-        """Serve attach and watermarks; returns the address that prefill ranks are told."""
+        """Serve attach and watermarks. Return the address for prefill ranks."""
         self._server = await serve(
             self._address.host, 0, transfer_control=self._servicer, security=self._context.security, on_refused=self._on_refused
         )
@@ -192,7 +184,7 @@ class PrefillSessions:
         return host_port(self._address.advertised_host, self._server.port)
 
     async def close(self, reason: str) -> None:
-        """End every session and attach no more."""
+        """End every session and refuse new ones."""
         self._servicer.close(reason)
         if self._server is not None:
             await self._server.close()
@@ -203,10 +195,10 @@ class PrefillSessions:
         self._metrics.counter("rank_refused_calls", method=refusal.method).inc()
         log_refusal(refusal, self._refused)
 
-    # For the owner
+    # Called by the owner
 
     def writers_of(self, prefill_incarnation: int) -> TransferTerms | Unattached:
-        """What holds for the requests of that prefill instance, or why none can come whole."""
+        """Return the terms of all requests of that prefill instance, or why none can arrive whole."""
         writers = {
             writer.rank: (number, writer)
             for number, writer in self._writers.items()
@@ -244,11 +236,11 @@ class PrefillSessions:
 
     @property
     def num_strangers(self) -> int:
-        """Messages that the control channel dropped by itself, before anybody had to look at them."""
+        """Messages that the control channel dropped because their sender has no session."""
         return self._control.num_dropped
 
     def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus: of ring and sessions."""
+        """Return fields of the wire contract's RankStatus about ring and sessions."""
         ring = self._receiver.ring
         return {
             "ring_capacity": ring.capacity_bytes,
@@ -286,7 +278,7 @@ class PrefillSessions:
                 "bytes: raise it, or lower chunk.chunk_tokens or chunk.layers_per_group of the prefill node"
             )
         if self._receiver.num_ending >= MAX_SESSIONS:
-            # Those that are open have a limit of their own, which a writer that comes, goes and lets go of nothing never meets.
+            # The limit of open sessions does not stop a writer that opens and closes sessions and keeps its access.
             raise ResourceExhausted(
                 f"{self._receiver.num_ending} sessions of decode rank {self._context.rank} are closed, and their writers may "
                 f"still write; there can be {MAX_SESSIONS}: end the processes of those prefill ranks"
@@ -305,7 +297,7 @@ class PrefillSessions:
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation, control_key=request.control_key)
         probe_bytes = min(request.probe_bytes, self._context.transport_config.probe_bytes)
         if self._scratch is not None:
-            probe_bytes = min(probe_bytes, ring.capacity_bytes)  # what a write names as its target must lie in what is offered
+            probe_bytes = min(probe_bytes, ring.capacity_bytes)  # a write's target must lie in the offered memory
             self._keep(self._serve_probe(number, session, self._scratch, probe_bytes))
         self._keep(self._warm_up(writer, request))
         log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
@@ -326,7 +318,7 @@ class PrefillSessions:
         )
 
     def _routes_from(self, prefill: Instance) -> tuple[Route, ...]:
-        """From all ranks of the instance to this one; computed once per attach, for every request needs them."""
+        """Return the routes from all ranks of the instance to this one. Computed once for each attach."""
         every = routes(self._own.layout, prefill.shard, self._own.shard)
         return tuple(route for route in every if route.decode_rank == self._context.rank)
 
@@ -347,7 +339,7 @@ class PrefillSessions:
                 dtype=self._wire(request.prefill),
                 scales=writer.scales,
             )
-        except Exception as error:  # whatever a compiler says; what needs the kernels would meet it again
+        except Exception as error:  # any error of a compiler; requests that need the kernels would fail again
             self._context.on_crash(error)
 
     async def _serve_probe(self, number: int, session: Session, scratch: LocalMemory, probe_bytes: int) -> None:
@@ -357,12 +349,12 @@ class PrefillSessions:
             self._servicer.close_session(number, f"the link's probe failed: {error}")
 
     def on_link(self, number: int, reported: Link) -> None:
-        """Take what a writer measured of its link; see `TransferControlServicer`."""
+        """Take in the link that a writer has measured; see `TransferControlServicer`."""
         writer = self._writers.get(number)
         if writer is None or writer.is_measured:
-            return  # the session was closed meanwhile; or said it before: a link is measured once, when it is attached
+            return  # the session was closed, or its link is known: a link is measured once, at attach
         writer.is_measured = True
-        # Only the numbers are the writer's to tell: who it is and what carries its bytes is known here.
+        # Only the numbers are the writer's. Its rank and its lane are known here.
         link = Link(
             prefill_rank=writer.rank,
             decode_rank=self._context.rank,

@@ -1,4 +1,4 @@
-"""What a `Receiver` is told (events) and what it asks for (actions): the language between the target's protocol and its owner."""
+"""Events that a `Receiver` takes in, and actions that it asks its owner to carry out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from transfer.session_events import Tick as Tick
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverSettings:
-    """Args:
-    is_one_sided: The transport writes without a posted receive.
-    repeat_after_s: An abort without its answer is repeated after this long.
+    """Settings of a receiver.
+
+    Args:
+        is_one_sided: The transport writes without a posted receive.
+        repeat_after_s: Seconds after which an abort without an answer is repeated.
     """
 
     is_one_sided: bool
@@ -30,7 +32,7 @@ class ReceiverSettings:
             raise ConfigError(f"repeat_after_s is {self.repeat_after_s:g} s; it must be above 0")
 
 
-# Events: what the owner tells the receiver.
+# Events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class ReceiverSessionLost:
 
     Args:
         is_over: No byte of the sender can land any more, which ends the quarantine. Otherwise `ReceiverSessionOver` follows.
-            False only on a one-sided transport: where a write needs a receive, the close takes it away.
+            False only on a one-sided transport: where a write needs a receive, the close removes it.
     """
 
     session: int
@@ -55,14 +57,14 @@ class ReceiverSessionLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverSessionOver:
-    """It is proven at last that no byte of a lost session's writer can land any more."""
+    """It is proven that no byte of a lost session's writer can land any more."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncomingExpected:
-    """Room for the whole request is reserved in the KV pool, so whatever is granted can be scattered."""
+    """Room for the whole request is reserved in the KV pool, so all granted bytes can be scattered."""
 
     request: RankRequest
 
@@ -89,7 +91,7 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScatterFinished:
-    """The scatter's device event fired; or the digest did not agree, and what lies in the request's pages means nothing."""
+    """The scatter's device event fired. If `is_intact` is False, the digest differs and the request's pages are invalid."""
 
     grant: Grant
     is_intact: bool
@@ -109,12 +111,12 @@ Event = (
 )
 
 
-# Actions: what the owner has to do.
+# Actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostReceive:
-    """Post the receive for the piece's bytes; answer with `ReceiveSettled` or `ReceiveFailed`."""
+    """Post the receive for the piece's bytes, and answer with `ReceiveSettled` or `ReceiveFailed`."""
 
     piece: ReceiverPiece
     key: int
@@ -122,17 +124,14 @@ class PostReceive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareScatter:
-    """A piece was granted: its scatter can be made ready while its bytes are on their way.
-
-    Nothing has to come of it, and whatever was made ready is void once the request is over.
-    """
+    """A piece was granted: its scatter can be prepared while its bytes are on their way. Discard it when the request is over."""
 
     piece: ReceiverPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartScatter:
-    """Check the digest of the piece's bytes and scatter them; answer with `ScatterFinished`."""
+    """Check the digest of the piece's bytes and scatter them, and answer with `ScatterFinished`."""
 
     piece: ReceiverPiece
     digest: int
@@ -143,8 +142,8 @@ class PublishWatermark:
     """The ring's state has changed.
 
     Args:
-        sessions: To whom that is news: a grant of theirs was released, or may be written now. Others can hear of it with their
-            next heartbeat. None: everybody is to hear of it.
+        sessions: Sessions to which that is news: a grant of theirs was released, or may be written now. Others can hear of it
+            with their next heartbeat. None means all sessions.
     """
 
     sessions: frozenset[int] | None
@@ -159,7 +158,7 @@ class IncomingComplete:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncomingFailed:
-    """The request cannot become whole. Its pages may still be written by scatters until `IncomingDrained`."""
+    """The request cannot become whole. Scatters may still write its pages until `IncomingDrained`."""
 
     request_id: str
     reason: str
@@ -175,7 +174,7 @@ class IncomingDrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkBroken:
-    """A chunk's bytes did not have their digest; counted."""
+    """A chunk's bytes did not have their digest. Counted."""
 
     session: int
     request_id: str

@@ -1,7 +1,7 @@
-"""Drives a `Receiver`: carries out its actions with a ring, a pool and open sessions, and tells it what came of them.
+"""Drive a `Receiver`: carry out its actions with a ring, a pool and open sessions, and report the outcomes.
 
-This is what an engine's author needs on the reading side besides a pool: expect a request, hear when it is whole or why it
-never will be. It runs on one asyncio loop, its one owner; scatters run on a copy queue beside it.
+An engine needs a pool and a `ReceiverLoop` to receive KV: it expects a request, and hears when the request is whole or why it
+failed. The loop belongs to one asyncio loop. Scatters run on a copy queue beside it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Publish = Callable[[Watermark, frozenset[int] | None], None]
 
 
 class ReceiverOwner(Protocol):
-    """What a `ReceiverLoop` tells, and asks, whoever runs the engine."""
+    """What a `ReceiverLoop` reports to, and asks, the part that runs the engine."""
 
     def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
-        """Bind what is missing and return the request's page table in each group of layers, for its tokens [0, num_tokens)."""
+        """Bind missing pages, and return the request's page table in each group of layers for tokens [0, num_tokens)."""
         ...
 
     def on_complete(self, request_id: str) -> None:
@@ -65,15 +65,15 @@ class HostArrivals(Protocol):
 
     @property
     def copier(self) -> PieceCopier:
-        """Prepares such pieces."""
+        """Prepares the pieces that go to host memory."""
         ...
 
     def arrives_in_host(self, request_id: str, tokens: Range) -> bool:
-        """Whether these tokens of the request, which are a chunk's, do."""
+        """Return whether these tokens of the request, which are a chunk's, go to host memory."""
         ...
 
     def host_tables(self, request_id: str, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """The request's page tables for that copier, made of those on the device."""
+        """Return the request's page tables for that copier, made of those on the device."""
         ...
 
 
@@ -81,14 +81,12 @@ class ReceiverLoop:
     """See the module's docstring.
 
     Args:
-        context: The rank.
-        owner: Hears what becomes of the requests.
         pool: Where KV goes.
-        ring_memory: The ring's bytes, and behind them `probe_bytes` more; what is left is the ring's capacity.
-        probe_bytes: Offered to writers and never granted: where a one-sided link probe may write while the ring is in use.
-        control: Channel of all writers; it must not be watched yet.
-        open_queue: What the pieces are scattered on.
-        host_arrivals: Where part of a prompt can go to host memory; None where everything goes into the pool.
+        ring_memory: The ring's bytes, and `probe_bytes` more behind them.
+        control: Channel of all writers. It must not be watched yet.
+        probe_bytes: Bytes that are offered to writers and never granted, so that a one-sided link probe may write while the ring
+            is in use.
+        host_arrivals: Where part of a prompt can go to host memory. None means that everything goes into the pool.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class ReceiverLoop:
         self._control = control
         self._metrics = metrics = context.metrics
         self._tracer = context.tracer
-        self._spans: dict[str, Span] = {}  # of requests that are traced
+        self._spans: dict[str, Span] = {}  # of traced requests
         self.ring = StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=context.instance.incarnation)
         self._receiver = Receiver(ReceiverSettings(is_one_sided=transport.is_one_sided), self.ring)
         metrics.watch_ring(self.ring)
@@ -165,12 +163,12 @@ class ReceiverLoop:
 
     @property
     def num_ending(self) -> int:
-        """Sessions that are closed and not proven to be over."""
+        """Closed sessions that are not proven to be over."""
         return len(self._ending)
 
     @property
     def num_prepared(self) -> int:
-        """Requests that pieces have been prepared for."""
+        """Requests that have prepared pieces."""
         return len(self._prepared)
 
     @property
@@ -179,11 +177,7 @@ class ReceiverLoop:
         return self._receiver.is_idle
 
     def check_idle(self) -> None:
-        """Prove the invariants of ring and protocol.
-
-        Raises:
-            LocalProtocolError: One is broken; the message names it.
-        """
+        """Check the invariants of ring and protocol. Raise LocalProtocolError if one is broken."""
         self._receiver.check_invariants()
 
     # What the owner calls
@@ -202,13 +196,11 @@ class ReceiverLoop:
         """Take over an attached session.
 
         Args:
-            number: The session's id.
-            session: Its transport.
-            incarnation: The prefill instance's.
-            control_key: The writer's public key on the control plane, where that has keys.
+            incarnation: Life of the prefill instance.
+            control_key: The writer's public key on the control plane, if that has keys.
 
         Raises:
-            LocalProtocolError: `watch_sessions` was not called, so that writers would never hear of free bytes.
+            LocalProtocolError: `watch_sessions` was not called, so writers would never hear of free bytes.
         """
         if self._publish is None:
             raise LocalProtocolError("a session is opened before watch_sessions() has set who publishes the watermark")
@@ -233,7 +225,7 @@ class ReceiverLoop:
         self._on_session_closed(number, reason)
 
     def _look_at_ending(self) -> None:
-        """Ask closed sessions whether their writers are gone, now and then until they are; what they hold is in quarantine."""
+        """Check regularly whether the writers of closed sessions are gone. Until then, their bytes are in quarantine."""
         self._ending_timer = None
         for number in [number for number, session in self._ending.items() if session.is_over]:
             del self._ending[number]
@@ -242,7 +234,7 @@ class ReceiverLoop:
             self._ending_timer = self._loop.call_later(ENDING_LOOK_S, self._look_at_ending)
 
     def is_known(self, request_id: str) -> bool:
-        """Whether the id is in use: a request that was given up keeps its until all its writers have drained."""
+        """Return whether the id is in use. A request that was given up keeps its id until all its writers have drained."""
         return self._receiver.is_known(request_id)
 
     def expect_request(self, request: RankRequest) -> None:
@@ -255,7 +247,7 @@ class ReceiverLoop:
         self._pump.feed(protocol.IncomingExpected(request=request))
 
     def cancel_request(self, request_id: str, reason: str) -> bool:
-        """Give up a request that is not whole yet; `on_drained` follows. False: nothing of it is here."""
+        """Give up a request that is not whole yet; `on_drained` follows. Return False if nothing of it is here."""
         if request_id not in self._requests:
             return False
         self._pump.feed(protocol.IncomingCancelled(request_id=request_id, reason=reason))
@@ -275,7 +267,7 @@ class ReceiverLoop:
     # Carrying out
 
     def _send(self, action: protocol.Send) -> None:
-        # A message that cannot be queued is as one that was lost on the way: what needs an answer is repeated.
+        # A message that cannot be queued counts as lost on the way: messages that need an answer are repeated.
         if not self._control.send(action.session, encode(action.message)):
             self._drop("queue_full")
 
@@ -325,7 +317,7 @@ class ReceiverLoop:
         self.driver.watch(session, handle, done)
 
     def _forget(self, request_id: str) -> None:
-        """No copy of the request is queued, and none will be."""
+        """Forget a request. No copy of it is queued, and none will be."""
         if self._spans and (span := self._spans.pop(request_id, None)) is not None:
             span.end()  # unless what failed it has ended it
         del self._requests[request_id]
@@ -335,14 +327,15 @@ class ReceiverLoop:
             self._host_arrivals.copier.forget(request_id)
 
     def _prepare_later(self, action: protocol.PrepareScatter) -> None:
-        """Behind the grant's message, which somebody waits for, and one a turn of the loop: a message can ask for a thousand."""
+        """Prepare after the grant's message is sent, one piece in a turn of the loop: a message can ask for a thousand grants."""
         if not self._to_prepare:
             self._loop.call_soon(self._prepare_next)
         self._to_prepare[action.piece.grant.begin] = action.piece
 
     def _prepare_next(self) -> None:
-        """What a scatter takes besides its bytes, before they come: the first of a request binds its pages and checks its tables,
-        which took a quarter of a millisecond of a lone request's way."""
+        """Bind pages and check tables before the bytes arrive. For the first piece of a lone request that took 0.25 ms of its
+        time.
+        """
         if not self._to_prepare:
             return
         piece = self._to_prepare.pop(next(iter(self._to_prepare)))

@@ -105,16 +105,16 @@ class Receiver:
         self._settings = settings
         self.ring = ring
         self._sessions: dict[int, int] = {}  # session -> incarnation of the writer
-        self._lost: set[int] = set()  # sessions that were closed, and whose writers may still write
+        self._lost: set[int] = set()  # closed sessions whose writers may still write
         self._requests: dict[str, ReceiverRequest] = {}
         self._live: dict[int, ReceiverPiece] = {}  # by grant.begin
-        # Of those, not writable yet.
+        # Those of them that are not writable yet.
         self._waiting: WaitingGrants[Grant, ReceiverPiece] = WaitingGrants(ring.blocker_of, lambda: ring.num_steps)
         self._actions: list[Action] = []
         self._now_s = 0.0
         self._may_publish = False  # bytes were released, padding included
         self._news_for: set[int] = set()  # sessions that the next watermark concerns
-        self._told: dict[int, int] = {}  # session -> watermark position that its writer has heard of, or higher
+        self._told: dict[int, int] = {}  # session -> watermark position that its writer knows, or higher
         self._published = ring.position
         self._is_truncated = False  # the last watermark had no room for every released range
         self.ring_peak_bytes = 0
@@ -125,7 +125,7 @@ class Receiver:
 
     @property
     def requests(self) -> Mapping[str, ReceiverRequest]:
-        """Requests of which state is left, by id. For reports and tests, which must not change them."""
+        """Requests that have any state left, by id. Read only."""
         return self._requests
 
     @property
@@ -134,7 +134,7 @@ class Receiver:
         return len(self._lost)
 
     def is_known(self, request_id: str) -> bool:
-        """Whether any state of the request is left, which can be after its pages are safe: until every writer has drained."""
+        """Return whether the request has any state left: it can last after its pages are safe, until every writer has drained."""
         return request_id in self._requests
 
     @property
@@ -142,11 +142,7 @@ class Receiver:
         return not self._requests and not self._live
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Take in one event; returns what has to be done, in order.
-
-        Raises:
-            LocalProtocolError: The owner broke a rule (an outcome for a grant that is not live, a request expected twice).
-        """
+        """Take in one event; return the actions, in order. Raise LocalProtocolError if the owner broke a rule."""
         self._now_s = now_s
         self._waiting.begin_turn()
         match event:
@@ -184,7 +180,7 @@ class Receiver:
         return actions
 
     def check_invariants(self) -> None:
-        """Raises LocalProtocolError when the state contradicts itself."""
+        """Raise LocalProtocolError if the state contradicts itself."""
         self.ring.check_invariants()
         if self.ring.num_live_grants != len(self._live):
             raise LocalProtocolError(
@@ -212,7 +208,7 @@ class Receiver:
             self._complete(request)
 
     def _complete(self, request: ReceiverRequest) -> None:
-        """Rule 7 and 8: the set is whole, and no piece of it is outstanding."""
+        """End a whole request without outstanding pieces (rules 7 and 8)."""
         del self._requests[request.request_id]
         self._actions.append(IncomingComplete(request_id=request.request_id))
 
@@ -221,7 +217,7 @@ class Receiver:
         self._give_up(request, reason)
 
     def _give_up(self, request: ReceiverRequest, reason: str) -> None:
-        """Take no more of the request, quarantine what its writers may still write, and ask them to drain."""
+        """Stop the request, quarantine the grants that its writers may still write, and ask the writers to drain."""
         request.failure = reason
         for piece in request.pieces():
             if piece.stage is ReceiverStage.GRANTED:
@@ -250,8 +246,8 @@ class Receiver:
         """
         for piece in pieces:
             route = request.routes[piece.route.index]
-            # On a live two-sided session every key is received once and written or declined once, also where the receive can
-            # only be posted later; otherwise a decline that nobody receives would stay in the transport for ever.
+            # On a live two-sided session every key is received once and written or declined once, even if the receive is posted
+            # later. Otherwise a decline without a receive would stay in the transport for ever.
             is_over = piece.is_settled or self._settings.is_one_sided or piece.session not in self._sessions
             if piece.stage is ReceiverStage.GRANTED and route.is_drained and is_over:
                 self._release(piece)
@@ -295,7 +291,7 @@ class Receiver:
                 self._settle(request, [piece for route in mine for piece in route.pieces.values()])
 
     def _on_session_over(self, session: int) -> None:
-        """The writer is gone for good: what it could still write into goes back to the ring."""
+        """The writer is gone for good: the bytes that it could still write go back to the ring."""
         if session not in self._lost:
             raise LocalProtocolError(f"session {session:#x} is over, but it was not lost, or was over before")
         self._lost.remove(session)
@@ -326,7 +322,7 @@ class Receiver:
         self._actions.append(MessageDropped(session=session, reason=reason))
 
     def _route_of(self, session: int, request_id: str, route_index: int) -> tuple[ReceiverRequest, ReceiverRoute] | None:
-        """The request and its route, if it is this session's to speak of."""
+        """Return the request and its route, if the route belongs to this session."""
         request = self._requests.get(request_id)
         route = request.routes.get(route_index) if request is not None else None
         if request is None or route is None or route.session != session:
@@ -355,7 +351,7 @@ class Receiver:
         self._issue(route, request.request_id, grants)
 
     def _problem_of(self, request: ReceiverRequest, route: ReceiverRoute, message: GrantRequest) -> str | None:
-        """Why the request for grants cannot be served, whole; None when it can."""
+        """Return why the grant request cannot be served as a whole, or None."""
         count = len(route.pieces) + sum(route.grant_of(wanted.chunk) is None for wanted in message.chunks)
         if count > MAX_CHUNKS_PER_MESSAGE:  # which no writer's grants_ahead can exceed
             return (
@@ -402,7 +398,7 @@ class Receiver:
         )
         route.pieces[chunk.index] = piece
         self._live[piece.grant.begin] = piece
-        # A grant alone says nothing new to writers, and its ack would only delay the next one; padding may be what one waits for.
+        # A grant alone is no news for writers, and its ack would only delay the next one. But a writer may wait for padding.
         self._may_publish = self._may_publish or grant.begin != head
         self.ring_peak_bytes = max(self.ring_peak_bytes, min(self.ring.live_bytes, self.ring.capacity_bytes))
         self._waiting.add(piece.grant, piece)
@@ -410,10 +406,10 @@ class Receiver:
         return grant
 
     def _free_writable(self) -> None:
-        """Of all grants whose bytes are free by now, post the receives, and tell writers who cannot know.
+        """Post the receives of all grants whose bytes are free now, and note the writers that cannot know.
 
-        Not before, so that nobody can land early (rule 2). Grants of a request that was given up are posted too: a write that is
-        under way must be able to settle.
+        Not earlier, so that no byte can land early (rule 2). Grants of a failed request are posted too: a write under way must
+        settle.
         """
         while self._waiting.has_free:
             piece = self._waiting.pop()
@@ -424,9 +420,10 @@ class Receiver:
                 self._news_for.add(piece.session)
 
     def _publish(self) -> None:
-        """Publish the watermark, to those whom it concerns.
+        """Publish the watermark to the sessions that it concerns.
 
-        While it has no room for every released range everybody hears of each: what was left out may be what somebody waits for.
+        While it has no room for every released range, all sessions get each watermark: a session may wait for a range that was
+        left out.
         """
         was_truncated, self._is_truncated = self._is_truncated, self.ring.num_ranges > MAX_PUBLISHED_RANGES
         is_for_all = was_truncated or self._is_truncated
@@ -472,7 +469,7 @@ class Receiver:
     def _on_writer_drained(self, session: int, message: WriterDrained) -> None:
         found = self._route_of(session, message.request_id, message.route)
         if found is None:
-            return  # the answer to a repeated abort
+            return  # answers a repeated abort
         request, route = found
         if route.is_drained:
             return  # a repeated message
@@ -481,7 +478,7 @@ class Receiver:
             self._settle(request, list(route.pieces.values()))
         elif not route.is_whole:
             self._fail(request, "the prefill rank gave the request up")
-        # Otherwise the writer has sent all of its part, and has forgotten the request that others are still sending.
+        # Otherwise the writer has sent its part and has forgotten the request, which others are still sending.
 
     # Outcomes
 
@@ -504,7 +501,7 @@ class Receiver:
     def _on_receive_failed(self, event: ReceiveFailed) -> None:
         piece = self._live.get(event.grant.begin)
         if piece is not None and piece.session in self._sessions:
-            # What a failed receive left behind is unknown; only the end of the session proves that it is over.
+            # The state of a failed receive is unknown. Only the end of the session proves that it is over.
             self._actions.append(CloseSession(session=piece.session, reason=event.reason))
 
     def _on_scatter_finished(self, event: ScatterFinished) -> None:
@@ -527,9 +524,9 @@ class Receiver:
             self._complete(request)
 
     def _on_broken(self, piece: ReceiverPiece, reason: str) -> None:
-        """Bytes arrived that are not those that were sent: have them sent again, once."""
+        """The bytes that arrived are not those that were sent: ask for them once more."""
         request = piece.receiving
-        if piece.session in self._sessions:  # else it need not have come whole, or been looked at
+        if piece.session in self._sessions:  # else the bytes may be incomplete or unchecked
             self._actions.append(ChunkBroken(session=piece.session, request_id=request.request_id))
         piece.ready = None
         if request.failure is not None:
@@ -560,7 +557,7 @@ class Receiver:
     # Time
 
     def _on_tick(self) -> None:
-        # What the last watermark had no room for is told by the next ones, also when nothing changes any more.
+        # Ranges that the last watermark had no room for follow in the next ones, also when nothing changes any more.
         self._may_publish = self._may_publish or self._is_truncated
         due_s = self._now_s - self._settings.repeat_after_s
         for request in self._requests.values():
@@ -575,7 +572,7 @@ class Receiver:
                     self._ask_to_drain(request, route)
 
     def _remind(self, request: ReceiverRequest, route: ReceiverRoute) -> None:
-        """Tell a drained writer again of what it may never have heard: it declines what it has not written."""
+        """Repeat messages that a drained writer may have lost, so that it declines what it has not written."""
         waiting = [piece for piece in route.pieces.values() if piece.stage is ReceiverStage.GRANTED]
         route.asked_s = self._now_s
         for piece in waiting:

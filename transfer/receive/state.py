@@ -1,7 +1,4 @@
-"""What a `Receiver` remembers of its requests: what has to come, on which route, and how far each piece has got.
-
-Data and the questions that it can answer of itself; every decision is the `Receiver`'s.
-"""
+"""The state of a `Receiver`: the expected pieces of each request, and how far each has come. The `Receiver` decides."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from transfer.ring import Grant
 
 
 class ReceiverStage(Enum):
-    """Where a piece stands, from its grant to its release."""
+    """Stages of a piece, from its grant to its release."""
 
     GRANTED = auto()
     SCATTERING = auto()
@@ -25,11 +22,7 @@ class ReceiverStage(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReceiverPiece(Piece):
-    """A piece, from its grant to its release.
-
-    Args:
-        receiving: The request that the piece belongs to.
-    """
+    """A piece, from its grant to its release."""
 
     receiving: ReceiverRequest
     grant: Grant
@@ -42,17 +35,17 @@ class ReceiverPiece(Piece):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReceiverRoute:
-    """A request's pieces of one route, and how far its writer has got with going away."""
+    """A request's pieces of one route, and whether its writer has drained."""
 
     route: Route
     session: int
-    expected: Pieces  # all that has to come
+    expected: Pieces
     pieces: dict[int, ReceiverPiece] = field(default_factory=dict)  # by chunk index, as below: granted and not released
-    # Grants of released pieces, for repeated messages about them. Nothing else of these pieces is kept: a long prompt has
-    # thousands, and each step of a failed request, and the garbage collector, would walk over all of them.
+    # Grants of released pieces, for repeated messages. Nothing else of them is kept: a long prompt has thousands, and the
+    # garbage collector and each step of a failed request would visit them all.
     released: dict[int, Grant] = field(default_factory=dict)
     scattered: set[int] = field(default_factory=set)  # released pieces whose KV is in the pool
-    is_drained: bool = False  # the writer said, or its session's end proves, that nothing more will come
+    is_drained: bool = False  # the writer reported, or its session's end proves, that nothing more will come
     asked_s: float = 0.0  # when the abort was last sent
 
     def grant_of(self, chunk: int) -> Grant | None:
@@ -79,7 +72,7 @@ class ReceiverRequest:
 
     @classmethod
     def of(cls, incoming: RankRequest) -> ReceiverRequest:
-        """The request before anything of it was granted; pieces of no bytes are left out."""
+        """Create a request without grants. Pieces without bytes are omitted."""
         layout, num_tokens = incoming.layout, incoming.num_tokens
         chunks = split_into_chunks(
             incoming.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=incoming.start_token
@@ -104,7 +97,7 @@ class ReceiverRequest:
         return self.incoming.request_id
 
     def pieces(self) -> list[ReceiverPiece]:
-        """The pieces that were granted and are not released."""
+        """Return the pieces that were granted and are not released."""
         return [piece for route in self.routes.values() for piece in route.pieces.values()]
 
     def check_invariants(self) -> None:

@@ -1,4 +1,4 @@
-"""A prefill rank's sessions: attach to every decode rank it has a route to, probe the links, notice when they end."""
+"""A prefill rank's sessions: attach to every decode rank that it has a route to, probe the links, and notice their ends."""
 
 from __future__ import annotations
 
@@ -51,14 +51,10 @@ class DecodePeer:
 
     Args:
         join: Number of the attach.
-        instance: The instance.
-        layout: The KV of the whole model.
-        wire_dtype: Element type on the wire.
-        digest: Digest algorithm of the payloads.
-        scales: What values are divided by before they are narrowed for it; see `transfer.instance.conversion_scales`.
-        routes: From this rank to its ranks; the same objects for all requests.
+        scales: Divisors of values before they are narrowed; see `transfer.instance.conversion_scales`.
+        routes: Routes from this rank to its ranks; the same objects for all requests.
         sessions: Decode rank -> session.
-        ring_bytes: Size of the smallest ring among them; 0 without any.
+        ring_bytes: Size of the smallest ring of the sessions; 0 without any.
     """
 
     join: int
@@ -73,7 +69,7 @@ class DecodePeer:
 
     @property
     def terms(self) -> TransferTerms:
-        """What holds for every request to the instance; once all sessions are open."""
+        """Terms of every request to the instance, once all sessions are open."""
         return TransferTerms(
             layout=self.layout,
             wire_dtype=self.wire_dtype,
@@ -87,14 +83,13 @@ class DecodeSessions:
     """All decode instances that this rank is attached to.
 
     Args:
-        context: The rank.
         sender: Takes the sessions over.
-        plan: The finest way in which requests are cut.
-        on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
+        plan: The finest way in which requests are divided.
+        on_lost: Called with (join, decode incarnation, reason), once, when an open instance loses a session.
     """
 
     PASSING = (TransportError, ResourceExhausted)
-    """Errors of `open()` after which it is worth trying again."""
+    """Errors of `open()` after which another attempt can succeed."""
 
     def __init__(
         self,
@@ -122,11 +117,11 @@ class DecodeSessions:
 
     @property
     def num_acks(self) -> int:
-        """Watermarks heard, heartbeats included."""
+        """Received watermarks, heartbeats included."""
         return self._past_acks + sum(session.watch.num_acks for session in self._open.values())
 
     def link_uses(self) -> list[dict[str, Any]]:
-        """What this rank has written over each of its links: fields of the wire contract's LinkUse."""
+        """Return the use of each link by this rank: fields of the wire contract's LinkUse."""
         uses: list[dict[str, Any]] = []
         for number, session in self._open.items():
             use = self._context.metrics.link_use(number)
@@ -142,19 +137,19 @@ class DecodeSessions:
         return uses
 
     def of(self, incarnation: int) -> DecodePeer | None:
-        """The instance of that life; None when it is not attached."""
+        """Return the instance of that life; None if it is not attached."""
         return self._peers.get(incarnation)
 
     async def open(self, instance: Instance, rank_addresses: tuple[str, ...], *, join: int) -> tuple[Link, ...]:
-        """Attach to the instance's ranks; all or none. Returns the measured links.
+        """Attach to the instance's ranks, all or none. Return the measured links.
 
         Args:
-            join: Number of this attempt; `on_lost` names it.
+            join: Number of this attempt, for `on_lost`.
 
         Raises:
-            LayoutError: The two do not fit; what differs is named.
-            ResourceExhausted: There are as many sessions as the process's limit of open files is good for.
-            TransportError: A rank cannot be reached, its link is slower than the configured floor, or the instance was closed
+            LayoutError: The two do not fit; the differences are named.
+            ResourceExhausted: More sessions would exceed the process's limit of open files.
+            TransportError: A rank cannot be reached, its link is slower than the configured minimum, or the instance was closed
                 meanwhile.
         """
         agreement = check_compatible(self._own, instance)
@@ -223,13 +218,13 @@ class DecodeSessions:
                 incarnation=peer.instance.incarnation,
                 ring_capacity_bytes=answer.ring_capacity_bytes,
             )
-            undo.pop_all()  # from here on the session's end closes all of it
+            undo.pop_all()  # from now on the session's end closes all of it
         async with self._probe_turn:
             probe = await probe_link(
                 self._sender.driver,
                 session,
                 self._scratch,
-                # Other writers may be using the ring: a probe that lands by itself has a place behind it.
+                # Other writers may use the ring, so a one-sided probe has a place behind it.
                 plan=ProbePlan.fitting(
                     answer.probe_bytes, target_begin=answer.ring_capacity_bytes if self._transport.is_one_sided else 0
                 ),
@@ -257,7 +252,7 @@ class DecodeSessions:
         return link
 
     def _check_answer(self, peer: DecodePeer, decode_rank: int, address: str, answer: AttachResponse) -> None:
-        """Who answered must be who was asked for; another process can have been given the address since."""
+        """Check that the asked rank answered: another process can have the address by now."""
         found, wanted = answer.decode.incarnation, peer.instance.incarnation
         if found != wanted:
             raise PeerUnreachable(f"decode instance {found:#018x} answers at {address}, where {wanted:#018x} was to be attached")
@@ -294,7 +289,7 @@ class DecodeSessions:
             raise
 
     def close(self, incarnation: int, reason: str) -> None:
-        """End every session with the instance, those being opened included; unknown ones are ignored."""
+        """End every session with the instance, including those being opened. No-op for an unknown instance."""
         peer = self._peers.get(incarnation)
         if peer is not None:
             self._close(peer, reason)
@@ -310,7 +305,7 @@ class DecodeSessions:
                 self._sender.close_session(number, reason)
 
     def _on_session_closed(self, number: int, reason: str) -> None:
-        """The sender has closed a session: the instance is of no use without it."""
+        """The sender has closed a session. The instance is of no use without it."""
         session = self._open.pop(number, None)
         if session is None:
             return
@@ -324,7 +319,7 @@ class DecodeSessions:
             self._on_lost(peer.join, peer.instance.incarnation, reason)
 
     async def close_all(self, reason: str) -> None:
-        """End everything and wait until it has."""
+        """End everything and wait for the end."""
         for incarnation in list(self._peers):
             self.close(incarnation, reason)
         if self._closing:
@@ -332,9 +327,12 @@ class DecodeSessions:
 
 
 async def _close_and_collect(client: TransferControlClient) -> None:
-    """Close the client and its connection now: gRPC's objects of a call that was cut off hold each other, and the connection with
-    them, until a collection, which an idle rank may not need for hours. It takes a millisecond or two: what lived when the rank
-    was ready is spared (`node_runtime.collector`)."""
+    """Close the client and its connection now.
+
+    gRPC's objects of a call that was cut off reference each other and the connection until a collection, which an idle rank may
+    not need for hours. The collection takes a millisecond or two, because objects from before the rank was ready are frozen
+    (`node_runtime.collector`).
+    """
     await client.close()
     await asyncio.sleep(COLLECT_S)
     gc.collect()

@@ -1,4 +1,4 @@
-"""What a `Sender` is told (events) and what it asks for (actions): the language between the writer's protocol and its owner."""
+"""Events that a `Sender` takes in, and actions that it asks its owner to carry out."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from transfer.session_events import Tick as Tick
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderSettings:
-    """Args:
-    num_slots: Staging slots of this rank; each holds one piece. Pieces of direct sessions need none.
-    grants_ahead: Grants per route that may be asked for and not yet released. Bounds how far one request can push others
-        back in a ring, and is large enough that no round trip sits between two chunks.
-    repeat_after_s: A message without its answer is repeated after this long.
-    write_timeout_s: A write still pending after this long ends its session.
+    """Settings of a sender.
+
+    Args:
+        num_slots: Staging slots of this rank. Each holds one piece. Pieces of direct sessions need none.
+        grants_ahead: Grants of a route that may be requested and not yet released. It limits how far one request can push others
+            back in a ring, and is large enough that no round trip lies between two chunks.
+        repeat_after_s: Seconds after which a message without an answer is repeated.
+        write_timeout_s: Seconds after which a pending write ends its session.
     """
 
     num_slots: int = 4
@@ -43,14 +45,16 @@ class SenderSettings:
                 raise ConfigError(f"{name} is {seconds:g} s; it must be above 0")
 
 
-# Events: what the owner tells the sender.
+# Events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderSessionOpened:
-    """Args:
-    is_direct: Gathers store straight into the peer's ring: they need no write, and leave no copy that could be sent again.
-        Only on a one-sided transport, for no receive meets them.
+    """A session was attached.
+
+    Args:
+        is_direct: Gathers store into the peer's ring. They need no write, and leave no copy that could be sent again. Only on a
+            one-sided transport, because no receive meets them.
     """
 
     session: int
@@ -63,8 +67,8 @@ class SenderSessionOpened:
 class SenderSessionLost:
     """The session's transport is closed: none of its writes is under way any more.
 
-    Gathers are: each ends with its `GatherFinished`. Those of a direct session may still store into the peer's ring until then,
-    which is why the peer keeps what they could touch in quarantine until this process has given up its access.
+    Gathers still are, and each ends with `GatherFinished`. Until then, those of a direct session may store into the peer's ring.
+    So the peer keeps that memory in quarantine until this process has released its access.
     """
 
     session: int
@@ -84,7 +88,7 @@ class OutgoingStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkComputed:
-    """The chunk's KV is in the pool, or will be once `event` has fired."""
+    """The chunk's KV is in the pool, or will be when `event` has fired."""
 
     request_id: str
     chunk: int
@@ -131,16 +135,15 @@ Event = (
 )
 
 
-# Actions: what the owner has to do.
+# Actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartGather:
-    """Gather the piece, behind `event`; answer with `GatherFinished`. `credit_wait_s` is for the metrics.
+    """Gather the piece after `event`, and answer with `GatherFinished`. `credit_wait_s` is for the metrics.
 
-    It goes into the slot; on a direct session straight into the grant, all of it stored there before the answer, and `slot` is a
-    number behind the slots that only names it. Where a direct session was closed meanwhile, nothing is gathered, and the answer
-    comes all the same.
+    The piece goes into the slot. On a direct session it goes into the grant, all of it before the answer, and `slot` only names
+    the gather. If a direct session is closed, nothing is gathered, and the answer comes all the same.
     """
 
     piece: SenderPiece
@@ -151,7 +154,7 @@ class StartGather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWrite:
-    """Write the slot into the piece's grant; answer with `WriteFinished` or `SlotWriteFailed`."""
+    """Write the slot into the piece's grant, and answer with `WriteFinished` or `SlotWriteFailed`."""
 
     piece: SenderPiece
     slot: int
@@ -170,8 +173,8 @@ class Decline:
 class SourceReleased:
     """No gather will read the request's pages again.
 
-    Said when the last gather is done; with a direct session among its own only once every piece is released, for a rejected one
-    is gathered again.
+    Reported when the last gather is done. If a session of the request is direct, reported only when every piece is released,
+    because a rejected piece is gathered again.
     """
 
     request_id: str
@@ -179,22 +182,21 @@ class SourceReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceReleased:
-    """The peer has taken a piece over, `ack_s` after its write was done. For the metrics; there is nothing to do."""
+    """The peer has taken a piece over, `ack_s` after its write was done. For the metrics."""
 
     ack_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitGivenUp:
-    """A piece that was computed and granted is dropped; its bytes of the ring have not become free for `credit_wait_s`. For the
-    metrics; there is nothing to do."""
+    """A computed and granted piece was dropped after it had waited `credit_wait_s` for its bytes in the ring. For the metrics."""
 
     credit_wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingSent:
-    """Every grant of the request came back released. The request is forgotten."""
+    """Every grant of the request is released. The request is forgotten."""
 
     request_id: str
     stats: SentStats

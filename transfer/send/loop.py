@@ -1,8 +1,7 @@
-"""Drives a `Sender`: carries out its actions with a pool, staging memory and open sessions, and tells it what came of them.
+"""Drive a `Sender`: carry out its actions with a pool, staging memory and open sessions, and report the outcomes.
 
-This is what an engine's author needs on the writing side besides a pool: start a request, say which chunks are computed, hear
-when its pages are free and when it has arrived. It runs on one asyncio loop, its one owner; gathers run on a copy queue beside
-it.
+An engine needs a pool and a `SenderLoop` to send KV: it starts a request, reports computed chunks, and hears when its pages are
+free and when the request has arrived. The loop belongs to one asyncio loop. Gathers run on a copy queue beside it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ log = structlog.get_logger(__name__)
 
 
 class SenderOwner(Protocol):
-    """What a `SenderLoop` tells whoever runs the engine."""
+    """What a `SenderLoop` reports to the part that runs the engine."""
 
     def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
-        """The request's page table in each group of layers so far, from token 0 on."""
+        """Return the request's page table in each group of layers so far, from token 0 on."""
         ...
 
     def on_source_released(self, request_id: str) -> None:
@@ -71,7 +70,7 @@ class _TracedPiece:
     piece: Piece
 
     def record(self, name: str, seconds: float, **attributes: Any) -> None:
-        """Record a span of the piece that took `seconds` and ended just now."""
+        """Record a span of the piece that took `seconds` and ended now."""
         now_s, piece = time.monotonic(), self.piece
         self.span.record(
             name, begun_s=now_s - seconds, ended_s=now_s, chunk=piece.chunk.index, route=piece.route.index, **attributes
@@ -82,12 +81,8 @@ class SenderLoop:
     """See the module's docstring.
 
     Args:
-        context: The rank.
-        owner: Hears what becomes of the requests.
         pool: Where the engine writes KV.
-        staging: Memory of `settings.num_slots` slots, as large as the largest grant.
-        settings: See `SenderSettings`.
-        open_queue: What the pieces are gathered on.
+        staging: Memory of `settings.num_slots` slots, each as large as the largest grant.
     """
 
     def __init__(
@@ -109,8 +104,8 @@ class SenderLoop:
         self._sender = Sender(settings, incarnation=context.instance.incarnation)
         self._metrics = context.metrics
         self._tracer = context.tracer
-        self._spans: dict[str, Span] = {}  # of requests that are traced
-        self._gathered: dict[int, _TracedPiece] = {}  # of those, by slot, until they are written or their request ends
+        self._spans: dict[str, Span] = {}  # of traced requests
+        self._gathered: dict[int, _TracedPiece] = {}  # by slot, until the piece is written or its request ends
         self.driver = SessionDriver(loop)
         self._queue = open_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
@@ -153,11 +148,7 @@ class SenderLoop:
         return len(self._peers)
 
     def check_idle(self) -> None:
-        """Prove the protocol's invariants.
-
-        Raises:
-            LocalProtocolError: One is broken; the message names it.
-        """
+        """Check the protocol's invariants. Raise LocalProtocolError if one is broken."""
         self._sender.check_invariants()
 
     # What the owner calls
@@ -169,19 +160,15 @@ class SenderLoop:
     def open_session(
         self, number: int, session: Session, control: ControlClient, *, name: str, incarnation: int, ring_capacity_bytes: int
     ) -> None:
-        """Take over an attached session.
+        """Take over an attached session. On an error, the session is not taken over.
 
         Args:
-            number: The session's id.
-            session: Its transport.
-            control: Its control plane.
-            name: Who is at the other end, as reasons name it: "decode rank 1".
-            incarnation: The decode instance's.
-            ring_capacity_bytes: The ring's size.
+            name: The other end, as reasons name it: "decode rank 1".
+            incarnation: Life of the decode instance.
 
         Raises:
-            LocalProtocolError: The ring is larger than what the peer's transport offered; the session is not taken over.
-            RemoteProtocolError: Kernels cannot gather into the ring where it begins; the same.
+            LocalProtocolError: The ring is larger than the memory that the peer's transport offered.
+            RemoteProtocolError: Kernels cannot gather into the ring where it begins.
         """
         ring = session.direct(ByteRange(begin=0, end=ring_capacity_bytes))
         if ring is not None and ring.data_ptr() % ALIGNMENT_BYTES:
@@ -202,7 +189,7 @@ class SenderLoop:
         self._pump.feed(opened)
 
     def close_session(self, number: int, reason: str) -> None:
-        """End a session: its transport first, so that nothing more of it is begun when the protocol hears of it."""
+        """End a session: its transport first, so that nothing more of it begins when the protocol hears of the end."""
         peer = self._peers.pop(number, None)
         if peer is None:
             return
@@ -215,7 +202,7 @@ class SenderLoop:
         self._on_session_closed(number, reason)
 
     def _lose_session(self, number: int, reason: str) -> None:
-        """End a session whose peer or link failed; whose requests fail for it hear which."""
+        """End a session whose peer or link failed. Requests that fail because of it name the peer."""
         peer = self._peers.get(number)
         if peer is not None:
             self.close_session(number, f"{peer.name} is lost: {reason}")
@@ -231,7 +218,7 @@ class SenderLoop:
         self._pump.feed(protocol.OutgoingStarted(request=request))
 
     def chunk_computed(self, request_id: str, chunk: int, event: DeviceEvent | None) -> None:
-        """The chunk's KV is in the pool (None), or will be once `event` has fired: it is gathered then, and not before."""
+        """Report a chunk whose KV is in the pool, or will be when `event` has fired. It is gathered after that."""
         self._pump.feed(protocol.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
 
     def abort_request(self, request_id: str, reason: str) -> None:
@@ -286,7 +273,7 @@ class SenderLoop:
 
     def _send(self, action: protocol.Send) -> None:
         peer = self._peers.get(action.session)
-        # A message that cannot be queued is as one that was lost on the way: what needs an answer is repeated.
+        # A message that cannot be queued counts as lost on the way: messages that need an answer are repeated.
         if peer is not None and not peer.control.send(encode(action.message)):
             self._drop("queue_full")
 
@@ -326,7 +313,7 @@ class SenderLoop:
         self._queue.gather(copy, out, algorithm=piece.request.digest, peer=session, after=action.event, on_done=done)
 
     def _gather_target(self, action: protocol.StartGather) -> Tensor | DirectMemory | None:
-        """Where the piece goes: its slot, or the granted bytes of a direct session's ring. None: the session is closed."""
+        """Return the slot, or the granted bytes of a direct session's ring; None if the session is closed."""
         piece = action.piece
         peer = self._peers.get(piece.session)
         if peer is None:
@@ -370,7 +357,7 @@ class SenderLoop:
                 action.key,
             )
         except LocalProtocolError as error:
-            # What the peer said of its ring does not fit what its transport offered: its fault, and only its session's.
+            # The peer's ring does not fit the memory that its transport offered: only its session fails.
             self._lose_session(number, f"the write cannot be made: {error}")
             return
 

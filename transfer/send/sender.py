@@ -101,8 +101,7 @@ from transfer.send.events import (
 from transfer.send.state import SenderPiece, SenderRequest, SenderRoute, SenderStage, SessionState, StagingSlots
 
 MAX_DIRECT_GATHERS = 64
-"""Of one session at a time: all of them may be queued behind one event, and a launch into a full queue (some 1000 entries) would
-wait on the owner's loop."""
+"""Per session. All of them may be queued behind one event, and a launch into a full queue (some 1000 entries) blocks the loop."""
 
 MAX_SPENT_KEYS = 4096  # of one session; an honest ring has far fewer unreleased grants
 
@@ -110,9 +109,9 @@ MAX_SPENT_KEYS = 4096  # of one session; an honest ring has far fewer unreleased
 class Sender:
     """See the module's docstring.
 
-    Invariants (`check_invariants`): a slot is free or belongs to exactly one piece that is gathering, writing, or written and
-    not released, of a request that is not over; a piece holds a slot only after its grant was writable, so the slot's holder can
-    always go on. Pieces of direct sessions take no slot of staging memory.
+    Invariants (`check_invariants`): a slot is free, or belongs to exactly one piece of a living request that is gathering,
+    writing, or written and not released. A piece takes a slot only when its grant is writable, so the piece in a slot can always
+    go on. Pieces of direct sessions take no staging memory.
     """
 
     def __init__(self, settings: SenderSettings, *, incarnation: int) -> None:
@@ -123,7 +122,7 @@ class Sender:
         self._slots = StagingSlots(settings.num_slots)
         self._actions: list[Action] = []
         self._now_s = 0.0
-        # Sessions with a piece that may begin, but for a slot; who had a slot last comes last.
+        # Sessions with a piece that needs only a slot to begin. The session that had a slot last comes last.
         self._eager: dict[int, SessionState] = {}
 
     @property
@@ -132,7 +131,7 @@ class Sender:
 
     @property
     def requests(self) -> Mapping[str, SenderRequest]:
-        """Requests that are not over, by id. For reports and tests, which must not change them."""
+        """Requests that are not over, by id. Read only."""
         return self._requests
 
     @property
@@ -141,7 +140,7 @@ class Sender:
 
     @property
     def num_spent_keys(self) -> int:
-        """Keys of requests that are over, written or declined, whose grants no watermark has shown released."""
+        """Spent keys of all sessions, see `SessionState.spent`."""
         return sum(len(session.spent) for session in self._sessions.values())
 
     @property
@@ -149,11 +148,7 @@ class Sender:
         return not self._requests
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Take in one event; returns what has to be done, in order.
-
-        Raises:
-            LocalProtocolError: The owner broke a rule (an event for a slot that is not in use, a request started twice).
-        """
+        """Take in one event; return the actions, in order. Raise LocalProtocolError if the owner broke a rule."""
         self._now_s = now_s
         match event:
             case SenderSessionOpened():
@@ -188,7 +183,7 @@ class Sender:
         return actions
 
     def check_invariants(self) -> None:
-        """Raises LocalProtocolError when the state contradicts itself."""
+        """Raise LocalProtocolError if the state contradicts itself."""
         self._slots.check_invariants()
         for slot, piece in self._slots.held().items():
             if self._requests.get(piece.request_id) is not piece.sending:
@@ -212,7 +207,7 @@ class Sender:
         self._sessions[event.session] = SessionState(view=view, is_direct=event.is_direct)
 
     def _on_session_lost(self, event: SenderSessionLost) -> None:
-        self._sessions.pop(event.session, None)  # said twice, it changes nothing
+        self._sessions.pop(event.session, None)
         self._eager.pop(event.session, None)
         for request in list(self._requests.values()):
             lost = [route for route in request.routes.values() if route.session == event.session and route.pieces]
@@ -228,7 +223,7 @@ class Sender:
             if request.failure is None:
                 self._fail(request, event.reason)
             else:
-                self._finish_failed(request)  # perhaps it waited for nothing but this session's writes
+                self._finish_failed(request)  # it may have waited only for this session's writes
 
     def _on_watermark(self, event: WatermarkArrived) -> None:
         session = self._sessions.get(event.session)
@@ -245,7 +240,7 @@ class Sender:
         self._note_free(event.session, session)
 
     def _release(self, piece: SenderPiece) -> None:
-        """The piece's bytes were taken over; its slot is free, and perhaps its request is done."""
+        """The peer has taken over the piece: free its slot, and end the request after its last piece."""
         request = piece.sending
         self._slots.free(piece)
         self._let_go(piece)
@@ -270,7 +265,7 @@ class Sender:
         if missing:
             self._fail(request, f"session {missing[0]:#x} with the decode rank is lost")
         elif not request.to_release:
-            # This rank holds nothing that the other side needs (a replica, or another stage's layers).
+            # The other side needs nothing of this rank (a replica, or another stage's layers).
             del self._requests[outgoing.request_id]
             self._actions.append(SourceReleased(request_id=request.request_id))
             self._actions.append(OutgoingSent(request_id=request.request_id, stats=SentStats()))
@@ -280,7 +275,7 @@ class Sender:
                 self._ask(request, state)
 
     def _ask(self, request: SenderRequest, route: SenderRoute) -> None:
-        """Ask for the route's next grants, as far as `grants_ahead` allows."""
+        """Ask for the route's next grants, up to `grants_ahead`."""
         fresh = request.next_pieces(route, max(0, self._settings.grants_ahead - len(route.outstanding)))
         self._send_grant_request(request, route, fresh)
 
@@ -298,7 +293,7 @@ class Sender:
     def _on_chunk_computed(self, event: ChunkComputed) -> None:
         request = self._requests.get(event.request_id)
         if request is None or request.failure is not None:
-            return  # given up while it was being computed
+            return  # given up during its computation
         if event.chunk in request.computed or not 0 <= event.chunk < request.num_chunks:
             raise LocalProtocolError(f"chunk {event.chunk} of request {event.request_id} is unknown or was computed twice")
         request.computed[event.chunk] = event.event
@@ -316,20 +311,20 @@ class Sender:
         self._note_free(piece.session, session)
 
     def _note_free(self, number: int, session: SessionState) -> None:
-        """Some of the session's waiting grants may have become writable, or have to be looked at."""
+        """Some waiting grants of the session may have become writable, or must be looked at."""
         if session.waiting.has_free or session.waiting.has_later:
             self._eager[number] = session
 
     def _begin_ready_pieces(self) -> None:
-        """Begin the pieces whose grants are writable now: at once on direct sessions, else as free slots allow, by turns.
+        """Begin the pieces whose grants are writable: at once on direct sessions, else as free slots allow, by turns.
 
-        A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older grant
-        that is waited for (rule 2, and docs/adr/0010).
+        A slot goes only to a writable grant. If a waiting grant held it, the older grant that it waits for could lack it (rule 2,
+        docs/adr/0010).
         """
         if not self._eager:
             return
         unlooked = next((number for number, session in self._eager.items() if session.waiting.has_later), None)
-        if unlooked is not None:  # of one session in a turn, however many peers make their looks dear
+        if unlooked is not None:  # one session in each turn, however expensive peers make their looks
             self._eager[unlooked] = self._eager.pop(unlooked)
             self._eager[unlooked].waiting.begin_turn()
         is_last_kept: bool | None = None
@@ -346,14 +341,14 @@ class Sender:
                     if is_last_kept:
                         break
                 self._gather(waiting.pop(), session)
-                self._eager[number] = self._eager.pop(number)  # now it comes after the others
+                self._eager[number] = self._eager.pop(number)  # after the others
             if not waiting.has_free and not waiting.has_later:
                 del self._eager[number]
 
     def _is_last_slot_kept(self) -> bool:
-        """Whether the last free slot is kept for a session that has grants and no slot at all.
+        """Return whether the last free slot is kept for a session that has grants and no slot.
 
-        A peer that takes nothing over would otherwise hold every slot, and so every other peer's transfers.
+        Otherwise a peer that takes nothing over could hold every slot, and stop the transfers of all other peers.
         """
         return any(
             session.held and not session.is_direct and not self._slots.has_one(number)
@@ -382,13 +377,13 @@ class Sender:
         if piece is None:
             raise LocalProtocolError(f"gather into slot {event.slot} finished, but none was under way")
         request = piece.sending
-        request.to_gather -= not piece.gathered  # of a piece that is sent again it was counted before
+        request.to_gather -= not piece.gathered  # a piece that is sent again was counted before
         piece.gathered, piece.digest = True, event.digest
         session = self._sessions.get(piece.session)
         if session is not None:
             session.num_gathering -= 1
         if session is not None and session.is_direct:
-            self._on_written(piece)  # also of a failed request: its key is spent, and must not be declined as well
+            self._on_written(piece)  # for a failed request too: the key is spent, and must not be declined as well
         elif session is None or request.failure is not None:
             self._slots.free(piece)
             self._give_up(piece)
@@ -411,7 +406,7 @@ class Sender:
         request.slices += request.routes[piece.route.index].expected.num_slices(piece.chunk)
         piece.stage, piece.since_s, piece.written_s = SenderStage.WRITTEN, self._now_s, self._now_s
         if request.failure is not None:
-            # The peer will not take it over any more: the write has settled, that is all that was waited for.
+            # The peer will not take it over any more. The request waited only for the end of the write.
             self._drop_written(piece)
             self._finish_failed(request)
             return
@@ -438,7 +433,7 @@ class Sender:
     def _on_write_failed(self, event: SlotWriteFailed) -> None:
         piece = self._slots.piece_in(event.slot, SenderStage.WRITING)
         if piece is not None:
-            # A failed write leaves the session in an unknown state; only its end proves that nothing lands any more.
+            # A failed write leaves the session in an unknown state. Only its end proves that nothing lands any more.
             self._actions.append(CloseSession(session=piece.session, reason=event.reason))
 
     # Messages
@@ -474,13 +469,13 @@ class Sender:
         if route.is_asking:
             self._fail(request, message.reason)
         else:
-            # The answer to a repeated question: the target has everything, has forgotten the request, and the watermark says so.
+            # The answer to a repeated question: the target has everything and has forgotten the request.
             self._actions.append(MessageDropped(session=session, reason="nothing_asked"))
 
     def _on_grants(self, session: int, message: GrantsIssued) -> None:
         request = self._requests.get(message.request_id)
         if request is None:
-            # Asked for by a request that has been given up since: the bytes must go back to the ring.
+            # The request was given up after it asked: the bytes must go back to the ring.
             for issued in message.grants:
                 self._decline_unknown(session, Grant(issued.begin, issued.end), attempt=0)
             self._send_drained(session, message.request_id, message.route)
@@ -513,11 +508,11 @@ class Sender:
             return
         piece = self._piece_of(session, message.request_id, message.route, message.chunk)
         if piece is None or piece.stage is SenderStage.DROPPED:
-            # Given up meanwhile: the receive that was posted for the next attempt has to settle all the same.
+            # Given up meanwhile: the receive that is posted for the next attempt must settle all the same.
             first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is SenderStage.WRITTEN and message.attempt == piece.attempt:
-            # Slots, and the pages behind direct sessions, are kept until the grant's release for just this.
+            # For this case, slots and the pages behind direct sessions are kept until the grant is released.
             state = self._sessions[session]
             state.discard_written(piece)
             piece.attempt += 1
@@ -543,7 +538,7 @@ class Sender:
     # Failure
 
     def _fail(self, request: SenderRequest, reason: str) -> None:
-        """Give the request up: start nothing more, let what is under way settle, hand unused grants back."""
+        """Give the request up: begin nothing more, let work under way settle, and decline unused grants."""
         if request.failure is not None:
             return
         request.failure = reason
@@ -557,7 +552,7 @@ class Sender:
         self._finish_failed(request)
 
     def _give_up(self, piece: SenderPiece) -> None:
-        """Drop a piece that was not written; its grant, if it has one, is declined."""
+        """Drop a piece that was not written, and decline its grant."""
         self._end_wait(piece)
         piece.stage = SenderStage.DROPPED
         self._let_go(piece)
@@ -565,7 +560,7 @@ class Sender:
             self._decline(piece.session, piece.grant, attempt=piece.attempt)
 
     def _end_wait(self, piece: SenderPiece) -> None:
-        """Of a piece that is about to be dropped: tell how long it has waited for credit, if it has."""
+        """Report how long a piece that is about to be dropped has waited for credit."""
         if piece.stage is SenderStage.GRANTED and piece.ready_s is not None:
             self._actions.append(WaitGivenUp(credit_wait_s=self._now_s - piece.ready_s))
 
@@ -588,7 +583,7 @@ class Sender:
             session.waiting.discard(piece.grant)
 
     def _decline_unknown(self, number: int, grant: Grant, *, attempt: int) -> None:
-        """Decline what belongs to no request here, if it can be what it says: a peer may say anything."""
+        """Decline a grant that belongs to no request here, if it is possible: a peer may send anything."""
         session = self._sessions[number]
         if grant.begin in session.held or not session.view.can_hold(grant, 1):
             self._actions.append(MessageDropped(session=number, reason="impossible_grant"))
@@ -599,14 +594,14 @@ class Sender:
             self._decline(number, grant, attempt=attempt)
 
     def _decline(self, number: int, grant: Grant, *, attempt: int) -> None:
-        """Settle the receive of a key that will never be written; once, and never for one that is over."""
+        """Settle the receive of a key that will never be written; once, and never for a spent key."""
         session = self._sessions.get(number)
         key = grant_key(grant.begin, attempt)
         if session is not None and session.spend(key, grant):
             self._actions.append(Decline(session=number, key=key))
 
     def _finish_failed(self, request: SenderRequest) -> None:
-        """After a step of a failed request: say what has drained, and forget it when all has (rule 9)."""
+        """After a step of a failed request: report what has drained, and forget the request when all has (rule 9)."""
         under_way = request.outstanding()
         if not any(piece.stage is SenderStage.GATHERING for piece in under_way):
             self._release_source(request)
@@ -640,7 +635,7 @@ class Sender:
         self._close_stuck()
 
     def _close_stuck(self) -> None:
-        """Close sessions whose writes, or the release of what they wrote, take too long."""
+        """Close sessions whose writes, or the release of written pieces, take too long."""
         limit_s = self._settings.write_timeout_s
         stuck: dict[int, str] = {}
         for piece in self._slots.held().values():

@@ -1,7 +1,4 @@
-"""What a `Sender` remembers: the pieces of its requests, what it knows of each session, and which of the pieces are under way.
-
-Data and the questions that it can answer of itself; every decision is the `Sender`'s.
-"""
+"""The state of a `Sender`: pieces of its requests, knowledge of each session, and pieces under way. The `Sender` decides."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from transfer.ring_index import PositionIndex, WaitingGrants
 
 
 class SenderStage(Enum):
-    """Where a piece stands that was asked for."""
+    """Stages of a requested piece, see `transfer.send.sender`."""
 
     ASKED = auto()
     GRANTED = auto()
@@ -37,7 +34,7 @@ UNDER_WAY = (SenderStage.GATHERING, SenderStage.WRITING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentStats:
-    """Of one request on this rank; see TransferStats of the wire contract."""
+    """Statistics of one request on this rank; see TransferStats of the wire contract."""
 
     num_bytes: int = 0
     writes: int = 0
@@ -49,11 +46,7 @@ class SentStats:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SenderPiece(Piece):
-    """A piece, from the request for its grant on.
-
-    Args:
-        sending: The request that the piece belongs to.
-    """
+    """A piece, from the request for its grant on."""
 
     sending: SenderRequest
     stage: SenderStage = SenderStage.ASKED
@@ -68,7 +61,7 @@ class SenderPiece(Piece):
 
     @property
     def granted(self) -> Grant:
-        """Its grant. Raises LocalProtocolError when it has none."""
+        """Its grant. Raises LocalProtocolError if it has none."""
         if self.grant is None:
             raise LocalProtocolError(
                 f"chunk {self.chunk.index} of request {self.request.request_id} has no grant at {self.stage.name}"
@@ -98,7 +91,7 @@ class SenderRoute:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of the route is under way."""
+        """Whether no gather or write of the route is under way."""
         return not any(piece.stage in UNDER_WAY for piece in self.outstanding.values())
 
 
@@ -110,7 +103,7 @@ class SenderRequest:
     routes: dict[int, SenderRoute] = field(default_factory=dict)  # by route index
     computed: dict[int, DeviceEvent | None] = field(default_factory=dict)  # by chunk index
     num_chunks: int
-    is_source_kept: bool = False  # until all is released: what was gathered into a ring has no other copy to be sent again
+    is_source_kept: bool = False  # until all is released: pieces gathered into a ring have no other copy to send again
     to_gather: int = 0
     to_release: int = 0
     computed_s: float | None = None
@@ -148,7 +141,7 @@ class SenderRequest:
         return self.outgoing.request_id
 
     def next_pieces(self, route: SenderRoute, count: int) -> list[SenderPiece]:
-        """Create the next `count` pieces of the route, or as many as are left, whose grants the caller requests."""
+        """Create the next `count` pieces of the route, or as many as are left. The caller requests their grants."""
         fresh = [
             SenderPiece(
                 request=self.outgoing, route=route.route, session=route.session, chunk=chunk, num_bytes=num_bytes, sending=self
@@ -164,12 +157,12 @@ class SenderRequest:
         return [piece for route in self.routes.values() for piece in route.outstanding.values()]
 
     def route_of(self, session: int, route_index: int) -> SenderRoute | None:
-        """The route of that index, if it is this session's to speak of."""
+        """Return the route of that index if it belongs to this session."""
         route = self.routes.get(route_index)
         return route if route is not None and route.session == session else None
 
     def stats(self, now_s: float) -> SentStats:
-        """What the transfer was, once its last piece is released."""
+        """Return the statistics of the transfer. Call it when the last piece is released."""
         first_s = self.first_gather_s if self.first_gather_s is not None else now_s
         computed_s = self.computed_s if self.computed_s is not None else first_s
         return SentStats(
@@ -197,20 +190,19 @@ class SenderRequest:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionState:
-    """What is known of one decode rank's ring, and which of its grants are spoken for here."""
+    """Knowledge of one decode rank's ring, and which of its grants are in use here."""
 
     view: RingView
     is_direct: bool = False  # gathers store into the ring itself
     num_gathering: int = 0
     waiting: WaitingGrants[Grant, SenderPiece] = field(init=False)  # granted and computed, not begun
-    written: dict[SenderPiece, None] = field(
-        default_factory=dict
-    )  # a set in the order of writing: the same events, the same actions
-    held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice
-    # Keys that were written or declined for requests that failed, and their grants, until these are heard to be released: late
-    # and repeated messages about them must not be answered with a second decline, which no receive would ever match.
+    # A set in the order of writing, so that the same events cause the same actions.
+    written: dict[SenderPiece, None] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)  # begins of the grants of living pieces; a peer must not issue one twice
+    # Keys that were written or declined for failed requests, until their grants are released. Late and repeated messages about
+    # them must not cause a second decline, which no receive would match.
     spent: dict[int, Grant] = field(default_factory=dict)
-    # What waits to be heard of as released, by the last position of its grant: written pieces, and spent keys.
+    # Written pieces and spent keys that wait for their release, by the last position of their grant.
     _watched: PositionIndex[SenderPiece | int] = field(default_factory=PositionIndex)
 
     def __post_init__(self) -> None:
@@ -226,7 +218,7 @@ class SessionState:
         self._watched.add(piece.granted.end - 1, piece)
 
     def discard_written(self, piece: SenderPiece) -> None:
-        """The piece is written again, or was given up; one that was not written is ignored."""
+        """The piece is written again, or was given up. No-op for a piece that was not written."""
         if piece in self.written:
             del self.written[piece]
             self._watched.remove(piece.granted.end - 1, piece)
@@ -234,8 +226,7 @@ class SessionState:
     def spend(self, key: int, grant: Grant) -> bool:
         """Mark a key of a failed request as written or declined, until a watermark shows that its grant is released.
 
-        Returns:
-            False if the key is spent already or its grant is released. Do not decline the key then.
+        Return False if the key is spent already or its grant is released: do not decline the key then.
         """
         if key in self.spent or self.view.is_released(grant):
             return False
@@ -244,15 +235,13 @@ class SessionState:
         return True
 
     def take_in(self, watermark: Watermark) -> list[SenderPiece]:
-        """Learn from a watermark: the written pieces that the peer has taken over, taken out.
+        """Take in a watermark. Remove and return the written pieces that the peer has taken over.
 
-        Waiting grants that may go now are free in `waiting`, and spent keys that were released are forgotten.
-
-        Raises:
-            RemoteProtocolError: A newer watermark moves back (R2).
+        Grants that have become writable are free in `waiting`, and released spent keys are forgotten. Raise RemoteProtocolError
+        if a newer watermark moves back (R2).
         """
         position = self.view.watermark.position
-        # Most ranges are said in each watermark until the position has passed them, and nothing waits for one that is known.
+        # Watermarks repeat a range until the position has passed it, and nothing waits for a known range.
         fresh = [(span.begin, span.end) for span in watermark.released if not self.view.is_released(span)]
         if not self.view.update(watermark):
             return []
@@ -281,10 +270,10 @@ class SessionState:
 
 
 class StagingSlots:
-    """Which piece is under way as what: those that are staged hold a slot of the staging memory.
+    """The pieces under way. Staged pieces hold a slot of the staging memory.
 
-    A piece of a direct session is gathered into the ring itself and needs none. It gets a number of its own, from `num_slots` on
-    and never used again, so that slots bound only what takes staging memory: the ring bounds the rest.
+    A piece of a direct session is gathered into the ring, so it needs none. It gets a unique number from `num_slots` on instead.
+    So slots limit only staging memory, and the ring limits the rest.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -311,7 +300,7 @@ class StagingSlots:
             self._num_of[piece.session] += 1
 
     def free(self, piece: SenderPiece) -> None:
-        """Take the piece's slot, or number, back."""
+        """Free the piece's slot, or its number."""
         slot, piece.slot = piece.slot, None
         assert slot is not None, "a piece between its gather and its release holds a slot"
         del self._pieces[slot]
@@ -323,20 +312,20 @@ class StagingSlots:
             del self._num_of[piece.session]
 
     def has_one(self, session: int) -> bool:
-        """Whether a piece of the session holds a slot of staging memory."""
+        """Return whether a piece of the session holds a slot of staging memory."""
         return session in self._num_of
 
     def piece_in(self, slot: int, stage: SenderStage) -> SenderPiece | None:
-        """The piece in the slot, if it is at that stage; None when its write ended with its session."""
+        """Return the piece in the slot if it is at that stage; None if its write ended with its session."""
         piece = self._pieces.get(slot)
         return piece if piece is not None and piece.stage is stage else None
 
     def held(self) -> Mapping[int, SenderPiece]:
-        """Slot, or number -> the piece that holds it."""
+        """Return the pieces by slot or number."""
         return self._pieces
 
     def check_invariants(self) -> None:
-        """Raises LocalProtocolError when a slot is neither free nor held by exactly one piece that needs it."""
+        """Raise LocalProtocolError if a slot is neither free nor held by exactly one piece that needs it."""
         staged = [slot for slot in self._pieces if slot < self._num_slots]
         if sorted([*staged, *self._free]) != list(range(self._num_slots)):
             raise LocalProtocolError(f"invariant broken: slots held {sorted(staged)} and free {sorted(self._free)} do not add up")
