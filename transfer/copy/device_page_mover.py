@@ -18,7 +18,7 @@ from torch import Tensor
 
 from transfer.copy.launch import upload
 from transfer.copy.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
-from transfer.copy.page_segments import PagePairs, PageSegment, WorkBefore, page_runs, page_segments
+from transfer.copy.page_segments import Direction, PagePairs, PageSegment, WorkBefore, page_runs, page_segments
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 
@@ -116,25 +116,18 @@ class DevicePageMovement:
             for copier in (*group.pack, *group.unpack, group.write, group.read):
                 copier.compile()
 
-    def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+    def move(self, direction: Direction, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
         with self._lanes_after(after):
             tables = [upload(_both(move), self._device) for move in moves]
-            for batch in self._batches(moves, tables, is_save=True):
+            if direction is Direction.COPY:
+                with self._lanes[0].queueing():
+                    for move, table in zip(moves, tables, strict=True):
+                        self._inside[move.group](table[0].data_ptr(), table[1].data_ptr(), len(move.source_pages))
+                return
+            is_save = direction is Direction.SAVE
+            for batch in self._batches(moves, tables, is_save=is_save):
                 with self._lanes[batch.lane].queueing():
-                    self._save(batch)
-
-    def load(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        with self._lanes_after(after):
-            tables = [upload(_both(move), self._device) for move in moves]
-            for batch in self._batches(moves, tables, is_save=False):
-                with self._lanes[batch.lane].queueing():
-                    self._load(batch)
-
-    def copy(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        with self._lanes_after(after), self._lanes[0].queueing():
-            tables = [upload(_both(move), self._device) for move in moves]
-            for move, table in zip(moves, tables, strict=True):
-                self._inside[move.group](table[0].data_ptr(), table[1].data_ptr(), len(move.source_pages))
+                    (self._save if is_save else self._load)(batch)
 
     @contextlib.contextmanager
     def _lanes_after(self, after: WorkBefore | None) -> Iterator[None]:

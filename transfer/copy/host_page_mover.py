@@ -10,7 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transfer.copy.page_segments import PageNumbers, PagePairs, PageSegment, WorkBefore, page_runs, page_segments
+from transfer.copy.page_segments import (
+    Direction,
+    PageNumbers,
+    PagePairs,
+    PageSegment,
+    WorkBefore,
+    page_runs,
+    page_segments,
+)
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool, as_words
 
@@ -30,28 +38,14 @@ class HostPageMovement:
     def compile(self) -> None:
         """Nothing to do on a host."""
 
-    def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        _wait(after)
+    def move(self, direction: Direction, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+        if after is not None:
+            after.synchronize()
         for move in moves:
             for on_pool, on_host in self._stacks[move.group]:
-                _copy_runs(on_pool, move.source_pages, on_host, move.target_pages)
-
-    def load(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        _wait(after)
-        for move in moves:
-            for on_pool, on_host in self._stacks[move.group]:
-                _copy_runs(on_host, move.source_pages, on_pool, move.target_pages)
-
-    def copy(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        _wait(after)
-        for move in moves:
-            for on_pool, _ in self._stacks[move.group]:
-                _copy_runs(on_pool, move.source_pages, on_pool, move.target_pages)
-
-
-def _wait(after: WorkBefore | None) -> None:
-    if after is not None:
-        after.synchronize()
+                source = on_host if direction is Direction.LOAD else on_pool
+                target = on_host if direction is Direction.SAVE else on_pool
+                _copy_runs(source, move.source_pages, target, move.target_pages)
 
 
 def _copy_runs(source: Array, source_pages: PageNumbers, target: Array, target_pages: PageNumbers) -> None:

@@ -7,13 +7,13 @@ byte with `transfer.copy.reference`. Triton is imported only for a pool on a GPU
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from transfer.copy.page_segments import PageNumbers, PagePairs, WorkBefore
+from transfer.copy.page_segments import Direction, PageNumbers, PagePairs, WorkBefore
 from transfer.errors import ConfigError, LayoutError
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
@@ -47,16 +47,8 @@ class PageMovement(Protocol):
         """See `PageMover.compile`."""
         ...
 
-    def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        """Device (source) to host (target)."""
-        ...
-
-    def load(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        """Host (source) to device (target)."""
-        ...
-
-    def copy(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        """Device to device."""
+    def move(self, direction: Direction, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+        """Move the pages, after `after`."""
         ...
 
 
@@ -104,12 +96,12 @@ class PageMover:
             LayoutError: A page is outside its pool, or a host page is there twice.
         """
         pairs = [self._pairs(one.group, one.device_pages, one.host_pages, is_save=True) for one in moves]
-        return self._run(self._movement.save, pairs, "host_pages", after)
+        return self._run(Direction.SAVE, pairs, "host_pages", after)
 
     def load(self, moves: Sequence[PageMove], after: WorkBefore | None = None) -> int:
         """Copy host pages to device pages, otherwise as `save`; a device page is there at most once."""
         pairs = [self._pairs(one.group, one.device_pages, one.host_pages, is_save=False) for one in moves]
-        return self._run(self._movement.load, pairs, "device_pages", after)
+        return self._run(Direction.LOAD, pairs, "device_pages", after)
 
     def copy(self, moves: Sequence[PageCopy], after: WorkBefore | None = None) -> int:
         """Copy pages of the device pool to others of it.
@@ -119,8 +111,8 @@ class PageMover:
         """
         pairs: list[PagePairs] = []
         for one in moves:
-            counts = (self._pool.num_pages[one.group],) * 2
-            numbers = [_checked(name, getattr(one, name), counts[0]) for name in ("source_pages", "target_pages")]
+            num_pages = self._pool.num_pages[one.group]
+            numbers = [_checked(name, getattr(one, name), num_pages) for name in ("source_pages", "target_pages")]
             pairs.append(_sorted_pairs(one.group, *numbers, key=numbers[1]))
         for group in {one.group for one in pairs}:
             sources, targets = (
@@ -130,7 +122,7 @@ class PageMover:
             both = np.intersect1d(sources, targets)
             if len(both):
                 raise LayoutError(f"page {both[0]} of group {group} is both source and target; what it would hold is not defined")
-        return self._run(self._movement.copy, pairs, "target_pages", after)
+        return self._run(Direction.COPY, pairs, "target_pages", after)
 
     def _pairs(self, group: int, device_pages: Sequence[int], host_pages: Sequence[int], *, is_save: bool) -> PagePairs:
         device = _checked("device_pages", device_pages, self._pool.num_pages[group])
@@ -138,13 +130,7 @@ class PageMover:
         source, target = (device, host) if is_save else (host, device)
         return _sorted_pairs(group, source, target, key=host)
 
-    def _run(
-        self,
-        call: Callable[[Sequence[PagePairs], WorkBefore | None], None],
-        pairs: Sequence[PagePairs],
-        name: str,
-        after: WorkBefore | None,
-    ) -> int:
+    def _run(self, direction: Direction, pairs: Sequence[PagePairs], name: str, after: WorkBefore | None) -> int:
         pairs = [one for one in pairs if len(one.source_pages) and self._host.page_bytes[one.group]]
         for group in {one.group for one in pairs}:
             targets = np.concatenate([one.target_pages for one in pairs if one.group == group])
@@ -153,7 +139,7 @@ class PageMover:
                 raise LayoutError(f"{name} has page {found[counts > 1][0]} of group {group} twice; a target is written once")
         if pairs:
             with self._lock:
-                call(pairs, after)
+                self._movement.move(direction, pairs, after)
         return sum(len(one.source_pages) * self._host.page_bytes[one.group] for one in pairs)
 
 

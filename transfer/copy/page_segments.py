@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,14 @@ class WorkBefore(Protocol):
     """A point in a device's work; for a pool on a GPU a recorded `torch.cuda.Event`."""
 
     def synchronize(self) -> None: ...
+
+
+class Direction(Enum):
+    """Pools of the source and the target pages of a move."""
+
+    SAVE = auto()  # device to host
+    LOAD = auto()  # host to device
+    COPY = auto()  # device to device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

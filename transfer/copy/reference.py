@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.copy.digest import FACTOR, STEP, WORD_BYTES, HostDigest
-from transfer.copy.page_segments import PagePairs, WorkBefore
+from transfer.copy.page_segments import Direction, PagePairs, WorkBefore
 from transfer.layout import WireBuffer
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool, as_words, convert
@@ -86,23 +86,14 @@ class ReferencePageMovement:
     def compile(self) -> None:
         """Nothing to do."""
 
-    def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        self._move(moves, after, is_from_host=False, is_to_host=True)
-
-    def load(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        self._move(moves, after, is_from_host=True, is_to_host=False)
-
-    def copy(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
-        self._move(moves, after, is_from_host=False, is_to_host=False)
-
-    def _move(self, moves: Sequence[PagePairs], after: WorkBefore | None, *, is_from_host: bool, is_to_host: bool) -> None:
+    def move(self, direction: Direction, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
         if after is not None:
             after.synchronize()
         for move in moves:
             layers = self._pool.groups[move.group].layers_of(self._pool.layout, self._pool.shard)
             on_device = self._pool.part_of(layers[0])
-            source = self._host.part(move.group) if is_from_host else on_device
-            target = self._host.part(move.group) if is_to_host else on_device
+            source = self._host.part(move.group) if direction is Direction.LOAD else on_device
+            target = self._host.part(move.group) if direction is Direction.SAVE else on_device
             for layer in layers:
                 for is_v in (False, True)[: self._pool.layout.layers[layer].num_buffers]:
                     from_pages, to_pages = (as_words(part.buffer(layer, is_v=is_v)) for part in (source, target))

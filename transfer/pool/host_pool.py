@@ -17,7 +17,7 @@ from torch import Tensor
 
 from transfer.errors import ConfigError, LayoutError, MemoryPlanError
 from transfer.layer_groups import GroupKind
-from transfer.pool.kv_pool import BUFFER_ALIGNMENT_BYTES, KVPool, LayerBuffers, PagedKVPool, PoolView
+from transfer.pool.kv_pool import KVPool, LayerBuffers, PagedKVPool, PoolView, aligned
 from transfer.pool.staging import zeroed_bytes
 
 
@@ -43,8 +43,8 @@ class HostPool:
         self._pool = pool
         self._check()
         sizes = [count * size for count, size in zip(self.num_pages, self.page_bytes, strict=True)]
-        self._begins = [sum(map(_aligned, sizes[:index])) for index in range(len(sizes))]
-        self._memory = zeroed_bytes(sum(map(_aligned, sizes)))
+        self._begins = [sum(map(aligned, sizes[:index])) for index in range(len(sizes))]
+        self._memory = zeroed_bytes(sum(map(aligned, sizes)))
         self.num_bytes: int = sum(sizes)
         """Bytes of all pages."""
         self._unpin: weakref.finalize[..., HostPool] | None = None
@@ -171,10 +171,6 @@ def mixed_pool(pool: KVPool, host: HostPool, group_index: int) -> KVPool:
 def _buffers_of(part: PagedKVPool, layer: int) -> LayerBuffers:
     has_v = part.layout.layers[layer].num_buffers == 2
     return LayerBuffers(k=part.buffer(layer, is_v=False), v=part.buffer(layer, is_v=True) if has_v else None)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:

@@ -257,7 +257,7 @@ class PagedKVPool:
             for layer in self.layers
         ]
         sizes = [[_num_bytes(shape, self.element) for shape in shapes_of_layer] for shapes_of_layer in shapes]
-        total = sum(_aligned(size) for sizes_of_layer in sizes for size in sizes_of_layer)
+        total = sum(aligned(size) for sizes_of_layer in sizes for size in sizes_of_layer)
         memory = zeroed_bytes(total, device)
         position = 0
         pairs: list[LayerBuffers] = []
@@ -265,7 +265,7 @@ class PagedKVPool:
             tensors: list[Tensor] = []
             for shape, size in zip(shapes_of_layer, sizes_of_layer, strict=True):
                 tensors.append(memory[position : position + size].view(self.dtype).view(shape))
-                position += _aligned(size)
+                position += aligned(size)
             pairs.append(LayerBuffers(k=tensors[0], v=tensors[1] if len(tensors) == 2 else None))
         return pairs
 
@@ -477,5 +477,6 @@ def _num_bytes(shape: Sequence[int], dtype: DType) -> int:
     return count
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to a multiple of `BUFFER_ALIGNMENT_BYTES`."""
     return -(-num_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
