@@ -1,8 +1,8 @@
-"""KV pages in host memory: where a decode rank keeps what has left its device, so that others can have its room.
+"""KV pages in host memory: a decode rank keeps pages there that have left its device.
 
-Page-major: one page of a group of layers is all of the group's layers of this rank, K then V of each layer, in one contiguous run
-of bytes. So a page is one copy over the host link and one write to storage, and a layer's part of it is contiguous, too. Who owns
-which page is not known here.
+Page-major: one page of a group holds all layers of the group on this rank, K then V of each layer, in one contiguous run of
+bytes. So a page is one copy over the host link and one write to storage, and a layer's part of it is contiguous too. Owners of
+pages are not known here.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from transfer.pool.staging import zeroed_bytes
 
 
 class HostPool:
-    """Pages of the groups of a rank's pool, in host memory, pinned where the pool is on a GPU.
+    """Pages of the groups of a rank's pool, in host memory; pinned if the pool is on a GPU.
 
     Args:
-        pool: The rank's device pool, whose layout, order and dtype the pages have.
-        num_pages: Pages of each group, in the order of ``pool.groups``; 0 for a group that has none, as a group of states always.
+        pool: The rank's device pool. The pages have its layout, order and dtype.
+        num_pages: Pages of each group, in the order of ``pool.groups``; 0 for a group without pages, always for a group of
+            states.
 
     Attributes:
-        page_bytes: Bytes of one page of each group; 0 where the rank's stage has none of its layers.
-        num_pages: Pages of each group.
+        page_bytes: Bytes of one page of each group; 0 if the rank's stage has none of its layers.
 
     Raises:
         ConfigError: A number of pages is missing, too many, negative, or of states; or there is no page at all.
-        MemoryPlanError: The host has not that much memory, or CUDA cannot pin it.
+        MemoryPlanError: The host lacks that much memory, or CUDA cannot pin it.
     """
 
     def __init__(self, pool: KVPool, *, num_pages: Sequence[int]) -> None:
@@ -50,62 +50,52 @@ class HostPool:
         self._unpin: weakref.finalize[..., HostPool] | None = None
         if pool.device.type == "cuda":
             _pin(self._memory, pool.device)
-            # Also of a pool that nobody closes: CUDA refuses to pin anew what it believes to be pinned at these addresses.
+            # Also for a pool that nobody closes: CUDA refuses to pin addresses again that it believes to be pinned.
             self._unpin = weakref.finalize(self, _unpin, self._memory)
         self._parts: dict[int, PagedKVPool] = {}
         self._device_parts: dict[int, PagedKVPool] = {}
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the device can read and write the memory by itself; false again after `close`."""
+        """Whether the device can read and write the memory itself; False after `close`."""
         return self._unpin is not None and self._unpin.alive
 
     def pages(self, group: int) -> Tensor:
-        """All pages of a group as bytes in host memory, uint8 [num_pages, page_bytes], shared."""
+        """Return all pages of a group as bytes in host memory, uint8 [num_pages, page_bytes], shared."""
         begin, count, size = self._begins[group], self.num_pages[group], self.page_bytes[group]
         return self._memory[begin : begin + count * size].view(count, size)
 
     def page(self, group: int, index: int) -> memoryview:
-        """The bytes of one page, writable.
-
-        Raises:
-            LayoutError: There is no such page.
-        """
+        """Return the bytes of one page, writable. Raise LayoutError if there is no such page."""
         if not 0 <= index < self.num_pages[group]:
             name, count = self._pool.groups[group].name, self.num_pages[group]
             raise LayoutError(f"page {index} of group {name} is not in the host pool; its pages are in [0, {count})")
         return self.pages(group)[index].numpy().data
 
     def part(self, group: int) -> PagedKVPool:
-        """The pages of a group in the shapes of the device pool's part, as CPU tensors over this memory.
+        """Return the pages of a group in the shapes of the device pool's part, as CPU tensors over this memory.
 
-        Raises:
-            LayoutError: The group has no pages here.
+        Raise LayoutError if the group has no pages here.
         """
         if group not in self._parts:
             self._parts[group] = self._part_over(group, self.pages(group))
         return self._parts[group]
 
     def device_part(self, group: int) -> PagedKVPool:
-        """As `part`, as the device addresses the same memory: its kernels read and write it over the host link.
+        """Return `part(group)` as the device addresses it: its kernels read and write it over the host link.
 
-        Not to be touched by the device after `close`. Without a GPU it is `part(group)` itself.
-
-        Raises:
-            LayoutError: The group has no pages here.
+        The device must not touch it after `close`. Without a GPU it is `part(group)` itself. Raise LayoutError if the group has
+        no pages here.
         """
         if self._pool.device.type != "cuda":
             return self.part(group)
         if group not in self._device_parts:
-            with torch.inference_mode(False):  # whoever asks first: others may write to it elsewhere
+            with torch.inference_mode(False):  # other callers may write to it outside of inference mode
                 self._device_parts[group] = self._part_over(group, _on_device(self.pages(group), self._pool.device))
         return self._device_parts[group]
 
     def close(self) -> None:
-        """Unpin the memory; whatever copies from or to it must have ended. May be called twice.
-
-        The memory itself goes with the last view of it.
-        """
+        """Unpin the memory. All copies from and to it must have ended. Idempotent. The memory is freed with its last view."""
         self._device_parts.clear()
         if self._unpin is not None:
             self._unpin()
@@ -145,12 +135,11 @@ class HostPool:
 
 
 def mixed_pool(pool: KVPool, host: HostPool, group_index: int) -> KVPool:
-    """A pool whose full attention lies in host pages, and everything else on the device: for prompts that the device cannot hold.
+    """Return a pool whose full attention lies in host pages, and the rest on the device: for prompts too long for the device.
 
-    Copiers made for it scatter what arrives straight into host pages, on a GPU by the device's kernels over the host link.
+    Its copiers scatter arriving KV straight into host pages, on a GPU by the device's kernels over the host link.
 
     Args:
-        pool: The device pool.
         host: Pages over the same layout.
         group_index: The group that lies in host memory: one of full attention, with pages in `host`.
 
@@ -174,17 +163,13 @@ def _buffers_of(part: PagedKVPool, layer: int) -> LayerBuffers:
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
-    """Have CUDA pin memory that is there already: torch's own pinned memory is rounded up to powers of two.
-
-    Raises:
-        MemoryPlanError: It cannot.
-    """
+    """Pin existing memory: torch rounds its own pinned memory up to powers of two. Raise MemoryPlanError if CUDA cannot."""
     runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) != 0:
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)  # CUDA tells an error to the next launch, too: not to somebody else's
+            torch.ones(1, device=device)  # CUDA reports an error to the next launch too: take it here
         raise MemoryPlanError(
             f"CUDA could not pin the host pool's {memory.numel()} bytes ({runtime.cudaGetErrorString(code)}); a smaller host "
             "pool (offload.host_memory or offload.host_ratio), or more memory that may be locked, would help"
@@ -196,7 +181,7 @@ def _unpin(memory: Tensor) -> None:
 
 
 class _DeviceBytes:
-    """Pinned host memory as the device's own arrays are described to torch."""
+    """Pinned host memory, described to torch as an array of the device."""
 
     def __init__(self, pages: Tensor) -> None:
         self._pages = pages  # keeps the memory for as long as torch keeps this
@@ -209,10 +194,9 @@ class _DeviceBytes:
 
 
 def _on_device(pages: Tensor, device: torch.device) -> Tensor:
-    """The same bytes, as a tensor on the device: host and device address pinned memory alike (unified virtual addressing).
+    """Return the same bytes as a tensor on the device. Host and device address pinned memory alike (unified addressing).
 
-    Raises:
-        LayoutError: They are none to be had there.
+    Raise LayoutError if they do not.
     """
     if not pages.numel():
         return torch.empty(tuple(pages.shape), dtype=torch.uint8, device=device)

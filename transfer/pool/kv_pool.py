@@ -1,8 +1,8 @@
-"""The KV pool of one rank: one tensor per layer and K or V, addressed by page or by slot.
+"""The KV pool of one rank: one tensor for each layer and K or V, addressed by page or by slot.
 
 A page holds `page_size` tokens, a slot is one token: ``slot = page * page_size + offset``. Layers that share a page table (see
-`transfer.layer_groups`) are one `PagedKVPool`; a rank's `KVPool` has one for each group of its model. Who owns which page is not
-known here, see `transfer.pool.page_allocator`.
+`transfer.layer_groups`) are one `PagedKVPool`. A rank's `KVPool` has one for each group of its model.
+`transfer.pool.page_allocator` knows the owners of pages.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ _SATURATING = (torch.float16, torch.float8_e4m3fn)  # narrower in range than wha
 
 
 def convert(values: Tensor, dtype: DType, *, scale: float = 1.0) -> Tensor:
-    """`values` as `dtype`, rounded to nearest even: the one conversion of kvferry, wherever a pool's dtype differs.
+    """Return `values` as `dtype`, rounded to nearest even: the one conversion of kvferry, wherever a pool's dtype differs.
 
-    Values beyond the largest finite one of float16 (65504) or float8 (448), infinities too, become that one, where torch's own
-    cast makes infinities or NaN of them: one of those poisons every later attention over its page. NaN stays NaN, with
-    unspecified bits.
+    Values beyond the largest finite one of float16 (65504) or float8 (448), and infinities, become that one. torch's own cast
+    makes them infinities or NaN, which poison every later attention over the page. NaN stays NaN, with unspecified bits.
 
     Args:
-        scale: What an element of the narrower dtype is multiplied by to be one of the wider, see `scale_factor`; without effect
-            where the dtype stays.
+        scale: Factor from the narrower to the wider dtype, see `scale_factor`. No effect if the dtype stays.
 
     Raises:
         LayoutError: To or from int8, which carries no scale here, or the scale is not usable.
@@ -55,13 +53,10 @@ def convert(values: Tensor, dtype: DType, *, scale: float = 1.0) -> Tensor:
 
 
 def scale_factor(scale: float, *, from_bytes: int, to_bytes: int) -> float:
-    """What a conversion multiplies by, in float32: the scale where it widens, its reciprocal where it narrows, otherwise 1.
+    """Return the float32 factor of a conversion: the scale if it widens, its reciprocal if it narrows, otherwise 1.
 
-    A reciprocal, rounded to float32, and not a division: torch itself divides by a number in one way on a CPU and in another on a
-    GPU, and KV must be the same bits wherever it is converted.
-
-    Raises:
-        LayoutError: The scale is not between 1e-30 and 1e30, so that it and its reciprocal are float32.
+    The reciprocal is rounded to float32. A division would give other bits, because torch divides by a number in one way on a CPU
+    and in another on a GPU. Raise LayoutError if the scale is not between 1e-30 and 1e30: it and its reciprocal must be float32.
     """
     if not 1e-30 <= scale <= 1e30:
         raise LayoutError(f"scale is {scale}; must be between 1e-30 and 1e30")
@@ -83,13 +78,12 @@ class PagedKVPool:
     """K and V of some layers of one rank, in pages that all of these layers share.
 
     Args:
-        layout: The KV of the whole model.
-        shard: This rank's cut of it; its order says how a page lies in memory.
+        shard: This rank's shard. Its order says how a page lies in memory.
         num_pages: Pages of every buffer.
-        device: Where the pool is allocated, zeroed; on CPU that also makes the memory really there.
-        buffers: The layers in order, where an engine's own tensors are the pool. Shapes as `buffer()` gives them; pages, tokens
-            and heads may be any stride apart, in host memory a head's elements too. `device` is then without effect.
-        layers: Which of the rank's layers, ascending; None for all of them.
+        device: Where the pool is allocated, zeroed. On CPU every page is touched.
+        buffers: The layers in order, if an engine's own tensors are the pool. Shapes as of `buffer()`. Pages, tokens and heads
+            may be any stride apart, in host memory a head's elements too. `device` then has no effect.
+        layers: Layers of the rank, ascending. None means all of them.
 
     Raises:
         ConfigError: `num_pages` is below 1.
@@ -141,30 +135,23 @@ class PagedKVPool:
         )
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The memory of every buffer; often one and the same."""
+        """Return the memory of every buffer; often it is one and the same."""
         return [tensor.untyped_storage() for pair in self._buffers for tensor in (pair.k, pair.v) if tensor is not None]
 
     def num_heads(self, layer: int) -> int:
-        """KV heads of this rank in the global layer `layer`."""
+        """Return the KV heads of this rank in the global layer `layer`."""
         return len(self.shard.heads(self._spec(layer).num_kv_heads))
 
     def head_dim(self, layer: int, *, is_v: bool) -> int:
-        """Elements per token and head of K or V; 0 for the V of a layer without."""
+        """Return the elements per token and head of K or V; 0 for the V of a layer without V."""
         spec = self._spec(layer)
         return spec.v_head_dim if is_v else spec.k_head_dim
 
     def buffer(self, layer: int, *, is_v: bool) -> Tensor:
-        """The pages of one layer, shared and not copied.
+        """Return the pages of one layer, shared and not copied.
 
-        Args:
-            layer: Global layer.
-            is_v: V; otherwise K or the MLA latent.
-
-        Returns:
-            NHD: [num_pages, page_size, heads, dim]; HND: [num_pages, heads, page_size, dim].
-
-        Raises:
-            LayoutError: The layer is another stage's, or has no V.
+        NHD: [num_pages, page_size, heads, dim]; HND: [num_pages, heads, page_size, dim]. `is_v` False means K or the MLA latent.
+        Raise LayoutError if the layer is another stage's, or has no V.
         """
         self._spec(layer)
         pair = self._buffers[self._places_of_layers[layer]]
@@ -177,9 +164,8 @@ class PagedKVPool:
         """Store the KV of some tokens, converted to the pool's dtype.
 
         Args:
-            layer: Global layer.
             slots: int64 [T], distinct, in [0, num_slots), on the pool's device.
-            k, v: [T, heads, dim] each; dim of v is 0 where the layer has no V.
+            k, v: [T, heads, dim] each; dim of v is 0 if the layer has no V.
 
         Raises:
             LayoutError: A shape does not fit, or a dtype cannot be converted.
@@ -196,17 +182,10 @@ class PagedKVPool:
             self._store(self.buffer(layer, is_v=True), slots, v)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The KV of some tokens, in the pool's dtype, as new tensors.
+        """Return the KV of some tokens, in the pool's dtype, as new tensors: K [..., heads, k_dim] and V [..., heads, v_dim].
 
-        Args:
-            layer: Global layer.
-            slots: int64 [...], any shape, in [0, num_slots), on the pool's device.
-
-        Returns:
-            K [..., heads, k_dim] and V [..., heads, v_dim]; v_dim is 0 where the layer has no V.
-
-        Raises:
-            IndexError: A slot is outside the pool (CPU).
+        v_dim is 0 if the layer has no V. `slots` is int64 [...] of any shape, in [0, num_slots), on the pool's device. Raise
+        IndexError if a slot is outside the pool (CPU).
         """
         k = self._load(self.buffer(layer, is_v=False), slots)
         if self._spec(layer).v_head_dim:
@@ -240,7 +219,7 @@ class PagedKVPool:
         return found.view(*slots.shape, *found.shape[1:]).view(self.dtype)
 
     def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Page and offset of each slot. torch refuses what is too large, but takes a negative index from the end."""
+        """Return page and offset of each slot. torch refuses too large indices, but takes a negative index from the end."""
         if slots.device.type == "cpu" and slots.numel() and int(slots.min()) < 0:
             raise IndexError(f"slot {int(slots.min())} is out of range; slots are in [0, {self.num_slots})")
         return slots // self.page_size, slots % self.page_size
@@ -301,9 +280,9 @@ class KVPool:
 
     Args:
         layout: The KV of the whole model.
-        shard: This rank's cut of it.
-        num_pages: Pages of each group, in the order of `layer_groups(layout)`; one number where there is one group. Of a group
-            of states a page is the state of one request.
+        shard: This rank's shard of it.
+        num_pages: Pages of each group, in the order of `layer_groups(layout)`; one number if there is one group. In a group of
+            states a page is the state of one request.
         device: Where the pool is allocated, zeroed.
 
     Raises:
@@ -348,7 +327,7 @@ class KVPool:
 
     @property
     def parts(self) -> tuple[PagedKVPool, ...]:
-        """The groups of which this rank has layers, in the order of `groups`: all of them, unless a stage lacks a kind."""
+        """The groups of which this rank has layers, in the order of `groups`."""
         return tuple(self._parts.values())
 
     @property
@@ -358,34 +337,30 @@ class KVPool:
 
     @property
     def storage_bytes(self) -> dict[str, int]:
-        """Bytes of the memory that each group's tensors lie in, by its name; padding and whatever else is in it included."""
+        """Bytes of the memory that each group's tensors lie in, by its name. Includes padding and everything else in it."""
         return {
             group.name: sum({storage.data_ptr(): storage.nbytes() for storage in part.storages()}.values())
             for group, part in self._parts.items()
         }
 
     def group_of(self, layer: int) -> int:
-        """Index in `groups` of the global layer `layer`: which of a request's page tables is its."""
+        """Return the index in `groups`, and in a request's page tables, of the global layer `layer`."""
         self.part_of(layer)
         return self._group_of[layer]
 
     def part_of(self, layer: int) -> PagedKVPool:
-        """The pages that hold the global layer `layer`.
-
-        Raises:
-            LayoutError: The layer is another stage's.
-        """
+        """Return the pages that hold the global layer `layer`. Raise LayoutError if the layer is another stage's."""
         part = self._part_of.get(layer)
         if part is None:
             raise LayoutError(f"layer {layer} is not of this rank; it has {_shown(tuple(sorted(self._part_of)))}")
         return part
 
     def num_heads(self, layer: int) -> int:
-        """KV heads of this rank in the global layer `layer`."""
+        """Return the KV heads of this rank in the global layer `layer`."""
         return self.part_of(layer).num_heads(layer)
 
     def buffer(self, layer: int, *, is_v: bool) -> Tensor:
-        """The pages of one layer, see `PagedKVPool.buffer`."""
+        """Return the pages of one layer, see `PagedKVPool.buffer`."""
         return self.part_of(layer).buffer(layer, is_v=is_v)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -393,21 +368,20 @@ class KVPool:
         self.part_of(layer).write(layer, slots, k, v)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The KV at slots of the layer's own group, see `PagedKVPool.read`."""
+        """Return the KV at slots of the layer's own group, see `PagedKVPool.read`."""
         return self.part_of(layer).read(layer, slots)
 
 
 class PoolView(KVPool):
-    """A `KVPool` over tensors that an engine owns already: nothing is allocated, nothing is copied.
+    """A `KVPool` over tensors that an engine owns: nothing is allocated or copied.
 
     Args:
-        layout: The KV of the whole model.
-        shard: This rank's cut of it; its order and dtype are those of the tensors.
+        shard: This rank's shard. Its order and dtype are those of the tensors.
         buffers: The rank's layers in order, each ``[num_pages, page_size, heads, dim]`` (HND: ``[num_pages, heads, page_size,
             dim]``; a recurrent layer: ``[requests, 1, heads, elements]``), with pages, tokens and heads any stride apart, in host
             memory a head's elements too. The layers of a group have equally many pages.
-        num_pages: Pages of each group, as in `KVPool`. Needed by the nodes where this rank's stage has no layer of a group, whose
-            pages its tensors cannot tell: the ranks of an instance count alike. None: as the tensors say, 0 for such a group.
+        num_pages: Pages of each group. The nodes need it if this rank's stage has no layer of a group, because the ranks of an
+            instance count alike. None means the pages of the tensors, and 0 for such a group.
 
     Raises:
         LayoutError: A tensor does not fit the layout and the shard, or `num_pages` does not fit the tensors.
@@ -446,7 +420,8 @@ class PoolView(KVPool):
 
 
 def _common_shape(layout: KVLayout, shard: Shard, layers: Sequence[int]) -> tuple[bool, DType]:
-    """Whether the layers keep states, and their element type: what layers must have in common to share pages."""
+    """Return whether the layers keep states, and their element type. Raise LayoutError if they differ: such layers cannot share
+    pages."""
     found: dict[tuple[bool, DType], int] = {}
     for layer in layers:
         shape = (layout.layers[layer].kind is LayerKind.RECURRENT_STATE, shard.layer_dtype(layout, layer))
@@ -466,7 +441,7 @@ def _shown(layers: tuple[int, ...]) -> str:
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same size: torch cannot index every 8-bit float, and bits must not be touched."""
+    """Return the same memory as integers of the same size: torch cannot index every 8-bit float, and bits must not change."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 

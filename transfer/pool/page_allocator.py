@@ -1,14 +1,14 @@
-"""Pages of a KV pool: reserved by count, bound when data is about to come, released with their owner.
+"""Pages of a KV pool: reserved by count, bound when data is about to arrive, released with their owner.
 
-A reservation promises pages without naming them. Because all of a request's pages are reserved before its first byte is granted,
-binding can never fail and pool and ring cannot wait for each other; because they are bound late, a request that still waits
-for its data holds a number and no memory.
+A reservation promises pages without naming them. All pages of a request are reserved before its first byte is granted, so binding
+never fails, and pool and ring cannot wait for each other. Pages are bound late, so a request that waits for its data holds a
+number and no memory.
 
 `PageAllocator` has the pages of one group of layers. `GroupAllocator` has those of all groups of a model, and counts in tokens:
-it knows which pages a request of so many tokens needs, and gives those that a sliding window has passed back while it runs.
+it knows the pages of a request, and releases those that a sliding window has passed.
 
-Invariants, executed by `check_invariants()`: every page is free or bound to exactly one owner; what is free covers what is
-reserved; the counters agree with the lists.
+Invariants, checked by `check_invariants()`: every page is free or bound to exactly one owner, free pages cover the reservations,
+and the counters agree with the lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PageEntries(Sequence[int]):
 
     Args:
         entries: The owner's list.
-        num_passed: Number of entries at the front that are `NO_PAGE`, whatever the list contains there.
+        num_passed: Entries at the front that are `NO_PAGE`, whatever the list contains there.
     """
 
     __slots__ = ("_as_tuple", "_entries", "_num_entries", "_num_passed")
@@ -95,16 +95,15 @@ def with_tuples(item: _Item) -> _Item:
 
 @dataclass(slots=True)
 class _Holding:
-    """What one owner has: pages bound, and how many more it may bind."""
+    """Pages of one owner: bound pages, and pages that it may still bind."""
 
     reserved: int = 0
-    num_passed: int = 0  # entries at the front of its table that have no page any more, or never had one
+    num_passed: int = 0  # entries at the front of its table without a page
     entries: list[int] = field(default_factory=list)  # including passed entries; appended to, never changed
     table: PageEntries | None = None  # last result of `pages()`; None after a change
 
     @property
     def bound(self) -> list[int]:
-        """Its pages."""
         return self.entries[self.num_passed :]
 
 
@@ -113,7 +112,6 @@ class PageAccounts:
     """Everything that a `PageAllocator` records about its pages, at one moment.
 
     Args:
-        num_pages: Pages of the pool.
         unbound: Pages that no owner has.
         bound: Pages of all owners.
         reserved: Pages that each owner may still bind.
@@ -127,11 +125,7 @@ class PageAccounts:
     num_reserved: int
 
     def check(self) -> None:
-        """Prove the invariants.
-
-        Raises:
-            LocalProtocolError: A page is lost, held twice or out of range, or a counter is wrong.
-        """
+        """Raise LocalProtocolError if a page is lost, held twice or out of range, or if a counter is wrong."""
         if sorted([*self.bound, *self.unbound]) != list(range(self.num_pages)):
             raise LocalProtocolError(
                 f"pages are lost or held twice: {len(self.bound)} bound, {len(self.unbound)} not, of {self.num_pages}"
@@ -144,23 +138,20 @@ class PageAccounts:
 
 
 class PageAllocator:
-    """Which page of a pool belongs to whom.
+    """The owner of each page of a pool.
 
-    Reserving is O(1), binding and releasing O(pages moved). Not thread-safe: it has one owner.
+    Reserving is O(1), binding and releasing O(pages moved). Not thread-safe. Methods raise LocalProtocolError for an owner that
+    has nothing here, and for a count that is negative or larger than the owner's reservation.
 
     Args:
-        num_pages: Pages of the pool; their numbers are [0, num_pages).
-
-    Raises:
-        ConfigError: `num_pages` is below 1.
+        num_pages: Pages of the pool, with numbers [0, num_pages); at least 1.
     """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ConfigError(f"num_pages is {num_pages}; a pool has at least 1 page")
         self.num_pages = num_pages
-        # First in, first out: a page that was just released rests longest, and a fresh pool binds ascending runs, which the
-        # copies turn into few large moves.
+        # First in, first out: a fresh pool binds ascending runs, which copies turn into few large moves.
         self._unbound: deque[int] = deque(range(num_pages))
         self._holdings: dict[str, _Holding] = {}
         self._num_reserved = 0
@@ -172,7 +163,7 @@ class PageAllocator:
 
     @property
     def num_reserved(self) -> int:
-        """Pages promised to owners but not bound yet."""
+        """Pages promised to owners and not bound yet."""
         return self._num_reserved
 
     @property
@@ -181,37 +172,26 @@ class PageAllocator:
         return self.num_pages - len(self._unbound)
 
     def owners(self) -> tuple[str, ...]:
-        """Everyone who has a reservation or pages, in the order of their first reservation."""
+        """Return all owners, in the order of their first reservation."""
         return tuple(self._holdings)
 
     def pages(self, owner: str) -> PageEntries:
-        """Page table of `owner`: its pages in the order of binding, behind a `NO_PAGE` for each that was passed; a snapshot.
-
-        Raises:
-            LocalProtocolError: The owner has nothing here.
-        """
+        """Return the page table of `owner`, a snapshot: `NO_PAGE` for each passed entry, then its
+        pages in the order of binding."""
         holding = self._holding(owner)
         if holding.table is None:
             holding.table = PageEntries(holding.entries, holding.num_passed)
         return holding.table
 
     def reserved(self, owner: str) -> int:
-        """Pages that `owner` may still bind.
-
-        Raises:
-            LocalProtocolError: The owner has nothing here.
-        """
+        """Return the number of pages that `owner` may still bind."""
         return self._holding(owner).reserved
 
     def reserve(self, owner: str, count: int) -> bool:
         """Promise `count` more pages to `owner`, all or nothing.
 
-        Returns:
-            False when there is no room yet (nothing has changed, not even the list of owners); a count above `num_pages` can
-            never succeed, and it is the caller's to refuse it.
-
-        Raises:
-            LocalProtocolError: `count` is negative.
+        Return False if there is no room yet; nothing has changed then. A count above `num_pages` can never succeed, and the
+        caller must reject it.
         """
         if count < 0:
             raise LocalProtocolError(f"count is {count}; a reservation is of 0 pages or more")
@@ -222,14 +202,7 @@ class PageAllocator:
         return True
 
     def bind(self, owner: str, count: int) -> list[int]:
-        """Turn `count` reserved pages into real ones.
-
-        Returns:
-            The pages bound by this call.
-
-        Raises:
-            LocalProtocolError: The owner is unknown, or `count` is negative or more than it has reserved.
-        """
+        """Bind `count` reserved pages, and return them."""
         holding = self._holding(owner)
         if not 0 <= count <= holding.reserved:
             raise LocalProtocolError(f"owner {owner!r} binds {count} pages; it has reserved {holding.reserved}")
@@ -241,11 +214,7 @@ class PageAllocator:
         return bound
 
     def give_back(self, owner: str, count: int) -> None:
-        """`owner` renounces `count` of the pages that it may still bind; they are anybody's again.
-
-        Raises:
-            LocalProtocolError: The owner is unknown, or `count` is negative or more than it has reserved.
-        """
+        """Release `count` of the owner's reserved pages."""
         holding = self._holding(owner)
         if not 0 <= count <= holding.reserved:
             raise LocalProtocolError(f"owner {owner!r} gives {count} pages back; it has reserved {holding.reserved}")
@@ -253,14 +222,7 @@ class PageAllocator:
         self._num_reserved -= count
 
     def bind_before(self, owner: str, count: int) -> list[int]:
-        """Bind reserved pages to the last `count` entries that were passed: the reverse of `pass_before`.
-
-        Returns:
-            The pages bound by this call, in the order of their entries.
-
-        Raises:
-            LocalProtocolError: As `bind`, or fewer entries were passed.
-        """
+        """Bind reserved pages to the last `count` passed entries, and return them in order: the reverse of `pass_before`."""
         holding = self._holding(owner)
         if count > holding.num_passed:
             raise LocalProtocolError(f"owner {owner!r} binds {count} pages in front; {holding.num_passed} entries were passed")
@@ -272,16 +234,10 @@ class PageAllocator:
         return bound
 
     def pass_before(self, owner: str, entry: int) -> int:
-        """Nobody reads the entries of `owner`'s table below `entry` any more, nor writes them.
+        """Release the pages of the entries of `owner`'s table below `entry`, which nobody reads or writes any more.
 
-        Their pages go back to the pool, and `owner` may bind as many others: its share stays as large as it was. Entries that
-        are not bound yet are skipped, so that the next page bound is that of `entry`.
-
-        Returns:
-            How many pages went back.
-
-        Raises:
-            LocalProtocolError: The owner has nothing here.
+        The owner may bind as many others, so its share stays equally large. Entries that are not bound yet are skipped: the next
+        page bound is that of `entry`. Return the number of released pages.
         """
         holding = self._holding(owner)
         if entry <= holding.num_passed:
@@ -296,14 +252,7 @@ class PageAllocator:
         return len(passed)
 
     def release(self, owner: str) -> int:
-        """Take back everything that `owner` has, bound and reserved.
-
-        Returns:
-            How many pages became free.
-
-        Raises:
-            LocalProtocolError: The owner has nothing here; most likely this is its second release.
-        """
+        """Release everything that `owner` has, bound and reserved. Return the number of pages that became free."""
         holding = self._holding(owner)
         del self._holdings[owner]
         bound = holding.bound
@@ -322,7 +271,7 @@ class PageAllocator:
         )
 
     def check_invariants(self) -> None:
-        """Execute what the module's docstring promises; O(num_pages). See `PageAccounts.check`."""
+        """Check the module's invariants; O(num_pages). See `PageAccounts.check`."""
         self.accounts().check()
 
     def _holding(self, owner: str) -> _Holding:
@@ -335,14 +284,11 @@ class PageAllocator:
 class GroupAllocator:
     """The pages of all groups of layers of one rank's pool, counted in tokens.
 
-    Not thread-safe: it has one owner.
+    Not thread-safe. Methods raise LocalProtocolError for an owner that has nothing here.
 
     Args:
-        needs: What requests take.
-        num_pages: Pages of each group.
-
-    Raises:
-        ConfigError: A number of pages is below 1, or not one for each group.
+        needs: The pages that requests need.
+        num_pages: Pages of each group, each at least 1.
     """
 
     def __init__(self, needs: PageNeeds, num_pages: Sequence[int]) -> None:
@@ -356,31 +302,26 @@ class GroupAllocator:
 
     @property
     def by_group(self) -> tuple[tuple[LayerGroup, PageAllocator], ...]:
-        """Each group with the allocator of its pages; to look at."""
+        """Each group with the allocator of its pages. Read only."""
         return tuple(zip(self._needs.groups, self._allocators, strict=True))
 
     @property
     def full(self) -> PageAllocator:
-        """Pages of the layers that keep every token.
-
-        Raises:
-            LocalProtocolError: The model has no such layers.
-        """
+        """Pages of the layers that keep every token. Raises LocalProtocolError if the model has none."""
         for group, allocator in self.by_group:
             if group.kind is GroupKind.FULL:
                 return allocator
         raise LocalProtocolError("the model has no layers that keep every token")
 
     def reserve(self, owner: str, num_tokens: int) -> bool:
-        """Promise everything that a request of `num_tokens` tokens ever holds at once, in all groups or in none.
+        """Promise all pages that a request of `num_tokens` tokens ever holds at once, in all groups or in none.
 
-        Returns:
-            False when there is no room yet, and nothing has changed.
+        Return False if there is no room yet; nothing has changed then.
         """
         return self.reserve_pages(owner, self._needs.peak(num_tokens))
 
     def reserve_pages(self, owner: str, pages: PageCounts) -> bool:
-        """As `reserve`, for whoever has counted the pages: a request part of which lies elsewhere needs fewer."""
+        """As `reserve`, with counted pages: a request that lies partly elsewhere needs fewer."""
         counts = pages.by_group
         if any(count > allocator.num_free for count, allocator in zip(counts, self._allocators, strict=True)):
             return False
@@ -389,14 +330,8 @@ class GroupAllocator:
         return True
 
     def cover(self, owner: str, end_token: int) -> tuple[PageEntries, ...]:
-        """Bind what is missing so that the tokens up to `end_token` have pages; never more than was reserved.
-
-        Returns:
-            The owner's tables, see `tables()`.
-
-        Raises:
-            LocalProtocolError: The owner is unknown, or it reaches beyond what it has reserved.
-        """
+        """Bind missing pages so that the tokens up to `end_token` have pages, within the
+        reservation. Return the owner's tables."""
         for group, allocator in self.by_group:
             missing = group.num_pages(end_token, self._page_size) - len(allocator.pages(owner))
             if missing > 0:
@@ -409,11 +344,8 @@ class GroupAllocator:
         """Every step before `next_token` is over, and none will compute a token before it: let the windows move on.
 
         Args:
-            kept_from: Number of tokens of a prompt whose last window still has to be gathered from here; None for no such need.
-            copied_from: First entry that a copy is still reading, by the index of a group; None where there is no copy.
-
-        Raises:
-            LocalProtocolError: The owner is unknown.
+            kept_from: Number of tokens of a prompt whose last window must still be gathered. None means no such prompt.
+            copied_from: First entry that a copy is still reading, by the index of a group. None means no copy.
         """
         for index, (group, allocator) in enumerate(self.by_group):
             first = group.first_needed_token(next_token)
@@ -426,40 +358,25 @@ class GroupAllocator:
                 allocator.pass_before(owner, entry)
 
     def begin_at(self, owner: str, num_tokens: int) -> None:
-        """A prompt of `num_tokens` tokens is about to arrive: windows get no pages for what does not travel.
-
-        Raises:
-            LocalProtocolError: The owner is unknown.
-        """
+        """Skip window pages of tokens that do not travel, for a prompt of `num_tokens` tokens that is about to arrive."""
         for group, allocator in self.by_group:
             if first := group.first_travelling_token(num_tokens):
                 allocator.pass_before(owner, first // self._page_size)
 
     def tables(self, owner: str) -> tuple[PageEntries, ...]:
-        """The owner's page table in each group; token ``t`` lies in ``table[t // page_size]``.
+        """Return the owner's page table in each group; token ``t`` lies in ``table[t // page_size]``.
 
         A state's table has one entry. Entries that a window has passed are `NO_PAGE`.
-
-        Raises:
-            LocalProtocolError: The owner has nothing here.
         """
         return tuple(allocator.pages(owner) for allocator in self._allocators)
 
     def release(self, owner: str) -> None:
-        """Take back everything that `owner` has.
-
-        Raises:
-            LocalProtocolError: The owner has nothing here; most likely this is its second release.
-        """
+        """Release everything that `owner` has."""
         for allocator in self._allocators:
             allocator.release(owner)
 
     def check_idle(self) -> None:
-        """With no owner left every page must be free; O(1), for whoever has just released the last one.
-
-        Raises:
-            LocalProtocolError: Pages have leaked; the groups and numbers are named.
-        """
+        """Raise LocalProtocolError if a page is not free, although no owner is left; O(1)."""
         for group, allocator in self.by_group:
             if allocator.num_bound or allocator.num_reserved:
                 raise LocalProtocolError(

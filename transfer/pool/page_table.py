@@ -1,10 +1,9 @@
 """The page table on the device: where a decode step's kernels find the tokens of each request.
 
-One row of slots per running request and one for the dummy request that pads a batch to a captured size. The tensor stays where
-it is for the life of the engine, so that a CUDA graph may hold its address.
+It has one row of slots for each running request, and one for the dummy request that pads a batch to a captured size. The tensor
+never moves, so a CUDA graph may hold its address.
 
-Invariants: a row belongs to at most one request; what the host believes a row to show is what the device shows, once the copies
-that were queued are done.
+Invariants: a row belongs to at most one request. After the queued copies, the device shows what the host recorded of a row.
 """
 
 from __future__ import annotations
@@ -30,15 +29,13 @@ _MOST_SLOTS = 2**31  # what int32 numbers
 class PageTable:
     """Slots of the tokens of running requests, int32 [num_rows, max_seq_len rounded up to a multiple of 32].
 
-    The rows are a cache over requests: a request keeps its row until another one needs it (the one that was asked for longest
-    ago goes first). So nobody has to say that a request is over, and one that comes back with other pages, under an id that was
-    used before, is written anew. Not thread-safe: it has one owner.
+    The rows are a cache over requests: a request keeps its row until another one needs it, and the least recently used goes
+    first. So nobody reports the end of a request, and an id that returns with other pages is written again. Not thread-safe.
 
     Args:
         num_rows: Most requests of one step, and one row more.
         max_seq_len: Most tokens of a request.
         page_size: Tokens of a page.
-        device: Where the table lies.
 
     Raises:
         ConfigError: A size is out of its range.
@@ -65,17 +62,14 @@ class PageTable:
         return self.slots.numel() * self.slots.element_size()
 
     def rows_of(self, items: Sequence[tuple[str, Sequence[int], int]]) -> list[int]:
-        """Rows that show the pages of a step's requests.
+        """Return rows that show the pages of a step's requests.
 
-        Only pages that a row does not show yet are written, all of them in one copy that is queued on the current stream, behind
-        the steps that may still read the rows. A step that changes nothing costs no copy; a table given as the same tuple as the
-        last time is not even compared.
+        Only pages that a row does not show yet are written, in one copy that is queued on the current stream, behind the steps
+        that may still read the rows. A step without changes costs no copy, and a table that is the same tuple as last time is not
+        compared.
 
         Args:
-            items: Of each request its id, its pages (NO_PAGE where the tokens have passed a window) and how many tokens it has.
-
-        Returns:
-            One row per item.
+            items: For each request its id, its pages (NO_PAGE where the tokens have passed a window) and its number of tokens.
 
         Raises:
             MemoryPlanError: There are more requests than rows, or a request is longer than a row.
@@ -120,7 +114,7 @@ class PageTable:
         return row
 
     def _change(self, row: int, pages: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """Places in the flat table and their new slots; None where the row shows the pages already."""
+        """Return places in the flat table and their new slots; None if the row shows the pages already."""
         shown = self._shown[row]
         if pages is shown or pages == shown:
             return None

@@ -1,4 +1,4 @@
-"""Staging memory: the contiguous bytes that gather fills and the transport sends, or that it fills and scatter reads."""
+"""Staging memory: contiguous bytes that gather fills and the transport sends, or that the transport fills and scatter reads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ _MOST_THREADS: Final = 4
 
 
 def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu", *, is_shared: bool = False) -> Tensor:
-    """Zeroed uint8 [num_bytes], on a multiple of `REGION_ALIGNMENT_BYTES`.
+    """Return zeroed uint8 [num_bytes] on a multiple of `REGION_ALIGNMENT_BYTES`.
 
-    On CPU every page is touched, so that no first transfer pays for page faults, and huge pages are asked for where the system
-    grants them (fewer TLB misses when pages are copied in no order; for shared memory Linux has a switch of its own,
-    /sys/kernel/mm/transparent_hugepage/shmem_enabled, that is mostly "never").
-
-    Raises:
-        MemoryPlanError: The system has not that much address space left (CPU).
+    On CPU every page is touched, so that no first transfer pays for page faults. Huge pages are requested, because they cause
+    fewer TLB misses when pages are copied in no order. Shared memory has a Linux switch of its own,
+    /sys/kernel/mm/transparent_hugepage/shmem_enabled, that is mostly "never". Raise MemoryPlanError if the system lacks the
+    address space (CPU).
     """
     if torch.device(device).type != "cpu":
         memory = torch.zeros(num_bytes + REGION_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
@@ -49,7 +47,7 @@ def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu", *, is_share
 
 
 def _touch(memory: Tensor) -> None:
-    """Write to every page. Most of the time is spent in the system's page faults, which several cores handle at the same time."""
+    """Write to every page. Most of the time goes to page faults, which several cores handle at the same time."""
     num_bytes = memory.numel()
     num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // _PART_BYTES)
     if num_threads < 2:
@@ -66,17 +64,13 @@ class StagingBuffer:
     """Registered-once device memory.
 
     On a GPU it is an allocation of its own: a peer that maps it over CUDA IPC maps the whole allocation, and torch would put
-    other tensors into what is left of it. The allocation goes back to the device with the buffer; where a view of the tensor is
-    left, when torch empties its cache after that.
+    other tensors into the rest of it. The allocation returns to the device with the buffer. If a view of the tensor is left, it
+    returns when torch next empties its cache.
 
     Args:
-        num_bytes: Size.
-        device: Where it lies.
-        is_shared: Host memory only: a shared mapping, of which a one-sided transport can offer a second one to each peer and take
-            it away again (`transfer.transport.nixl_revocation`). Asked for only there: it costs huge pages.
-
-    Raises:
-        ConfigError: `num_bytes` is below 1.
+        num_bytes: Size, at least 1.
+        is_shared: Host memory only: a shared mapping. A one-sided transport can offer a second mapping of it to each peer and
+            revoke that again (`transfer.transport.nixl_revocation`). It costs huge pages.
     """
 
     def __init__(self, num_bytes: int, *, device: torch.device | str = "cpu", is_shared: bool = False) -> None:
