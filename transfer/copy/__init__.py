@@ -1,8 +1,8 @@
 """Gather and scatter: head slices of paged KV to contiguous wire bytes, and back.
 
-`head_slice_copier()` picks the implementation for a pool's device; all of them agree bit for bit with
-`transfer.copy.reference`. Triton is imported only for a pool on a GPU.
-`piece_copier.PieceCopier` applies it to the pieces of requests. A copy queue runs the copies beside the owner's loop.
+`head_slice_copier()` chooses the implementation for a pool's device. All of them agree bit for bit with
+`transfer.copy.reference`. Triton is imported only for a pool on a GPU. `piece_copier.PieceCopier` applies it to the pieces of
+requests. A copy queue runs the copies beside the owner's loop.
 
 On an H200 (torch 2.11, Triton 3.6; `bench.kernels`), without conversion, as shares of a device copy of the same bytes: gather
 0.95 to 0.99, scatter 0.94 to 0.98; with digest 0.93 to 0.97 and 0.92 to 0.95. A strided torch copy of the same rows in order
@@ -39,11 +39,10 @@ __all__ = [
 def head_slice_copier(
     pool: PagedKVPool, *, heads: Range, wire_dtype: DType, scales: Mapping[tuple[int, bool], float] | None = None
 ) -> HeadSliceCopier:
-    """The fastest gather and scatter for this pool.
+    """Return the fastest gather and scatter for this pool.
 
     Args:
-        pool: Where the pages are.
-        heads: The rank-local heads that travel: a route's `HeadSlice` seen from this side.
+        heads: The moved heads, rank-local: a route's `HeadSlice` seen from this side.
         wire_dtype: Element type on the wire, see `transfer.layout.wire_dtype`.
         scales: See `HeadSliceCopier`.
 
@@ -59,16 +58,10 @@ def head_slice_copier(
 
 
 def add_digest(digest: Digest, wire: WireMemory, num_bytes: int) -> None:
-    """Add what the first `num_bytes` bytes of a wire count; for pieces whose plans cannot do it on their way.
+    """Add the digest of the first `num_bytes` bytes of a wire, for pieces whose plans cannot digest during the copy.
 
-    On a GPU it is one more pass over the bytes, queued on the current stream.
-
-    Args:
-        digest: A `HostDigest` for a wire in host memory (a uint8 tensor), otherwise int64 [1] on the device.
-        wire: The wire.
-
-    Raises:
-        LayoutError: The wire is not where the digest is, or shorter than `num_bytes`.
+    On a GPU it is one more pass over the bytes, queued on the current stream. `digest` is a `HostDigest` for a wire in host
+    memory (a uint8 tensor), otherwise int64 [1] on the device. Raise LayoutError if the wire is elsewhere, or too short.
     """
     if num_bytes > wire.numel():
         raise LayoutError(f"num_bytes is {num_bytes}; wire has {wire.numel()}")
@@ -92,7 +85,7 @@ def is_add_digest_compiled(device: torch.device, wire_address: int, num_bytes: i
 
 
 def compile_add_digest(device: torch.device, wire_address: int, num_bytes: int) -> None:
-    """Do what is missing for `is_add_digest_compiled`, see `CopyPlan.compile`."""
+    """Do the missing work for `is_add_digest_compiled`, see `CopyPlan.compile`."""
     if device.type != "cpu":
         from transfer.copy.words import compile_pass
 

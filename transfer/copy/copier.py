@@ -1,4 +1,4 @@
-"""What gather and scatter do for a caller, and every check that their implementations rely on."""
+"""Interfaces of gather and scatter, and every check that their implementations rely on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool
 
 
 class WireMemory(Protocol):
-    """What wire bytes lie in: a uint8 tensor, or memory of which only the address is known (a peer's ring)."""
+    """Memory for wire bytes: a uint8 tensor, or memory with a known address only (a peer's ring)."""
 
     def data_ptr(self) -> int: ...
 
@@ -26,21 +26,21 @@ class WireMemory(Protocol):
 
 
 Digest = Tensor | HostDigest
-"""Where a copy adds its digest: a `HostDigest` for a pool in host memory, int64 [1] on the pool's device otherwise."""
+"""Takes the digest of a copy: a `HostDigest` for a pool in host memory, otherwise int64 [1] on the pool's device."""
 
 
 class CopyPlan(ABC):
     """A gather and a scatter of some buffers, checked and prepared once, for any pages and any wire memory.
 
-    Keep the plan, and what was given to a call, until the copy has run: on a GPU a call only queues it.
+    Keep the plan and the arguments of a call until the copy has run: on a GPU a call only queues it.
 
     Attributes:
-        buffers: What it moves, without the empty ones.
-        num_wire_bytes: Bytes of the wire from its start to behind the last buffer.
-        num_moved_bytes: Bytes of the buffers; less than `num_wire_bytes` where there are others, or gaps, between them.
-        used_pages: Entries of a page table that it uses, counted from the one with the buffers' token 0.
-        can_digest: Whether a call can be given a digest: it then adds what just the bytes of these buffers count. In host memory
-            where they are the wire's bytes from its start on, in order and without gaps; on a GPU where each is whole words.
+        buffers: Buffers that it moves, without the empty ones.
+        num_wire_bytes: Bytes of the wire up to the end of the last buffer.
+        num_moved_bytes: Bytes of the buffers; less than `num_wire_bytes` if other buffers or gaps lie between them.
+        used_pages: Used entries of a page table, counted from the one with the buffers' token 0.
+        can_digest: Whether a call can add the digest of the bytes of these buffers. In host memory the buffers must be the wire's
+            bytes from its start on, in order and without gaps. On a GPU each must be whole words.
     """
 
     def __init__(self, copier: HeadSliceCopier, buffers: Sequence[WireBuffer]) -> None:
@@ -58,17 +58,17 @@ class CopyPlan(ABC):
 
     @abstractmethod
     def gather(self, pages: Tensor, out: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
-        """Copy tokens from their pages into `out`, laid out as the buffers say; bytes between and behind them stay.
+        """Copy tokens from their pages into `out`, in the order of the buffers. Bytes between and behind them stay.
 
-        On a GPU the copy is queued on the current stream, behind whatever wrote the pool there, and nothing waits for it.
+        On a GPU the copy is queued on the current stream, behind the work that wrote the pool there, and nothing waits for it.
 
         Args:
-            pages: int64 [n], contiguous, on the pool's device: a page table in the order of its tokens. On CPU it is checked; on
-                a GPU it is not, but entries outside the pool are then left out, never followed.
-            out: At least `num_wire_bytes` bytes that the pool's device can write, aligned to the wire dtype. For a pool in host
-                memory a uint8 tensor.
+            pages: int64 [n], contiguous, on the pool's device: a page table in the order of its tokens. Checked on CPU. On a GPU
+                it is not, but entries outside the pool are skipped.
+            out: At least `num_wire_bytes` bytes that the pool's device can write, aligned to the wire dtype. A uint8 tensor for a
+                pool in host memory.
             first_page: The entry of `pages` whose first token is the buffers' token 0.
-            digest: What the moved bytes count is added to it, see `can_digest`.
+            digest: The digest of the moved bytes is added to it, see `can_digest`.
 
         Raises:
             LayoutError: An argument is of the wrong kind, place or size, or `pages` names pages outside the pool or one twice.
@@ -82,25 +82,23 @@ class CopyPlan(ABC):
         """
 
     def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
-        """Return whether a call for a wire at that address only queues work.
+        """Return whether a call for a wire at that address only queues work. Only the alignment of the address matters.
 
-        The first calls of a GPU's pool compile kernels, for seconds; the first of each plan there uploads tables, and waits.
-
-        Args:
-            wire_address: Only its alignment matters.
+        The first calls for a GPU's pool compile kernels, for seconds. The first call of each plan there uploads tables, and
+        waits.
         """
         return True
 
     def compile(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> None:  # noqa: B027  # nothing to do on a host
-        """Do what is missing for `is_compiled`, without a copy. Any thread may, while others copy; does nothing twice."""
+        """Do the missing work for `is_compiled`, without a copy. Safe on any thread during other copies; idempotent."""
 
     def _check_digest(self, digest: Digest) -> None:
-        """Refuse what this plan cannot add to; one on a GPU overrides."""
+        """Reject a digest that this plan cannot add to. Overridden on a GPU."""
         if not isinstance(digest, HostDigest):
             raise LayoutError(f"digest is a {type(digest).__name__}; for a pool on {self._pool.device} it must be a HostDigest")
 
     def _can_digest(self) -> bool:
-        """Of a plan in host memory; others override."""
+        """Return `can_digest` of a plan in host memory. Overridden on a GPU."""
         end = 0
         for buffer in self.buffers:
             if buffer.offset_bytes != end:
@@ -147,22 +145,20 @@ class CopyPlan(ABC):
             raise LayoutError(f"{name} begins at {wire.data_ptr():#x}; must be aligned to {self._copier.wire_dtype} elements")
 
     def _check_address_only(self, wire: WireMemory, name: str) -> None:
-        """Of memory that is no tensor; a plan in host memory takes none."""
+        """Check memory that is no tensor. A plan in host memory rejects it."""
         raise LayoutError(f"{name} is a {type(wire).__name__}; for a pool on {self._pool.device} it must be a uint8 tensor there")
 
 
 class HeadSliceCopier(ABC):
-    """Moves some heads of one pool between its pages and wire bytes.
+    """Move some heads of one pool between its pages and wire bytes.
 
-    Made once per pool, head slice and wire dtype. Where the dtypes are equal, bits are moved untouched (NaN included); otherwise
-    elements are converted as `transfer.pool.kv_pool.convert` does. Holds no state between calls: threads may share one.
+    Created once for a pool, head slice and wire dtype. If the dtypes are equal, bits are moved untouched (NaN included).
+    Otherwise elements are converted as by `transfer.pool.kv_pool.convert`. Has no state between calls, so threads may share one.
 
     Args:
-        pool: Where the pages are.
-        heads: Rank-local heads, of every layer that will be named in a call.
+        heads: Rank-local heads, of every layer that a call names.
         wire_dtype: Element type on the wire.
-        scales: By (layer, is_v): what an element of the narrower dtype is multiplied by to be one of the wider. Used only where
-            the dtypes differ in width; missing ones are 1.
+        scales: (layer, is_v) -> factor from the narrower to the wider dtype. Used only if the widths differ; missing ones are 1.
 
     Raises:
         LayoutError: No layer of the pool has these heads, the dtypes cannot be converted into each other, or a scale is not
@@ -201,22 +197,15 @@ class HeadSliceCopier(ABC):
 
     @abstractmethod
     def plan(self, buffers: Sequence[WireBuffer]) -> CopyPlan:
-        """Prepare the copies of some buffers.
+        """Prepare the copies of some buffers. Raise LayoutError if a buffer does not fit the pool, the heads or the wire dtype.
 
         Args:
-            buffers: From `transfer.layout.wire_buffers`, their tokens counted from the first token of a call's first page; token
+            buffers: From `transfer.layout.wire_buffers`, their tokens counted from the first token of a call's first page. Token
                 ranges may begin and end inside a page.
-
-        Raises:
-            LayoutError: A buffer does not fit this pool, these heads or the wire dtype.
         """
 
     def check_buffer(self, buffer: WireBuffer) -> None:
-        """Refuse what does not fit the pool, the heads or the wire dtype.
-
-        Raises:
-            LayoutError: The argument, its value and what would be right.
-        """
+        """Raise LayoutError if the buffer does not fit the pool, the heads or the wire dtype."""
         row_bytes = self._row_bytes.get((buffer.layer, buffer.is_v))
         if row_bytes is None:
             raise LayoutError(
@@ -233,40 +222,36 @@ class HeadSliceCopier(ABC):
             )
 
     def view(self, buffer: WireBuffer) -> Tensor:
-        """Pool side of a buffer: [num_pages, page_size, heads, dim] in the pool's dtype."""
+        """Return the pool side of a buffer: [num_pages, page_size, heads, dim] in the pool's dtype."""
         return self.views[buffer.layer, buffer.is_v]
 
     def wire_part(self, wire: Tensor, buffer: WireBuffer) -> Tensor:
-        """Wire side of a buffer: [tokens, heads, dim] in the wire's dtype."""
+        """Return the wire side of a buffer: [tokens, heads, dim] in the wire's dtype."""
         part = wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes]
         return part.view(TORCH_DTYPES[self.wire_dtype]).view(len(buffer.tokens), *self.view(buffer).shape[2:])
 
     def scale(self, buffer: WireBuffer) -> float:
-        """Of the buffer; 1 where it has none."""
+        """Return the scale of the buffer; 1 without one."""
         return self._scales.get((buffer.layer, buffer.is_v), 1.0)
 
     def _head_view(self, layer: int, *, is_v: bool) -> Tensor:
-        """[num_pages, page_size, heads, dim] of the heads that travel, whatever the pool's order; shared."""
+        """Return [num_pages, page_size, heads, dim] of the moved heads, in any order of the pool; shared."""
         buffer = self.pool.buffer(layer, is_v=is_v)
         token_major = buffer if self.pool.order is TokenOrder.NHD else buffer.transpose(1, 2)
         return token_major[:, :, self.heads.begin : self.heads.end]
 
 
 def wire_tensor(wire: WireMemory) -> Tensor:
-    """The wire of a plan that takes only tensors, which its check has seen to."""
+    """Return the wire of a plan that takes only tensors, which `_check` has ensured."""
     assert isinstance(wire, Tensor)
     return wire
 
 
 def check_pages(pages: Tensor, num_pages: int) -> None:
-    """Refuse pages in host memory that are outside the pool or not distinct.
+    """Raise LayoutError if pages in host memory are outside the pool or not distinct.
 
     Args:
         pages: int64 [n] on CPU.
-        num_pages: Of the pool.
-
-    Raises:
-        LayoutError: What is wrong, and what would be right.
     """
     if not len(pages):
         return

@@ -1,7 +1,7 @@
-"""Where a rank's gathers and scatters run: beside the owner's loop, with the digest made on the way.
+"""Queues that run a rank's gathers and scatters beside the owner's loop, and compute the digest during the copy.
 
-One queue per direction. On the host it is a thread that copies; on a GPU the kernels are queued by the owner itself, on a stream
-per peer, and a thread only waits for their events. Either way the owner's loop never waits, and hears of the end by a callback.
+One queue per direction. In host memory it is a thread that copies. On a GPU the owner queues the kernels on a stream per peer,
+and a thread waits for their events. The owner's loop never waits, and hears of the end by a callback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transfer.transport.base import DirectMemory
 
 
 class CopyQueue(Protocol):
-    """Owned by one loop: every method is called on it, and every callback."""
+    """Owned by one loop, which calls every method and runs every callback."""
 
     def gather(
         self,
@@ -31,30 +31,33 @@ class CopyQueue(Protocol):
         after: DeviceEvent | None,
         on_done: OnGathered,
     ) -> None:
-        """Fill `out` with the piece's wire bytes, once `after` has fired.
+        """Fill `out` with the piece's wire bytes, after `after` has fired.
 
         Args:
             out: uint8 [bytes] of staging memory, or a peer's ring.
-            algorithm: Of the digest.
-            peer: Number of the session; copies of one peer do not wait for another's.
+            algorithm: Digest algorithm.
+            peer: Number of the session. Copies of one peer do not wait for another's.
         """
         ...
 
     def expect(self, piece: PieceCopy, *, peer: int) -> None:
-        """A copy of the piece is going to be asked for: bring ahead of it what it needs besides the wire's bytes."""
+        """A copy of the piece will follow: prepare everything that it needs besides the wire's bytes."""
         ...
 
     def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
-        """Bring wire bytes into the piece's pages. Bytes without the announced digest may have been copied: only into the pages
-        of their own request, which is not told to go on until they have come again and agreed."""
+        """Copy wire bytes into the piece's pages.
+
+        Bytes without the announced digest may be copied too, but only into the pages of their own request, which does not
+        continue until they have come again and agreed.
+        """
         ...
 
     def forget(self, peer: int) -> None:
-        """The session is closed; what is under way still ends."""
+        """The session is closed. Copies under way still end."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """End after what is under way; False when that did not end in time."""
+        """End after the copies under way. Return False if they did not end in time."""
         ...
 
 
@@ -65,12 +68,7 @@ OpenCopyQueue = Callable[[str, torch.device, asyncio.AbstractEventLoop, Callable
 def open_copy_queue(
     name: str, device: torch.device, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None]
 ) -> CopyQueue:
-    """The queue for pools on `device`.
-
-    Args:
-        name: Of its threads.
-        on_crash: Called on the loop with an exception that ends the rank.
-    """
+    """Return the queue for pools on `device`. `name` names its threads; `on_crash` gets exceptions that must end the rank."""
     if device.type == "cpu":
         from transfer.copy.host_copy_queue import HostCopyQueue
 

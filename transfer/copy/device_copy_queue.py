@@ -1,13 +1,13 @@
-"""Copies of pools on a GPU: queued by the owner on a stream per peer; a thread per peer waits for their events, in order.
+"""Copies of pools on a GPU: queued by the owner on a stream per peer. A thread per peer waits for their events, in order.
 
-Nothing here makes the host wait: kernels are queued behind the engine's event, the digest comes to pinned memory by an
-asynchronous copy, and the waiting thread sleeps without the interpreter's lock: in the driver until the engine is done, then from
-look to look. A stream per peer, because a peer whose device takes bytes slowly (a direct session's gather stores over the link)
-must not hold the others up.
+Nothing here makes the host wait. Kernels are queued behind the engine's event, and the digest goes to pinned memory by an
+asynchronous copy. The waiting thread sleeps without the interpreter's lock: in the driver until the engine is done, then between
+looks. Each peer has a stream, because a peer whose device takes bytes slowly (a direct session's gather stores over the link)
+must not delay the others.
 
-The digest of a copy is what its kernels add to the stream's one sum: read before and after, so that nothing has to be cleared.
+The kernels of a copy add its digest to the stream's one sum, which is read before and after, so that nothing has to be cleared.
 
-Kernels that were not compiled when the session was attached are compiled on a thread of their own: it can take seconds.
+Kernels that were not compiled at attach are compiled on a separate thread: it can take seconds.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MAX_PAUSE_S = 0.002
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Outcome:
-    """Where a copy under way will leave its mark; used again for later ones.
+    """The end of a copy under way. Reused for later copies.
 
     Args:
-        cell: int64 [1], pinned: the stream's sum behind the copy.
-        begin: Fires when the stream is behind the engine's event; of copies that wait for one.
+        cell: int64 [1], pinned: the stream's sum after the copy.
+        begin: Fires when the stream has passed the engine's event, for copies that wait for one.
         end: Fires when the cell is written.
     """
 
@@ -53,23 +53,19 @@ class _Outcome:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PeerStream:
-    """One peer's copies: they run, and end, in the order in which they were queued."""
+    """One peer's copies. They run, and end, in the order in which they were queued."""
 
     stream: torch.cuda.Stream
     waiter: WorkerThread
     sum: Tensor  # int64 [1] on the device
     free: deque[_Outcome] = field(default_factory=deque)
-    # Of the copy before; touched by the waiter alone.
+    # Of the previous copy. Only the waiter uses them.
     last_sum: int = 0
     last_end_s: float = 0.0
 
 
 class DeviceCopyQueue:
-    """A `CopyQueue` of one device.
-
-    Args:
-        device: Where pools, staging memory and ring lie.
-    """
+    """A `CopyQueue` of one device, which has pools, staging memory and ring."""
 
     def __init__(
         self, name: str, device: torch.device, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None]
@@ -135,7 +131,7 @@ class DeviceCopyQueue:
         *,
         is_gather: bool,
     ) -> None:
-        """Launch now, or once the piece's kernels are compiled; never after the session was closed, whose memory may be gone."""
+        """Launch now, or when the piece's kernels are compiled; never after the session was closed, whose memory may be gone."""
         if algorithm != DIGEST_WORDS:
             raise LocalProtocolError(f"digest algorithm is {algorithm}; copies on {self._device} make {DIGEST_WORDS}")
         peer_stream = self._peers.get(peer) or self._open(peer)
@@ -165,14 +161,14 @@ class DeviceCopyQueue:
                 outcome.cell.copy_(peer_stream.sum, non_blocking=True)
                 outcome.end.record(peer_stream.stream)
         except Exception as error:
-            # As of a copy on a thread. What had been queued of it would be counted to the digest of the next: there must be none.
+            # As for a copy on a thread. Its queued part would count to the digest of the next copy, so there must be no next one.
             self._on_crash(error)
             return
         queued_s = time.monotonic()
 
         def work() -> tuple[int, float]:
-            # From when the stream was free for it, and the engine was done, which may take far longer than the copy. (Events that
-            # take the time themselves would cost each copy two more calls.)
+            # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. (Events
+            # with timing would cost each copy two more calls.)
             begun_s = max(queued_s, peer_stream.last_end_s)
             if after is not None and not outcome.begin.query():
                 outcome.begin.synchronize()
@@ -191,7 +187,7 @@ class DeviceCopyQueue:
 
     def _open(self, peer: int) -> _PeerStream:
         with torch.cuda.device(self._device):
-            # Written before the stream reads it: it is made on the current stream.
+            # Created on the current stream, and written before the stream reads it.
             total = torch.zeros(1, dtype=torch.int64, device=self._device)
             stream = torch.cuda.Stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -208,18 +204,18 @@ def _new_outcome() -> _Outcome:
 
 
 def _wait_through(copy_end: torch.cuda.Event, begun_s: float) -> None:
-    """Wait for the end of a copy that runs since `begun_s`, and which somebody waits for.
+    """Wait for the end of a copy that runs since `begun_s`.
 
-    By looks with pauses: a thread that sleeps in the driver saw the end 135 us later than one that spins (two H200, virtual
-    machine), and one that spins takes a core from the engine. A pause is a share of what the copy has taken so far, so that it
-    takes no longer by more than that.
+    Looks with pauses: a thread that sleeps in the driver saw the end 135 us later than one that spins (two H200, virtual
+    machine), and a spinning thread takes a core from the engine. A pause is a share of the copy's time so far, so it adds at most
+    that share.
     """
     while not copy_end.query():
         time.sleep(min(max((time.monotonic() - begun_s) * _LOOK_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
 
 
 def _wait_for(event: DeviceEvent, stream: torch.cuda.Stream) -> None:
-    """Put the stream behind an engine's event, without the host waiting for it."""
+    """Put the stream behind an engine's event. The host does not wait."""
     if not isinstance(event, torch.cuda.Event):
         raise LocalProtocolError(f"event of a chunk is {type(event).__name__}; for a pool on a GPU it is a torch.cuda.Event")
     stream.wait_event(event)

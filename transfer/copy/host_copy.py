@@ -47,7 +47,7 @@ BLOCK_BYTES = 1 << 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRun:
-    """Tokens that lie evenly spaced: offsets [begin, end) of `num_pages` consecutive pages, at wire token `wire_token`."""
+    """Evenly spaced tokens: offsets [begin, end) of `num_pages` consecutive pages, at wire token `wire_token`."""
 
     page: int
     num_pages: int
@@ -62,7 +62,7 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenPlan:
-    """Where a token range lies: runs, and perhaps whole pages in no order (int64 [n], from wire token `wire_token`)."""
+    """Places of a token range: runs, and perhaps whole pages in no order (int64 [n], from wire token `wire_token`)."""
 
     runs: tuple[TokenRun, ...]
     scattered: Tensor | None
@@ -70,13 +70,13 @@ class TokenPlan:
 
 
 def plan_tokens(pages: Tensor, slots: Range, page_size: int, *, min_pages_per_run: int = MIN_PAGES_PER_RUN) -> TokenPlan:
-    """Cut a token range into part pages and whole pages.
+    """Divide a token range into part pages and whole pages.
 
     Args:
         pages: int64 [n] on CPU, the page table.
         slots: The tokens, counted from the start of the page table; not empty.
         page_size: Tokens per page.
-        min_pages_per_run: Below that many on average the whole pages are left in no order; 1 makes runs of them all.
+        min_pages_per_run: If runs are shorter on average, whole pages are left in no order. 1 puts all pages in runs.
     """
     whole_begin, whole_end = -(-slots.begin // page_size), slots.end // page_size
     runs: list[TokenRun] = []
@@ -103,12 +103,12 @@ def plan_tokens(pages: Tensor, slots: Range, page_size: int, *, min_pages_per_ru
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolPieces:
-    """The travelling heads of a stack, shared, as pieces; made once, because making a view costs as much as a small copy.
+    """The moved heads of a stack, shared, as pieces. Created once, because making a view costs as much as a small copy.
 
     Args:
-        tokens: [buffers, num_pages, page_size, pieces], opaque elements of one piece; heads that lie together are one piece.
-        pages: [buffers, num_pages, ...], the same, but with a whole page as one piece where its tokens lie together.
-        words: `pages` with the words of a piece as last dimension, for torch; the widest words that every size and stride allows.
+        tokens: [buffers, num_pages, page_size, pieces], opaque elements of one piece. Heads that lie together are one piece.
+        pages: [buffers, num_pages, ...], the same, but a whole page is one piece if its tokens lie together.
+        words: `pages` with the words of a piece as last dimension, for torch: the widest words that every size and stride allows.
         row_bytes: Bytes of a token.
     """
 
@@ -118,7 +118,7 @@ class PoolPieces:
     row_bytes: int
 
     def part(self, begin: int, end: int) -> PoolPieces:
-        """Buffers [begin, end) of the stack."""
+        """Return buffers [begin, end) of the stack."""
         if (begin, end) == (0, len(self.pages)):
             return self
         return PoolPieces(
@@ -128,7 +128,7 @@ class PoolPieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackPlace:
-    """Where a pool buffer is: its stack, and its index there."""
+    """Place of a pool buffer: its stack, and its index there."""
 
     stack: PoolPieces
     index: int
@@ -165,7 +165,7 @@ class BufferGroup:
 
 
 class HostCopier(HeadSliceCopier):
-    """Gather and scatter of a pool in host memory; uses as many threads as torch is set to, for gathers of scattered pages."""
+    """Gather and scatter of a pool in host memory. Gathers of scattered pages use as many threads as torch is set to."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _HostPlan(CopyPlan):
                 _scatter_bytes(group.pieces, plan, wire[group.wire].reshape(len(group.buffers), -1))
 
     def _with_token_plans(self, groups: Sequence[BufferGroup], pages: Tensor) -> Iterator[tuple[BufferGroup, TokenPlan]]:
-        """Where the tokens of each group lie."""
+        """Yield each group with the places of its tokens."""
         plans: dict[Range, TokenPlan] = {}  # nearly always one, in a chunk
         for group in groups:
             plan = plans.get(group.tokens)
@@ -238,7 +238,7 @@ class _HostPlan(CopyPlan):
 def _grouped(
     buffers: Sequence[WireBuffer], places: Mapping[tuple[int, bool], StackPlace], *, is_joining: bool
 ) -> list[BufferGroup]:
-    """Join neighbours; not those that are converted, so that the converted copy of each stays in the cache."""
+    """Join neighbours. Converted buffers are not joined, so that the converted copy of each stays in the cache."""
     runs: list[list[WireBuffer]] = []
     for buffer in buffers:
         if is_joining and runs and _continues_on_wire(runs[-1], buffer, places):
@@ -253,7 +253,7 @@ def _grouped(
 
 
 def _continues_on_wire(run: Sequence[WireBuffer], buffer: WireBuffer, places: Mapping[tuple[int, bool], StackPlace]) -> bool:
-    """Whether a buffer is the next one of a run in its stack, on the wire, and with the same tokens."""
+    """Return whether a buffer is the next one of a run in its stack, on the wire, and with the same tokens."""
     last = run[-1]
     place, place_of_last = places[buffer.layer, buffer.is_v], places[last.layer, last.is_v]
     return (
@@ -265,7 +265,7 @@ def _continues_on_wire(run: Sequence[WireBuffer], buffer: WireBuffer, places: Ma
 
 
 def _run_starts(pages: Tensor) -> list[int]:
-    """Indices at which a run of consecutive pages begins."""
+    """Return the indices at which a run of consecutive pages begins."""
     breaks = torch.nonzero(torch.diff(pages) != 1).view(-1) + 1
     return [0, *breaks.tolist()]
 
@@ -283,7 +283,7 @@ def _stacked(views: Mapping[tuple[int, bool], Tensor]) -> dict[tuple[int, bool],
 
 
 def _continues(last: Sequence[Tensor], view: Tensor) -> bool:
-    """Whether a buffer is like the last ones of a stack (one or two), and as far from the last as that is from the one before."""
+    """Return whether a buffer is like the last ones of a stack (one or two), at the same distance as between those."""
     end = last[-1]
     is_alike = (view.shape, view.stride(), view.dtype) == (end.shape, end.stride(), end.dtype)
     if not is_alike or view.untyped_storage().data_ptr() != end.untyped_storage().data_ptr():
@@ -300,7 +300,7 @@ def _places_of(run: Sequence[tuple[int, bool]], views: Mapping[tuple[int, bool],
 
 
 def _pieces(view: Tensor) -> PoolPieces:
-    """Of a stack [buffers, num_pages, page_size, heads, dim]."""
+    """Return the pieces of a stack [buffers, num_pages, page_size, heads, dim]."""
     num_buffers, num_pages, page_size, heads, dim = view.shape
     element = view.element_size()
     buffer_stride, page_stride, token_stride, head_stride, _ = (stride * element for stride in view.stride())
@@ -317,7 +317,7 @@ def _pieces(view: Tensor) -> PoolPieces:
 
 
 def _opaque(pieces: Tensor) -> Array:
-    """[..., piece_bytes] bytes as an array of opaque elements of that size, which NumPy moves by one memmove each."""
+    """Return [..., piece_bytes] bytes as an array of opaque elements of that size. NumPy moves each by one memmove."""
     joined: Array = pieces.numpy().view(np.dtype((np.void, pieces.shape[-1])))[..., 0]
     return joined
 

@@ -1,4 +1,4 @@
-"""Copies of pools in host memory: one thread, one after the other, the digest made of the bytes while they are in the cache."""
+"""Copies of pools in host memory: one thread, in order, with the digest computed while the bytes are in the cache."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ from transfer.piece import Piece, RankRequest
 from transfer.pool.kv_pool import KVPool
 
 OnGathered = Callable[[int, float], None]
-"""Called with the digest of the wire bytes, and the seconds that the copy took; on a GPU from when its stream was free for it."""
+"""Called with the digest of the wire bytes, and the seconds of the copy; on a GPU from when its stream was free for it."""
 
 OnScattered = Callable[[bool, float], None]
-"""Called with whether the wire bytes had the digest that was announced, and the seconds that the copy took."""
+"""Called with whether the wire bytes had the announced digest, and the seconds of the copy."""
 
 Scales = Mapping[tuple[int, bool], float]
 FrozenScales = frozenset[tuple[tuple[int, bool], float]]
@@ -125,12 +125,11 @@ def _pages_of(table: Tensor | DeviceTable) -> Tensor:
 class PieceCopier:
     """Prepares the copies of one pool.
 
-    Keeps a copier for each group, head slice and wire dtype it has met, and the plans of pieces it has met: with tokens counted
-    from the piece's first page, the chunks of all requests look alike, and laying out 32 layers took 0.6 ms of the owner's loop.
-    What was met before is found without a look into scales or layers.
+    Keeps a copier for each known group, head slice and wire dtype, and the plans of known pieces. With tokens counted from the
+    piece's first page, the chunks of all requests look alike. Laying out 32 layers took 0.6 ms of the owner's loop. Known plans
+    are found without a look into scales or layers.
 
     Args:
-        pool: Where the pages are.
         is_source: Whether the pool is that of the sending rank. Selects the source or target heads of a route.
     """
 
@@ -144,9 +143,9 @@ class PieceCopier:
         self._adopt(pool.layout)
 
     def prepare(self, piece: Piece, tables: Sequence[Sequence[int]]) -> PieceCopy:
-        """A copy of the piece.
+        """Return a copy of the piece.
 
-        With a pool on a GPU the request's page tables are kept there, and what is new in them is queued, not waited for.
+        For a pool on a GPU the request's page tables are kept there. New entries are queued, and nothing waits for them.
 
         Args:
             piece: Pieces of one session should share the route and scales objects, because the lookup by identity is faster.
@@ -185,12 +184,8 @@ class PieceCopier:
     ) -> None:
         """Compile and load the kernels of all pieces of the routes, so that no first request waits for them.
 
-        Runs on a thread beside the caller's loop and launches no kernel. A pool in host memory needs no warm-up.
-
-        Args:
-            plan: How requests are divided.
-            dtype: Element type on the wire.
-            scales: See `RankRequest`.
+        Runs on a thread beside the caller's loop and launches no kernel. A pool in host memory needs no warm-up. `plan` says how
+        requests are divided; for the other arguments see `RankRequest`.
         """
         if self._pool.device.type == "cpu":
             return
@@ -220,10 +215,10 @@ class PieceCopier:
                 copier._copy_of(piece).compile(16, is_gather=self._is_source)  # wires begin on multiples of 16 bytes
 
     def forget(self, request_id: str) -> None:
-        """The request's pages are given back, or it is over: use what is kept of its tables for others. Does nothing twice.
+        """Use the memory of the request's page tables for others. Idempotent.
 
-        To be called when no copy that was prepared for it is queued, or will be (`SourceReleased`, `IncomingComplete` and
-        `IncomingDrained` say so): its tables are overwritten by the next request's.
+        Call it when no copy that was prepared for the request is queued, or will be (`SourceReleased`, `IncomingComplete` and
+        `IncomingDrained` report that): the next request overwrites the tables.
         """
         for kept in self._device_tables:
             kept.forget(request_id)
@@ -246,7 +241,7 @@ class PieceCopier:
         known = self._known_ends.get(key)
         if known is not None:
             return known[0]
-        if len(self._known_ends) >= _CACHED_ENDS:  # of sessions that were opened again, mostly
+        if len(self._known_ends) >= _CACHED_ENDS:  # most are of sessions that were opened again
             self._known_ends.clear()
         if len(self._ends) >= _CACHED_ENDS:
             self._adopt(self._layout)
@@ -255,10 +250,10 @@ class PieceCopier:
         return number
 
     def _end_that_matters(self, begin: int, end: int, num_tokens: int) -> int:
-        """The shortest prompt in which tokens [begin, end) move as in one of `num_tokens`: what keeps equal chunks together.
+        """Return the shortest prompt in which tokens [begin, end) move as in one of `num_tokens`, so that equal chunks share a
+        plan.
 
-        A prompt's end decides what its windows leave out of a chunk: all of it, nothing, or up to a token inside. And whether
-        states travel with it.
+        The end of a prompt decides which part of a chunk its windows leave out, and whether states travel with it.
         """
         found = end + 1 if self._has_states and end < num_tokens else end
         for window in self._windows:
@@ -274,7 +269,7 @@ class PieceCopier:
         self._windows = {spec.window_tokens for spec in layout.layers if spec.kind is LayerKind.SLIDING_WINDOW}
         self._copiers: dict[tuple[int, Range, DType, FrozenScales], HeadSliceCopier] = {}
         self._ends: dict[tuple[Route, DType, FrozenScales], int] = {}
-        # By identity of route and scales, which are kept with what was found, so that no other object gets theirs.
+        # By identity of route and scales. The values keep both, so that no other object gets their identity.
         self._known_ends: dict[tuple[int, int, int], tuple[int, Route, Scales | None]] = {}
         self._planned.cache_clear()
 

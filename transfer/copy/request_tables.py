@@ -1,10 +1,10 @@
-"""The page tables of requests on a GPU: each entry goes there once, and nothing waits for it.
+"""The page tables of requests on a GPU: each entry is uploaded once, and nothing waits for it.
 
-`TableEntries` is what is known of a table on the host; `RequestTables` brings it to the device. All of it belongs to one thread.
+`TableEntries` is the table on the host, and `RequestTables` brings it to the device. All of it belongs to one thread.
 
-Every stream has a copy of its own, filled by the stream itself in front of the first kernel that reads it. So no stream waits for
-another, there are no events, and what a table had can be used again as soon as the request's copies have run: memory is allocated
-only while more tables, or longer ones, are in use at a time than ever before.
+Every stream has its own copy, which the stream fills before the first kernel that reads it. So no stream waits for another, there
+are no events, and memory is free as soon as the request's copies have run. Memory is allocated only if more tables, or longer
+ones, are in use at a time than ever before.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _MIN_ENTRIES = 256
 
 
 class TableEntries:
-    """What one page table has so far: pages of the pool, none twice at a time, each entry read once.
+    """The known entries of one page table: pages of the pool, none twice at a time, each read once.
 
-    A window that moves on leaves `NO_PAGE` in the first entries, and their pages may come again in later ones. In the array they
-    stay: it may be on its way to a device.
+    A window that moves on leaves `NO_PAGE` in the first entries, and their pages may come again in later ones. The array keeps
+    the old pages, because it may be on its way to a device.
 
     Args:
         entries: int64 [room], to be filled.
-        num_pages: Of the pool.
-        request_id: Whose table it is, for what is said of it.
+        request_id: Names the table in errors.
     """
 
     def __init__(self, entries: npt.NDArray[np.int64], *, num_pages: int, request_id: str) -> None:
@@ -50,8 +49,8 @@ class TableEntries:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forget what there is; the array is not touched again."""
-        # `NO_PAGE` names the pool's last page here, which is to be cleared as well.
+        """Forget all entries. The array is not touched again."""
+        # `NO_PAGE` indexes the pool's last page here, which must be cleared as well.
         self._is_held[self._entries[: self.num_known]] = False
         self.num_known = self._num_passed = 0
         self._entries = self._entries[:0]
@@ -59,23 +58,19 @@ class TableEntries:
         self._last = None
 
     def begin(self, entries: npt.NDArray[np.int64], request_id: str) -> None:
-        """After `clear`: another request's table, in another array."""
+        """Begin another request's table in another array, after `clear`."""
         self._entries = entries
         self._request_id = request_id
 
     def move_to(self, entries: npt.NDArray[np.int64]) -> None:
-        """Go on in another array, with what there is so far."""
+        """Continue in another array, with the known entries."""
         entries[: self.num_known] = self._entries[: self.num_known]
         self._entries = entries
 
     def update(self, table: Sequence[int]) -> None:
-        """Take in what is new in the table.
+        """Take in the new entries of the table, from token 0 on, with at most `room` entries.
 
-        Args:
-            table: From token 0 on, of at most `room` entries.
-
-        Raises:
-            LayoutError: A new entry is beyond the pool's pages, or a page comes twice; no new entry is taken in then.
+        Raise LayoutError if a new entry is beyond the pool's pages, or a page comes twice. Then no new entry is taken in.
         """
         if table is self._last:
             return
@@ -94,13 +89,10 @@ class TableEntries:
             if len(pages) < len(fresh):
                 self._look_for_gaps(known)
         is_fixed = isinstance(table, tuple | PageEntries)
-        self._last = table if is_fixed else None  # the same list object can have other entries later
+        self._last = table if is_fixed else None  # a list can have other entries later
 
     def check(self, first: int, end: int) -> None:
-        """
-        Raises:
-            LayoutError: One of the entries [first, end) is no page, or the table is too short.
-        """
+        """Raise LayoutError if one of the entries [first, end) is no page, or the table is too short."""
         if self.num_known < end:
             raise LayoutError(f"{self._name} has {self.num_known} entries; the piece takes {end}")
         if first < min(self._num_passed, end):
@@ -127,7 +119,7 @@ class TableEntries:
             self._num_passed = end
 
     def _look_for_gaps(self, begin: int) -> None:
-        """Among the entries from `begin` on, which are new and not all pages."""
+        """Find `NO_PAGE` among the new entries from `begin` on."""
         is_page = self._entries[begin : self.num_known] != NO_PAGE
         if self._num_passed == begin:
             num_leading = int(np.argmax(is_page)) if is_page.any() else len(is_page)
@@ -136,7 +128,7 @@ class TableEntries:
         self._has_gaps = self._has_gaps or not is_page.all()
 
     def _check_new(self, pages: npt.NDArray[np.int64]) -> None:
-        """Pages in ascending order, at least one."""
+        """Check pages in ascending order, at least one."""
         num_pages = len(self._is_held)
         lowest, highest = pages[0], pages[-1]
         if lowest < 0 or highest >= num_pages:
@@ -149,7 +141,7 @@ class TableEntries:
 
 
 def current_stream(device: torch.device) -> int:
-    """Return the handle of the calling thread's stream; in host memory there is one, 0."""
+    """Return the handle of the calling thread's stream; 0 in host memory."""
     if device.type == "cpu":
         return 0
     # As Triton finds it: torch.cuda.current_stream makes an object of more than we need.
@@ -165,12 +157,7 @@ class _HostArray:
 
 
 class _Arrays:
-    """Arrays that tables fill, by size; those that are free are used again.
-
-    Args:
-        device: Where the tables go.
-        current_stream: Returns the handle of the calling thread's stream there.
-    """
+    """Arrays for tables, by size. Free arrays are reused. `current_stream` returns the handle of the calling thread's stream."""
 
     def __init__(self, device: torch.device, current_stream: Callable[[torch.device], int]) -> None:
         self.device = device
@@ -179,7 +166,7 @@ class _Arrays:
         self._on_device: dict[tuple[int, int], list[Tensor]] = {}
 
     def take_host(self, num_entries: int) -> _HostArray:
-        """Of a power of two of entries, at least `num_entries`."""
+        """Return an array of a power of two of entries, at least `num_entries`."""
         size = max(_MIN_ENTRIES, 1 << (num_entries - 1).bit_length())
         if free := self._on_host.get(size):
             return free.pop()
@@ -190,7 +177,8 @@ class _Arrays:
         self._on_host.setdefault(len(array.entries), []).append(array)
 
     def take_device(self, stream: int, size: int) -> Tensor:
-        """For the current stream, whose handle is `stream`, alone: it is allocated in its order, and freed in it."""
+        """Return an array for the current stream only, whose handle is `stream`: it is allocated
+        and freed in the stream's order."""
         if free := self._on_device.get((stream, size)):
             return free.pop()
         return torch.empty(size, dtype=torch.int64, device=self.device)
@@ -201,20 +189,14 @@ class _Arrays:
 
 @dataclass(slots=True, eq=False)
 class _StreamCopy:
-    """What one stream has of a table."""
+    """A table's copy for one stream."""
 
     memory: Tensor
     num_uploaded: int = 0
 
 
 class DeviceTable:
-    """A request's page table in one group.
-
-    Args:
-        arrays: Where its memory comes from.
-        host: What `entries` fills.
-        entries: What it has.
-    """
+    """A request's page table in one group. `entries` fills `host`; memory comes from `arrays`."""
 
     __slots__ = ("_arrays", "_copies", "_host", "_outgrown", "entries")
 
@@ -226,9 +208,9 @@ class DeviceTable:
         self._outgrown: list[tuple[_HostArray, dict[int, _StreamCopy]]] = []
 
     def use(self) -> Tensor:
-        """The table, for kernels that are queued on the current stream from now on: int64 [room] on the device.
+        """Return the table for kernels that are queued on the current stream from now on: int64 [room] on the device.
 
-        What is new in it is queued there in front of them.
+        New entries are queued there before them.
         """
         stream = self._arrays.current_stream(self._arrays.device)
         copy = self._copies.get(stream)
@@ -241,13 +223,13 @@ class DeviceTable:
         return copy.memory
 
     def grow(self, num_entries: int) -> None:
-        """Go on in larger arrays; those it had may be in use until it is given back."""
+        """Continue in larger arrays. The old ones may be in use until the table is given back."""
         self._outgrown.append((self._host, self._copies))
         self._host, self._copies = self._arrays.take_host(num_entries), {}
         self.entries.move_to(self._host.entries)
 
     def give_back(self) -> None:
-        """Its arrays are free, and it is not to be used again."""
+        """Free its arrays. The table must not be used again."""
         for host, copies in (*self._outgrown, (self._host, self._copies)):
             self._arrays.give_host(host)
             for stream, copy in copies.items():
@@ -255,13 +237,7 @@ class DeviceTable:
 
 
 class RequestTables:
-    """Page tables of one group on one device, by request.
-
-    Args:
-        device: Of the pool.
-        num_pages: Of the pool's group.
-        current_stream: Returns the handle of the calling thread's stream on a device.
-    """
+    """Page tables of one group on one device, by request. `current_stream` returns the handle of the calling thread's stream."""
 
     def __init__(
         self, device: torch.device, num_pages: int, *, current_stream: Callable[[torch.device], int] = current_stream
@@ -272,14 +248,14 @@ class RequestTables:
         self._free_entries: list[TableEntries] = []
 
     def cover(self, request_id: str, table: Sequence[int], first: int, end: int) -> DeviceTable:
-        """The request's table with at least its entries up to `end`; what is new in it is checked, to go to the device when used.
+        """Return the request's table with at least its entries up to `end`. New entries are checked, and uploaded when used.
 
         Args:
-            table: From token 0 on; of entries that were given before only those that a window has passed have changed.
+            table: From token 0 on. Of earlier entries, only those that a window has passed may have changed.
             first: Entries from here on must be pages.
 
         Raises:
-            LayoutError: An entry that is needed is no page of the pool, a page comes twice, or the table is too short.
+            LayoutError: A needed entry is no page of the pool, a page comes twice, or the table is too short.
         """
         found = self._tables.get(request_id)
         if found is None:
@@ -291,11 +267,10 @@ class RequestTables:
         return found
 
     def forget(self, request_id: str) -> None:
-        """Use what the request's table had for others. Every copy that was prepared with it must have run, or never will: the
-        host has seen its end. Does nothing twice.
+        """Use the memory of the request's table for others. Idempotent.
 
-        An upload ahead of copies that never came may still be queued. It does no harm: it writes an array that belongs to its
-        stream, and whoever takes that one next fills it on the same stream, behind it.
+        Every copy that was prepared with it must have run, or never will. An upload for copies that never came may still be
+        queued. That is harmless: it writes an array of its stream, which the next table fills on the same stream, after it.
         """
         table = self._tables.pop(request_id, None)
         if table is not None:

@@ -37,7 +37,7 @@ TILE_TOKENS = 16  # what a scatter of such rows takes at a time: as many lines a
 
 
 class StridedCopier(HeadSliceCopier):
-    """Gather and scatter of a pool in host memory, whatever its strides; uses one thread."""
+    """Gather and scatter of a pool in host memory with any strides. Uses one thread."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class _StridedPlan(CopyPlan):
                     np.copyto(onto[:, begin : begin + tile], values[:, begin : begin + tile])
 
     def _with_runs(self, pages: Tensor) -> Iterator[tuple[WireBuffer, Array, Sequence[TokenRun]]]:
-        """Each buffer, its pool side, and where its tokens lie there."""
+        """Yield each buffer, its pool side, and the places of its tokens."""
         known: dict[Range, tuple[TokenRun, ...]] = {}  # nearly always one, in a chunk
         for buffer, array in zip(self.buffers, self._arrays, strict=True):
             runs = known.get(buffer.tokens)
@@ -117,7 +117,7 @@ class _StridedPlan(CopyPlan):
 
 
 def _elements(view: Tensor) -> Array:
-    """[num_pages, page_size, heads, dim] as words of an element's size; with adjacent elements [num_pages, page_size, heads]."""
+    """Return [num_pages, page_size, heads, dim] as words of an element's size; without dim if elements are adjacent."""
     if view.stride(-1) != 1:
         words: Array = as_words(view).numpy()
         return words
@@ -127,13 +127,13 @@ def _elements(view: Tensor) -> Array:
 
 
 def _on_wire(wire: Tensor, buffer: WireBuffer, array: Array) -> Array:
-    """A buffer's part of the wire, [tokens, ...], in the elements of its pool side."""
+    """Return a buffer's part of the wire, [tokens, ...], in the elements of its pool side."""
     part: Array = wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes].numpy()
     return part.view(array.dtype).reshape(len(buffer.tokens), *array.shape[2:])
 
 
 def _tokens_on_wire(wire: Array, run: TokenRun) -> Array:
-    """[tokens, ...] of a run, as [pages, tokens of a page, ...]."""
+    """Return [tokens, ...] of a run as [pages, tokens of a page, ...]."""
     return wire[run.wire_token : run.wire_token + run.num_tokens].reshape(run.num_pages, -1, *wire.shape[1:])
 
 
