@@ -1,8 +1,8 @@
 """Whole pages between a GPU's pool and pinned host memory: packed by a kernel, and copied over the link in runs of host pages.
 
-Two lanes, a stream and a packing buffer each, take turns: while the link copies what one of them has packed, the kernel packs for
-the other. A lane's own stream is all that orders its work. Where runs are too short to be worth a copy each, the kernel itself
-reads or writes the host memory.
+Two lanes, a stream and a packing buffer each, take turns: while the link copies the packed pages of one, the kernel packs for the
+other. A lane's stream alone orders its work. If runs are too short for a copy each, the kernel itself reads or writes the host
+memory.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ MIN_RUN_BYTES: Final = 256 << 10
 
 
 class _Lane:
-    """A stream and its packing buffer. Of the interpreter, which runs everything at once, there is no stream."""
+    """A stream and its packing buffer. The interpreter runs everything at once, without a stream."""
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self.buffer: Tensor = torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, after: Any) -> None:
-        """What is queued from now on comes after `after`."""
+        """Put the following work behind `after`."""
         if self._stream is not None and after is not None:
             self._stream.wait_event(after)
 
     @contextlib.contextmanager
     def queueing(self) -> Iterator[None]:
-        """Kernels and copies inside go to this lane's stream."""
+        """Queue kernels and copies inside on this lane's stream."""
         if self._stream is None:
             yield
         else:
@@ -48,7 +48,7 @@ class _Lane:
                 yield
 
     def wait(self) -> None:
-        """Sleep until all that was queued is done; a waiting thread takes no core."""
+        """Sleep until all queued work is done. A waiting thread takes no core."""
         if self._stream is not None:
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)
@@ -57,7 +57,7 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Group:
-    """How the pages of one group are moved, each of the lists by lane.
+    """How the pages of one group are moved. Lists are by lane.
 
     Args:
         host: All host pages, uint8 [num_pages, page_bytes].
@@ -76,7 +76,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """Pages [begin, end) of a move, that one lane takes at once; `source` and `target` are addresses of their numbers there."""
+    """Pages of a move that one lane takes at once. `source` and `target` are addresses of their numbers on the device."""
 
     group: _Group
     lane: int
@@ -96,9 +96,8 @@ class DevicePageMovement:
     """See `PageMovement`. With TRITON_INTERPRET=1 it also works on CPU tensors, for tests.
 
     Args:
-        pool: The device pool.
         host: Pinned host pages.
-        buffer_bytes: Of both lanes' buffers together.
+        buffer_bytes: Size of both lanes' buffers together.
     """
 
     def __init__(self, pool: KVPool, host: HostPool, *, buffer_bytes: int) -> None:
@@ -131,7 +130,7 @@ class DevicePageMovement:
 
     @contextlib.contextmanager
     def _lanes_after(self, after: WorkBefore | None) -> Iterator[None]:
-        """Both lanes, behind `after`; at the end everything that was queued is done, whatever happened."""
+        """Put both lanes behind `after`. At the end all queued work is done, also after an error."""
         for lane in self._lanes:
             lane.begin(after)
         try:
@@ -159,7 +158,7 @@ class DevicePageMovement:
         group.unpack[batch.lane](0, batch.target, batch.num_pages)
 
     def _runs(self, batch: _Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of each run of host pages, and where the lane's buffer has them."""
+        """Yield the bytes of each run of host pages, and their place in the lane's buffer."""
         size = batch.group.host.shape[1]
         buffer = self._lanes[batch.lane].buffer
         for begin, end in batch.runs:
@@ -209,7 +208,7 @@ def _reversed(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def _inside_copier(pool: KVPool, group: int) -> SegmentCopier:
-    """From pages of a group to others of it."""
+    """Return the copier from pages of a group to other pages of it."""
     segments = []
     for one in page_segments(pool, group):
         at, stride = one.buffer.data_ptr(), one.page_stride
@@ -224,7 +223,7 @@ def _both(move: PagePairs) -> Tensor:
 
 
 def _to_page(segment: PageSegment, address: int, page_bytes: int) -> Segment:
-    """From the pool to pages that lie like host pages from `address` on."""
+    """Return a segment from the pool to pages that lie like host pages from `address` on."""
     return Segment(
         source=segment.buffer.data_ptr(),
         target=address + segment.offset_bytes,

@@ -49,21 +49,18 @@ Words = npt.NDArray[np.uint64]
 
 
 def digests_for(device_type: str) -> tuple[str, ...]:
-    """The algorithms that an instance with pools on such a device offers, preferred first."""
+    """Return the algorithms that an instance with pools on such a device offers, preferred first."""
     return (DIGEST_XXH3, DIGEST_WORDS) if device_type == "cpu" else (DIGEST_WORDS,)
 
 
 def digest(payload: Any, algorithm: str = DIGEST_XXH3) -> int:
-    """64-bit digest of bytes and their places.
+    """Return the 64-bit digest of bytes and their places, in [0, 2**64).
 
     Copies nothing, and releases the GIL for large payloads.
 
     Args:
-        payload: Contiguous bytes in host memory: bytes, memoryview, NumPy array, or torch CPU tensor, of any dtype.
+        payload: Contiguous bytes in host memory: bytes, memoryview, NumPy array, or torch CPU tensor of any dtype.
         algorithm: `DIGEST_XXH3` or `DIGEST_WORDS`.
-
-    Returns:
-        An integer in [0, 2**64).
 
     Raises:
         ConfigError: The algorithm is neither of the two.
@@ -75,14 +72,7 @@ def digest(payload: Any, algorithm: str = DIGEST_XXH3) -> int:
 
 
 class HostDigest:
-    """A digest of payload that comes part by part.
-
-    Args:
-        algorithm: `DIGEST_XXH3` or `DIGEST_WORDS`.
-
-    Raises:
-        ConfigError: The algorithm is neither of the two.
-    """
+    """A digest of payload that comes part by part. Raises ConfigError for an unknown algorithm."""
 
     def __init__(self, algorithm: str) -> None:
         if algorithm not in (DIGEST_XXH3, DIGEST_WORDS):
@@ -94,11 +84,7 @@ class HostDigest:
         self._rest = b""  # of a word that is not whole yet
 
     def update(self, part: Any) -> None:
-        """Take in the bytes that follow the last part's; see `digest` for what `part` can be.
-
-        Raises:
-            LocalProtocolError: The part is on a device, or not contiguous.
-        """
+        """Take in the bytes after the last part. For `part` and errors see `digest`."""
         view = _bytes_of(part)
         if self.algorithm == DIGEST_XXH3:
             self._xxh3.update(view)
@@ -115,7 +101,7 @@ class HostDigest:
         self._rest = view[whole:].tobytes()
 
     def value(self) -> int:
-        """The digest of all parts so far, in [0, 2**64)."""
+        """Return the digest of all parts so far, in [0, 2**64)."""
         if self.algorithm == DIGEST_XXH3:
             return self._xxh3.intdigest()
         if not self._rest:
@@ -129,11 +115,8 @@ class HostDigest:
 
 
 def words_sum(words: Words, first_word: int) -> int:
-    """What words count, of which the first is word number `first_word` of its payload; see the module's docstring.
-
-    Args:
-        words: uint64 [n], little-endian.
-    """
+    """Return the sum of words, uint64 [n], little-endian. The first is word number `first_word` of
+    its payload; see the module."""
     total = 0
     first_keys = np.arange(1, min(len(words), _BLOCK_WORDS) + 1, dtype=np.uint64) * np.uint64(STEP)
     for begin in range(0, len(words), _BLOCK_WORDS):

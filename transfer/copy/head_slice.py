@@ -1,10 +1,10 @@
 """Gather and scatter on a GPU: plans of the Triton kernel `transfer.copy.copy_kernel`.
 
-All buffers of a plan with equal tokens and shapes are one launch: a table has their addresses and wire offsets. What changes from
-plan to plan is no constant of the kernel, so that the chunks of all requests share a few compiled variants.
+All buffers of a plan with equal tokens and shapes are one launch: a table has their addresses and wire offsets. Values that
+differ between plans are no constants of the kernel, so the chunks of all requests share a few compiled variants.
 
-With a digest, the kernel adds up what the words count on their way. That needs whole words on both sides and no conversion; other
-plans say so (`can_digest`), and their wire is digested in a pass of its own.
+With a digest, the kernel sums up the words during the copy. That needs whole words on both sides and no conversion. Otherwise
+`can_digest` is False, and the wire is digested in a separate pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transfer.pool.kv_pool import PagedKVPool, scale_factor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What speed depends on, and nothing else; compared on a GPU by ``python -m bench.kernels --sweep``.
+    """Parameters that change only the speed. ``python -m bench.kernels --sweep`` compares them on a GPU.
 
     Chosen on an H200 (torch 2.11, Triton 3.6) with Llama-3-70B P2->D4 gather, its P4->D2 scatter, both in pages of 16, and
     Qwen3-8B P4->D1 scatter in pages of 1. Shares of a device copy, in that order:
@@ -41,14 +41,14 @@ class Tuning:
     - Copies: 256 words by 2 warps 0.97, 0.96, 0.95; 512 by 4 0.95, 0.96, 0.95; 1024 by 8 0.94, 0.94, 0.94.
     - With digest: 2048 words by 16 warps 0.95, 0.95, 0.94; 1024 by 4 0.95, 0.93, 0.93; 512 by 4 0.81, 0.76, 0.77.
 
-    Tried there with 512 and 1024 words, and gone: a bound on registers and other cache hints won nothing; programs side by side
-    that move the same tokens of several buffers lost (0.90 to 0.93). Conversions were not compared.
+    Rejected there with 512 and 1024 words: a bound on registers and other cache hints gained nothing. Programs side by side that
+    move the same tokens of several buffers lost (0.90 to 0.93). Conversions were not compared.
 
     Args:
         copy_words, copy_warps: Words of a tile that is only copied, and warps of its program.
-        digest_words, digest_warps: Of a tile that is digested too.
+        digest_words, digest_warps: The same for a tile that is digested too.
         conversion_elements, conversion_warps: Elements and warps of a tile that is converted.
-        max_columns: Words of a row that a piece has at most.
+        max_columns: Most words of a row in a piece.
     """
 
     copy_words: int = 256
@@ -68,7 +68,7 @@ Launch = tuple[Launcher, tuple[int, int, int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGeometry:
-    """How the rows of a buffer lie in the pool; sizes in bytes. Buffers that agree in it can share a launch."""
+    """Place of the rows of a buffer in the pool; sizes in bytes. Buffers with equal geometry can share a launch."""
 
     row_bytes: int
     rows_per_token: int
@@ -82,12 +82,9 @@ class RowGeometry:
 
 
 class TritonCopier(HeadSliceCopier):
-    """Gather and scatter by `copy_pieces`: one launch per token range and shape of buffers.
+    """Gather and scatter by `copy_pieces`: one launch for each token range and shape of buffers.
 
     Queued on the current stream of the pool's device. With TRITON_INTERPRET=1 it also works on CPU tensors, for tests.
-
-    Args:
-        tuning: Other sizes than the measured ones.
     """
 
     def __init__(
@@ -116,8 +113,8 @@ class TritonCopier(HeadSliceCopier):
 class _TritonPlan(CopyPlan):
     """One launch for all buffers that have equal tokens and rows.
 
-    What a launch needs besides pages and wire is prepared once for each direction, alignment of the wire and choice of digest:
-    the compiled variant, the grid, and the addresses of tables that were uploaded once for the plan.
+    Everything of a launch besides pages and wire is prepared once for each direction, alignment of the wire and choice of digest:
+    the compiled variant, the grid, and the addresses of the plan's uploaded tables.
     """
 
     _copier: TritonCopier
@@ -183,7 +180,7 @@ class _TritonPlan(CopyPlan):
             launcher(stream, grid, (pages_address, wire_address, digest_address, *arguments))
 
     def _prepared(self, is_gather: bool, wire_common: int, has_digest: bool) -> list[Launch]:
-        """Tables are uploaded here, once: a plan that is never used needs none."""
+        """Upload tables here, once: a plan that is never used needs none."""
         key = (is_gather, wire_common, has_digest)
         found = self._launches.get(key)
         if found is None:
@@ -194,14 +191,14 @@ class _TritonPlan(CopyPlan):
         return found
 
     def _keep_for(self, stream: Stream) -> None:
-        """See to it that the tables' memory is not used anew before what this stream has queued with them has run."""
+        """Keep the tables' memory until the work that this stream has queued with them has run."""
         with self._lock:
             self._streams.add(stream.handle)
             for tensor in self._tables.values():
                 stream.keep(tensor)
 
     def _table(self, group: int, name: str, values: Tensor) -> int:
-        """Address on the device; streams have to be told of a new one."""
+        """Return the address on the device. Streams must be told of a new table."""
         found = self._tables.get((group, name))
         if found is None:
             found = self._tables[group, name] = upload(values, self._pool.device)
@@ -209,7 +206,7 @@ class _TritonPlan(CopyPlan):
         return found.data_ptr()
 
     def _factors(self, group: int, *, is_gather: bool) -> int:
-        """Address of float32 [buffers]; 0 where nothing is scaled."""
+        """Return the address of float32 [buffers]; 0 if nothing is scaled."""
         copier = self._copier
         scales = [copier.scale(buffer) for buffer in self._groups[group][2]]
         sizes = (copier.pool.element.num_bytes, copier.wire_dtype.num_bytes)
@@ -289,7 +286,8 @@ def _launcher(device: torch.device, num_warps: int, constants: tuple[tuple[str, 
 
 @cache
 def _converts_natively(device: torch.device) -> bool:
-    """Whether the device rounds to bfloat16 and float8 as `convert` does; the interpreter and devices before Ada do not."""
+    """Return whether the device rounds to bfloat16 and float8 as `convert` does. The interpreter
+    and devices before Ada do not."""
     return device.type == "cuda" and not IS_INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

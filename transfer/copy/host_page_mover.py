@@ -1,4 +1,4 @@
-"""Whole pages between two pools in host memory: one strided copy for each run of pages, all layers together, without the GIL."""
+"""Move whole pages between two pools in host memory: one strided copy for each run of pages, for all layers, without the GIL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 
 
 class HostPageMovement:
-    """See `PageMovement`. K and V of layers that lie evenly spaced are one array, so that a page is a copy or two."""
+    """See `PageMovement`. K and V of evenly spaced layers are one array, so a page is a copy or two."""
 
     def __init__(self, pool: KVPool, host: HostPool) -> None:
         self._stacks: list[list[tuple[Array, Array]]] = []
@@ -49,14 +49,14 @@ class HostPageMovement:
 
 
 def _copy_runs(source: Array, source_pages: PageNumbers, target: Array, target_pages: PageNumbers) -> None:
-    """Copy pages, a run of pages that follow each other on both sides at a time."""
+    """Copy pages. Pages that follow each other on both sides are one copy."""
     for begin, end in page_runs(source_pages, target_pages):
         first_source, first_target, count = int(source_pages[begin]), int(target_pages[begin]), end - begin
         np.copyto(target[:, first_target : first_target + count], source[:, first_source : first_source + count])
 
 
 def _stacks(segments: Sequence[PageSegment]) -> list[list[PageSegment]]:
-    """Segments of one size and allocation, in runs that are evenly spaced both in the pool and in a host page."""
+    """Return segments of one size and allocation, in runs that are evenly spaced both in the pool and in a host page."""
     alike: dict[tuple[int, int, int], list[PageSegment]] = {}
     for segment in segments:
         memory = segment.buffer.untyped_storage().data_ptr()
@@ -74,7 +74,7 @@ def _stacks(segments: Sequence[PageSegment]) -> list[list[PageSegment]]:
 
 
 def _distances(first: PageSegment, second: PageSegment) -> tuple[int, int]:
-    """How far apart two segments are in the pool and in a host page, in bytes."""
+    """Return the distance of two segments in the pool and in a host page, in bytes."""
     return second.buffer.data_ptr() - first.buffer.data_ptr(), second.offset_bytes - first.offset_bytes
 
 
@@ -91,7 +91,7 @@ def _on_host(stack: Sequence[PageSegment], pages: Tensor) -> Array:
 
 
 def _opaque(first_of_stack: Tensor, num_segments: int, distance: int) -> Array:
-    """The segments of a stack that lie `distance` bytes apart, from those of its first, uint8 [pages, bytes]."""
+    """Return the segments of a stack, `distance` bytes apart, from those of its first: uint8 [pages, bytes]."""
     num_pages, num_bytes = first_of_stack.shape
     first = first_of_stack.numpy().view(np.dtype((np.void, num_bytes)))[:, 0]
     return np.lib.stride_tricks.as_strided(first, (num_segments, num_pages), (distance, first.strides[0]))

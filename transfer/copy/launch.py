@@ -1,8 +1,8 @@
-"""Launching a Triton kernel at little cost to the host, and bringing small tables to its device.
+"""Launch a Triton kernel at little cost to the host, and upload small tables.
 
-``kernel[grid](...)`` looks at every argument of every call to find the variant that was compiled for it: some 30 us for twenty
-arguments. A `Launcher` does that once and keeps the compiled kernel, whose call is a few microseconds. So its arguments are plain
-integers (addresses too) of a fixed type that nothing is specialised for; what the kernel may assume of them is in its constants.
+``kernel[grid](...)`` looks at every argument of every call to find the compiled variant: some 30 us for twenty arguments. A
+`Launcher` does that once and keeps the compiled kernel, whose call takes a few microseconds. So its arguments are plain integers
+(addresses too) of a fixed type without specialisation. Everything that the kernel may assume of them is in its constants.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import triton
 from torch import Tensor
 
 IS_INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
-"""Whether Triton runs its kernels on the CPU; fixed when it is imported."""
+"""Whether Triton runs its kernels on the CPU. Fixed at its import."""
 
 
 class Stream:
-    """A stream that kernels are queued on, by its handle."""
+    """A stream for kernels, by its handle."""
 
     __slots__ = ("device", "handle")
 
@@ -29,7 +29,7 @@ class Stream:
         self.handle = handle
 
     def keep(self, tensor: Tensor) -> None:
-        """See to it that the tensor's memory is not used anew before what this stream, the current one, has queued has run."""
+        """Keep the tensor's memory until the work that this stream, the current one, has queued has run."""
         if self.device.type == "cuda":
             tensor.record_stream(torch.cuda.current_stream(self.device))
 
@@ -38,7 +38,7 @@ _HOST: Final = Stream(torch.device("cpu"), 0)
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The calling thread's stream on `device`; for the interpreter there is but one."""
+    """Return the calling thread's stream on `device`; the interpreter has only one."""
     if device.type == "cpu":
         return _HOST
     # As Triton finds it itself: torch.cuda.current_stream makes an object of more than we need.
@@ -46,14 +46,13 @@ def current_stream(device: torch.device) -> Stream:
 
 
 class Launcher:
-    """One variant of a kernel on one device; threads may share it.
+    """One variant of a kernel on one device. Threads may share it.
 
     Args:
-        kernel: A function of ``triton.jit`` whose parameters that are not constants all have a type and are in
-            ``do_not_specialize``; constants come last.
-        device: Where it runs.
+        kernel: A function of ``triton.jit``. All parameters that are not constants have a type and are in ``do_not_specialize``.
+            Constants come last.
         constants: Its constants, in their order.
-        num_warps: Of a program.
+        num_warps: Warps of a program.
     """
 
     def __init__(self, kernel: Any, device: torch.device, constants: dict[str, Any], *, num_warps: int) -> None:
@@ -72,11 +71,7 @@ class Launcher:
         return IS_INTERPRETED or self._run is not None
 
     def compile(self, arguments: tuple[int, ...]) -> None:
-        """Compile the variant and load it onto its device, where that has not been done; launches nothing.
-
-        Args:
-            arguments: Of any call.
-        """
+        """Compile the variant and load it onto its device, without a launch; idempotent. `arguments` are those of any call."""
         with self._lock:
             if self.is_compiled:
                 return
@@ -88,7 +83,7 @@ class Launcher:
             self._run = run
 
     def __call__(self, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
-        """Queue it on a stream of its device."""
+        """Queue the kernel on a stream of its device."""
         if IS_INTERPRETED:
             self._kernel[grid](*arguments, **self._constants, num_warps=self._num_warps)
             return
@@ -102,9 +97,9 @@ class Launcher:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A table in host memory as one on `device`, there when this returns.
+    """Return a table in host memory as one on `device`. The copy has ended when this returns.
 
-    On a stream of its own: it waits for its copy, and for nothing that has been queued elsewhere.
+    Uses a separate stream: it waits for its copy, and for nothing that has been queued elsewhere.
     """
     if device.type == "cpu":
         return values

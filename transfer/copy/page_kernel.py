@@ -1,11 +1,11 @@
 """The Triton kernel that moves whole pages: between pool and packed pages, between two pools, and to or from pinned host memory.
 
-A *segment* is what is contiguous of a page on both sides, such as the K of one layer. Segments of equal size whose pages are
-equally far apart are moved by one launch, whatever their number. A side is either *packed*, row i of a call is its page i, or its
-pages are looked up in a table.
+A *segment* is a part of a page that is contiguous on both sides, such as the K of one layer. One launch moves all segments of
+equal size whose pages are equally far apart. A side is either *packed*, where row i of a call is its page i, or its pages are
+looked up in a table.
 
-Programs go from tile to tile in steps of their number. Memory of the device itself is fastest with a program per tile; over a
-host link a few programs keep as many bytes under way as the link takes, and leave the others to whatever computes meanwhile.
+Programs go from tile to tile in steps of their number. Memory of the device itself is fastest with a program per tile. Over a
+host link a few programs keep as many bytes under way as the link takes, and leave the other cores to computation.
 """
 
 from __future__ import annotations
@@ -87,12 +87,11 @@ def copy_segments(  # type: ignore[no-untyped-def]  # Triton gives the parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What is contiguous of a page on both sides; sizes in bytes.
+    """A part of a page that is contiguous on both sides; sizes in bytes.
 
     Args:
         source, target: Address in page 0 of either side.
         source_stride, target_stride: Distance of two pages.
-        num_bytes: Its size.
     """
 
     source: int
@@ -103,7 +102,7 @@ class Segment:
 
     @property
     def reversed(self) -> Segment:
-        """The same, the other way."""
+        """The same segment in the other direction."""
         return Segment(
             source=self.target,
             target=self.source,
@@ -119,11 +118,10 @@ class SegmentCopier:
     Queued on the current stream of the device. With TRITON_INTERPRET=1 it also works on CPU memory, for tests.
 
     Args:
-        device: Where the kernels run.
-        segments: What is moved of every page.
+        segments: Moved parts of every page.
         num_source_pages, num_target_pages: Pages of either side.
         is_source_packed, is_target_packed: Page i of that side is row i of a call.
-        max_programs: Of a launch; None for one per tile.
+        max_programs: Most programs of a launch; None means one for each tile.
     """
 
     def __init__(
@@ -146,7 +144,7 @@ class SegmentCopier:
         self._launches = [_Launch(device, own, is_source_packed, is_target_packed) for own in alike.values()]
 
     def compile(self) -> None:
-        """Compile and load what calls launch, where that has not been done; launches nothing."""
+        """Compile and load the kernels of calls, without a launch; idempotent."""
         for launch in self._launches:
             launch.launcher.compile((0, 0, launch.table.data_ptr(), 0, 0, *self._num_pages))
 
@@ -154,9 +152,9 @@ class SegmentCopier:
         """Queue the copy of `num_rows` pages.
 
         Args:
-            source_pages, target_pages: Addresses on the device of int64 [num_rows]; 0 for a side that is packed. The tables, too,
-                must stay until the copy has run.
-            count_at: Address on the device of an int64, read when the copy runs: of the rows only so many are there; 0: all.
+            source_pages, target_pages: Addresses on the device of int64 [num_rows]; 0 for a packed side. The tables must stay
+                until the copy has run.
+            count_at: Address on the device of an int64, read when the copy runs: the number of rows that exist. 0 means all.
         """
         stream = current_stream(self._device)
         for launch in self._launches:

@@ -1,6 +1,6 @@
-"""Whole pages between the device pool and the host pool, and between places of the device pool.
+"""Move whole pages between the device pool and the host pool, and between places of the device pool.
 
-`PageMover` checks what it is asked for and leaves the copies to what is fastest for the pool's device; all of them agree byte for
+`PageMover` checks a request and leaves the copies to the fastest movement for the pool's device. All movements agree byte for
 byte with `transfer.copy.reference`. Triton is imported only for a pool on a GPU.
 """
 
@@ -23,7 +23,7 @@ from transfer.pool.kv_pool import KVPool
 class PageMove:
     """Pages of one group that are copied between device and host: ``device_pages[i]`` and ``host_pages[i]``, either way.
 
-    Quickest where host pages follow each other: such a run is one copy over the link.
+    Fastest if host pages follow each other: such a run is one copy over the link.
     """
 
     group: int
@@ -41,7 +41,7 @@ class PageCopy:
 
 
 class PageMovement(Protocol):
-    """How pages are moved on a kind of device; each call returns when the copies are done."""
+    """Moves pages on a kind of device. Each call returns when the copies are done."""
 
     def compile(self) -> None:
         """See `PageMover.compile`."""
@@ -53,14 +53,13 @@ class PageMovement(Protocol):
 
 
 class PageMover:
-    """Copies whole pages; every call blocks until its copies are done, so it is called on a thread of its own.
+    """Copies whole pages. Every call blocks until its copies are done, so call it on a thread of its own.
 
-    One call runs at a time. Whoever wants both directions of the link at once has two movers.
+    One call runs at a time. To use both directions of the link at once, create two movers.
 
     Args:
-        pool: The device pool.
         host: Host pages over the same layout.
-        buffer_bytes: Device memory in which pages are packed on their way, on a GPU; half of it holds at least one page.
+        buffer_bytes: Device memory for packed pages on a GPU. Half of it holds at least one page.
         movement: How pages are moved; None chooses the fastest way for the pool's device.
 
     Raises:
@@ -79,18 +78,16 @@ class PageMover:
         self._movement = movement_of(pool, host, buffer_bytes) if movement is None else movement
 
     def compile(self) -> None:
-        """Compile what saves and loads launch on a GPU; otherwise the first of each does so, for seconds. Launches nothing."""
+        """Compile the kernels of saves and loads on a GPU, without a launch. Otherwise the first of
+        each compiles, for seconds."""
         self._movement.compile()
 
     def save(self, moves: Sequence[PageMove], after: WorkBefore | None = None) -> int:
-        """Copy device pages to host pages.
+        """Copy device pages to host pages. Return the moved bytes.
 
         Args:
-            moves: A host page is there at most once.
-            after: What has to be done before on the device, such as the step that wrote the pages.
-
-        Returns:
-            Bytes moved.
+            moves: Each host page at most once.
+            after: Work on the device that must end before, such as the step that wrote the pages.
 
         Raises:
             LayoutError: A page is outside its pool, or a host page is there twice.
@@ -99,15 +96,14 @@ class PageMover:
         return self._run(Direction.SAVE, pairs, "host_pages", after)
 
     def load(self, moves: Sequence[PageMove], after: WorkBefore | None = None) -> int:
-        """Copy host pages to device pages, otherwise as `save`; a device page is there at most once."""
+        """Copy host pages to device pages, otherwise as `save`; each device page at most once."""
         pairs = [self._pairs(one.group, one.device_pages, one.host_pages, is_save=False) for one in moves]
         return self._run(Direction.LOAD, pairs, "device_pages", after)
 
     def copy(self, moves: Sequence[PageCopy], after: WorkBefore | None = None) -> int:
-        """Copy pages of the device pool to others of it.
+        """Copy pages of the device pool to other pages of it. Return the moved bytes.
 
-        Raises:
-            LayoutError: A page is outside the pool, is a target twice, or both source and target.
+        Raise LayoutError if a page is outside the pool, is a target twice, or is both source and target.
         """
         pairs: list[PagePairs] = []
         for one in moves:
@@ -144,7 +140,7 @@ class PageMover:
 
 
 def movement_of(pool: KVPool, host: HostPool, buffer_bytes: int) -> PageMovement:
-    """The fastest movement for the pool's device."""
+    """Return the fastest movement for the pool's device."""
     if pool.device.type == "cpu":
         from transfer.copy.host_page_mover import HostPageMovement
 
@@ -155,7 +151,7 @@ def movement_of(pool: KVPool, host: HostPool, buffer_bytes: int) -> PageMovement
 
 
 def _checked(name: str, pages: Sequence[int], num_pages: int) -> PageNumbers:
-    # A call's pages can be thousands, and nothing moves before they have been looked at.
+    # A call can have thousands of pages, and nothing moves before all are checked.
     numbers = (
         np.arange(pages.start, pages.stop, pages.step, dtype=np.int64)
         if isinstance(pages, range)
@@ -166,11 +162,11 @@ def _checked(name: str, pages: Sequence[int], num_pages: int) -> PageNumbers:
     return numbers
 
 
-_SPARSE = 256  # pages of a pool for each that is moved: from there on sorting is quicker
+_SPARSE = 256  # pages of a pool for each moved page: above that, sorting is faster
 
 
 def _has_one_twice(pages: PageNumbers) -> bool:
-    """Whether a page is there twice, of one page or more. Many are marked, which is quicker than sorting them."""
+    """Return whether a page is there twice, of one page or more. Marking many pages is faster than sorting them."""
     if len(pages) * _SPARSE < pages.max():
         return len(np.unique(pages)) != len(pages)
     is_there = np.zeros(int(pages.max()) + 1, dtype=np.bool_)

@@ -43,9 +43,8 @@ class PageSegment:
     """K or V of one layer.
 
     Args:
-        buffer: The layer's pages in the pool, each of which is contiguous.
-        offset_bytes: Where the segment begins in a host page.
-        num_bytes: Its size.
+        buffer: The layer's pages in the pool, each contiguous.
+        offset_bytes: Begin of the segment in a host page.
         page_stride: Bytes from one page of the buffer to the next.
     """
 
@@ -56,7 +55,7 @@ class PageSegment:
 
 
 def page_segments(pool: KVPool, group: int) -> list[PageSegment]:
-    """The segments of a group's page, in the order of the host page; none where the rank has none of its layers."""
+    """Return the segments of a group's page, in the order of the host page; none if the rank has none of its layers."""
     found: list[PageSegment] = []
     offset = 0
     for layer in pool.groups[group].layers_of(pool.layout, pool.shard):
@@ -70,7 +69,7 @@ def page_segments(pool: KVPool, group: int) -> list[PageSegment]:
 
 
 def page_runs(*sides: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """[begin, end) of the entries whose pages follow each other on every one of some sides, int64 [n] each; n is at least 1."""
+    """Return [begin, end) of the entries whose pages follow each other on all sides, int64 [n] each; n is at least 1."""
     is_break = np.logical_or.reduce([np.diff(pages) != 1 for pages in sides])
     begins = [0, *(np.flatnonzero(is_break) + 1).tolist()]
     return list(zip(begins, [*begins[1:], len(sides[0])], strict=True))

@@ -1,4 +1,4 @@
-"""Gather, scatter and moves of pages by plain torch indexing: slow, obviously right, and what defines correct for the others."""
+"""Gather, scatter and moves of pages by plain torch indexing: slow and simple. It defines correct results for the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transfer.pool.kv_pool import KVPool, as_words, convert
 
 
 class ReferenceCopier(HeadSliceCopier):
-    """Works on every device; what the tests compare the others with. Its plans digest only in host memory."""
+    """Works on every device. Tests compare the others with it. Its plans digest only in host memory."""
 
     def plan(self, buffers: Sequence[WireBuffer]) -> CopyPlan:
         return _ReferencePlan(self, buffers)
@@ -46,7 +46,7 @@ class _ReferencePlan(CopyPlan):
             digest.update(wire[: self.num_wire_bytes])
 
     def _places(self, pages: Tensor, first_page: int, buffer: WireBuffer) -> tuple[Tensor, Tensor]:
-        """Page and offset of each token of the buffer, int64 [tokens] each."""
+        """Return page and offset of each token of the buffer, int64 [tokens] each."""
         slot = torch.arange(buffer.tokens.begin, buffer.tokens.end, device=self._pool.device)
         return pages[first_page + slot // self._pool.page_size], slot % self._pool.page_size
 

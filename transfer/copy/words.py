@@ -1,6 +1,6 @@
 """``kvferry-words-64`` in Triton: see `transfer.copy.digest` for its definition.
 
-A word takes some 16 integer instructions of 32 bits (two additions, three exclusive ors, two products, the sum); the key, an
+A word takes some 16 integer instructions of 32 bits (two additions, three exclusive ors, two products, the sum). The key, an
 addition per word, comes from its row and its column.
 """
 
@@ -77,14 +77,11 @@ def sum_words(  # type: ignore[no-untyped-def]
 
 
 def add_words(digest: Tensor, wire: WireMemory, num_bytes: int) -> None:
-    """Add what the first `num_bytes` bytes of a wire count to `digest`: a pass over them, queued on the current stream.
+    """Add the digest of the first `num_bytes` bytes of a wire to `digest`: a pass over them, queued on the current stream.
 
     Args:
-        digest: int64 [1] on the device whose kernels can read the wire.
-        wire: At any address; slow where it is not on whole words.
-
-    Raises:
-        LayoutError: The digest is not int64 [1].
+        digest: int64 [1] on the device whose kernels can read the wire. Raises LayoutError for anything else.
+        wire: At any address; slow if it is not on whole words.
     """
     check_digest(digest, digest.device)
     if not num_bytes:
@@ -96,7 +93,7 @@ def add_words(digest: Tensor, wire: WireMemory, num_bytes: int) -> None:
 
 
 def is_pass_compiled(device: torch.device, wire_address: int, num_bytes: int) -> bool:
-    """Whether `add_words` on that device would only queue."""
+    """Return whether `add_words` on that device would only queue."""
     return _launcher(device, math.gcd(WORD_BYTES, wire_address, num_bytes)).is_compiled
 
 
@@ -112,11 +109,7 @@ def _launcher(device: torch.device, part_bytes: int) -> Launcher:
 
 
 def check_digest(digest: Any, device: torch.device) -> None:
-    """Refuse what a kernel on `device` cannot add to.
-
-    Raises:
-        LayoutError: It is not an int64 tensor [1] on the device.
-    """
+    """Raise LayoutError if the digest is not an int64 tensor [1] on the device."""
     if not isinstance(digest, Tensor):
         raise LayoutError(f"digest is a {type(digest).__name__}; for a pool on {device} it must be an int64 tensor [1] there")
     if digest.dtype is not torch.int64 or digest.numel() != 1 or digest.device != device:
