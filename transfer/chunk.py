@@ -1,4 +1,4 @@
-"""Cutting a request into chunks: both sides call the same function, so boundaries are never sent."""
+"""Divide a request into chunks. Both sides call the same function, so boundaries are never sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transfer.layout import DType, KVLayout, Range, Route, Shard, most_routes, p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A token range x layer range of one request that moves as a unit; knows nothing of pages."""
+    """A token range x layer range of one request that moves as a unit. Knows nothing of pages."""
 
     index: int
     tokens: Range
@@ -21,7 +21,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
-    """How requests are cut: agreed at attach, the same on both sides.
+    """How requests are divided: agreed at attach, the same on both sides.
 
     Args:
         chunk_tokens: Tokens per chunk. Boundaries lie on multiples of it, counted from token 0 of the prompt.
@@ -49,13 +49,10 @@ The peer of a decode rank chooses the plan, so the plan must be bounded.
 def check_num_pieces(
     plan: ChunkPlan, layout: KVLayout, prefill: Shard, decode: Shard, *, num_tokens: int, start_token: int = 0
 ) -> None:
-    """Reject a plan that divides a request into more pieces than one rank of either instance can keep.
+    """Raise LayoutError if the plan has more pieces of a request than one rank can keep; the message contains the numbers.
 
     Args:
         prefill, decode: The shards of any rank of the instances.
-
-    Raises:
-        LayoutError: The plan has more than `MAX_PIECES` pieces. The message contains the numbers.
     """
     num_routes = most_routes(layout, prefill, decode)
     num_chunks = len(split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token))
@@ -111,10 +108,8 @@ class Chunks(Sequence[Chunk]):
 def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> Chunks:
     """Divide tokens [start_token, num_tokens) x all layers into chunks.
 
-    Every (token, layer) lies in exactly one chunk; `Chunk.index` counts from 0.
-
-    Raises:
-        LayoutError: The token range is empty or negative, or there are no layers.
+    Every (token, layer) lies in exactly one chunk; `Chunk.index` counts from 0. Raise LayoutError if the token range is empty or
+    negative, or there are no layers.
     """
     return Chunks(plan, num_tokens=num_tokens, num_layers=num_layers, start_token=start_token)
 
@@ -170,12 +165,9 @@ class Pieces:
 
 
 def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route], dtype: DType) -> int:
-    """Payload of the largest piece that any request can have on one of `routes`, in bytes; 0 without routes.
+    """Return the payload of the largest piece of any request on one of `routes`, in bytes; 0 without routes.
 
-    Ring and staging slots must hold it.
-
-    Args:
-        dtype: Element type on the wire.
+    Ring and staging slots must hold it. `dtype` is the element type on the wire.
     """
     # A prompt of one full chunk: every later chunk of a longer prompt has the same pieces, or smaller ones behind a window.
     chunks = split_into_chunks(plan, num_tokens=plan.chunk_tokens, num_layers=layout.num_layers)

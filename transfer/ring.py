@@ -1,14 +1,14 @@
 """The ring: who may write where, and when those bytes are free again.
 
-One monotone byte position names every byte ever granted; ``offset = position % capacity``. The decode rank owns a
-`StagingAllocator`, which gives out grants and takes them back; each writer keeps a `RingView`, fed by `Watermark`s, and
-asks it whether a grant may be written yet. Both answer with the same function, so they can differ only by what the writer has not
-heard of, which delays it and never misleads it.
+One monotone byte position names every byte ever granted; ``offset = position % capacity``. The decode rank has a
+`StagingAllocator`, which assigns and releases grants. Each writer has a `RingView`, fed by `Watermark`s, and asks it whether a
+grant may be written. Both answer with the same function. They differ only by watermarks that the writer has not received, which
+delays it and never misleads it.
 
-Rules, each with a test of its number (tests/protocol/test_ring_rules.py):
- R1 no two unreleased grants that may both be written share a byte; R2 the watermark never moves back; R3 a grant is published
- whole and never changes; R4 a grant is released exactly once; R5 after the last release the ring is empty. (R6, a remote write
- lands in the ring and never in the KV pool, is the receiver's.)
+Rules, each with a test of its number (tests/protocol/test_ring_rules.py): R1 no two unreleased grants that may both be written
+share a byte; R2 the watermark never moves back; R3 a grant is published whole and never changes; R4 a grant is released exactly
+once; R5 after the last release the ring is empty. (The receiver has R6: a remote write lands in the ring and never in the KV
+pool.)
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, Remo
 from transfer.ring_index import CoveredOffsets, SortedPositions
 
 ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
-MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; when there are more, they take turns in laps
-MAX_KEPT_RANGES = 16 * MAX_PUBLISHED_RANGES  # what a writer remembers of one ring; a peer must not be able to grow it
+MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; more ranges take turns in laps
+MAX_KEPT_RANGES = 16 * MAX_PUBLISHED_RANGES  # limits the memory that a peer can make a writer use
 MAX_ATTEMPTS = 2  # a broken chunk is sent again once; a second mismatch is no accident of the wire
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permission to write positions [begin, end) of a ring; `begin` names it, for no two grants begin at one position.
+    """Permission to write positions [begin, end) of a ring. `begin` names it, because no two grants begin at one position.
 
     Args:
         begin: First position, a multiple of `ALIGNMENT_BYTES`.
-        end: One past the last position; the payload may be shorter by less than `ALIGNMENT_BYTES`.
+        end: One past the last position. The payload may be shorter by less than `ALIGNMENT_BYTES`.
     """
 
     begin: int
@@ -46,13 +46,13 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watermark:
-    """Absolute state of a ring, complete in itself: a lost, repeated or late one does no harm.
+    """The absolute state of a ring, complete in itself: a lost, repeated or late watermark does no harm.
 
     Args:
-        incarnation: Life of the decode process whose ring it is.
-        sequence: Counts the watermarks of that life; an older one is ignored.
+        incarnation: Life of the decode process that has the ring.
+        sequence: Number of the watermark in that life. Older ones are ignored.
         position: Everything below it is released.
-        released: Released ranges above `position` as [begin, end) pairs, ascending, disjoint and apart; perhaps not all.
+        released: Released ranges above `position`, ascending, disjoint and apart; perhaps not all.
     """
 
     incarnation: int
@@ -71,14 +71,14 @@ class Watermark:
 
 
 def _blocker_of(grant: Grant, *, position: int, capacity_bytes: int, unreleased_edge: Callable[[int], int]) -> int | None:
-    """The highest unreleased position before `grant` that shares a byte with it; None: the grant may be written.
+    """Return the highest unreleased position before `grant` that shares a byte with it; None if the grant may be written.
 
-    Looks only where the grant's bytes were in earlier rounds of the ring, and skips the rounds that a released range covers.
-    Nothing unreleased is a whole round older than a grant that ends within a round of the watermark.
+    Looks only at the positions of the grant's bytes in earlier rounds of the ring, and skips the rounds that a released range
+    covers. Nothing unreleased is a whole round older than a grant that ends within a round of the watermark.
 
     Args:
         position: Watermark position.
-        unreleased_edge: Given a position above the watermark's, one past the highest unreleased position below it.
+        unreleased_edge: Given a position above the watermark's, returns one past the highest unreleased position below it.
     """
     size = grant.end - grant.begin
     window = grant.begin - capacity_bytes
@@ -95,14 +95,13 @@ class RingAccounts:
     """Everything that a `StagingAllocator` records about its ring, at one moment.
 
     Args:
-        capacity_bytes: Size of the ring.
         head: Position at which the next grant would begin.
         position: Position of the watermark.
         live: End of each unreleased grant, by its begin.
         live_bytes: Their size, counted with each grant and release.
         quarantined: Live grants whose writer may still write.
-        quarantined_bytes: Their size, counted as `live_bytes` is.
-        suspect_runs: Offsets that new grants step around, as `CoveredOffsets.runs` returns them.
+        quarantined_bytes: Their size, counted like `live_bytes`.
+        suspect_runs: Offsets that new grants avoid, as `CoveredOffsets.runs` returns them.
         range_begins: Begins of the released ranges above the watermark, ascending.
         end_of: End of each of these ranges, by its begin.
         begin_of: Begin of each of these ranges, by its end.
@@ -121,11 +120,7 @@ class RingAccounts:
     begin_of: Mapping[int, int]
 
     def check(self) -> None:
-        """Prove the rules.
-
-        Raises:
-            LocalProtocolError: A rule is broken; the message names it.
-        """
+        """Check the rules. Raise LocalProtocolError if one is broken; the message names it."""
         _require(bool(self.live) or self.position == self.head, f"R5: no live grant, watermark {self.position}, head {self.head}")
         edge = self.position
         ranges = [(begin, self.end_of.get(begin, begin)) for begin in self.range_begins]
@@ -163,15 +158,15 @@ class RingAccounts:
 
 
 class StagingAllocator:
-    """Gives out a ring's bytes, and knows which of them are still spoken for. Owned by one thread of a decode rank.
+    """Assigns a ring's bytes, and knows which of them are in use. Owned by one thread of a decode rank.
 
-    The ring overcommits: a grant that fits the ring at all always succeeds; whether it may be *written* is the writer's
-    question to the watermark. Grants may be released in any order. The grant of a writer that may still write (aborted,
-    expired, disconnected) is put into quarantine: it stays unreleased, and new grants step around its bytes where they can.
+    The ring overcommits: a grant that fits the ring at all always succeeds. Whether it may be *written* depends on the watermark.
+    Grants may be released in any order. The grant of a writer that may still write (aborted, expired, disconnected) goes into
+    quarantine: it stays unreleased, and new grants avoid its bytes if they can.
 
     Args:
         capacity_bytes: Size of the ring, a positive multiple of `ALIGNMENT_BYTES`.
-        incarnation: Life of this process, stamped on every watermark.
+        incarnation: Life of this process, for every watermark.
     """
 
     def __init__(self, capacity_bytes: int, *, incarnation: int = 0) -> None:
@@ -214,12 +209,12 @@ class StagingAllocator:
 
     @property
     def oldest_open(self) -> int | None:
-        """Where the oldest live grant begins that is not in quarantine; None: there is none."""
+        """Begin of the oldest live grant that is not in quarantine; None without one."""
         return next((begin for begin in self._live if begin not in self._quarantined), None)  # granted in order
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of all unreleased grants; above `capacity_bytes` when overcommitted."""
+        """Bytes of all unreleased grants; above `capacity_bytes` if overcommitted."""
         return self._live_bytes
 
     @property
@@ -228,14 +223,13 @@ class StagingAllocator:
 
     @property
     def num_ranges(self) -> int:
-        """Released ranges above the watermark's position; a watermark names `MAX_PUBLISHED_RANGES` of them."""
+        """Released ranges above the watermark's position. A watermark names `MAX_PUBLISHED_RANGES` of them."""
         return len(self._end_of)
 
     def assign(self, num_bytes: int) -> Grant:
-        """The next grant, of `num_bytes` rounded up to `ALIGNMENT_BYTES`; it never wraps around the ring's end.
+        """Return the next grant, of `num_bytes` rounded up to `ALIGNMENT_BYTES`. It never wraps around the ring's end.
 
-        Raises:
-            ChunkTooLarge: The ring is smaller than `num_bytes`: it can never be granted.
+        Raise ChunkTooLarge if the ring is smaller than `num_bytes`: it can never be granted.
         """
         size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if size <= 0:
@@ -262,11 +256,8 @@ class StagingAllocator:
         return self._head if offset + size <= capacity else self._head + capacity - offset
 
     def release(self, grant: Grant) -> None:
-        """Give the grant's bytes back; the watermark moves as far as it can.
-
-        Raises:
-            LocalProtocolError: The grant is not live (R4).
-        """
+        """Release the grant's bytes; the watermark moves as far as it can. Raise LocalProtocolError for a grant that is not live
+        (R4)."""
         if self._live.get(grant.begin) != grant.end:
             raise LocalProtocolError(
                 f"release of grant [{grant.begin}, {grant.end}), which is not live (R4: released exactly once)"
@@ -280,7 +271,7 @@ class StagingAllocator:
         self._add_released(grant.begin, grant.end)
 
     def quarantine(self, grant: Grant) -> None:
-        """Mark a live grant whose writer may still write; only `release()` ends it, on proof and never by elapsed time."""
+        """Mark a live grant whose writer may still write. Only `release()` ends it, on proof and never by elapsed time."""
         if self._live.get(grant.begin) != grant.end:
             raise LocalProtocolError(f"quarantine of grant [{grant.begin}, {grant.end}), which is not live")
         if grant.begin not in self._quarantined:
@@ -289,17 +280,17 @@ class StagingAllocator:
             self._suspect.add(grant.begin % self.capacity_bytes, _end_offset(grant, self.capacity_bytes))
 
     def is_writable(self, grant: Grant) -> bool:
-        """Whether the grant's bytes are free of every earlier grant (what a writer would find with perfect knowledge)."""
+        """Return whether the grant's bytes are free of every earlier grant, as a writer with perfect knowledge would see it."""
         return self.blocker_of(grant) is None
 
     def blocker_of(self, grant: Grant) -> int | None:
-        """The highest unreleased position in the grant's way; None: its bytes are free of every earlier grant."""
+        """Return the highest unreleased position in the grant's way; None if its bytes are free of every earlier grant."""
         return _blocker_of(
             grant, position=self._position, capacity_bytes=self.capacity_bytes, unreleased_edge=self._unreleased_edge
         )
 
     def watermark(self) -> Watermark:
-        """The state to publish, under the next sequence number.
+        """Return the state to publish, under the next sequence number.
 
         If a watermark has no room for all released ranges, they take turns. A range that a writer never receives holds its
         staging slot, and blocks the grants that reuse its bytes, while anything older is unreleased.
@@ -349,7 +340,7 @@ class StagingAllocator:
         )
 
     def check_invariants(self) -> None:
-        """Prove the rules on the present state; for tests, and for a node that has gone idle. See `RingAccounts.check`."""
+        """Check the rules on the present state; for tests, and for an idle node. See `RingAccounts.check`."""
         self.accounts().check()
 
     def _add_released(self, begin: int, end: int) -> None:
@@ -376,15 +367,14 @@ class StagingAllocator:
 
 
 class RingView:
-    """What a writer knows of a peer's ring: never more than is true, so a yes is always safe.
+    """A writer's knowledge of a peer's ring: never more than is true, so "writable" is always safe.
 
-    What was once heard to be released stays so, also when a later watermark has no room to repeat it. Only the lowest
-    `MAX_KEPT_RANGES` ranges are kept. Forgetting delays, as not having heard does; and where a grant that was declined is said
-    once more, it may be declined once more.
+    A range that was once released stays released, even if a later watermark has no room to repeat it. Only the lowest
+    `MAX_KEPT_RANGES` ranges are kept. Forgetting only delays. A declined grant that is issued once more may be declined once
+    more.
 
     Args:
-        capacity_bytes: Size of the peer's ring.
-        incarnation: Life of the peer's process; watermarks of another life are refused.
+        incarnation: Life of the peer's process. Watermarks of another life are ignored.
     """
 
     def __init__(self, capacity_bytes: int, *, incarnation: int = 0) -> None:
@@ -393,7 +383,7 @@ class RingView:
         self.capacity_bytes = capacity_bytes
         self.incarnation = incarnation
         self._watermark = Watermark(incarnation=incarnation, sequence=0, position=0)
-        # Released ranges above the watermark: all that was ever heard of.
+        # All known released ranges above the watermark.
         self._begins: list[int] = []
         self._ends: list[int] = []
         self.num_steps = 0  # that looks for blockers have taken, in all
@@ -404,10 +394,9 @@ class RingView:
         return self._watermark
 
     def update(self, watermark: Watermark) -> bool:
-        """Take in a watermark; False when it is an older one, a repeated one, or of another life, and was ignored.
+        """Take in a watermark. Return False if it was ignored: an older or repeated one, or of another life.
 
-        Raises:
-            RemoteProtocolError: A newer watermark moves back (R2).
+        Raise RemoteProtocolError if a newer watermark moves back (R2).
         """
         if watermark.incarnation != self.incarnation or watermark.sequence <= self._watermark.sequence:
             return False
@@ -416,7 +405,7 @@ class RingView:
                 f"watermark of {self.incarnation:#x} moved back from {self._watermark.position} to {watermark.position} (R2)"
             )
         self._watermark = watermark
-        # Published is what there is room for. Positions are never used again, so what was heard before is still true.
+        # A watermark has limited room. Positions are never used again, so earlier ranges are still released.
         below = bisect_right(self._begins, watermark.position)
         begins, ends = self._begins[below:], self._ends[below:]
         for span in watermark.released:
@@ -431,11 +420,11 @@ class RingView:
         return True
 
     def is_writable(self, grant: Grant) -> bool:
-        """Whether the grant may be written now; "not yet" is False, never an error."""
+        """Return whether the grant may be written now; "not yet" is False, never an error."""
         return self.blocker_of(grant) is None
 
     def blocker_of(self, grant: Grant) -> int | None:
-        """The highest position in the grant's way that is not known to be released; None: it may be written now."""
+        """Return the highest position in the grant's way that is not known as released; None if the grant may be written."""
         return _blocker_of(
             grant,
             position=self._watermark.position,
@@ -449,7 +438,7 @@ class RingView:
         return position if at < 0 or self._ends[at] < position else self._begins[at]
 
     def can_hold(self, grant: Grant, num_bytes: int) -> bool:
-        """Whether the grant is one that this ring can give for `num_bytes`: aligned, large enough, not across its end."""
+        """Return whether this ring can have issued the grant for `num_bytes`: aligned, large enough, not across its end."""
         return (
             grant.begin % ALIGNMENT_BYTES == 0
             and num_bytes <= grant.end - grant.begin
@@ -457,7 +446,7 @@ class RingView:
         )
 
     def is_released(self, grant: Grant) -> bool:
-        """Whether the peer has given the grant's bytes back, so that the source bytes behind it are needed no more."""
+        """Return whether the peer has released the grant, so that the source bytes are no longer needed."""
         if grant.end <= self._watermark.position:
             return True
         at = bisect_right(self._begins, grant.begin) - 1
@@ -465,7 +454,7 @@ class RingView:
 
 
 def _end_offset(grant: Grant, capacity_bytes: int) -> int:
-    """Offset one past the grant's last byte, in (0, capacity]; a grant never wraps."""
+    """Return the offset one past the grant's last byte, in (0, capacity]; a grant never wraps."""
     return grant.begin % capacity_bytes + grant.end - grant.begin
 
 
@@ -475,10 +464,6 @@ def _require(holds: bool, what: str) -> None:
 
 
 def grant_key(begin: int, attempt: int) -> int:
-    """The data plane's name for one write into a grant: no two writes of one ring's life share it.
-
-    Args:
-        begin: Position at which the grant begins.
-        attempt: Below `MAX_ATTEMPTS`: 0, or 1 when the bytes are sent again after a digest mismatch.
-    """
+    """Return the data plane's name for one write into the grant at `begin`, unique in one ring's life; `attempt` is below
+    `MAX_ATTEMPTS`."""
     return begin // ALIGNMENT_BYTES * MAX_ATTEMPTS + attempt

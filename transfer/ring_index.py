@@ -1,6 +1,6 @@
-"""Finding a position among thousands: sorted positions, the grants that wait for bytes, and the bytes to step around.
+"""Indexes of positions among thousands: sorted positions, grants that wait for bytes, and covered bytes.
 
-What a ring, its writers and its receiver ask of thousands of live grants must cost as much as of ten. Pure.
+The questions of a ring, its writers and its receiver must cost as much with thousands of live grants as with ten. Pure.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ LOOK_STEPS: Final = 1 << 14
 
 
 class SortedPositions:
-    """A set of positions in ascending order, in blocks: adding or removing one moves at most a block, and not all above it.
+    """A set of positions in ascending order, in blocks: adding or removing one moves at most a block.
 
     Source: the list of lists of the Python package sortedcontainers.
-
-    Args:
-        block_positions: See `BLOCK_POSITIONS`.
     """
 
     def __init__(self, block_positions: int = BLOCK_POSITIONS) -> None:
@@ -43,11 +40,11 @@ class SortedPositions:
 
     @property
     def block_sizes(self) -> list[int]:
-        """Number of positions in each block: what one step can move."""
+        """Number of positions in each block: the most that one step can move."""
         return list(map(len, self._blocks))
 
     def add(self, position: int) -> None:
-        """Add a position that is not there."""
+        """Add a new position."""
         at = bisect_right(self._firsts, position) - 1
         if at < 0:
             if not self._blocks:
@@ -64,7 +61,7 @@ class SortedPositions:
             del block[half:]
 
     def remove(self, position: int) -> None:
-        """Remove a position that is there."""
+        """Remove a position of the set."""
         at = bisect_right(self._firsts, position) - 1
         block = self._blocks[at]
         if len(block) == 1:
@@ -74,7 +71,7 @@ class SortedPositions:
         self._firsts[at] = block[0]
 
     def below(self, position: int) -> int | None:
-        """The highest one below `position`."""
+        """Return the highest position below `position`, or None."""
         at = bisect_left(self._firsts, position) - 1
         if at < 0:
             return None
@@ -82,14 +79,14 @@ class SortedPositions:
         return block[bisect_left(block, position) - 1]
 
     def cycle_from(self, position: int, count: int) -> list[int]:
-        """The first `count` from `position` on, and behind the highest on from the lowest; each once at most."""
+        """Return the first `count` positions from `position` on, and from the lowest after the highest; each once at most."""
         at = max(bisect_right(self._firsts, position) - 1, 0)
         upper = itertools.dropwhile(lambda one: one < position, itertools.chain.from_iterable(self._blocks[at:]))
         lower = itertools.takewhile(lambda one: one < position, self)
         return list(itertools.islice(itertools.chain(upper, lower), count))
 
     def take(self, begin: int, end: int) -> list[int]:
-        """Those in [begin, end), taken out."""
+        """Remove and return the positions in [begin, end)."""
         taken: list[int] = []
         at = max(bisect_right(self._firsts, begin) - 1, 0)
         while at < len(self._blocks) and self._firsts[at] < end:
@@ -107,7 +104,7 @@ class SortedPositions:
 
 
 class PositionIndex(Generic[_T]):
-    """Things by position, any number at one, taken out by ranges of positions."""
+    """Things by position, any number at one, removed by ranges of positions."""
 
     def __init__(self) -> None:
         self._positions = SortedPositions()
@@ -118,7 +115,7 @@ class PositionIndex(Generic[_T]):
 
     @property
     def num_positions(self) -> int:
-        """Positions that take memory: those that have things."""
+        """Positions that take memory: those with things."""
         return len(self._things)
 
     def add(self, position: int, thing: _T) -> None:
@@ -128,7 +125,7 @@ class PositionIndex(Generic[_T]):
         things.append(thing)
 
     def remove(self, position: int, thing: _T) -> None:
-        """Take out what was added there."""
+        """Remove a thing that was added there."""
         things = self._things[position]
         things.remove(thing)
         if not things:
@@ -136,12 +133,12 @@ class PositionIndex(Generic[_T]):
             self._positions.remove(position)
 
     def take(self, begin: int, end: int) -> list[_T]:
-        """What is at positions [begin, end), taken out, in their order."""
+        """Remove and return the things at positions [begin, end), in their order."""
         return [thing for position in self._positions.take(begin, end) for thing in self._things.pop(position)]
 
 
 class RingRange(Protocol):
-    """Positions [begin, end) of a ring: a grant; no two begin at one position."""
+    """Positions [begin, end) of a ring: a grant. No two begin at one position."""
 
     @property
     def begin(self) -> int: ...
@@ -156,15 +153,15 @@ _S = TypeVar("_S", bound=RingRange)
 class WaitingGrants(Generic[_S, _T]):
     """Grants that wait until nothing older is on their bytes, oldest first.
 
-    Each waits for one position, the highest that is in its way, and is not looked at again before that one is released. Ahead of
-    it in line are as a rule grants that must go first anyway, so a grant is looked at once or twice, however many wait.
+    Each waits for one position, the highest in its way, and is looked at again only when that one is released. The grants ahead
+    of it usually must go first anyway. So each grant is looked at once or twice, however many wait.
 
-    A peer can make looks dear, and have all grants looked at at once. So a turn looks only until its steps are used up, and the
-    next turns look at the rest.
+    A peer can make looks expensive, and cause a look at all grants at once. So a turn looks only until its steps are used up, and
+    the next turns look at the rest.
 
     Args:
-        blocker_of: The highest unreleased position in a grant's way, or None: `RingView.blocker_of` or its allocator's.
-        num_steps: Steps that looks have taken so far, in all: the ring's `num_steps`. Without it, a turn has no bound.
+        blocker_of: Return the highest unreleased position in a grant's way, or None: `RingView.blocker_of` or its allocator's.
+        num_steps: Return the steps of all looks so far: the ring's `num_steps`. Without it, a turn has no bound.
     """
 
     def __init__(self, blocker_of: Callable[[_S], int | None], num_steps: Callable[[], int] = lambda: 0) -> None:
@@ -183,7 +180,7 @@ class WaitingGrants(Generic[_S, _T]):
 
     @property
     def has_free(self) -> bool:
-        """Whether `pop()` would give one."""
+        """Whether `pop()` would return a grant."""
         while self._free and not self._is_free(self._free[0]):
             heapq.heappop(self._free)
         return bool(self._free)
@@ -194,7 +191,7 @@ class WaitingGrants(Generic[_S, _T]):
         return bool(self._later)
 
     def begin_turn(self) -> None:
-        """Begin another turn, with looks at the grants that the turns before left."""
+        """Begin another turn with looks at the grants that earlier turns left."""
         self._last_step = self._num_steps() + LOOK_STEPS
         while self._later and self._num_steps() < self._last_step:
             name = next(iter(self._later))
@@ -202,12 +199,12 @@ class WaitingGrants(Generic[_S, _T]):
             self._look(self._items[name][0])
 
     def add(self, grant: _S, item: _T) -> None:
-        """A grant that is new here."""
+        """Add a new grant."""
         self._items[grant.begin] = grant, item
         self._look(grant)
 
     def discard(self, grant: _S) -> None:
-        """The grant waits no more; one that does not wait is ignored."""
+        """Remove a grant. No-op if it does not wait."""
         self._later.pop(grant.begin, None)
         if self._items.pop(grant.begin, None) is not None and grant.begin in self._blockers:
             self._blocked.remove(self._blockers.pop(grant.begin), grant.begin)
@@ -219,7 +216,7 @@ class WaitingGrants(Generic[_S, _T]):
             self._look(self._items[name][0])
 
     def pop(self) -> _T:
-        """The oldest that may go, taken out. Raises IndexError when all have to wait: see `has_free`."""
+        """Remove and return the oldest grant that may go. Raise IndexError if all must wait: see `has_free`."""
         if not self.has_free:
             raise IndexError(f"{len(self)} grants wait, and none may go")
         return self._items.pop(heapq.heappop(self._free))[1]
