@@ -1,7 +1,7 @@
-"""A circuit breaker for one peer: whether requests should go there while there are others to send them to. Pure.
+"""A circuit breaker for one peer: whether requests should go there while other peers exist. Pure.
 
-It never says no. A peer whose breaker is not closed is only the last choice: where nobody else is left it is given requests all
-the same, and each of them can show that it works again. So no peer is ever shut out, whatever happened to it before.
+It never refuses. A peer whose breaker is not closed is only the last choice. If no other peer is left, it gets requests all the
+same, and each of them can show that it works again. So no peer is ever excluded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transfer.errors import ConfigError
 
 
 class BreakerState(Enum):
-    """Where a breaker stands; the values are what people see."""
+    """State of a breaker. The values are shown to people."""
 
     CLOSED = "closed"
     OPEN = "open"  # for a pause it is given nothing that can go elsewhere
@@ -23,7 +23,7 @@ class BreakerState(Enum):
 
 
 class Verdict(Enum):
-    """What came of a request, as far as it speaks of the peer."""
+    """Outcome of a request, as evidence about the peer."""
 
     SUCCESS = "success"
     FAILURE = "failure"  # by the peer's fault
@@ -36,10 +36,10 @@ class BreakerSettings:
 
     Args:
         failures: Failures within `window_s` that open it.
-        window_s: Seconds after which a failure counts no more.
-        pause_s: Seconds for which it opens first.
-        max_pause_s: Seconds for which it opens at most. The pause doubles when a trial fails, and when the breaker opens again
-            before it has been closed for so long.
+        window_s: Seconds for which a failure counts.
+        pause_s: Seconds of the first pause.
+        max_pause_s: Longest pause. The pause doubles if a trial fails, and if the breaker opens again before it was closed for so
+            long.
     """
 
     failures: int
@@ -62,8 +62,8 @@ class Permit:
     """One request at the peer, from `Breaker.begin` to `Breaker.end`.
 
     Args:
-        opening: How often the breaker had opened when the request began: what began before the last time says nothing new.
-        is_trial: It is the one that tries a half-open peer.
+        opening: Openings of the breaker when the request began. A request from before the last opening proves nothing new.
+        is_trial: Whether the request tries a half-open peer.
     """
 
     opening: int
@@ -71,12 +71,8 @@ class Permit:
 
 
 class Breaker:
-    """See the module's docstring. Every permit must be ended once, or a half-open peer waits for its trial for ever.
-
-    Args:
-        settings: When it opens, and for how long.
-        clock: Seconds that never go back.
-    """
+    """See the module's docstring. End every permit once, or a half-open peer waits for its trial
+    for ever. `clock` is monotonic."""
 
     def __init__(self, settings: BreakerSettings, clock: Callable[[], float]) -> None:
         self._settings = settings
@@ -105,14 +101,14 @@ class Breaker:
         return self.state is BreakerState.HALF_OPEN and self._trial is None
 
     def begin(self) -> Permit:
-        """A request is sent to the peer."""
+        """Record that a request is sent to the peer."""
         permit = Permit(opening=self.num_openings, is_trial=self.wants_trial)
         if permit.is_trial:
             self._trial = permit
         return permit
 
     def end(self, permit: Permit, verdict: Verdict) -> None:
-        """That is what came of it. A success closes a breaker that has opened before the request began, trial or not."""
+        """Record the outcome. A success closes a breaker that opened before the request began, trial or not."""
         if permit is self._trial:
             self._trial = None
         if permit.opening != self.num_openings:
@@ -123,7 +119,7 @@ class Breaker:
             self._open()
 
     def lose(self) -> None:
-        """The peer was lost, and what it was doing with it."""
+        """Record that the peer was lost with all its requests."""
         self._open()
 
     def _is_one_too_many(self) -> bool:
@@ -137,8 +133,8 @@ class Breaker:
         now_s = self._clock()
         if self.state is BreakerState.CLOSED and (self._closed_s is None or now_s - self._closed_s >= self._settings.max_pause_s):
             self._pause_s = self._settings.pause_s
-        elif self.state is not BreakerState.OPEN:  # else the pause only begins anew: one event can come as several failures
-            # A peer that is lost again and again may well succeed in between: only staying closed starts it afresh.
+        elif self.state is not BreakerState.OPEN:  # else the pause only begins again: one event can cause several failures
+            # A peer that is lost again and again may succeed in between: only a long closed time resets the pause.
             self._pause_s = min(2 * self._pause_s, self._settings.max_pause_s)
         self._pause_ends_s = now_s + self._pause_s
         self.num_openings += 1

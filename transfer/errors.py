@@ -94,8 +94,8 @@ class EngineError(TransferError):
     """The engine could not load the model or run a step.
 
     Attributes:
-        is_fatal: It will run no further step either; its process must be started anew.
-        spares_kv: It says nothing against the KV of the request that it ended: a whole step failed, or there is a bug.
+        is_fatal: The engine will run no further step; its process must be started again.
+        spares_kv: The KV of the request that it ended is not suspect: a whole step failed, or there is a bug.
     """
 
     is_fatal = False

@@ -1,7 +1,7 @@
-"""What one tier tells the other of itself, and whether the two can work together. Pure: no sockets, no clock.
+"""Descriptions that one tier sends the other, and whether the two can work together. Pure: no sockets, no clock.
 
-`Instance` is a rank group's identity and cut; `AttachRequest` and `AttachResponse` open one writer's session with it;
-`check_compatible()` is the one place that decides whether two instances fit.
+`Instance` is a rank group's identity and sharding. `AttachRequest` and `AttachResponse` open one writer's session with it. Only
+`check_compatible()` decides whether two instances fit.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ layer_groups, resend_once and selective_release.
 """
 
 CONTROL_KEY_BYTES: Final = 32
-"""Of a public key of the control plane (Curve25519)."""
+"""Size of a public key of the control plane (Curve25519)."""
 
 _SHOWN_CHARS: Final = 200
 MAX_DIFFERENCES_CHARS: Final = 4000
-"""Of the list of what differs: it goes into logs, and most of it is the peer's words."""
+"""Length of a list of differences: it goes into logs, and the peer wrote most of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +47,15 @@ class Instance:
     Args:
         incarnation: Random id of this life, in [1, 2**64).
         layout: The KV of its model.
-        shard: How its ranks cut that; the rank in it does not matter, `at()` gives each.
+        shard: Sharding of its ranks. The rank in it does not matter; `at()` returns each rank's.
         model_fields: Everything of the model that must be equal (architecture, vocabulary, weights digest), by name.
         transport: Name of the data plane, for example ``ucx``.
         digests: Payload digests that its ranks can compute, preferred first, for example ``("xxh3-64", "kvferry-words-64")``.
-        protocol_versions: Versions spoken, ascending.
+        protocol_versions: Supported versions, ascending.
         capabilities: Abilities by name, see `CAPABILITIES`.
         version: kvferry's version, for people.
-        kv_scales: For a pool of 8-bit floats, (of K, of V) for each layer of the model: a stored value times its scale is the
-            value that the model computed. Empty: 1.0 everywhere.
+        kv_scales: For a pool of 8-bit floats, (of K, of V) for each layer: a stored value times its scale is the computed value.
+            Empty means 1.0 everywhere.
     """
 
     incarnation: int
@@ -77,7 +77,7 @@ class Instance:
             raise LayoutError(f"digests is {_shown(self.digests)}; it must name one or more, each once")
         if not self.protocol_versions or list(self.protocol_versions) != sorted(set(self.protocol_versions)):
             raise LayoutError(f"protocol_versions is {_shown(self.protocol_versions)}; it must name one or more, ascending")
-        self.shard.layers(self.layout)  # a stage list that does not add up to the model is refused here, not at the first route
+        self.shard.layers(self.layout)  # reject a stage list that does not fit the model here, not at the first route
         if self.kv_scales:
             self._check_scales()
         object.__setattr__(self, "model_fields", dict(self.model_fields))
@@ -96,21 +96,21 @@ class Instance:
                 raise LayoutError(f"kv_scales[{layer}] is ({k}, {v}); both must be between 1e-30 and 1e30")
 
     def scales_of(self, layer: int) -> tuple[float, float]:
-        """Of K and of V."""
+        """Return the scales of K and of V."""
         return self.kv_scales[layer] if self.kv_scales else (1.0, 1.0)
 
     def model_fingerprint(self) -> str:
-        """16 hex digits that are equal exactly where `model_fields` are."""
+        """Return 16 hex digits that are equal exactly if `model_fields` are."""
         canonical = json.dumps(dict(self.model_fields), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What two compatible instances use between them.
+    """The protocol between two compatible instances.
 
     Args:
-        protocol_version: The highest version that both speak.
+        protocol_version: The highest version that both support.
         digest: Algorithm of the payload digests: the first of prefill's that decode has too.
     """
 
@@ -123,9 +123,9 @@ class Link:
     """A measured link between a prefill rank and a decode rank.
 
     Args:
-        lane: What carries the bytes, for example ``ucx/shm``.
-        latency_s: Of a small write, seconds.
-        bandwidth_bytes_per_s: Of a large write.
+        lane: Carrier of the bytes, for example ``ucx/shm``.
+        latency_s: Latency of a small write, in seconds.
+        bandwidth_bytes_per_s: Bandwidth of a large write.
     """
 
     prefill_rank: int
@@ -150,9 +150,9 @@ class AttachRequest:
         prefill: The writer's instance.
         prefill_rank: The writer's rank in it.
         offer: The writer's half of the data-plane session, opaque (`transport.Offer.blob`).
-        chunk_plan: The finest way in which requests are cut; each request names its own.
-        probe_bytes: Largest write that its link probe can make.
-        control_key: The writer's public key on the control plane; the session is heard from nobody else.
+        chunk_plan: The finest way in which requests are divided. Each request names its own plan.
+        probe_bytes: Largest write of the writer's link probe.
+        control_key: The writer's public key on the control plane. The session accepts messages of no other.
     """
 
     prefill: Instance
@@ -171,7 +171,7 @@ class AttachRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachResponse:
-    """A decode rank's answer: the session is open once the writer has completed its half.
+    """A decode rank's answer. The session is open when the writer has completed its half.
 
     Args:
         session_id: Random, in [1, 2**64); names the session on every plane.
@@ -180,10 +180,10 @@ class AttachResponse:
         answer: The target's half of the data-plane session, opaque.
         ring_capacity_bytes: Size of the rank's ring, a multiple of `transfer.ring.ALIGNMENT_BYTES`.
         control_address: Address of the rank's control channel.
-        heartbeat_s: Seconds between heartbeats of the session's life line, above 0.
-        protocol_version: The version to speak, as `check_compatible` chose it.
-        probe_bytes: Size of the link probe's bulk write; the smaller of both sides' limits.
-        control_key: The rank's public key on the control plane; the writer speaks to nobody else there.
+        heartbeat_s: Seconds between heartbeats of the session, above 0.
+        protocol_version: The version to use, as `check_compatible` chose it.
+        probe_bytes: Size of the link probe's bulk write: the smaller of both sides' limits.
+        control_key: The rank's public key on the control plane.
     """
 
     session_id: int
@@ -223,11 +223,11 @@ def _check_key(key: bytes) -> None:
 
 
 def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
-    """What the two instances will speak. The sides are named, not "ours": each tells the other, and its operator, the same line.
+    """Return the agreement of the two instances. Each side and its operator get the same line, so the sides are named.
 
     Raises:
-        LayoutError: They do not fit. One line that names both fingerprints and every differing field with both values,
-            prefill's first, as far as `MAX_DIFFERENCES_CHARS` go.
+        LayoutError: They do not fit. One line with both fingerprints and every differing field with both values, prefill's first,
+            up to `MAX_DIFFERENCES_CHARS`.
     """
     differences = prefill.layout.differences(decode.layout)
     differences += [f"model {text}" for text in named_differences(dict(prefill.model_fields), dict(decode.model_fields))]
@@ -258,14 +258,11 @@ def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
 
 
 def conversion_scales(own: Instance, peer: Instance) -> dict[tuple[int, bool], float] | None:
-    """What the conversion between this side's pool and the wire goes by; of two instances that fit.
+    """Return the scales of the conversion between this side's pool and the wire, for two instances that fit.
 
-    Only a pool of another element type than the wire's is converted. The wire then has the element type of the peer's pool, so
-    the scales are the peer's: values are divided by them before they are narrowed, and multiplied after they are widened.
-
-    Returns:
-        (layer, whether it is V) -> scale, without layers that travel in an element type of their own. None: there is nothing to
-        scale.
+    Only a pool with another element type than the wire's is converted. The wire then has the element type of the peer's pool, so
+    the scales are the peer's: values are divided by them before they are narrowed, and multiplied after they are widened. The
+    result is (layer, whether it is V) -> scale, without layers that travel in their own element type; None if nothing is scaled.
     """
     wire = wire_dtype(own.layout, own.shard, peer.shard)
     if own.pool_dtype is wire or not peer.kv_scales:
@@ -279,7 +276,10 @@ def conversion_scales(own: Instance, peer: Instance) -> dict[tuple[int, bool], f
 
 
 def _scale_differences(prefill: Instance, decode: Instance) -> list[str]:
-    """Between two pools of 8-bit floats, whose bits travel as they are; a pool of another type takes the other's scales."""
+    """Return differences of scales between two pools of 8-bit floats, whose bits travel unchanged.
+
+    A pool of another type uses the other's scales.
+    """
     if not prefill.pool_dtype is decode.pool_dtype is DType.FLOAT8_E4M3:
         return []
     return [
@@ -290,11 +290,7 @@ def _scale_differences(prefill: Instance, decode: Instance) -> list[str]:
 
 
 def check_id(name: str, value: int) -> None:
-    """Refuse what cannot be the id of a life or of a session.
-
-    Raises:
-        LayoutError: `value` is not in [1, 2**64).
-    """
+    """Raise LayoutError if `value` cannot be the id of a life or a session: it must be in [1, 2**64)."""
     if not 0 < value < 1 << 64:
         raise LayoutError(f"{name} is {value}; it must be in [1, 2**64)")
 
@@ -305,7 +301,7 @@ def _check_rank(name: str, rank: int, instance: Instance) -> None:
 
 
 def _shown(values: tuple[object, ...]) -> str:
-    """A peer's list, short enough for a log line."""
+    """Return a peer's list, short enough for a log line."""
     text = str(values)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(values)} entries)"
 

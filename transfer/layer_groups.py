@@ -1,9 +1,9 @@
-"""Layer groups: the layers of a model that keep their tokens for equally long, and so share a page table.
+"""Layer groups: layers of a model that keep their tokens for equally long, and so share a page table.
 
-Full attention (MLA too) keeps every token. A sliding window keeps the last ones, in pages of its own that go back to the pool
-as the window moves on. A recurrent layer keeps one state per request, which is one page of one pseudo token.
+Full attention (MLA too) keeps every token. A sliding window keeps the last tokens, in separate pages that are released as the
+window moves on. A recurrent layer keeps one state per request, which is one page of one pseudo token.
 
-Pure, like `transfer.layout`: pools, allocators, schedulers and the memory plan all count with this.
+Pure, like `transfer.layout`. Pools, allocators, schedulers and the memory plan all count with this module.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Final
 from transfer.layout import KVLayout, LayerKind, LayerSpec, Shard
 
 NO_PAGE: Final = -1
-"""Entry of a page table where a window has passed, or where it began only behind: nothing may be read or written there."""
+"""Entry of a page table that a window has passed, or that lies before its begin. Nothing may be read or written there."""
 
 PAGE_TABLE_COLUMNS: Final = 32
 """Columns of a page table are a multiple of this: 128 bytes, a cache line of the device."""
 
 PREFILL_STEPS_IN_FLIGHT: Final = 3
-"""Steps of a prompt's chunks that a prefill rank may have been sent without having taken note of their end.
+"""Most steps of a prompt that a prefill rank has received and whose end it has not noticed.
 
-Two are sent ahead by the leader, see `prefill_node.scheduler`, which counts a step until every rank has ended it; and one more
-for a rank that has ended a step and not looked yet.
+The leader sends two ahead (`prefill_node.scheduler` counts a step until every rank has ended it). One more step may have ended
+without the rank having noticed.
 """
 
 
 class GroupKind(StrEnum):
-    """For how long a group keeps a token."""
+    """How long a group keeps a token."""
 
     FULL = "full"  # to the end of the request
     WINDOW = "window"  # until `window_tokens` newer ones have come
@@ -41,9 +41,8 @@ class LayerGroup:
     """Layers that share a page table.
 
     Args:
-        kind: For how long tokens are kept.
         layers: Global layers, ascending.
-        window_tokens: Tokens that attention can reach, the newest included; 0 for the other kinds.
+        window_tokens: Tokens that attention can reach, including the newest; 0 for the other kinds.
     """
 
     kind: GroupKind
@@ -56,16 +55,16 @@ class LayerGroup:
         return f"{self.kind}_{self.window_tokens}" if self.kind is GroupKind.WINDOW else str(self.kind)
 
     def page_size(self, page_size: int) -> int:
-        """Tokens per page of this group, in a pool of `page_size`."""
+        """Return the tokens per page of this group, in a pool of `page_size`."""
         return 1 if self.kind is GroupKind.STATE else page_size
 
     def layers_of(self, layout: KVLayout, shard: Shard) -> tuple[int, ...]:
-        """Those of the group's layers that the shard's pipeline stage has."""
+        """Return the group's layers in the shard's pipeline stage."""
         stage = shard.layers(layout)
         return tuple(layer for layer in self.layers if layer in stage)
 
     def page_bytes(self, layout: KVLayout, shard: Shard) -> int:
-        """Bytes of one page over the shard's layers and heads; 0 where it has none of them."""
+        """Return the bytes of one page over the shard's layers and heads; 0 if it has none of them."""
         size = 0
         for layer in self.layers_of(layout, shard):
             spec = layout.layers[layer]
@@ -74,23 +73,23 @@ class LayerGroup:
         return size * self.page_size(shard.page_size)
 
     def first_needed_token(self, next_token: int) -> int:
-        """The first token that any later step reads, when `next_token` is the next one to be computed."""
+        """Return the first token that any later step reads, if `next_token` is the next one to be computed."""
         return max(0, next_token - self.window_tokens + 1) if self.kind is GroupKind.WINDOW else 0
 
     def first_travelling_token(self, num_tokens: int) -> int:
-        """The first token of a prompt that decode is sent, see `transfer.layout.wire_buffers`."""
+        """Return the first token of a prompt that is sent to decode, see `transfer.layout.wire_buffers`."""
         return max(0, num_tokens - self.window_tokens) if self.kind is GroupKind.WINDOW else 0
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
-        """Entries of the page table of a request of `num_tokens` tokens."""
+        """Return the entries of the page table of a request of `num_tokens` tokens."""
         return 1 if self.kind is GroupKind.STATE else -(-num_tokens // page_size)
 
     def peak_pages(self, num_tokens: int, *, page_size: int, tokens_in_flight: int) -> int:
-        """The most pages that a request of `num_tokens` tokens ever holds at once.
+        """Return the most pages that a request of `num_tokens` tokens ever holds at once.
 
         Args:
-            tokens_in_flight: Tokens between the first one that a running step computes and the last one that any step already
-                sent to the engine will compute, at most.
+            tokens_in_flight: Most tokens between the first one that a running step computes and the last one that any step
+                already sent to the engine will compute.
         """
         entries = self.num_pages(num_tokens, page_size)
         if self.kind is not GroupKind.WINDOW:
@@ -101,7 +100,7 @@ class LayerGroup:
 
 
 def layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
-    """The groups of a model, for all its stages: full attention first, then windows from short to long, then states."""
+    """Return the groups of a model, for all its stages: full attention first, then windows from short to long, then states."""
     order = {GroupKind.FULL: 0, GroupKind.WINDOW: 1, GroupKind.STATE: 2}
     members: dict[tuple[GroupKind, int], list[int]] = {}
     for layer, spec in enumerate(layout.layers):
@@ -120,7 +119,7 @@ def _kind(spec: LayerSpec) -> GroupKind:
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """So many pages of each group."""
+    """Numbers of pages of each group."""
 
     by_group: tuple[int, ...]
 
@@ -131,16 +130,15 @@ class PageCounts:
         return PageCounts(tuple(a - b for a, b in zip(self.by_group, other.by_group, strict=True)))
 
     def fit(self, room: PageCounts) -> bool:
-        """Whether `room` has as many of every group."""
+        """Return whether `room` has as many pages of every group."""
         return all(mine <= theirs for mine, theirs in zip(self.by_group, room.by_group, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageNeeds:
-    """What requests take of the pools of a tier's ranks.
+    """Pages that requests need in the pools of a tier's ranks.
 
     Args:
-        groups: The model's groups.
         page_size: Tokens per page.
         tokens_in_flight: See `LayerGroup.peak_pages`.
     """
@@ -150,7 +148,7 @@ class PageNeeds:
     tokens_in_flight: int
 
     def peak(self, num_tokens: int) -> PageCounts:
-        """The most pages that a request of `num_tokens` tokens ever holds at once."""
+        """Return the most pages that a request of `num_tokens` tokens ever holds at once."""
         return PageCounts(
             tuple(
                 group.peak_pages(num_tokens, page_size=self.page_size, tokens_in_flight=self.tokens_in_flight)
@@ -159,7 +157,7 @@ class PageNeeds:
         )
 
     def shown(self, counts: PageCounts) -> str:
-        """For messages: ``7``, or ``7 full, 3 window_1024`` where there are several groups."""
+        """Return text for messages: ``7``, or ``7 full, 3 window_1024`` with several groups."""
         if len(self.groups) == 1:
             return str(counts.by_group[0])
         return ", ".join(f"{count} {group.name}" for group, count in zip(self.groups, counts.by_group, strict=True))

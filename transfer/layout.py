@@ -1,11 +1,11 @@
-"""Geometry: what a model's KV looks like, how a rank is cut, and who sends what to whom.
+"""Geometry: the KV of a model, its shards on the ranks, and which rank sends which part to which other rank.
 
-Pure and exact: no torch, no sockets, no clock. Everything else asks this module for sizes and ranges, on both sides of a
-transfer, so that neither side ever has to be told what the other computed.
+Pure and exact: no torch, no sockets, no clock. Both sides of a transfer ask this module for all sizes and ranges, so neither side
+has to send them.
 
-- `KVLayout` describes the KV of one token of a model, independent of any cut.
-- `Shard` describes one rank's cut of it: tensor parallel (TP) and pipeline parallel (PP) size and rank, page size, dtype, order.
-- `routes()` intersects the two cuts: every (layer, head) of every decode rank is written exactly once.
+- `KVLayout` describes the KV of one token of a model, independent of any shard.
+- `Shard` describes one rank's shard: tensor parallel (TP) and pipeline parallel (PP) size and rank, page size, dtype, order.
+- `routes()` intersects two shardings: every (layer, head) of every decode rank is written exactly once.
 - `wire_buffers()` lays a chunk of a route out as contiguous bytes, independent of both pools.
 """
 
@@ -26,11 +26,11 @@ from transfer.errors import LayoutError
 MAX_LAYERS: Final = 4096
 MAX_KV_HEADS: Final = 65536
 MAX_RANKS: Final = 1024
-"""Bounds of what a peer may describe: far above every model and every instance, and `routes()` still takes seconds at most."""
+"""Limits of a peer's description: far above every model and instance, and `routes()` still takes seconds at most."""
 
 
 class DType(StrEnum):
-    """Element type of KV; the value is torch's name for it."""
+    """Element type of KV. The value is torch's name."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -47,7 +47,7 @@ _DTYPE_BYTES = {DType.FLOAT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLO
 
 
 class LayerKind(StrEnum):
-    """How a layer keeps what attention needs later."""
+    """How a layer keeps the data that attention needs later."""
 
     ATTENTION = "attention"  # MHA or GQA: K and V per KV head
     MLA = "mla"  # one latent per token, the same on every TP rank
@@ -80,7 +80,7 @@ class Range:
         return self.begin <= index < self.end
 
     def intersect(self, other: Range) -> Range:
-        """The common part; empty (and placed at the larger begin) where there is none."""
+        """Return the common part; if there is none, an empty range at the larger begin."""
         begin = max(self.begin, other.begin)
         return Range(begin=begin, end=max(begin, min(self.end, other.end)))
 
@@ -90,13 +90,12 @@ class LayerSpec:
     """KV of one layer.
 
     Args:
-        kind: How the layer keeps its KV.
         num_kv_heads: KV heads of the whole model in this layer (1 for MLA: the latent is one shared "head").
         k_head_dim: Elements of K per token and head (MLA: latent plus rotary part; recurrent: elements of state per head).
-        v_head_dim: Elements of V per token and head; 0 where there is no second buffer (MLA, recurrent).
+        v_head_dim: Elements of V per token and head; 0 without a second buffer (MLA, recurrent).
         window_tokens: Tokens that a sliding window layer can still read; 0 for the other kinds.
-        dtype: Element type of a recurrent state, the same in every pool and on the wire: its precision is the model's affair, for
-            every step's error goes into all later ones. None, as for the other kinds, leaves it to the pool.
+        dtype: Element type of a recurrent state, the same in every pool and on the wire. The model decides its precision, because
+            the error of each step goes into all later ones. None, as for the other kinds, leaves it to the pool.
     """
 
     kind: LayerKind = LayerKind.ATTENTION
@@ -130,7 +129,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The KV of a model, before any cut: one `LayerSpec` per layer and the dtype the model computes it in."""
+    """The KV of a model before sharding: one `LayerSpec` per layer, and the dtype that the model computes it in."""
 
     layers: tuple[LayerSpec, ...]
     dtype: DType
@@ -143,15 +142,15 @@ class KVLayout:
         object.__setattr__(self, "dtype", DType(self.dtype))
 
     def __hash__(self) -> int:
-        # Sizes are remembered by layout, and asked for with every request: going through 80 layers would take longer than
-        # computing most of them anew. Layouts that differ only in between are told apart by comparing.
+        # Sizes are cached by layout and needed for every request. Hashing 80 layers would take longer than computing most sizes.
+        # The comparison of cached keys finds layouts that differ only in between.
         return hash((len(self.layers), self.layers[0], self.layers[-1], self.dtype))
 
     @classmethod
     def uniform(
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: DType, v_head_dim: int | None = None
     ) -> KVLayout:
-        """The layout of a plain MHA or GQA model (Llama, Qwen3)."""
+        """Return the layout of a plain MHA or GQA model (Llama, Qwen3)."""
         if not 1 <= num_layers <= MAX_LAYERS:
             raise LayoutError(f"num_layers is {num_layers}; it must be at least 1 and at most {MAX_LAYERS}")
         spec = LayerSpec(
@@ -164,7 +163,7 @@ class KVLayout:
         return len(self.layers)
 
     def fields(self) -> dict[str, str]:
-        """What must be equal on both sides, as name -> text; run-length coded over layers."""
+        """Return the values that must be equal on both sides, as name -> text; run-length coded over layers."""
         named = {"dtype": str(self.dtype), "num_layers": str(len(self.layers))}
         runs: list[list[int]] = []
         for index, spec in enumerate(self.layers):
@@ -180,17 +179,17 @@ class KVLayout:
         return named
 
     def fingerprint(self) -> str:
-        """16 hex digits that are equal exactly where `fields()` are; stable across versions of kvferry."""
+        """Return 16 hex digits that are equal exactly if `fields()` are; stable across versions of kvferry."""
         canonical = json.dumps(self.fields(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def differences(self, other: KVLayout) -> list[str]:
-        """Each differing field as one phrase with both values; empty when the two can be joined."""
+        """Return each differing field as one phrase with both values; empty if the two can be joined."""
         return named_differences(self.fields(), other.fields())
 
 
 def named_differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """``name: ours != theirs`` for each name whose values differ or that one side lacks."""
+    """Return ``name: ours != theirs`` for each name whose values differ or that one side lacks."""
     return [
         f"{name}: {ours.get(name, 'absent')} != {theirs.get(name, 'absent')}"
         for name in sorted(ours.keys() | theirs.keys())
@@ -200,15 +199,15 @@ def named_differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rank's cut of a `KVLayout`.
+    """One rank's shard of a `KVLayout`.
 
     Args:
         tp_size, tp_rank: Tensor parallel degree, and this rank's index in it.
         pp_size, pp_rank: Pipeline parallel degree, and this rank's stage.
         page_size: Tokens per page of this rank's pool.
-        dtype: Element type of this rank's pool; None takes the layout's.
+        dtype: Element type of this rank's pool; None means the layout's.
         order: Order of the dimensions inside a page.
-        stage_layers: Layers per pipeline stage, where they are not spread evenly (sum = layers of the model).
+        stage_layers: Layers per pipeline stage, if they are not spread evenly (sum = layers of the model).
     """
 
     tp_size: int = 1
@@ -245,7 +244,7 @@ class Shard:
         return self.pp_size * self.tp_size
 
     def at(self, rank: int) -> Shard:
-        """The same cut, seen from another rank of the instance."""
+        """Return the shard of another rank of the instance."""
         if not 0 <= rank < self.num_ranks:
             raise LayoutError(f"rank is {rank}; the instance has {self.num_ranks} ranks")
         return replace(self, tp_rank=rank % self.tp_size, pp_rank=rank // self.tp_size)
@@ -254,19 +253,16 @@ class Shard:
         return layout.dtype if self.dtype is None else DType(self.dtype)
 
     def layer_dtype(self, layout: KVLayout, layer: int) -> DType:
-        """Element type in which this rank keeps the global layer `layer`."""
+        """Return the element type in which this rank keeps the global layer `layer`."""
         return layout.layers[layer].dtype or self.pool_dtype(layout)
 
     def layers(self, layout: KVLayout) -> Range:
-        """Global layers of this rank's stage. Without `stage_layers` the first stages take one more where it does not divide."""
+        """Return the global layers of this rank's stage. Without `stage_layers`, the first stages
+        take one more on a remainder."""
         return self.stages(layout)[self.pp_rank]
 
     def stages(self, layout: KVLayout) -> tuple[Range, ...]:
-        """Global layers of every stage, see `layers()`.
-
-        Raises:
-            LayoutError: The stages do not make up the model.
-        """
+        """Return the global layers of every stage. Raise LayoutError if the stages do not make up the model."""
         if self.pp_size > layout.num_layers:
             raise LayoutError(f"pp_size is {self.pp_size}; a model of {layout.num_layers} layers has at most as many stages")
         if self.stage_layers is not None:
@@ -280,7 +276,8 @@ class Shard:
         return tuple(Range(begin=begin, end=end) for begin, end in zip((0, *ends), ends, strict=False))
 
     def heads(self, num_kv_heads: int) -> Range:
-        """Global KV heads of this rank. With more ranks than heads, consecutive ranks share one (divide, never modulo)."""
+        """Return the global KV heads of this rank. With more ranks than heads, consecutive ranks share one (divide, never
+        modulo)."""
         return _heads_of(self.tp_rank, self.tp_size, num_kv_heads)
 
 
@@ -314,11 +311,12 @@ class HeadSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Who sends what to whom: these layers and this head slice, from one prefill rank to one decode rank.
+    """The layers and the head slice that one prefill rank sends to one decode rank.
 
-    `index` is the route's place in the list that `routes()` returns, the same on both sides; it names the writer of a chunk.
-    Models that alternate between kinds of layers have other numbers of KV heads in them: `num_kv_heads` tells which layers of the
-    span are meant, None all of them. One route for each number, and not for each run of layers: a route is a write per chunk.
+    `index` is the route's place in the list that `routes()` returns, the same on both sides. It names the writer of a chunk.
+    Models that alternate between kinds of layers have different numbers of KV heads in them. `num_kv_heads` selects the layers of
+    the span; None means all. There is one route for each number, not for each run of layers, because a route is a write per
+    chunk.
     """
 
     index: int
@@ -329,7 +327,7 @@ class Route:
     num_kv_heads: int | None = None
 
     def layers_in(self, layout: KVLayout, layers: Range) -> Sequence[int]:
-        """Those of `layers` that travel on this route."""
+        """Return those of `layers` that travel on this route."""
         common = self.layers.intersect(layers)
         within = range(common.begin, common.end)
         if self.num_kv_heads is None:
@@ -338,14 +336,10 @@ class Route:
 
 
 def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]:
-    """All routes between two instances of one model.
+    """Return all routes between two instances of one model.
 
-    Every (layer, head) of every decode rank is covered exactly once. Where prefill ranks hold the same head, one of them
-    sends it, and the load is spread evenly over the replicas.
-
-    Args:
-        layout: The model's KV; the same on both sides.
-        prefill, decode: The cuts; their own rank numbers do not matter.
+    Every (layer, head) of every decode rank is covered exactly once. If several prefill ranks hold the same head, one of them
+    sends it, and the load is spread evenly over the replicas. The rank numbers in `prefill` and `decode` do not matter.
     """
     found: list[Route] = []
     wanted, held = decode.stages(layout), prefill.stages(layout)
@@ -378,7 +372,7 @@ def most_routes(layout: KVLayout, prefill: Shard, decode: Shard) -> int:
 
 
 def _spans_of_equal_heads(layout: KVLayout, layers: Range) -> dict[int, Range]:
-    """For each number of KV heads, in the order of their first layers: from the first to behind the last layer that has it."""
+    """Return for each number of KV heads, by first layer, the range from the first to behind the last layer that has it."""
     spans: dict[int, Range] = {}
     for index in range(layers.begin, layers.end):
         num_heads = layout.layers[index].num_kv_heads
@@ -388,7 +382,7 @@ def _spans_of_equal_heads(layout: KVLayout, layers: Range) -> dict[int, Range]:
 
 
 def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[tuple[int, HeadSlice]]:
-    """The prefill ranks of one stage that cover the target's heads, one replica per head."""
+    """Return the prefill ranks of one stage that cover the target's heads, one replica per head."""
     wanted = target.heads(num_heads)
     holders: dict[int, list[int]] = {}
     for tp_rank in _ranks_with(wanted, prefill.tp_size, num_heads):
@@ -409,7 +403,7 @@ def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[
 
 
 def _ranks_with(heads: Range, tp_size: int, num_heads: int) -> range:
-    """The TP ranks that hold any of `heads`, which are not empty."""
+    """Return the TP ranks that hold any of `heads`, which are not empty."""
     end = -(-heads.end * tp_size // num_heads)
     if tp_size > num_heads:
         return range(-(-heads.begin * tp_size // num_heads), end)
@@ -417,7 +411,7 @@ def _ranks_with(heads: Range, tp_size: int, num_heads: int) -> range:
 
 
 def _sharers(num_heads: int, head: int, target: Shard) -> Range:
-    """The decode TP ranks that want `head`, the target among them: all r with r * heads // tp == head."""
+    """Return the decode TP ranks that want `head`, including the target: all r with r * heads // tp == head."""
     if target.tp_size <= num_heads:
         return Range(begin=target.tp_rank, end=target.tp_rank + 1)
     begin = -(-head * target.tp_size // num_heads)
@@ -425,9 +419,9 @@ def _sharers(num_heads: int, head: int, target: Shard) -> Range:
 
 
 def wire_dtype(layout: KVLayout, prefill: Shard, decode: Shard) -> DType:
-    """The narrower of both pools' dtypes (prefill's on a tie): the other side converts inside gather or scatter.
+    """Return the narrower of both pools' dtypes (prefill's on a tie). The other side converts inside gather or scatter.
 
-    Layers that have a dtype of their own travel in that.
+    Layers that have their own dtype travel in that.
     """
     ours, theirs = prefill.pool_dtype(layout), decode.pool_dtype(layout)
     if ours is not theirs and DType.INT8 in (ours, theirs):
@@ -442,9 +436,9 @@ class WireBuffer:
     Args:
         layer: Global layer.
         is_v: Whether this is V; otherwise K, an MLA latent, or a recurrent state.
-        tokens: Tokens of the request that it holds (one pseudo token for a recurrent state).
+        tokens: Tokens of the request in it (one pseudo token for a recurrent state).
         row_bytes: Bytes of one token: heads x dim x element.
-        offset_bytes: Where it begins, from the start of the grant.
+        offset_bytes: Its begin, from the start of the grant.
     """
 
     layer: int
@@ -461,14 +455,13 @@ class WireBuffer:
 def wire_buffers(
     layout: KVLayout, route: Route, *, tokens: Range, layers: Range, num_tokens: int, dtype: DType
 ) -> tuple[WireBuffer, ...]:
-    """How the part of a chunk that travels on `route` lies in its grant: ``[buffer (layer x K/V)][token][head][dim]``.
+    """Return the order of a chunk's part on `route` in its grant: ``[buffer (layer x K/V)][token][head][dim]``.
 
-    Sliding-window layers carry only tokens inside the last window of the prompt; a recurrent state travels once, with the
-    request's last tokens. Empty where chunk and route share nothing.
+    Sliding-window layers carry only tokens inside the last window of the prompt. A recurrent state travels once, with the
+    request's last tokens. Empty if chunk and route share nothing.
 
     Args:
-        tokens: Token range of the chunk.
-        layers: Layer range of the chunk (global).
+        tokens, layers: Ranges of the chunk; layers are global.
         num_tokens: Tokens of the whole prompt.
         dtype: Element type on the wire, see `wire_dtype`.
     """
@@ -480,7 +473,7 @@ def wire_buffers(
         if not len(travelling):
             continue
         element = (spec.dtype or dtype).num_bytes
-        offset = -(-offset // element) * element  # only a layer with a dtype of its own can have left it elsewhere
+        offset = -(-offset // element) * element  # only a layer with its own dtype can end elsewhere
         for is_v in (False, True)[: spec.num_buffers]:
             row_bytes = route.heads.count * (spec.v_head_dim if is_v else spec.k_head_dim) * element
             buffers.append(WireBuffer(layer=layer, is_v=is_v, tokens=travelling, row_bytes=row_bytes, offset_bytes=offset))

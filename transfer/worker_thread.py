@@ -1,4 +1,4 @@
-"""A thread that does one thing after another beside the owner, and reports back on the owner's loop."""
+"""A thread that does one piece of work after another beside the owner, and reports on the owner's loop."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ _T = TypeVar("_T")
 
 
 class WorkerThread:
-    """Work in the order in which it was given, one thread.
+    """Work in the order of its submission, on one thread.
 
-    Used for the engine's steps and for copies: both spend their time in torch, which gives up the interpreter lock, so that the
-    owner's loop goes on beside them.
-
-    Args:
-        name: Name of the thread.
-        loop: The owner's loop.
-        on_crash: Called on the loop with an exception that a piece of work did not expect; the rank cannot go on then.
+    Used for the engine's steps and for copies: both spend their time in torch, which releases the interpreter lock, so the
+    owner's loop continues beside them. `on_crash` is called on the loop with an unexpected exception of the work; the rank cannot
+    continue then.
     """
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None]) -> None:
@@ -57,12 +53,12 @@ class WorkerThread:
         return await future
 
     def post(self, callback: Callable[..., None], *args: Any) -> None:
-        """From inside a piece of work: call back on the owner's loop."""
+        """Call back on the owner's loop, from inside a piece of work."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *args)
 
     def finish(self) -> None:
-        """End after the work that is queued, without being waited for."""
+        """End after the queued work, without waiting."""
         self._work.put(None)
 
     @property
@@ -71,7 +67,7 @@ class WorkerThread:
         return self._thread.is_alive()
 
     def close(self, timeout_s: float) -> bool:
-        """End after the work that is queued; False when it did not end in time."""
+        """End after the queued work. Return False if it did not end in time."""
         self.finish()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
