@@ -176,18 +176,26 @@ class SenderHand:
     def written(self, slot: int) -> list[tx.Action]:
         return self.tell(tx.WriteFinished(slot=slot))
 
-    def to_writing(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
-        """One request, its first chunk being written from slot 0."""
-        self.start(num_tokens=num_tokens)
-        self.grant({0: grant or cells(0, 2)})
-        assert of_type(self.compute(0), tx.StartGather)
-        assert of_type(self.gathered(0), tx.StartWrite)
+    def finish(self, slot: int) -> list[tx.Action]:
+        """End the gather and the write of a slot. Return the actions of the write's end."""
+        self.gathered(slot)
+        return self.written(slot)
 
     def to_gathering(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
         """One request, its first chunk being gathered, with slot 0."""
         self.start(num_tokens=num_tokens)
         self.grant({0: grant or cells(0, 2)})
         assert of_type(self.compute(0), tx.StartGather)
+
+    def to_writing(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
+        """One request, its first chunk being written from slot 0."""
+        self.to_gathering(grant, num_tokens=num_tokens)
+        assert of_type(self.gathered(0), tx.StartWrite)
+
+    def to_written(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
+        """One request, its first chunk written from slot 0 and not released."""
+        self.to_writing(grant, num_tokens=num_tokens)
+        self.written(0)
 
 
 class ReceiverHand:
@@ -271,12 +279,20 @@ class ReceiverHand:
         (message,) = messages(actions, GrantsIssued)
         return {issued.chunk: Grant(issued.begin, issued.end) for issued in message.grants}
 
+    def granted(self, *, num_tokens: int = 4) -> Grant:
+        """One request, its first chunk granted."""
+        self.expect(num_tokens=num_tokens)
+        return self.grants_of(self.ask(0))[0]
+
+    def arrive(self, chunk: int, grant: Grant) -> list[rx.Action]:
+        """End the receive of a chunk, and report it as written. Return the actions of the report."""
+        self.settled(grant)
+        return self.ready(chunk, grant)
+
     def to_scattering(self, *, num_tokens: int = 4) -> Grant:
         """One request, its first chunk being scattered."""
-        self.expect(num_tokens=num_tokens)
-        grant = self.grants_of(self.ask(0))[0]
-        self.settled(grant)
-        assert of_type(self.ready(0, grant), rx.StartScatter)
+        grant = self.granted(num_tokens=num_tokens)
+        assert of_type(self.arrive(0, grant), rx.StartScatter)
         return grant
 
 

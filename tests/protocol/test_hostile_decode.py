@@ -56,8 +56,7 @@ def test_a_grant_whose_key_was_declined_is_not_taken(attempt: int) -> None:
 
 def test_a_write_that_is_never_taken_over_ends_its_session() -> None:
     sender = SenderHand(write_timeout_s=5.0)
-    sender.to_writing()
-    sender.written(0)
+    sender.to_written()
     for now_s in (1.0, 2.0, 3.0, 4.0, 5.0):  # repeating the message does not start the time anew
         assert not of_type(sender.tell(tx.Tick(), now_s=now_s), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
@@ -136,8 +135,7 @@ def test_a_position_that_is_granted_again_is_not_taken_for_the_grant_that_was_gi
     sender.grant({0: cells(10, 14)}, "d")
     actions: list[tx.Action] = []
     for released in ((cells(6, 8), cells(10, 12)), (cells(6, 12),)):  # of "a", then of "b" too
-        sender.gathered(0)
-        sender.written(0)
+        sender.finish(0)
         actions = sender.watermark(4 * CELL, *released)
     assert not of_type(actions, tx.StartGather), "cells 4 to 6 are not released"
     (gather,) = of_type(sender.watermark(10 * CELL), tx.StartGather)

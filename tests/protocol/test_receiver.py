@@ -157,8 +157,7 @@ def test_broken_bytes_of_a_session_that_was_lost_are_no_alarm() -> None:
 @pytest.mark.parametrize("is_one_sided", [False, True])
 def test_a_chunk_broken_twice_fails_its_request_as_data_loss(is_one_sided: bool) -> None:
     receiver = ReceiverHand(is_one_sided=is_one_sided)
-    receiver.expect(num_tokens=4)
-    grant = receiver.grants_of(receiver.ask(0))[0]
+    grant = receiver.granted()
     for attempt in range(2):
         if not is_one_sided:
             receiver.settled(grant)
@@ -176,8 +175,7 @@ def test_a_chunk_broken_twice_fails_its_request_as_data_loss(is_one_sided: bool)
 
 def test_a_chunk_of_another_length_is_broken() -> None:
     receiver = ReceiverHand()
-    receiver.expect(num_tokens=4)
-    grant = receiver.grants_of(receiver.ask(0))[0]
+    grant = receiver.granted()
     receiver.settled(grant, 100)
     actions = receiver.ready(0, grant)
     (rejected,) = messages(actions, ChunkRejected)
@@ -201,8 +199,7 @@ def test_a_scatter_that_ends_broken_after_a_cancel_only_drains() -> None:
 def test_a_receive_is_awaited_though_the_writer_said_that_it_drained() -> None:
     """The write, or its decline, still has to end in the posted receive; released before, the bytes could be hit later."""
     receiver = ReceiverHand()
-    receiver.expect(num_tokens=4)
-    grant = receiver.grants_of(receiver.ask(0))[0]
+    grant = receiver.granted()
     receiver.cancel()
     assert receiver.drained() == receiver.drained() == []  # said twice, it changes nothing
     assert receiver.ring.quarantined_bytes == 2 * CELL
@@ -215,8 +212,7 @@ def test_a_grant_that_a_turn_has_no_steps_to_look_at_is_posted_by_a_later_one(mo
     receiver = ReceiverHand(ring_cells=2)
     receiver.expect(num_tokens=12)
     grants = receiver.grants_of(receiver.ask(0, 1, 2))
-    receiver.settled(grants[0])
-    receiver.ready(0, grants[0])
+    receiver.arrive(0, grants[0])
     (post,) = of_type(receiver.scattered(grants[0]), rx.PostReceive)
     assert post.piece.grant == grants[1]
 
@@ -353,8 +349,7 @@ def test_a_writer_that_asks_for_a_failed_request_is_told_to_stop() -> None:
 
 def test_a_failed_receive_ends_its_session() -> None:
     receiver = ReceiverHand()
-    receiver.expect(num_tokens=4)
-    grant = receiver.grants_of(receiver.ask(0))[0]
+    grant = receiver.granted()
     (close,) = of_type(receiver.tell(rx.ReceiveFailed(grant=grant, reason="reset")), rx.CloseSession)
     assert (close.session, close.reason) == (1, "reset")
     receiver.tell(rx.ReceiverSessionLost(session=1, reason="reset"))
@@ -370,8 +365,7 @@ def test_nothing_to_receive_is_complete_at_once() -> None:
 
 def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
     receiver = ReceiverHand()
-    receiver.expect(num_tokens=4)
-    grant = receiver.grants_of(receiver.ask(0))[0]
+    grant = receiver.granted()
     with pytest.raises(LocalProtocolError, match="opened twice"):
         receiver.open(1)
     with pytest.raises(LocalProtocolError, match="expected twice"):
@@ -430,8 +424,7 @@ def test_a_writer_has_no_more_unreleased_grants_than_a_message_can_ask_for() -> 
     assert len(receiver.grants_of(receiver.ask(*range(most)))) == most, "the answer to a repeated request is the same grants"
     (refusal,) = messages(receiver.ask(most), GrantRefused)
     assert refusal.reason == f"request r would have {most + 1} unreleased grants on route 0; there can be {most}"
-    receiver.settled(grants[0])
-    receiver.ready(0, grants[0])
+    receiver.arrive(0, grants[0])
     receiver.scattered(grants[0])
     assert len(receiver.grants_of(receiver.ask(0, most))) == 2
 
@@ -441,8 +434,7 @@ def lines_of_a_cancel(num_grants: int) -> list[int]:
     receiver = ReceiverHand(ring_cells=2 * num_grants)
     receiver.expect(num_tokens=4 * num_grants)
     grants = receiver.grants_of(receiver.ask(*range(num_grants)))
-    receiver.settled(grants[0])
-    receiver.ready(0, grants[0])
+    receiver.arrive(0, grants[0])
     receiver.cancel()
     counts = count_lines(receiver.machine, "receive/receiver.py", "receive/state.py")
     receiver.scattered(grants[0], is_intact=False)
@@ -559,10 +551,8 @@ def test_the_owner_is_told_when_it_ends_a_session_wrongly() -> None:
 
 def test_what_is_asked_and_said_of_a_released_chunk_again() -> None:
     receiver = ReceiverHand()
-    receiver.expect(num_tokens=8)
-    grant = receiver.grants_of(receiver.ask(0))[0]
-    receiver.settled(grant)
-    receiver.ready(0, grant)
+    grant = receiver.granted(num_tokens=8)
+    receiver.arrive(0, grant)
     receiver.scattered(grant)
     assert receiver.grants_of(receiver.ask(0, 1)) == {0: grant, 1: cells(2, 4)}
     assert drops(receiver.ready(0, grant)) == ["repeated"]

@@ -103,8 +103,7 @@ def test_rule_04_a_new_peer_gets_the_current_watermark_at_attach() -> None:
 @pytest.mark.parametrize("is_one_sided", [False, True])
 def test_rule_05_a_region_is_released_only_after_its_scatter_fired(is_one_sided: bool) -> None:
     receiver = ReceiverHand(is_one_sided=is_one_sided)
-    receiver.expect(num_tokens=8)
-    grant = receiver.grants_of(receiver.ask(0))[0]
+    grant = receiver.granted(num_tokens=8)
     if not is_one_sided:
         assert not of_type(receiver.ready(0, grant), rx.StartScatter)  # written, they say, but not received
         (scatter,) = of_type(receiver.settled(grant), rx.StartScatter)
@@ -133,8 +132,7 @@ def test_rule_06_abort_drains_scatters_in_flight_before_it_releases_anything() -
 
 def test_rule_06_after_an_abort_nothing_more_is_scattered() -> None:
     receiver = ReceiverHand()
-    receiver.expect(num_tokens=4)
-    grant = receiver.grants_of(receiver.ask(0))[0]
+    grant = receiver.granted()
     assert of_type(receiver.cancel(), rx.IncomingDrained)
     assert receiver.ring.quarantined_bytes == 2 * CELL
     assert not of_type(receiver.ready(0, grant) + receiver.settled(grant), rx.StartScatter)
@@ -176,8 +174,7 @@ def test_rule_09_a_failure_is_reported_only_after_every_sibling_write_has_settle
     sender.grant({0: cells(0, 2), 1: cells(2, 4), 2: cells(4, 6)})
     for chunk in range(3):
         sender.compute(chunk)
-    sender.gathered(0)
-    sender.written(0)
+    sender.finish(0)
     sender.gathered(1)
     actions = sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))  # 0 written, 1 writing, 2 gathering
     assert not of_type(actions, tx.OutgoingFailed)
@@ -246,8 +243,7 @@ def test_rule_13_the_gather_is_ordered_after_the_forward_pass_by_an_event() -> N
 def test_rule_14_a_message_for_an_unknown_request_is_dropped_and_counted() -> None:
     receiver = ReceiverHand()
     assert [drop.reason for drop in of_type(receiver.ready(0, cells(0, 2)), rx.MessageDropped)] == ["unknown_chunk"]
-    receiver.expect(num_tokens=4)
-    grant = receiver.grants_of(receiver.ask(0))[0]
+    grant = receiver.granted()
     drops = [
         receiver.ready(0, cells(4, 6)),  # another grant
         receiver.ready(0, grant, num_bytes=WHOLE_CHUNK - 1),  # another size

@@ -54,8 +54,7 @@ def test_the_times_of_a_transfer() -> None:
     sender.now_s = 3.0
     (gather,) = of_type(sender.grant({0: cells(0, 2)}), tx.StartGather)
     assert gather.credit_wait_s == 0.0
-    sender.gathered(0)
-    sender.written(0)
+    sender.finish(0)
     sender.now_s = 8.0
     (sent,) = of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
     assert (sent.stats.transfer_s, sent.stats.exposed_s) == (5.0, 5.0)
@@ -68,8 +67,7 @@ def test_what_is_sent_while_the_rest_is_computed_is_not_exposed() -> None:
     for chunk, now_s in ((0, 1.0), (1, 6.0)):
         sender.now_s = now_s
         sender.compute(chunk)
-        sender.gathered(chunk)
-        sender.written(chunk)
+        sender.finish(chunk)
     sender.now_s = 8.0
     (sent,) = of_type(sender.watermark(4 * CELL), tx.OutgoingSent)
     assert (sent.stats.transfer_s, sent.stats.exposed_s) == (7.0, 2.0)
@@ -93,8 +91,7 @@ def test_grants_are_asked_for_within_the_window() -> None:
     assert not messages(sender.grant({0: cells(0, 2), 1: cells(2, 4)}), GrantRequest)
     for chunk in (0, 1):
         sender.compute(chunk)
-        sender.gathered(chunk)
-        assert not messages(sender.written(chunk), GrantRequest)
+        assert not messages(sender.finish(chunk), GrantRequest)
     (next_one,) = messages(sender.watermark(2 * CELL), GrantRequest)
     assert [chunk.chunk for chunk in next_one.chunks] == [2]
 
@@ -108,8 +105,7 @@ def test_unanswered_messages_are_repeated() -> None:
     assert not messages(sender.tell(tx.Tick(), now_s=1.9), GrantRequest)
     sender.grant({0: cells(0, 2)})
     sender.compute(0)
-    sender.gathered(0)
-    sender.written(0)
+    sender.finish(0)
     assert not messages(sender.tell(tx.Tick(), now_s=2.8), ChunkReady)
     actions = sender.tell(tx.Tick(), now_s=2.9)
     assert [ready.chunk for ready in messages(actions, ChunkReady)] == [0]
@@ -120,8 +116,7 @@ def test_unanswered_messages_are_repeated() -> None:
 
 def test_a_watermark_of_another_life_releases_nothing() -> None:
     sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
+    sender.to_written()
     other = Watermark(incarnation=DECODE_LIFE + 1, sequence=9, position=2 * CELL, released=(cells(4, 6),))
     assert sender.tell(tx.WatermarkArrived(session=1, watermark=other)) == []
     assert of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
@@ -137,8 +132,7 @@ def test_a_release_heard_before_the_write_is_done_still_counts() -> None:
 
 def test_a_rejected_chunk_is_written_again_from_its_slot() -> None:
     sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
+    sender.to_written()
     (write,) = of_type(sender.reject(0), tx.StartWrite)
     assert (write.slot, write.key) == (0, grant_key(0, 1))
     assert not of_type(sender.reject(0), tx.StartWrite)  # said twice
@@ -150,8 +144,7 @@ def test_a_rejected_chunk_is_written_again_from_its_slot() -> None:
 
 def test_a_third_attempt_is_refused_for_its_key_would_be_the_next_grants() -> None:
     sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
+    sender.to_written()
     sender.reject(0)
     sender.written(0)
     actions = sender.reject(0, attempt=1)
@@ -237,8 +230,7 @@ def test_grants_that_come_while_a_failed_request_drains_are_declined_once() -> N
 
 def test_a_written_grant_is_never_declined_and_its_rejection_is_once() -> None:
     sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
+    sender.to_written()
     sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))
     assert declined(sender.grant({0: cells(0, 2)})) == []
     assert declined(sender.reject(0)) == [grant_key(0, 1)]
@@ -247,8 +239,7 @@ def test_a_written_grant_is_never_declined_and_its_rejection_is_once() -> None:
 
 def test_what_was_written_of_a_failed_request_is_not_said_again_nor_released() -> None:
     sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
+    sender.to_written()
     sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))
     assert sender.tell(tx.Tick(), now_s=600.0) == []
     assert sender.watermark(2 * CELL) == []
@@ -278,8 +269,7 @@ def test_a_grant_that_was_not_asked_for_is_not_taken() -> None:
     (dropped,) = sender.grant({1: cells(2, 4)})  # chunk 1 is beyond the window
     assert dropped == tx.MessageDropped(session=1, reason="unknown_chunk")
     sender.grant({0: cells(0, 2)})
-    sender.gathered(0)
-    sender.written(0)
+    sender.finish(0)
     (asked,) = messages(sender.watermark(2 * CELL), GrantRequest)
     assert [chunk.chunk for chunk in asked.chunks] == [1]
     assert of_type(sender.grant({1: cells(2, 4)}), tx.StartGather)
@@ -361,8 +351,7 @@ def test_slots_are_taken_in_turn_by_the_sessions() -> None:
         begun.extend(gather.piece.route.index for gather in of_type(sender.compute(chunk), tx.StartGather))
     for done in range(1, 8):
         route = begun[-1]
-        sender.gathered(0)
-        sender.written(0)
+        sender.finish(0)
         begun.extend(
             gather.piece.route.index
             for gather in of_type(sender.watermark(begun.count(route) * CELL, session=1 + route), tx.StartGather)
@@ -381,8 +370,7 @@ def test_no_slot_is_kept_for_a_session_whose_grants_were_all_released() -> None:
             sender.compute(chunk, request_id)
     sender.routes = both
     (gather,) = of_type(sender.grant({0: cells(0, 1)}, "second", route=both[1].index), tx.StartGather)
-    sender.gathered(gather.slot)
-    sender.written(gather.slot)
+    sender.finish(gather.slot)
     sender.watermark(CELL, session=2)
     begun = of_type(sender.grant({0: cells(0, 1), 1: cells(1, 2)}, "first", route=both[0].index), tx.StartGather)
     assert [gather.piece.session for gather in begun] == [1, 1]
@@ -393,8 +381,7 @@ def test_the_last_slot_is_kept_also_for_a_session_that_had_one_before() -> None:
     sender.start(num_tokens=8)
     sender.compute(0)
     (gather,) = of_type(sender.grant({0: cells(0, 1)}, route=1), tx.StartGather)
-    sender.gathered(gather.slot)
-    sender.written(gather.slot)
+    sender.finish(gather.slot)
     sender.watermark(CELL, session=2)
     sender.grant({1: cells(1, 2)}, route=1)  # not computed yet
     sender.start("second", num_tokens=4)
@@ -515,8 +502,7 @@ class ForgottenSlots(StagingSlots):
 def test_a_slot_that_nobody_holds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender_module, "StagingSlots", ForgottenSlots)
     sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
+    sender.to_written()
     with pytest.raises(LocalProtocolError, match=r"slots held \[\] and free \[1\] do not add up"):
         sender.watermark(2 * CELL)
 
@@ -524,8 +510,7 @@ def test_a_slot_that_nobody_holds_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_piece_that_is_watched_and_not_written_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SessionState, "discard_written", lambda self, piece: self.written.pop(piece, None))
     sender = SenderHand()
-    sender.to_writing()
-    sender.written(0)
+    sender.to_written()
     with pytest.raises(LocalProtocolError, match="1 watched, 0 pieces written and 0 keys spent"):
         sender.reject(0)
 
@@ -555,8 +540,7 @@ def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing(monkeypatch: p
     sender.tell(tx.Tick())
     assert looks == []
     for slot in (0, 1):  # the two that the ring holds
-        sender.gathered(slot)
-        sender.written(slot)
+        sender.finish(slot)
     started = of_type(sender.watermark(4 * CELL), tx.StartGather)
     assert [gather.piece.request_id for gather in started] == ["r2", "r3"]
     assert len(looks) <= 4
@@ -689,8 +673,7 @@ def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:
     }
     order = [5, 2, 7, 0, 3, 6, 1, 4]
     for chunk in order:
-        sender.gathered(slots[chunk])
-        sender.written(slots[chunk])
+        sender.finish(slots[chunk])
     assert [ready.chunk for ready in messages(sender.tell(tx.Tick(), now_s=2.0), ChunkReady)] == order
 
 
