@@ -1,10 +1,10 @@
-"""What a node hands to an engine: the value types of `PrefillEngine` and `DecodeEngine`.
+"""Value types that a node passes to an engine: to `PrefillEngine` and `DecodeEngine`.
 
-Standard library only, so that an engine's author needs nothing but these names. Pages are those of the engine's own pool: for
-each group of layers (`transfer.layer_groups`; most models have one) a request has a page table, and token `t` lives in page
-``table[t // page_size]`` at offset ``t % page_size``. Of a sliding window, entries whose tokens are out of reach are `NO_PAGE`.
-Of recurrent layers, the table's one entry is the row that holds the request's state. What has left the device lies in pages of a
-host pool (`transfer.pool.host_pool`): their entries are `NO_PAGE`, too.
+Standard library only, so an engine's author needs only these names. Pages are those of the engine's own pool. For each group of
+layers (`transfer.layer_groups`; most models have one) a request has a page table, and token `t` is in page ``table[t //
+page_size]`` at offset ``t % page_size``. Entries of a sliding window whose tokens are out of reach are `NO_PAGE`. The table of
+recurrent layers has one entry: the row with the request's state. KV that has left the device is in pages of a host pool
+(`transfer.pool.host_pool`), and its entries are `NO_PAGE` too.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ class DeviceEvent(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen.
+    """How the next token is chosen. Raises ConfigError for a value out of its range.
 
-    A sampled token depends on the logits, these values and the token's position alone: the same request gives the same tokens
-    wherever each of them is sampled (the first on the prefill side, the others on the decode side) and however it is batched.
+    A sampled token depends only on the logits, these values and the token's position. The same request gives the same tokens
+    wherever each is sampled (the first on the prefill side, the others on the decode side) and however it is batched.
 
     Args:
-        temperature: 0 is greedy: the other values are then without effect. Otherwise logits are divided by it.
+        temperature: 0 is greedy: the other values then have no effect. Otherwise logits are divided by it.
         top_p: Keep the smallest set of likeliest tokens whose probability reaches this; in (0, 1], 1 keeps all.
         top_k: Keep this many likeliest tokens; 0 keeps all.
         seed: Seed of the request, in [0, 2**63).
-
-    Raises:
-        ConfigError: A value is out of its range.
     """
 
     temperature: float = 0.0
@@ -66,7 +63,7 @@ GREEDY = SamplingParams()
 
 
 class RequestFault(EngineError):
-    """A step ran, but some of its requests cannot go on; the others can, and so can the engine.
+    """A step ran, but some of its requests cannot continue. The others can, and so can the engine.
 
     Args:
         request_ids: The requests at fault.
@@ -81,20 +78,17 @@ class RequestFault(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillItem:
-    """The tokens of one request that one prefill step computes.
+    """The tokens of one request that one prefill step computes. Raises EngineError for a value out of its range.
 
     Args:
         request_id: The request; at most one item of it in a step.
         token_ids: The tokens of this step, in order; at least one.
-        first_token: Position of ``token_ids[0]`` in the prompt; everything before it is in the pool already.
-        page_tables: For each group of layers, the pages bound to the request so far; they hold every position up to the last
-            one of this step that attention can still reach. A state's row holds the state after `first_token` tokens; where
-            that is 0, whatever an earlier request left.
-        sampling: How the first token is chosen, where `is_last`.
+        first_token: Position of ``token_ids[0]`` in the prompt. Everything before it is in the pool.
+        page_tables: For each group of layers, the pages bound to the request so far. They hold every position up to the last one
+            of this step that attention can still reach. A state's row holds the state after `first_token` tokens; if that is 0,
+            it holds stale data.
+        sampling: How the first token is chosen, if `is_last`.
         is_last: These are the prompt's last tokens: sample the first token after them.
-
-    Raises:
-        EngineError: A value is out of its range.
     """
 
     request_id: str
@@ -112,11 +106,7 @@ class PrefillItem:
 
     @property
     def page_table(self) -> Sequence[int]:
-        """The one page table, for models whose layers are all alike.
-
-        Raises:
-            EngineError: The model has several groups of layers.
-        """
+        """The one page table. Raises EngineError for models with several groups of layers."""
         return _only_table(self.request_id, self.page_tables)
 
     @property
@@ -125,27 +115,25 @@ class PrefillItem:
 
     @property
     def end_token(self) -> int:
-        """Position after the last token of this step; where `is_last`, also the position of the token that is sampled."""
+        """Position after the last token of this step; if `is_last`, also the position of the sampled token."""
         return self.first_token + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeItem:
-    """One request's share of one decode step: its newest token goes in, the next one comes out.
+    """One request's share of one decode step: its newest token goes in, the next one comes out. Raises EngineError as
+    `PrefillItem`.
 
     Args:
         request_id: The request; at most one item of it in a step.
         token_id: The newest token; its KV is written in this step.
-        position: Position of `token_id`; everything before it is in the pool already.
-        page_tables: For each group of layers, the pages bound to the request; they hold every position up to and with
-            `position` that attention can still reach, but for those in host memory.
+        position: Position of `token_id`. Everything before it is in the pool.
+        page_tables: For each group of layers, the pages bound to the request. They hold every position up to and including
+            `position` that attention can still reach, except for those in host memory.
         sampling: How the next token is chosen.
-        host_tables: For each group of layers, the host pages that hold the request's first tokens: of group g the entries below
+        host_tables: For each group of layers, the host pages with the request's first tokens: of group g the entries below
             ``len(host_tables[g])``, which are `NO_PAGE` in its page table. Only groups of full attention have any, and the page
-            of `position` is never among them. Empty where nothing is in host memory.
-
-    Raises:
-        EngineError: A value is out of its range.
+            of `position` is never among them. Empty if nothing is in host memory.
     """
 
     request_id: str
@@ -161,11 +149,7 @@ class DecodeItem:
 
     @property
     def page_table(self) -> Sequence[int]:
-        """The one page table, for models whose layers are all alike.
-
-        Raises:
-            EngineError: The model has several groups of layers.
-        """
+        """The one page table. Raises EngineError for models with several groups of layers."""
         return _only_table(self.request_id, self.page_tables)
 
 

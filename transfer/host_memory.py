@@ -1,4 +1,4 @@
-"""The memory of this host: its size, the part that a process may still take, and sizes as text. Standard library only."""
+"""The memory of this host: its size, its available part, and sizes as text. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files:
-    """What a version of control groups calls its files, and the field of ``memory.stat`` that counts inactive page cache."""
+    """File names of a version of control groups, and the field of ``memory.stat`` that counts inactive page cache."""
 
     limit: str
     used: str
@@ -28,13 +28,13 @@ _V2: Final = _Files(limit="memory.max", used="memory.current", inactive="inactiv
 
 
 def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> tuple[int, int]:
-    """Bytes of the host's memory, and bytes that are available; of a control group that is limited, its own.
+    """Return the host's memory and its available part in bytes, or those of a limited control group.
 
-    A group may be limited by any of those above it, as a systemd unit is by its slice, so the least of all of them counts.
+    Any group above this process's may be limited, as a systemd unit is by its slice, so the smallest limit counts.
 
     Args:
         meminfo: Linux's account of the machine.
-        cgroup: Where the control groups are mounted, version 2 or 1. In a container the root is often its own group.
+        cgroup: Mount point of the control groups, version 2 or 1. In a container the root is often its own group.
         membership: Linux's account of the groups that this process is in.
 
     Raises:
@@ -55,10 +55,9 @@ def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Pa
 
 
 def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, _Files]]:
-    """The groups that this process is in, from its own up to the root, and how their files are called.
+    """Yield the groups of this process, from its own up to the root, with their file names.
 
-    A container sees the mount begin at its own group, while its path may still be the host's: levels that are not there are
-    passed over by whoever reads their files.
+    A container sees the mount begin at its own group, although its path may be the host's. Readers skip missing levels.
     """
     roots = {"memory": (cgroup / "memory", _V1), "": (cgroup, _V2)}
     paths = dict.fromkeys(roots, PurePosixPath())
@@ -77,7 +76,7 @@ def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a control file; None where there is none, or it says ``max``."""
+    """Return the number in a control file; None if there is none, or if it is ``max``."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -85,7 +84,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(path: Path, name: str) -> int:
-    """Page cache that the kernel gives back before it refuses memory."""
+    """Return the page cache that the kernel frees before it refuses memory."""
     try:
         fields = dict(line.split() for line in path.read_text().splitlines())
         return int(fields.get(name, 0))
@@ -94,7 +93,7 @@ def _reclaimable(path: Path, name: str) -> int:
 
 
 def shown(num_bytes: int) -> str:
-    """Bytes for people: ``140.4 GiB``, ``64.0 MiB``."""
+    """Return bytes as text for people: ``140.4 GiB``, ``64.0 MiB``."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:,.1f} {name}"

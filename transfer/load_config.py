@@ -1,4 +1,4 @@
-"""A process's settings from file, environment and flags, and one line for everything that is wrong with them."""
+"""Load a process's settings from file, environment and flags, and report every problem in one line."""
 
 from __future__ import annotations
 
@@ -142,14 +142,14 @@ def _not_utf8(found: _Given) -> Iterator[str]:
 
 
 def _is_service_link(name: str, text: str, sections: frozenset[str]) -> bool:
-    """Whether Kubernetes has made the variable, of a Service ``kvferry-NAME``; what may be a mistyped setting is none."""
+    """Return whether Kubernetes created the variable for a Service ``kvferry-NAME``. A possible mistyped setting is not one."""
     if name.partition("_")[0].lower() in sections:
         return False
     return _SERVICE_LINK.fullmatch(name) is not None or (_SERVICE_ADDRESS.fullmatch(name) is not None and "://" in text)
 
 
 def _text_value(text: str) -> object:
-    """What a text of the environment or of --set means; its setting's type does the rest."""
+    """Return the meaning of a text of the environment or of --set. The setting's type converts it."""
     stripped = text.strip()
     return None if stripped.lower() in ("null", "none") else stripped
 
@@ -207,7 +207,7 @@ def _and_above(path: str) -> Iterator[str]:
 
 
 def _problem(config_type: type[ProcessConfig], details: Mapping[str, Any], sources: Mapping[str, str]) -> str:
-    """One line: path, value, source, what would be right."""
+    """Return one line: path, value, source, and the right values."""
     path = ".".join(str(part) for part in details["loc"])
     source = next((sources[above] for above in _and_above(path) if above in sources), None)
     where = f" (from {source})" if source else ""
@@ -225,7 +225,7 @@ def _problem(config_type: type[ProcessConfig], details: Mapping[str, Any], sourc
 
 
 def _unknown(config_type: type[ProcessConfig], path: str, sources: Mapping[str, str]) -> str:
-    """A whole section may be unknown: then the first setting that was given in it stands for it."""
+    """Return the line for an unknown setting. For an unknown section, its first given setting is named."""
     given = path if path in sources else next((other for other in sources if other.startswith(f"{path}.")), path)
     start = f"{given} is no setting (from {sources.get(given, 'code')})"
     for other in (PrefillNodeConfig, DecodeNodeConfig):

@@ -1,9 +1,9 @@
 """Logs: constant events with fields, for people or as JSON.
 
-The library only writes; it installs no handler. A daemon calls `configure_logging()` once, before anything else, and every line
-of its process, those of other libraries too, then says which role, rank and incarnation it is of.
+The library only writes; it installs no handler. A daemon calls `configure_logging()` first. Then every line of its process,
+including those of other libraries, names role, rank and incarnation.
 
-Levels: DEBUG per chunk, INFO per peer and process event, WARNING when something healed itself, ERROR when a request failed.
+Levels: DEBUG per chunk, INFO per peer and process event, WARNING if something healed itself, ERROR if a request failed.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from transfer.config import LogConfig
 from transfer.errors import ConfigError
 
 LEVELS: Final = get_args(LogConfig.model_fields["level"].annotation)
-"""Levels by name, the most talkative first."""
+"""Names of the levels, the most verbose first."""
 
 _levels = logging.getLogger()
 """The logger that sets the level of this process's lines. In an engine's process, the root logger is the engine's."""
 
 _PROCESS: Final[dict[str, object]] = {}
-"""What every line of this process says of it; there is one log in a process."""
+"""Fields of every line of this process. A process has one log."""
 
 _QUIET: Final = ("asyncio", "grpc", "urllib3", "aiohttp.access")
-"""Loggers of others whose INFO lines are of no use to an operator."""
+"""Loggers of other libraries whose INFO lines do not help an operator."""
 
 
 def configure_logging(
     config: LogConfig, *, role: str, rank: int | None = None, incarnation: int | None = None, stream: TextIO | None = None
 ) -> None:
-    """Send the process's logs to `stream`. Called again, it replaces what it did before.
+    """Send the process's logs to `stream`. A second call replaces the first.
 
     Args:
-        config: Level and format.
         role: "prefill", "decode" or "router"; bound to every line.
-        rank: Of a rank process; a leader has none.
+        rank: Rank of a rank process; a leader has none.
         incarnation: This life of the rank group, shown as 0x and 16 hex digits.
         stream: Standard error by default.
     """
@@ -118,28 +117,24 @@ def _drop_below_level(_: WrappedLogger, method: str, event: EventDict) -> EventD
 
 
 def rename_process(*, role: str, incarnation: int | None = None) -> None:
-    """What every further line is of; arguments as of `configure_logging`."""
+    """Change the role and incarnation of all further lines; arguments as of `configure_logging`."""
     _PROCESS["role"] = role
     if incarnation is not None:
         _PROCESS["incarnation"] = f"{incarnation:#018x}"
 
 
 def log_level() -> str:
-    """Least severe that this process writes: one of `LEVELS`."""
+    """Return the minimum level of this process: one of `LEVELS`."""
     return logging.getLevelName(_levels.level).lower()
 
 
 def is_debug() -> bool:
-    """Whether lines of every chunk are written: asked first, because to make one takes longer."""
+    """Return whether lines of every chunk are written. Ask first, because to create such a line takes longer."""
     return _levels.getEffectiveLevel() <= logging.DEBUG
 
 
 def set_log_level(level: str) -> None:
-    """From now on, write what is at least so severe.
-
-    Raises:
-        ConfigError: There is no such level.
-    """
+    """Write lines of at least this level from now on. Raise ConfigError for an unknown level."""
     if level not in LEVELS:
         raise ConfigError(f"level is {level!r:.40}; it must be one of {', '.join(LEVELS)}")
     _levels.setLevel(level.upper())

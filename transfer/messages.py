@@ -54,13 +54,13 @@ Reason = Annotated[str, Field(max_length=MAX_REASON_CHARS)]
 
 
 class _Frozen(BaseModel):
-    """Strict and immutable; an unknown field is refused."""
+    """Strict and immutable. Unknown fields are rejected."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
 
 
 class ChunkSize(_Frozen):
-    """A chunk for which a grant is asked.
+    """A chunk whose grant is requested.
 
     Args:
         chunk: `Chunk.index` in the request.
@@ -86,10 +86,10 @@ class IssuedGrant(_Frozen):
 
 
 class _Message(_Frozen):
-    """What all messages carry.
+    """Fields of all messages.
 
     Args:
-        incarnation: The sender's life, above 0; a receiver drops messages of a life that it does not know.
+        incarnation: The sender's life, above 0. A receiver drops messages of an unknown life.
         request_id: The transfer, 1 to 128 characters.
     """
 
@@ -227,22 +227,18 @@ MESSAGE_TYPES: Final[tuple[type[Message], ...]] = (
 
 
 def clip_reason(text: str) -> str:
-    """`text` as a one-line reason that every message accepts: what is too long is cut, what is no character replaced."""
+    """Return `text` as a one-line reason that every message accepts: clipped, with invalid characters replaced."""
     line = " ".join(text.encode("utf-8", "replace").decode().split())
     return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 1] + "…"
 
 
 def encode(message: Message) -> bytes:
-    """The message's bytes: always decodable, and under `MAX_MESSAGE_BYTES`."""
+    """Return the message's bytes: always decodable, and under `MAX_MESSAGE_BYTES`."""
     return _CODECS[message.tag].pack(message)
 
 
 def decode(payload: bytes) -> Message:
-    """The message that a peer sent.
-
-    Raises:
-        RemoteProtocolError: The bytes are not a message of a version spoken here; the field at fault is named.
-    """
+    """Return the message that a peer sent. Raise RemoteProtocolError for invalid bytes; the field at fault is named."""
     if len(payload) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"message of {len(payload)} bytes; it can have at most {MAX_MESSAGE_BYTES}")
     try:
@@ -260,10 +256,10 @@ def decode(payload: bytes) -> Message:
 
 
 def _unpacked(payload: bytes) -> Any:
-    """What the bytes say. Lists are as long as a field's own may be, and only one of a message is long: its last field.
+    """Unpack the bytes. Lists are at most as long as their field allows, and only the last field of a message may be long.
 
-    An unpacker makes room for what a list claims to hold before it has seen it, and for each list in a list anew: with one limit
-    for all of them 3 KB of claims took 8 MB.
+    An unpacker allocates room for a list's claimed length before it sees the items, and again for each list in a list. With one
+    limit for all lists, 3 KB of claims took 8 MB.
     """
     try:
         return msgpack.unpackb(payload, max_array_len=_SHORT_ARRAY, **_LIMITS)
@@ -289,7 +285,7 @@ def _array_length(unpacker: msgpack.Unpacker, most: int) -> int:
 
 
 class _Codec:
-    """How one message class lies on the wire."""
+    """The wire format of one message class."""
 
     def __init__(self, message_type: type[Message]) -> None:
         self._type = message_type
@@ -350,12 +346,12 @@ def _brief(error: BaseException) -> str:
 
 
 def _shape(value: Any) -> str:
-    """What a hostile value is, without its contents."""
+    """Describe a hostile value without its contents."""
     return f"an array of {len(value)}" if isinstance(value, tuple) else f"of type {type(value).__name__}"
 
 
 def _shown(value: Any) -> str:
-    """A hostile value, short enough for a log line."""
+    """Return a hostile value, short enough for a log line."""
     if isinstance(value, tuple | dict):
         return _shape(value)
     text = repr(value)

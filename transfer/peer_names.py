@@ -1,13 +1,13 @@
-"""Allow-lists of names: which subject alternative names of a certificate are let in.
+"""Allow-lists of names: the subject alternative names of certificates that are accepted.
 
 An entry is one of
 
-- a DNS name, ``decode-0.example``: equal, but for capitals;
+- a DNS name, ``decode-0.example``: equal except for case;
 - a DNS name whose first label is ``*``, ``*.decode.example``: any one label there, and no other number of labels;
-- a URI, ``spiffe://cluster.example/decode``: equal, capitals too.
+- a URI, ``spiffe://cluster.example/decode``: equal, including case.
 
-Only a certificate's names are looked at, never its subject or the address that it came from. A name of a certificate that holds a
-wildcard itself says of nobody who they are, and matches nothing.
+Only a certificate's names count, never its subject or the address it came from. A name with a wildcard in a certificate
+identifies nobody, and matches nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAX_SHOWN_CHARS: Final = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectNames:
-    """What a certificate calls its owner: its DNS names and its URIs."""
+    """The names in a certificate: its DNS names and its URIs."""
 
     dns: tuple[str, ...] = ()
     uris: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """For people: the first names, clipped and escaped, for whoever had the certificate made chose them."""
+        """Return the first names for people, clipped and escaped, because the certificate's owner chose them."""
         names = [*self.uris, *self.dns]
         if not names:
             return "a certificate without a DNS name or URI"
@@ -42,11 +42,7 @@ class SubjectNames:
 
 
 def checked_entry(entry: str) -> str:
-    """`entry` as it is, if an allow-list can hold it.
-
-    Raises:
-        ValueError: It is no DNS name and no URI.
-    """
+    """Return `entry` if an allow-list can hold it. Raise ValueError if it is no DNS name and no URI."""
     is_uri = "://" in entry
     if not (_URI_ENTRY if is_uri else _DNS_ENTRY).fullmatch(entry) or _is_address(entry) or ("*" in entry and is_uri):
         raise ValueError(
@@ -56,7 +52,7 @@ def checked_entry(entry: str) -> str:
 
 
 def first_match(allowed: Iterable[str], names: SubjectNames) -> str | None:
-    """The first of a certificate's names, DNS names first, that an allow-list has; None where it has none."""
+    """Return the first of a certificate's names, DNS names first, that an allow-list has; None without one."""
     entries = tuple(allowed)
     for name in names.dns:
         if any(_matches_dns(entry, name) for entry in entries if "://" not in entry):
@@ -83,6 +79,6 @@ def _is_address(entry: str) -> bool:
 
 
 def dns_name_of(names: Sequence[str]) -> str | None:
-    """A DNS name that a certificate with these names is good for; None where it has none."""
+    """Return a DNS name that a certificate with these names is valid for, or None."""
     plain = [name for name in names if "*" not in name]
     return next(iter([*plain, *(name.replace("*", "x", 1) for name in names)]), None)

@@ -1,4 +1,4 @@
-"""Doing without TLS: only on purpose, and beyond this machine only on purpose twice."""
+"""Checks of plain text instead of TLS: it needs one flag, and beyond this machine a second one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLIENT_WARNING: Final = "without TLS (--insecure): whoever sits between here and
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a host, or the host of host:port, is on this machine for certain; of names only `localhost` is."""
+    """Return whether a host, or the host of host:port, is on this machine. `localhost` is the only accepted name."""
     host = host_of(address)
     try:
         found = ipaddress.ip_address(host)
@@ -32,17 +32,16 @@ def is_loopback(address: str) -> bool:
 
 
 def host_of(address: str) -> str:
-    """The host of host or host:port, without brackets."""
+    """Return the host of host or host:port, without brackets."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.partition(":")[0] if address.count(":") == 1 else address
 
 
 def check_plain_text(config: ProcessConfig) -> str | None:
-    """Check that a node or a command may do without TLS, where it is to; returns the warning to print, None where it has TLS.
+    """Check a node or a command without TLS. Return the warning to print, or None if it has TLS.
 
-    Raises:
-        ConfigError: It may not; one line for each address.
+    Raise ConfigError if it may not go without TLS; one line for each address.
     """
     is_node = isinstance(config, NodeConfig)
     named: list[tuple[str, str | None]] = []
@@ -57,10 +56,9 @@ def check_plain_text(config: ProcessConfig) -> str | None:
 
 
 def check_etcd(discovery: DiscoveryConfig, tls: TlsConfig) -> None:
-    """Whoever stands between a node and etcd says which nodes there are, and reads the password.
+    """Raise ConfigError if etcd is reached in plain text without permission.
 
-    Raises:
-        ConfigError: It is spoken to in plain text, and may not be.
+    Anyone between a node and etcd can change the list of nodes and read the password.
     """
     for endpoint in discovery.etcd_endpoints:
         scheme, _, address = endpoint.partition("://")
@@ -72,13 +70,10 @@ def check_etcd(discovery: DiscoveryConfig, tls: TlsConfig) -> None:
 
 
 def is_plain_text_right(tls: TlsConfig, named: Iterable[tuple[str, str | None]]) -> bool:
-    """Whether a process does without TLS, and may; False where it has TLS.
+    """Return whether a process goes without TLS. Raise ConfigError if it may not; one line for each address.
 
     Args:
-        named: What it listens on and connects to: name, for example of its setting, and host or host:port.
-
-    Raises:
-        ConfigError: It does and may not; one line for each address.
+        named: Addresses that it listens on and connects to: a name, for example of its setting, and host or host:port.
     """
     if tls.is_set_up:
         return False
@@ -95,7 +90,7 @@ def is_plain_text_right(tls: TlsConfig, named: Iterable[tuple[str, str | None]])
 
 
 def why_not_plain_text(what: str, address: str, insecure: int) -> str | None:
-    """One line on why nothing may go to or from an address in plain text; None where it may.
+    """Return one line on why an address may not be used in plain text, or None if it may.
 
     Args:
         what: Names the address, for example by its setting.

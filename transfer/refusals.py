@@ -1,4 +1,4 @@
-"""What is turned away, callers that a server with TLS has not let in and requests: said once, and then once a minute."""
+"""Log rejected calls and requests at once, and then once a minute."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ log = structlog.get_logger(__name__)
 
 
 def log_refusal(refusal: Refusal, said: LogRateLimiter) -> None:
-    """Log a refused call, unless the same one was logged less than a minute ago."""
+    """Log a rejected call, unless the same one was logged less than a minute ago."""
     if said.is_due((refusal.method, refusal.caller)):
         log.warning("call_refused", method=refusal.method, caller=refusal.caller, reason=refusal.reason)
 
 
 def say_request_refused(error: TransferError, said: LogRateLimiter) -> None:
-    """Log a request that was turned away with `error`, unless one was for the same kind of reason less than a minute ago."""
+    """Log a request that was rejected with `error`, unless one of the same kind was logged less than a minute ago."""
     kind = abort_reason(error)
     if said.is_due(("request", kind)):
         log.warning("request_refused", kind=kind, reason=without_request(error))
 
 
 def without_request(error: TransferError) -> str:
-    """Why a request was turned away, for logs and traces. What is wrong with one quotes it: nothing of a prompt may be there."""
+    """Return why a request was rejected, for logs and traces. Errors of a request quote it, so they are left out."""
     return "the request is wrong; its caller was told what of it" if isinstance(error, ConfigError) else str(error)

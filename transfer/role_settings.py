@@ -1,7 +1,7 @@
-"""A node's settings in its other role, and what both roles must have in common.
+"""A node's settings in its other role, and the settings that both roles must share.
 
-A change of role leaves the processes of a node, what they have loaded and where they listen as they are. So what these were
-started with must be the same in both roles; all else may differ.
+A change of role keeps a node's processes, their loaded model and their ports. So the settings of these must be equal in both
+roles. All others may differ.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ _OTHER: Final[Mapping[type[NodeConfig], type[NodeConfig]]] = {
 
 
 def load_other_role(config: NodeConfig) -> NodeConfig | None:
-    """The node's settings in its other role; None where it has none.
+    """Return the node's settings in its other role, or None without one.
 
-    They are those of the file `other_role`, and for what it does not name those of `config`, wherever these came from, as far as
-    both roles know them.
-
-    Raises:
-        ConfigError: A setting is wrong, or one differs that must not; one line for each.
+    They come from the file `other_role`. Settings that it does not name come from `config` if both roles have them. Raise
+    ConfigError if a setting is wrong, or differs and must not; one line for each.
     """
     file = config.other_role
     if file is None:

@@ -17,25 +17,24 @@ from transfer.transport.base import REGION_ALIGNMENT_BYTES
 HOST_RING_BYTES: Final = 64 << 20
 GPU_RING_BYTES: Final = 2 << 30
 GPU_RING_PART: Final = 32
-"""At most so many-th part of a GPU is its ring by default."""
+"""By default a ring takes at most this fraction of a GPU: one in 32."""
 
 
 def chunk_plan(chunk: ChunkConfig) -> ChunkPlan:
-    """The coarsest way in which the node cuts prompts: what memory is sized by."""
+    """Return the coarsest way in which the node divides prompts. Memory is sized by it."""
     return ChunkPlan(chunk_tokens=chunk.chunk_tokens, layers_per_group=chunk.layers_per_group or 0)
 
 
 def finest_chunk_plan(chunk: ChunkConfig) -> ChunkPlan:
-    """The finest way in which the node cuts prompts: a decode node that has no room for its chunks has room for none."""
+    """Return the finest way in which the node divides prompts. A decode node without room for its chunks has room for none."""
     layers = chunk.layers_per_group
     return ChunkPlan(chunk_tokens=chunk.chunk_tokens, layers_per_group=1 if layers is None else layers)
 
 
 def staging_slot_bytes(chunk: ChunkConfig, staging: StagingConfig, layout: KVLayout, shard: Shard) -> int:
-    """Size of a staging slot: room for the largest grant, which is this rank's whole share of a chunk.
+    """Return the size of a staging slot: room for the largest grant, which is this rank's whole share of a chunk.
 
-    Raises:
-        MemoryPlanError: `staging.slot_bytes` is smaller than that.
+    Raise MemoryPlanError if `staging.slot_bytes` is smaller.
     """
     mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == shard.rank]
     most = largest_wire_bytes(chunk_plan(chunk), layout, mine, shard.pool_dtype(layout))
@@ -49,14 +48,14 @@ def staging_slot_bytes(chunk: ChunkConfig, staging: StagingConfig, layout: KVLay
 
 
 def ring_capacity_bytes(ring: RingConfig, device_bytes: int, *, device: str) -> int:
-    """Size of a rank's ring: as set, or what the device has room for.
+    """Return the size of a rank's ring: as configured, or the size that the device has room for.
 
-    A piece stays in the ring from its grant until its release is heard of, for 2 to 3 ms between two GPUs, in which an NVLink
-    carries 1 GiB: 2 GiB keep it busy (docs/adr/0019).
+    A piece stays in the ring from its grant until its release is known: 2 to 3 ms between two GPUs, in which an NVLink carries 1
+    GiB. So 2 GiB keep it busy (docs/adr/0019).
 
     Args:
-        device_bytes: Size of the rank's device, as far as it is counted on; 0, or of no matter, in host memory.
-        device: What the rank computes on, as the setting `device`.
+        device_bytes: Usable size of the rank's device; 0, or ignored, in host memory.
+        device: Device of the rank's computation, as the setting `device`.
     """
     if ring.capacity_bytes is not None:
         return ring.capacity_bytes
@@ -67,9 +66,11 @@ def ring_capacity_bytes(ring: RingConfig, device_bytes: int, *, device: str) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Args:
-    plan: How requests are cut.
-    largest_piece_bytes: Most bytes of a chunk that one rank sends to another.
+    """The division of requests for one decode instance.
+
+    Args:
+        plan: How requests are divided.
+        largest_piece_bytes: Most bytes of a chunk that one rank sends to another.
     """
 
     plan: ChunkPlan
@@ -79,13 +80,13 @@ class Cut:
 def choose_cut(
     chunk: ChunkConfig, own: Instance, decode: Instance, links: Sequence[Link], ring_bytes: int, *, device: str
 ) -> Cut:
-    """As `chunk.layers_per_group` says, or as coarse as `chunk.piece_bytes` allows, or as is good for the links.
+    """Choose the plan by `chunk.layers_per_group`, or as coarse as `chunk.piece_bytes` allows, or as is good for the links.
 
     Args:
         own: The prefill instance.
         links: All links to the decode instance.
         ring_bytes: Size of its smallest ring.
-        device: What the prefill ranks compute on, as the setting `device`.
+        device: Device of the prefill ranks' computation, as the setting `device`.
     """
     plan = chunk_plan(chunk)
     if chunk.layers_per_group is None:

@@ -15,26 +15,22 @@ MAX_TRANSFER_ID_BYTES = 4 * MAX_REQUEST_ID_CHARS + 17  # in UTF-8
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises ConfigError when the client's id is too long to name its attempts."""
+    """Raise ConfigError if the client's id is too long to name its attempts."""
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         raise ConfigError(f"request_id has {len(request_id)} characters; it can have at most {MAX_REQUEST_ID_CHARS}")
 
 
 def new_transfer_id(request_id: str) -> str:
-    """A fresh id that begins with the client's, for people who read logs.
-
-    Raises:
-        ConfigError: The client's id is too long.
-    """
+    """Return a new id that begins with the client's, for readers of logs. Raise ConfigError if the client's id is too long."""
     check_request_id(request_id)
     return f"{request_id}.{secrets.token_hex(8)}"
 
 
 def client_id_of(transfer_id: str) -> str:
-    """The client's id that a transfer's begins with; the whole where it was not made by `new_transfer_id`."""
+    """Return the client's id at the begin of a transfer's id; the whole id if `new_transfer_id` did not create it."""
     return transfer_id.rpartition(".")[0] or transfer_id
 
 
 def is_attempt_of(transfer_id: str, request_id: str) -> bool:
-    """Whether an operator who says `request_id` means this transfer: by its own id, or by the client's."""
+    """Return whether `request_id` of an operator means this transfer: by its own id, or by the client's."""
     return request_id in (transfer_id, client_id_of(transfer_id))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def is_utf8(text: str) -> bool:
-    """Whether it can be written as UTF-8, as gRPC, JSON and a terminal want it.
+    """Return whether the text can be written as UTF-8, as gRPC, JSON and a terminal need it.
 
-    What is no UTF-8 in an argument or a variable of the environment comes to a process as lone surrogates, which cannot.
+    Invalid UTF-8 in an argument or environment variable reaches a process as lone surrogates, which cannot be written.
     """
     try:
         text.encode()
