@@ -9,9 +9,12 @@ only cost is a check for None. `node_runtime.tracing_client` records spans.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
+
+from transfer.piece import Piece
 
 TRACEPARENT: Final = "traceparent"
 """The key among a call's metadata."""
@@ -168,6 +171,13 @@ class Span(Protocol):
     def end(self, error: str = "") -> None:
         """It ends now; with what went wrong, if something did. Not the first time: nothing."""
         ...
+
+
+def record_piece(span: Span, piece: Piece, name: str, seconds: float, **attributes: Value) -> None:
+    """Record, in the span of its request, a span of the piece that took `seconds` and ended now."""
+    now_s = time.monotonic()
+    chunk, route = piece.chunk.index, piece.route.index
+    span.record(name, begun_s=now_s - seconds, ended_s=now_s, chunk=chunk, route=route, **attributes)
 
 
 class Tracer(Protocol):

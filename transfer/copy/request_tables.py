@@ -148,33 +148,24 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-@dataclass(slots=True, eq=False)
-class _HostArray:
-    """int64 [room] in host memory, pinned for a GPU."""
-
-    tensor: Tensor
-    entries: npt.NDArray[np.int64]  # the same memory
-
-
 class _Arrays:
     """Arrays for tables, by size. Free arrays are reused. `current_stream` returns the handle of the calling thread's stream."""
 
     def __init__(self, device: torch.device, current_stream: Callable[[torch.device], int]) -> None:
         self.device = device
         self.current_stream = current_stream
-        self._on_host: dict[int, list[_HostArray]] = {}
+        self._on_host: dict[int, list[Tensor]] = {}  # int64 [size], pinned for a GPU
         self._on_device: dict[tuple[int, int], list[Tensor]] = {}
 
-    def take_host(self, num_entries: int) -> _HostArray:
+    def take_host(self, num_entries: int) -> Tensor:
         """Return an array of a power of two of entries, at least `num_entries`."""
         size = max(_MIN_ENTRIES, 1 << (num_entries - 1).bit_length())
         if free := self._on_host.get(size):
             return free.pop()
-        tensor = torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return _HostArray(tensor, tensor.numpy())
+        return torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
-    def give_host(self, array: _HostArray) -> None:
-        self._on_host.setdefault(len(array.entries), []).append(array)
+    def give_host(self, array: Tensor) -> None:
+        self._on_host.setdefault(len(array), []).append(array)
 
     def take_device(self, stream: int, size: int) -> Tensor:
         """Return an array for the current stream only, whose handle is `stream`: it is allocated
@@ -200,12 +191,12 @@ class DeviceTable:
 
     __slots__ = ("_arrays", "_copies", "_host", "_outgrown", "entries")
 
-    def __init__(self, arrays: _Arrays, host: _HostArray, entries: TableEntries) -> None:
+    def __init__(self, arrays: _Arrays, host: Tensor, entries: TableEntries) -> None:
         self.entries = entries
         self._arrays = arrays
         self._host = host
         self._copies: dict[int, _StreamCopy] = {}
-        self._outgrown: list[tuple[_HostArray, dict[int, _StreamCopy]]] = []
+        self._outgrown: list[tuple[Tensor, dict[int, _StreamCopy]]] = []
 
     def use(self) -> Tensor:
         """Return the table for kernels that are queued on the current stream from now on: int64 [room] on the device.
@@ -218,7 +209,7 @@ class DeviceTable:
             copy = self._copies[stream] = _StreamCopy(self._arrays.take_device(stream, self.entries.room))
         begin, end = copy.num_uploaded, self.entries.num_known
         if begin < end:
-            copy.memory[begin:end].copy_(self._host.tensor[begin:end], non_blocking=True)
+            copy.memory[begin:end].copy_(self._host[begin:end], non_blocking=True)
             copy.num_uploaded = end
         return copy.memory
 
@@ -226,7 +217,7 @@ class DeviceTable:
         """Continue in larger arrays. The old ones may be in use until the table is given back."""
         self._outgrown.append((self._host, self._copies))
         self._host, self._copies = self._arrays.take_host(num_entries), {}
-        self.entries.move_to(self._host.entries)
+        self.entries.move_to(self._host.numpy())
 
     def give_back(self) -> None:
         """Free its arrays. The table must not be used again."""
@@ -282,7 +273,7 @@ class RequestTables:
         host = self._arrays.take_host(num_entries)
         if self._free_entries:
             entries = self._free_entries.pop()
-            entries.begin(host.entries, request_id)
+            entries.begin(host.numpy(), request_id)
         else:
-            entries = TableEntries(host.entries, num_pages=self._num_pages, request_id=request_id)
+            entries = TableEntries(host.numpy(), num_pages=self._num_pages, request_id=request_id)
         return DeviceTable(self._arrays, host, entries)

@@ -7,7 +7,6 @@ failed. The loop belongs to one asyncio loop. Scatters run on a copy queue besid
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -30,7 +29,7 @@ from transfer.receive.events import ReceiverSettings
 from transfer.receive.receiver import Receiver
 from transfer.receive.state import ReceiverPiece
 from transfer.ring import StagingAllocator, Watermark
-from transfer.tracing import Span
+from transfer.tracing import Span, record_piece
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.driver import SessionDriver
 
@@ -365,15 +364,7 @@ class ReceiverLoop:
 
         def done(is_intact: bool, seconds: float) -> None:
             if self._spans and (span := self._spans.get(request_id)) is not None:
-                now_s = time.monotonic()
-                span.record(
-                    "kvferry.scatter",
-                    begun_s=now_s - seconds,
-                    ended_s=now_s,
-                    chunk=piece.chunk.index,
-                    route=piece.route.index,
-                    bytes=piece.num_bytes,
-                )
+                record_piece(span, piece, "kvferry.scatter", seconds, bytes=piece.num_bytes)
             if is_intact:
                 self._metrics.scatter_finished(seconds, piece.num_bytes)
                 if is_debug():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from torch import Tensor
@@ -30,7 +30,7 @@ from transfer.ring import ALIGNMENT_BYTES, Watermark
 from transfer.send import events as protocol
 from transfer.send.events import SenderSettings, SentStats
 from transfer.send.sender import Sender
-from transfer.tracing import Span
+from transfer.tracing import Span, record_piece
 from transfer.transport.base import ByteRange, DirectMemory, Session
 from transfer.transport.driver import SessionDriver
 
@@ -62,21 +62,6 @@ class _Peer:
     is_direct: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _TracedPiece:
-    """A piece of a request that is traced."""
-
-    span: Span  # the request's
-    piece: Piece
-
-    def record(self, name: str, seconds: float, **attributes: Any) -> None:
-        """Record a span of the piece that took `seconds` and ended now."""
-        now_s, piece = time.monotonic(), self.piece
-        self.span.record(
-            name, begun_s=now_s - seconds, ended_s=now_s, chunk=piece.chunk.index, route=piece.route.index, **attributes
-        )
-
-
 class SenderLoop:
     """See the module's docstring.
 
@@ -105,7 +90,6 @@ class SenderLoop:
         self._metrics = context.metrics
         self._tracer = context.tracer
         self._spans: dict[str, Span] = {}  # of traced requests
-        self._gathered: dict[int, _TracedPiece] = {}  # by slot, until the piece is written or its request ends
         self.driver = SessionDriver(loop)
         self._queue = open_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
@@ -249,23 +233,15 @@ class SenderLoop:
             self._end_span(action.request_id, error=action.reason)
         self._owner.on_failed(action.request_id, action.reason)
 
-    def _trace_gather(self, action: protocol.StartGather) -> _TracedPiece | None:
-        self._gathered.pop(action.slot, None)  # of a request that fails, and of which other pieces are still under way
-        span = self._spans.get(action.piece.request_id)
-        if span is None:
-            return None
-        traced = _TracedPiece(span, action.piece)
-        traced.record("kvferry.grant_wait", action.credit_wait_s)
-        if not self._peers[action.piece.session].is_direct:
-            self._gathered[action.slot] = traced
-        return traced
+    def _record(self, piece: Piece, name: str, seconds: float, **attributes: int) -> None:
+        span = self._spans.get(piece.request_id)
+        if span is not None:
+            record_piece(span, piece, name, seconds, **attributes)
 
     def _end_span(self, request_id: str, *, stats: SentStats | None = None, error: str = "") -> None:
         span = self._spans.pop(request_id, None)
         if span is None:
             return
-        for slot in [slot for slot, traced in self._gathered.items() if traced.span is span]:
-            del self._gathered[slot]  # gathered, and not written: the slot's next write is another request's
         if stats is not None:
             span.set(bytes=stats.num_bytes, writes=stats.writes, resends=stats.resends)
             span.set(transfer_seconds=stats.transfer_s, exposed_seconds=stats.exposed_s)
@@ -298,7 +274,8 @@ class SenderLoop:
         piece, session = action.piece, action.piece.session
         copy = self.copier.prepare(piece, self._owner.tables_of(piece.request_id))
         self._credit_wait.observe(action.credit_wait_s)
-        traced = self._trace_gather(action) if self._spans else None
+        if self._spans:
+            self._record(piece, "kvferry.grant_wait", action.credit_wait_s)
         is_direct = self._peers[session].is_direct
 
         def done(digest: int, seconds: float) -> None:
@@ -306,8 +283,8 @@ class SenderLoop:
             if is_direct:
                 self._metrics.write_finished(seconds, piece.num_bytes)
                 self._metrics.link_written(session, seconds, piece.num_bytes)
-            if traced is not None:
-                traced.record("kvferry.gather", seconds, bytes=piece.num_bytes)
+            if self._spans:
+                self._record(piece, "kvferry.gather", seconds, bytes=piece.num_bytes)
             self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=digest))
 
         self._queue.gather(copy, out, algorithm=piece.request.digest, peer=session, after=action.event, on_done=done)
@@ -362,7 +339,6 @@ class SenderLoop:
             return
 
         self._metrics.link_write_began(number)
-        traced = self._gathered.pop(action.slot, None) if self._gathered else None
 
         def done(_: object, error: TransferError | None) -> None:
             self._metrics.link_write_ended(number, 0 if error is not None else num_bytes)
@@ -371,8 +347,8 @@ class SenderLoop:
                 return
             seconds = time.monotonic() - started
             self._metrics.write_finished(seconds, num_bytes)
-            if traced is not None:
-                traced.record("kvferry.write", seconds, bytes=num_bytes)
+            if self._spans:
+                self._record(action.piece, "kvferry.write", seconds, bytes=num_bytes)
             if is_debug():
                 log.debug("written", session=number, grant=grant.begin, bytes=num_bytes, seconds=seconds)
             self._pump.feed(protocol.WriteFinished(slot=action.slot))
