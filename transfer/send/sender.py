@@ -178,7 +178,8 @@ class Sender:
                 self._on_tick()
             case _:
                 assert_never(event)
-        self._begin_ready_pieces()
+        if self._eager:
+            self._begin_ready_pieces()
         actions, self._actions = self._actions, []
         return actions
 
@@ -321,8 +322,6 @@ class Sender:
         A slot goes only to a writable grant. If a waiting grant held it, the older grant that it waits for could lack it (rule 2,
         docs/adr/0010).
         """
-        if not self._eager:
-            return
         unlooked = next((number for number, session in self._eager.items() if session.waiting.has_later), None)
         if unlooked is not None:  # one session in each turn, however expensive peers make their looks
             self._eager[unlooked] = self._eager.pop(unlooked)
