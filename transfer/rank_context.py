@@ -25,13 +25,10 @@ class RankContext:
 
     Args:
         loop: The event loop that owns the rank. Every method of the parts is called on it.
-        instance: The instance that the rank belongs to.
-        rank: Index of the rank in the instance.
         device: Device of pool, staging memory, ring and probes.
         transport: The data plane. The loop of the part closes it.
         transport_config: Bounds of probes and links.
         security: Protection of gRPC connections. None means plain text on loopback addresses.
-        metrics: Durations and counts of the rank.
         on_crash: Called with an error that must end the rank.
         tracer: Records spans of requests. None disables tracing.
     """

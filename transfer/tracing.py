@@ -31,11 +31,10 @@ class SpanSpec:
     """A kind of span.
 
     Args:
-        name: As tracing systems show it.
-        recorded_by: Which process.
+        recorded_by: The process that records it.
         parent: The span that it lies in.
-        meaning: From when to when.
-        attributes: Besides `error` of one that failed.
+        meaning: Its begin and end.
+        attributes: Attributes besides `error` of a failed span.
     """
 
     name: str
@@ -150,26 +149,26 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """For whoever records spans that lie in this one, in any process."""
+        """Context for spans that lie in this one, in any process."""
         ...
 
     def begin(self, name: str, **attributes: Value) -> Span:
-        """A span in this one, from now on."""
+        """Begin a span in this one."""
         ...
 
     def record(self, name: str, *, begun_s: float, ended_s: float, error: str = "", **attributes: Value) -> None:
-        """A span in this one that is over; of many, those after the first so many are counted and left out.
+        """Record a span in this one that is over. After a number of spans, further ones are counted and left out.
 
         Args:
             begun_s, ended_s: Monotonic.
-            error: What went wrong, if something did.
+            error: Reason of a failure, or empty.
         """
         ...
 
     def set(self, **attributes: Value) -> None: ...
 
     def end(self, error: str = "") -> None:
-        """It ends now; with what went wrong, if something did. Not the first time: nothing."""
+        """End the span now, with the reason of a failure if it failed. No-op after the first call."""
         ...
 
 
@@ -181,20 +180,20 @@ def record_piece(span: Span, piece: Piece, name: str, seconds: float, **attribut
 
 
 class Tracer(Protocol):
-    """Where spans begin. One for each process in which tracing is on."""
+    """Begins spans. One for each process with tracing."""
 
     def begin(self, name: str, *, parent: str = "", attributes: Mapping[str, Value] | None = None) -> Span | None:
-        """A span from now on, in `parent`, or of a trace of its own. None: it is none of those that are sampled."""
+        """Begin a span in `parent`, or in a new trace. Return None if the span is not sampled."""
         ...
 
     def close(self) -> None:
-        """Send what is left, for a second at most."""
+        """Send what is left, for at most a second."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceContext:
-    """What a traceparent says."""
+    """The content of a traceparent."""
 
     trace_id: int
     span_id: int
@@ -202,7 +201,7 @@ class TraceContext:
 
 
 def parse_traceparent(text: str) -> TraceContext | None:
-    """What it says; None for what is none by the W3C recommendation (Trace Context, level 1): it is then as if not there."""
+    """Return the content; None for text that is invalid by the W3C recommendation (Trace Context, level 1) and is ignored."""
     match = _TRACEPARENT.fullmatch(text) if len(text) <= _MAX_CHARS else None
     if match is None:
         return None
@@ -213,7 +212,7 @@ def parse_traceparent(text: str) -> TraceContext | None:
 
 
 def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The traceparent among a call's metadata; empty where there is none."""
+    """Return the traceparent among a call's metadata, or an empty string."""
     for key, value in metadata or ():
         if key == TRACEPARENT and isinstance(value, str):
             return value

@@ -1,15 +1,15 @@
 """The Triton kernel of gather and scatter: one for both directions, all token orders, page sizes and dtypes.
 
-A *row* is what is contiguous on both sides: all travelling heads of a token where they lie together in the pool (NHD), otherwise
-one head. It is cut into *pieces* of equal length (`piece_words`). Wire pieces follow each other; a piece of the pool is found by
-strides, so NHD, HND and views of an engine's own tensors are one case. A tile is some consecutive pieces of one buffer. Words are
-as wide as every address and stride allows: 8 bytes, and 16-byte accesses where pieces begin on multiples of that.
+A *row* is contiguous on both sides: all moved heads of a token if they lie together in the pool (NHD), otherwise one head. It is
+divided into *pieces* of equal length (`piece_words`). Wire pieces follow each other. A piece of the pool is found by strides, so
+NHD, HND and views of an engine's own tensors are one case. A tile is some consecutive pieces of one buffer. Words are as wide as
+every address and stride allows: 8 bytes, and 16-byte accesses if pieces begin on multiples of that.
 
-Pieces are numbered from the first slot of the first page on, so that a tile is part of one page wherever pages are multiples of
-tiles: its page is then looked up once, and the places of its words are the same numbers for every tile.
+Pieces are numbered from the first slot of the first page on. So a tile is part of one page if pages are multiples of tiles: its
+page is then looked up once, and the offsets of its words are the same for every tile.
 
 A program moves one tile: programs with several were slower on an H200, with and without digest. With a digest, the words are
-mixed while they are in registers, and a program adds what they count to the sum once.
+mixed while they are in registers, and a program adds its sum once.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     HAS_DIGEST: tl.constexpr,
     TILE_PIECES: tl.constexpr,
 ):
-    """Move the pieces [first_piece, end_piece) of every buffer, a tile a program; grid (tiles, buffers).
+    """Move the pieces [first_piece, end_piece) of every buffer, a tile for each program; grid (tiles, buffers).
 
     All pointers are addresses. ``table`` has for each buffer the address of its first pool row and the offset of its wire in
-    bytes. Lengths and strides are in elements of POOL_TYPE and WIRE_TYPE, which are as many; an align is what pieces begin on
-    multiples of, in such elements: above 1 it means 16 bytes. Pieces whose page is outside the pool are left out.
+    bytes. Lengths and strides are in elements of POOL_TYPE and WIRE_TYPE, which are equally many. Pieces begin on multiples of an
+    align, in such elements: above 1 it means 16 bytes. Pieces whose page is outside the pool are skipped.
     """
     PIECES_PER_ROW: tl.constexpr = (ROW + PIECE - 1) // PIECE
     PIECES_PER_TOKEN: tl.constexpr = HEADS * PIECES_PER_ROW
@@ -130,9 +130,9 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
 
 
 def piece_words(row: int, most: int) -> int:
-    """How many words of a row a piece is: a power of two that the row is a multiple of, where that is a line of the cache.
+    """Return the words of a row in a piece: a power of two that divides the row, if that is a line of the cache.
 
-    Otherwise what leaves at most an eighth of the lanes without work, or 16 words; never more than `most`.
+    Otherwise the size that leaves at most an eighth of the lanes without work, or 16 words; never more than `most`.
     """
     exact = row & -row
     if exact >= min(16, row):
