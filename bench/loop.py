@@ -6,7 +6,7 @@ Every session of a process waits during a turn, and three missed heartbeats of 0
 Each case drives the real classes. Its docstring in `bench.loop_cases` or `bench.loop_many_peers` names them, and the parts that
 are left out.
 
-The garbage collector is set up as in nodes: objects from before a case are frozen (`node_runtime.collector`). A case can have
+The garbage collector is set up as in nodes: objects from before a case are frozen (`node_runtime.process_setup`). A case can have
 several ranks in one process, and the collector walks over the objects of all ranks at once. So turns exclude the collector. Its
 longest pause is reported beside them, and one case measures the pause in a single rank. One row is the cost of measuring a turn.
 
@@ -29,7 +29,7 @@ from rich.table import Table
 from bench import loop_cases, loop_many_peers
 from bench.loop_turns import BOUND_MS, COST, COST_BOUND_US, TURN, Watch
 from bench.timing import Report, argument_parser
-from node_runtime.collector import freeze_gc
+from node_runtime.process_setup import freeze_gc
 from transfer.config import LogConfig
 from transfer.logs import configure_logging
 from transfer.loop_turns import MeasuredLoop

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from node_runtime.streaming_copies import streaming_copies
+from node_runtime.process_setup import streaming_copies
 from transfer.pool.staging import zeroed_bytes
 
 DeviceType = Literal["cpu", "cuda"]

@@ -1,6 +1,6 @@
 """The yardstick of host copies: memcpy in a process of its own, with the C library as the system has it.
 
-Ranks tell their C library to copy past the cache (`node_runtime.streaming_copies`), which makes memcpy itself faster. Measured in
+Ranks tell their C library to copy past the cache (`node_runtime.process_setup`), which makes memcpy itself faster. Measured in
 one of them, the yardstick would grow with what it is to measure; both are reported.
 
     python -m bench.plain_memcpy NUM_BYTES      a line on stdin: three copies; their seconds on stdout
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bench.timing import sample
-from node_runtime.streaming_copies import TUNABLES
+from node_runtime.process_setup import TUNABLES
 
 REPETITIONS = 3
 

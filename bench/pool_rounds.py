@@ -16,7 +16,7 @@ from bench.plain_memcpy import REPETITIONS, PlainMemcpy, memcpy_of
 from bench.pool_ends import DecodeEnd, PrefillEnd, Stages
 from bench.pool_setting import Case, Setting
 from bench.timing import sample
-from node_runtime.collector import freeze_gc
+from node_runtime.process_setup import freeze_gc
 from node_runtime.rank_process import SWITCH_INTERVAL_S
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.config import LogConfig

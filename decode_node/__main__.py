@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from node_runtime.early_start import start_early
+from node_runtime.fork_server import start_early
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Command line of both daemons: a settings file, the environment, and flags, which have precedence.
 
 This module imports only the modules that the settings need. The fork server imports torch at the same time; see
-`node_runtime.early_start`.
+`node_runtime.fork_server`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import typer
 
 import transfer
 from node_runtime import exit_codes
-from node_runtime.collector import freeze_gc
-from node_runtime.early_start import prepare_process
 from node_runtime.fork_server import end_fork_server, start_fork_server
 from node_runtime.node_role import check_step_fits, make_leader, preloaded_modules
+from node_runtime.process_setup import freeze_gc, prepare_process
 from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.errors import TransferError
 from transfer.load_config import load_config

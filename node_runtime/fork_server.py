@@ -17,37 +17,53 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
-from node_runtime.streaming_copies import streaming_copies
+from node_runtime.process_setup import prepare_process, streaming_copies
 
 MODULES_AT: Final = "KVFERRY_FORK_SERVER_MODULES"
 """Environment variable of the fork server: path of the pipe from which it reads module names, one per line."""
-_FIRST: Final = "node_runtime.fork_server_first"
-_NAMED: Final = "node_runtime.fork_server_named"
-_LAST: Final = "node_runtime.fork_server_last"
-_pipe: list[int] = []  # read end and write end of the pipe for module names; empty unless `begin_fork_server` was called
+_MAIN: Final = "node_runtime.fork_server_main"
+_WITHOUT_RANKS: Final = frozenset(("--check-config", "--help"))
+_STOPPED: Final = 0  # `exit_codes.OK`; importing that module would delay the fork server by 20 ms
+_pipe: list[int] = []  # read end of the pipe for module names, and its write end until the last name is written
 
 
-def begin_fork_server() -> None:
-    """Start the fork server before the modules of the ranks are known.
+def start_early(arguments: Sequence[str]) -> None:
+    """Start the fork server if the command line starts a node. The first steps of a daemon, before it imports its settings.
 
-    The fork server imports torch. Then it waits until `start_fork_server` names the other modules, or until this process ends.
+    Args:
+        arguments: Arguments of the command line. They are not validated yet. If they are invalid, the import was in vain.
     """
-    atexit.register(end_fork_server)  # an invalid command line exits without `run_daemon`
-    _pipe.extend(os.pipe())
-    os.environ[MODULES_AT] = f"/proc/{os.getpid()}/fd/{_pipe[0]}"
-    try:
-        _start(("torch", _NAMED))
-    finally:
-        del os.environ[MODULES_AT]
+    if arguments[:1] == ["serve"] and not _WITHOUT_RANKS.intersection(arguments):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _stop)
+        prepare_process()
+        atexit.register(end_fork_server)  # an invalid command line exits without `run_daemon`
+        with contextlib.suppress(OSError):  # `start_fork_server` reports it
+            _begin(("torch",))  # its import takes longest
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """End a node that does not serve yet, which nothing else would end with its fork server. `Daemon.run` replaces this handler.
+
+    It takes no lock. SystemExit would be lost now and then (2 of 400 signals): Python ignores exceptions in the callbacks of its
+    import locks.
+    """
+    pid = fork_server_pid()
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # the folder of its socket
+    os._exit(_STOPPED)
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
     """Start the fork server with SIGTERM blocked and with `streaming_copies`; every rank inherits both.
 
-    If `begin_fork_server` has started it, send it the names of the modules. If it already runs with them, do nothing. Return
-    before the imports are done.
+    If it waits for module names, send it the names. If it already runs with them, do nothing. Return before the imports are done.
 
     A service manager sends SIGTERM to all processes of the node, and only the leader may react to it. The leader learns of the
     end of a rank from the fork server. If the fork server ended, all ranks would seem dead.
@@ -58,29 +74,40 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: The folder for temporary files has a path that is too long for a socket, or cannot be written.
     """
-    if len(_pipe) > 1:  # the fork server waits for the names
-        os.write(_pipe[1], "\n".join(preload).encode())
-        os.close(_pipe.pop())
     try:
-        _start(preload)  # starts a new fork server if the previous one has ended
+        _begin(preload)
     except OSError as error:
         from transfer.errors import ConfigError  # imported late: 27 ms before the fork server begins with torch
 
         raise ConfigError(
             f"the fork server cannot listen in {tempfile.gettempdir()}: {error}; set TMPDIR to a shorter path"
         ) from error
+    if len(_pipe) > 1:
+        os.close(_pipe.pop())
 
 
-def _start(preload: Sequence[str]) -> None:
+def _begin(modules: Sequence[str]) -> None:
+    """Start the fork server unless it runs, and name modules to it. It waits for more until the pipe's write end is closed."""
+    before = fork_server_pid()
+    pipe = os.pipe()
     multiprocessing.resource_tracker.ensure_running()  # a later start would unblock SIGTERM
-    # SIGINT, too: its handler needs the process id of a fork server that was started. `fork_server_first` unblocks it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    # SIGINT, too: its handler needs the process id of a fork server that was started. `fork_server_main` unblocks it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    os.environ[MODULES_AT] = f"/proc/{os.getpid()}/fd/{pipe[0]}"
     try:
         with streaming_copies():
-            multiprocessing.get_context("forkserver").set_forkserver_preload([_FIRST, *preload, _LAST])
-            multiprocessing.forkserver.ensure_running()
+            multiprocessing.get_context("forkserver").set_forkserver_preload([_MAIN])
+            multiprocessing.forkserver.ensure_running()  # starts a new one if the former one has ended
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        del os.environ[MODULES_AT]
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        is_new = fork_server_pid() != before
+        for end in _pipe if is_new else pipe:
+            os.close(end)
+        if is_new:
+            _pipe[:] = pipe
+    if len(_pipe) > 1:
+        os.write(_pipe[1], "".join(f"{name}\n" for name in modules).encode())
 
 
 def end_fork_server() -> None:
@@ -97,16 +124,6 @@ def end_fork_server() -> None:
         stop()
     while _pipe:
         os.close(_pipe.pop())
-
-
-def end_fork_server_at_once() -> None:
-    """Do as `end_fork_server`, in a signal handler and before `os._exit`: take no lock, and remove the folder of the socket."""
-    pid = fork_server_pid()
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
 
 
 def fork_server_pid() -> int | None:

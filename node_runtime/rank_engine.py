@@ -53,7 +53,7 @@ class RankEngine:
     async def _forget_worker(self) -> None:
         """Give back what the worker before left, above all its ring or staging memory: the plan of the next one counts on it."""
         await self.thread.call(lambda: None)  # the thread still holds what it did last
-        gc.unfreeze()  # of what was there when that worker was ready, see `node_runtime.collector`
+        gc.unfreeze()  # of what was there when that worker was ready, see `node_runtime.process_setup`
         gc.collect()
 
     async def rest(self) -> None:

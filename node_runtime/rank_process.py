@@ -21,10 +21,8 @@ from typing import Any
 import structlog
 
 from node_runtime import exit_codes
-from node_runtime.allocator import keep_freed_memory
-from node_runtime.collector import freeze_gc
 from node_runtime.node_role import rank_parts
-from node_runtime.open_files import raise_open_files
+from node_runtime.process_setup import freeze_gc, keep_freed_memory, raise_open_files
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_group import watch_leader
 from node_runtime.rank_link import RankCodec, RankLink

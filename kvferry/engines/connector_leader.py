@@ -48,7 +48,7 @@ from kvferry.engines.connector import (
 )
 from kvferry.engines.connector_service import ConnectorNode
 from node_runtime.loop_thread import LoopThread
-from node_runtime.open_files import raise_open_files
+from node_runtime.process_setup import raise_open_files
 from node_runtime.rank_link import LeaderLink, RankAddress
 from node_runtime.rank_socket import rank_socket_address
 from node_runtime.supervisor import check_alike

@@ -25,8 +25,8 @@ from kvferry.engines.connector import (
     wait_for_close,
 )
 from node_runtime.loop_thread import LoopThread
-from node_runtime.open_files import raise_open_files
 from node_runtime.open_tracer import open_tracer
+from node_runtime.process_setup import raise_open_files
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes
 from node_runtime.rank_messages import RankLogLevel

@@ -22,7 +22,7 @@ from kvferry.router.app import RouterApp
 from kvferry.router.backend import Backend
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.settings import RouterSettings
-from node_runtime.open_files import raise_open_files
+from node_runtime.process_setup import raise_open_files
 from transfer.config import LogConfig
 from transfer.errors import ConfigError
 from transfer.logs import configure_logging

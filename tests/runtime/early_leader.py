@@ -18,7 +18,7 @@ def report() -> None:
 
 
 def main(model: Path) -> None:
-    from node_runtime.early_start import start_early
+    from node_runtime.fork_server import start_early
 
     start_early(["serve"])
     from node_runtime.fork_server import start_fork_server

@@ -331,7 +331,7 @@ async def _close_and_collect(client: TransferControlClient) -> None:
 
     gRPC's objects of a call that was cut off reference each other and the connection until a collection, which an idle rank may
     not need for hours. The collection takes a millisecond or two, because objects from before the rank was ready are frozen
-    (`node_runtime.collector`).
+    (`node_runtime.process_setup`).
     """
     await client.close()
     await asyncio.sleep(COLLECT_S)
