@@ -14,14 +14,14 @@ import structlog
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import open_tiers
 from decode_node.offload.tiers import Tiers
-from decode_node.rank_messages import CODEC, DecodeStepDone, JobDone, check_step_fits
+from decode_node.rank_messages import CODEC, JobDone, check_step_fits
 from decode_node.requests import DecodeRequests, GenerationObserver, GenerationRequest
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
-from node_runtime.rank_messages import PagesReleased, StepFailed
+from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
 from transfer.config import DecodeNodeConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
@@ -209,7 +209,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         if life is None:
             return
         match message:
-            case DecodeStepDone():
+            case StepDone():
                 life.memory_watch.step_done()
                 life.generation.on_step_done(message)
             case StepFailed():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepFailed
+from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepDone, StepFailed
 from transfer.config import DecodeNodeConfig
 from transfer.connector.messages import (
     CancelIncoming,
@@ -54,7 +54,7 @@ class DecodeStepPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDecodeStep:
-    """Generate one token for each part. Every rank gets the same steps in the same order. Rank 0 answers `DecodeStepDone`."""
+    """Generate one token for each part. Every rank gets the same steps in the same order. Rank 0 answers `StepDone`."""
 
     step: int
     parts: tuple[DecodeStepPart, ...]
@@ -174,16 +174,6 @@ class JobDone:
     failed: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeStepDone:
-    """Report the tokens of a step. `faults` has the reasons of requests that cannot go on; the others are not affected."""
-
-    step: int
-    tokens: dict[str, int]
-    compute_s: float
-    faults: dict[str, str] = field(default_factory=dict)
-
-
 CODEC = RankCodec(
     ExpectRequest,
     CancelIncoming,
@@ -201,7 +191,7 @@ CODEC = RankCodec(
     TransferWhole,
     TransferBroken,
     PagesReleased,
-    DecodeStepDone,
+    StepDone,
     StepFailed,
     LinkProbed,
     PrefillRankLost,

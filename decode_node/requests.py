@@ -15,9 +15,9 @@ from typing import Final
 import structlog
 
 from decode_node.offload.tiers import PlaceRequest, Prompt, Tiers
-from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
+from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.text import TextCodec, TextStream
-from node_runtime.rank_messages import StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.step_watch import StepWatch
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeLimitsConfig
@@ -261,7 +261,7 @@ class DecodeRequests:
 
     # Messages from the ranks
 
-    def on_step_done(self, message: DecodeStepDone) -> None:
+    def on_step_done(self, message: StepDone) -> None:
         if self._step is None or message.step != self._step.step:
             raise LocalProtocolError(f"step {message.step} is done, but it is not the one under way")
         for part in self._step.parts:

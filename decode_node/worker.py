@@ -17,13 +17,11 @@ from decode_node.admission import page_needs
 from decode_node.engine import DecodeEngine
 from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.rank import OffloadRank
-from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
-from node_runtime.engine_step import FailedStep, run_step
+from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from node_runtime.open_tracer import open_tracer
-from node_runtime.rank_engine import RankEngine
+from node_runtime.rank_engine import RankEngine, device_bytes, rank_memory, run_step
 from node_runtime.rank_link import RankLink
-from node_runtime.rank_memory import device_bytes, rank_memory
-from node_runtime.rank_messages import PagesReleased, StepFailed
+from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
@@ -250,24 +248,15 @@ class DecodeWorker:
             request.steps_under_way += 1
             items.append(self._item_of(part, request))
 
-        def work() -> DecodeStepDone | StepFailed:
-            outcome = run_step(
+        def work() -> StepDone | StepFailed:
+            return run_step(
                 lambda: self._engine.decode([with_tuples(item) for item in items]),
                 f"computing a decode step of {len(items)} requests",
+                step=message.step,
+                request_ids=tuple(part.request_id for part in message.parts),
                 device=self._engine.pool.device,
                 advice=STEP_ADVICE,
                 num_ranks=self._engine.shard.num_ranks,
-            )
-            if isinstance(outcome, FailedStep):
-                return StepFailed(
-                    step=message.step,
-                    request_ids=tuple(part.request_id for part in message.parts),
-                    reason=outcome.reason,
-                    is_fatal=outcome.is_fatal,
-                    is_out_of_memory=outcome.is_out_of_memory,
-                )
-            return DecodeStepDone(
-                step=message.step, tokens=dict(outcome.tokens), compute_s=outcome.compute_s, faults=dict(outcome.faults)
             )
 
         self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
@@ -290,8 +279,8 @@ class DecodeWorker:
             sampling=request.sampling,
         )
 
-    def _on_step_over(self, step: RunDecodeStep, outcome: DecodeStepDone | StepFailed) -> None:
-        if isinstance(outcome, DecodeStepDone):
+    def _on_step_over(self, step: RunDecodeStep, outcome: StepDone | StepFailed) -> None:
+        if isinstance(outcome, StepDone):
             self._metrics.histogram("step_seconds").observe(outcome.compute_s)
         for part in step.parts:
             request = self._requests[part.request_id]

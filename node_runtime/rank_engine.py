@@ -1,70 +1,169 @@
-"""A rank's engine and the thread that drives it: what outlives a worker when the node changes its role."""
+"""A rank's engine: the thread that drives it, its steps, and its memory compared with the plan.
+
+The engine outlives a worker when the node changes its role.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
+import structlog
+
+from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.rank_setup import engine_loader
+from planner.plan import MemoryPlan, compare_with_real
 from transfer.config import NodeConfig
-from transfer.errors import EngineError
+from transfer.connector.rank_report import RankMemory
+from transfer.engine_types import RequestFault
+from transfer.errors import EngineError, OutOfMemory
+from transfer.out_of_memory import allocating
 from transfer.worker_thread import WorkerThread
+
+if TYPE_CHECKING:  # the leader names the entry point of ranks, and loads no torch for that
+    import torch
+
+_ENGINE_LINES: Final = {"weights": "weights_bytes", "page_tables": "page_table_bytes", "cuda_graphs": "cuda_graph_bytes"}
+"""Lines of a memory plan that only the engine can measure, and the engine's attribute for each, which may be missing."""
+
+log = structlog.get_logger(__name__)
 
 
 class RankEngine:
-    """The engine of a rank's process, handed from worker to worker together with its thread.
+    """The engine of a rank's process, passed from worker to worker together with its thread.
 
-    One thread for all of its life: what CUDA's current device is, and whether torch records gradients, each thread knows for
-    itself.
+    It keeps one thread: CUDA's current device and the gradient mode of torch are properties of a thread.
 
     Args:
-        loop: The loop of the rank's workers, of which there is one at a time.
+        loop: Loop of the rank's workers. There is one worker at a time.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._engine: Any = None
-        self.thread = WorkerThread("engine", loop, self._crash)
+        self.thread = WorkerThread("engine", loop, self.crash)
 
     @property
     def can_switch(self) -> bool:
-        """Whether the engine can serve the other role, too; False while there is none."""
+        """Whether the engine can also serve the other role; False if no engine is loaded."""
         return hasattr(self._engine, "switch_role")
 
     async def open(self, config: NodeConfig, **place: Any) -> Any:
-        """The engine for the role of `config`: loaded for the first worker of the process, changed for every later one.
+        """Return the engine for the role of `config`: load it for the first worker, change its role for every later one.
 
         Args:
-            place: What the engine's loader is told of the rank, see `engine_loader`.
+            place: Arguments of the engine's loader besides the settings, see `engine_loader`.
 
         Raises:
-            TransferError: It cannot be had. What was loaded before stays, to be asked for its former role.
+            TransferError: The engine cannot be loaded or changed. A loaded engine stays, and can return to its former role.
         """
         if self._engine is None:
             self._engine = await self.thread.call(lambda: engine_loader(config)(config, **place))
         else:
             if not self.can_switch:
                 raise EngineError(f"engine is {config.engine}, which cannot change its role (it has no switch_role)")
-            await self._forget_worker()
+            await self._release_worker()
             self._engine = await self.thread.call(lambda: self._engine.switch_role(config))
         return self._engine
 
-    async def _forget_worker(self) -> None:
-        """Give back what the worker before left, above all its ring or staging memory: the plan of the next one counts on it."""
-        await self.thread.call(lambda: None)  # the thread still holds what it did last
-        gc.unfreeze()  # of what was there when that worker was ready, see `node_runtime.process_setup`
+    async def _release_worker(self) -> None:
+        """Free the memory of the former worker, above all its ring or staging memory: the next worker's plan counts on it."""
+        await self.rest()  # the thread still refers to its last work
+        gc.unfreeze()  # undoes `process_setup.freeze_gc`
         gc.collect()
 
     async def rest(self) -> None:
-        """Wait until the work that the thread was given is done."""
+        """Wait until the thread has done all its work."""
         await self.thread.call(lambda: None)
 
     async def close(self) -> None:
-        """Give the engine back, and end its thread."""
+        """Close the engine and end its thread."""
         if self._engine is not None:
             await self.thread.call(self._engine.close)
         self.thread.close(timeout_s=5.0)
 
-    def _crash(self, error: BaseException) -> None:
+    def crash(self, error: BaseException) -> None:
+        """End the process because of an unexpected error on a worker thread."""
         self._loop.call_exception_handler({"message": "a worker thread failed", "exception": error})
+
+
+def run_step(
+    compute: Callable[[], Mapping[str, int]],
+    doing: str,
+    *,
+    step: int,
+    request_ids: tuple[str, ...],
+    device: torch.device | str,
+    advice: str,
+    num_ranks: int,
+) -> StepDone | StepFailed:
+    """Run a step of any engine, and return its result for the leader.
+
+    A failure is fatal in a group of ranks, because the others may wait in a collective.
+
+    Args:
+        compute: The step; returns request -> next token.
+        doing, device, advice: See `transfer.out_of_memory.allocating`.
+        step, request_ids: The step and its requests.
+        num_ranks: Ranks of the engine's group.
+    """
+    begun_s = time.monotonic()
+    faults: dict[str, str] = {}
+    try:
+        with allocating(doing, device=device, advice=advice):
+            tokens = compute()
+    except RequestFault as fault:
+        tokens, faults = fault.tokens, {request_id: str(fault) for request_id in fault.request_ids}
+    except EngineError as error:
+        return StepFailed(
+            step=step,
+            request_ids=request_ids,
+            reason=str(error),
+            is_fatal=error.is_fatal or num_ranks > 1,
+            is_out_of_memory=isinstance(error, OutOfMemory),
+        )
+    return StepDone(step=step, tokens=dict(tokens), compute_s=time.monotonic() - begun_s, faults=faults)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the size of a GPU; 0 for host memory, of which no part belongs to a rank."""
+    import torch
+
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+
+
+def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
+    """Compare the memory of a rank with its engine's plan, and log each difference as a warning.
+
+    Args:
+        engine: The rank's engine, with its pool. The result is empty if it makes no plan.
+        transfer_bytes: Bytes of the rank's staging or ring memory, by the name of the plan's line.
+    """
+    import torch
+
+    plan: MemoryPlan | None = getattr(engine, "memory_plan", None)
+    if plan is None:
+        return RankMemory()
+    pool = engine.pool
+    pools = {f"pool_{name}": num_bytes for name, num_bytes in pool.storage_bytes.items()}
+    measured = {line: getattr(engine, name) for line, name in _ENGINE_LINES.items() if hasattr(engine, name)}
+    real = {**pools, **transfer_bytes, **measured}
+    if pool.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(pool.device)
+        real["free"] = free - (total - plan.device_bytes)  # the plan may count on a part of the device only
+    warnings = compare_with_real(plan, real)
+    asked = plan.inputs.max_total_tokens
+    if asked is not None and plan.max_total_tokens < asked // plan.inputs.page_size * plan.inputs.page_size:
+        warnings.append(f"pool: {asked:,} tokens are set, the plan has room for {plan.max_total_tokens:,}")
+    if engine.shard.rank == 0:
+        sizes = {f"{line.name}_bytes": line.num_bytes for line in plan.lines}
+        log.info(
+            "memory_plan", max_total_tokens=plan.max_total_tokens, pages=plan.group_pages, fraction=plan.static_fraction, **sizes
+        )
+    for warning in warnings:
+        log.warning("memory_not_as_planned", difference=warning)
+    known = getattr(engine, "memory_warnings", ())  # the engine has logged these
+    return RankMemory(plan=plan.as_json(), real=real, warnings=(*known, *warnings))

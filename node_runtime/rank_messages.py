@@ -1,22 +1,22 @@
-"""Messages between leader and rank that both roles share."""
+"""Messages between leader and rank that both roles use."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLogLevel:
-    """What the rank writes to its log from now on; one of `transfer.logs.LEVELS`."""
+    """Set the rank's log level, one of `transfer.logs.LEVELS`."""
 
     level: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShutdown:
-    """End: close the engine, the sessions and the process."""
+    """Close the sessions and the engine, and end the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class RankSwitch:
 
     Args:
         role: "prefill" or "decode".
-        incarnation, address, rendezvous: As `node_runtime.rank_worker.RankSpec` has them, of the life that begins.
+        incarnation, address, rendezvous: See `node_runtime.rank_worker.RankSpec`, for the next life.
     """
 
     role: str
@@ -35,8 +35,30 @@ class RankSwitch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """A step of the engine ran.
+
+    Args:
+        tokens: Request -> its next token; on rank 0 only.
+        compute_s: Seconds that the step took.
+        faults: Request -> why it cannot continue. Other requests of the step are not affected.
+    """
+
+    step: int
+    tokens: dict[str, int]
+    compute_s: float
+    faults: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed:
-    """The engine failed; `is_fatal`: it is of no more use. `is_out_of_memory`: there was no memory for the step."""
+    """A step of the engine failed, for all its requests.
+
+    Args:
+        reason: One line for operators.
+        is_fatal: Whether the engine can run no further step.
+        is_out_of_memory: Whether the step found no memory.
+    """
 
     step: int
     request_ids: tuple[str, ...]
@@ -47,6 +69,6 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesReleased:
-    """The request's pages are back in this rank's pool."""
+    """The request's pages are free again in this rank's pool."""
 
     request_id: str

@@ -14,9 +14,9 @@ from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
-from node_runtime.rank_messages import PagesReleased, StepFailed
+from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.rank_messages import CODEC, PrefillStepDone, PrefixLoaded, check_step_fits
+from prefill_node.rank_messages import CODEC, PrefixLoaded, check_step_fits
 from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.config import PrefillNodeConfig
@@ -161,7 +161,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         if life is None:
             return
         match message:
-            case PrefillStepDone():
+            case StepDone():
                 life.memory_watch.step_done()
                 life.requests.on_step_done(rank, message)
             case PrefixLoaded():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepFailed
+from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepDone, StepFailed
 from transfer.config import PrefillNodeConfig
 from transfer.connector.messages import (
     AttachDecode,
@@ -62,7 +62,7 @@ class PrefillStepPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrefillStep:
-    """Compute one step. Every rank gets the same steps in the same order and answers `PrefillStepDone` or `StepFailed`."""
+    """Compute one step. Every rank gets the same steps in the same order and answers `StepDone` or `StepFailed`."""
 
     step: int
     parts: tuple[PrefillStepPart, ...]
@@ -79,19 +79,6 @@ class PrefixLoaded:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillStepDone:
-    """The step ran. `faults`: requests that cannot go on all the same, and why.
-
-    In a step of several requests a fault of one is not the others'.
-    """
-
-    step: int
-    first_tokens: dict[str, int]
-    compute_s: float
-    faults: dict[str, str] = field(default_factory=dict)
-
-
 CODEC = RankCodec(
     AttachDecode,
     DetachDecode,
@@ -102,7 +89,7 @@ CODEC = RankCodec(
     DecodeAttached,
     DecodeLost,
     PrefixLoaded,
-    PrefillStepDone,
+    StepDone,
     StepFailed,
     PagesReleased,
     TransferSent,

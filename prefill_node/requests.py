@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from node_runtime.rank_messages import StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.step_watch import StepWatch
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.rank_messages import PrefillStepDone, PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.outgoing import OutgoingTransfers, Transfer
@@ -116,7 +116,7 @@ class PrefillRequests(OutgoingTransfers):
 
     # What the ranks say
 
-    def on_step_done(self, rank: int, message: PrefillStepDone) -> None:
+    def on_step_done(self, rank: int, message: StepDone) -> None:
         """A rank's step is over; it is over for good with the last of them: on GPUs rank 0 does not wait for the others."""
         step = self._steps.get(message.step)
         if step is None:
@@ -129,9 +129,9 @@ class PrefillRequests(OutgoingTransfers):
             request = self._transfers.get(part.request_id)
             if request is None or request.is_over:
                 continue
-            if part.is_last and part.request_id in message.first_tokens:
+            if part.is_last and part.request_id in message.tokens:
                 begun_s = request.started_s if request.started_s is not None else request.queued_s
-                token_id = message.first_tokens[part.request_id]
+                token_id = message.tokens[part.request_id]
                 self._on_computed(request, begun_s=begun_s, ended_s=time.monotonic(), token_id=token_id)
         for request_id, reason in message.faults.items():
             self.abort(request_id, EngineError(reason))

@@ -15,17 +15,15 @@ from typing import Any
 
 import structlog
 
-from node_runtime.engine_step import FailedStep, run_step
 from node_runtime.open_tracer import open_tracer
-from node_runtime.rank_engine import RankEngine
+from node_runtime.rank_engine import RankEngine, rank_memory, run_step
 from node_runtime.rank_link import RankLink
-from node_runtime.rank_memory import rank_memory
-from node_runtime.rank_messages import PagesReleased, StepFailed
+from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
 from node_runtime.rank_setup import open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
-from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefixLoaded, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import LoadPrefix, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import page_needs
 from prefill_node.stored_prefix import StoredPrefix
 from transfer.config import PrefillNodeConfig
@@ -149,7 +147,7 @@ class PrefillWorker:
             transport_config=self._config.transport,
             security=security_of(self._config),
             metrics=self._metrics,
-            on_crash=self._crash,
+            on_crash=self._rank_engine.crash,
             tracer=self._tracer,
         )
         sender = SenderLoop(
@@ -195,9 +193,6 @@ class PrefillWorker:
         self.outgoing.begin(parts.sender, parts.sessions)
         self._loader = parts.loader
 
-    def _crash(self, error: BaseException) -> None:
-        self._loop.call_exception_handler({"message": "a worker thread failed", "exception": error})
-
     # The leader's messages
 
     def on_message(self, message: Any) -> None:
@@ -217,7 +212,7 @@ class PrefillWorker:
     def _on_load_over(self, task: asyncio.Task[None]) -> None:
         self._loads.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._crash(error)  # the leader would wait for an answer that never comes
+            self._rank_engine.crash(error)  # the leader would wait for an answer that never comes
 
     def _start_request(self, message: StartRequest) -> None:
         self._reserve(message.transfer_id, message.num_tokens)
@@ -278,27 +273,18 @@ class PrefillWorker:
                 )
             )
 
-        def work() -> PrefillStepDone | StepFailed:
-            outcome = run_step(
+        def work() -> StepDone | StepFailed:
+            return run_step(
                 lambda: self._engine.prefill(
                     [with_tuples(item) for item in items],
                     lambda layers_done, event: self._engine_thread.post(self._on_layers_written, message, layers_done, event),
                 ),
                 f"computing a prefill step of {sum(item.num_tokens for item in items)} tokens",
+                step=message.step,
+                request_ids=tuple(part.request_id for part in message.parts),
                 device=self._engine.pool.device,
                 advice=STEP_ADVICE,
                 num_ranks=self._engine.shard.num_ranks,
-            )
-            if isinstance(outcome, FailedStep):
-                return StepFailed(
-                    step=message.step,
-                    request_ids=tuple(part.request_id for part in message.parts),
-                    reason=outcome.reason,
-                    is_fatal=outcome.is_fatal,
-                    is_out_of_memory=outcome.is_out_of_memory,
-                )
-            return PrefillStepDone(
-                step=message.step, first_tokens=dict(outcome.tokens), compute_s=outcome.compute_s, faults=dict(outcome.faults)
             )
 
         self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
@@ -311,10 +297,10 @@ class PrefillWorker:
         for part in step.parts:
             self.outgoing.progress(part.request_id, part.first_token + len(part.token_ids), event, end_layer=end_layer)
 
-    def _on_step_over(self, step: RunPrefillStep, outcome: PrefillStepDone | StepFailed) -> None:
+    def _on_step_over(self, step: RunPrefillStep, outcome: StepDone | StepFailed) -> None:
         # Before any page is given back: an id may be used again then, and its token must not be taken for the other's.
         self._link.send(outcome)
-        if isinstance(outcome, PrefillStepDone):
+        if isinstance(outcome, StepDone):
             self._metrics.histogram("step_seconds").observe(outcome.compute_s)
         for part in step.parts:
             request = self._requests[part.request_id]

@@ -10,7 +10,7 @@ from decode_node import rank_messages as decode_messages
 from fuzz.target import Target, require
 from fuzz.trees import tree_mutator
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_messages import StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from prefill_node import rank_messages as prefill_messages
 from transfer.chunk import ChunkPlan
 from transfer.connector.messages import TransferBroken, TransferSent
@@ -34,7 +34,7 @@ MESSAGES: tuple[tuple[RankCodec, object], ...] = (
         ),
     ),
     (prefill_messages.CODEC, TransferSent(transfer_id="r", stats=SentStats(num_bytes=5))),
-    (prefill_messages.CODEC, prefill_messages.PrefillStepDone(step=1, first_tokens={"r": 5}, compute_s=0.5)),
+    (prefill_messages.CODEC, StepDone(step=1, tokens={"r": 5}, compute_s=0.5)),
     (decode_messages.CODEC, StepFailed(step=1, request_ids=("r",), reason="no", is_fatal=False)),
     (
         decode_messages.CODEC,

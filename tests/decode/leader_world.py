@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import Tiers
-from decode_node.rank_messages import DecodeStepDone, ExpectRequest, FinishRequest, RunDecodeStep
+from decode_node.rank_messages import ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.requests import DecodeRequests, GenerationObserver, GenerationRequest
 from decode_node.text import TextCodec
-from node_runtime.rank_messages import StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from tests.runtime.instances import instance
 from transfer.breaker import Breaker, BreakerSettings, BreakerState
 from transfer.chunk import ChunkPlan
@@ -309,7 +309,7 @@ class World:
         assert self.step is not None
         step, self.step = self.step, None
         tokens = {part.request_id: token for part in step.parts}
-        self.leader.on_step_done(DecodeStepDone(step=step.step, tokens=tokens, compute_s=0.0))
+        self.leader.on_step_done(StepDone(step=step.step, tokens=tokens, compute_s=0.0))
 
     def fail_step(self, *, is_out_of_memory: bool = False) -> None:
         assert self.step is not None

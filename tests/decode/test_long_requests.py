@@ -14,8 +14,9 @@ import pytest
 from decode_node.admission import Admission
 from decode_node.admission import page_needs as decode_needs
 from decode_node.offload.tiers import PlaceRequest, Prompt, Tiers
+from node_runtime.rank_messages import StepDone
 from prefill_node import requests as requests_module
-from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep
+from prefill_node.rank_messages import RunPrefillStep
 from prefill_node.requests import PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.prefill.leader_world import new_join
@@ -106,7 +107,7 @@ class Cluster:
 
     def _computed(self, node: PrefillRequests, step: RunPrefillStep) -> None:
         last = [part.request_id for part in step.parts if part.is_last]
-        node.on_step_done(0, PrefillStepDone(step=step.step, first_tokens=dict.fromkeys(last, 1), compute_s=0.0))
+        node.on_step_done(0, StepDone(step=step.step, tokens=dict.fromkeys(last, 1), compute_s=0.0))
         for name in last:
             node.on_pages_released(0, name)
             node.on_sent(0, TransferSent(transfer_id=name, stats=SentStats()))

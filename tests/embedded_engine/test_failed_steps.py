@@ -13,7 +13,8 @@ import torch
 from embedded_engine import engine as engine_module
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.failed_steps import end_failed_step
-from node_runtime.engine_step import ComputedStep, FailedStep, run_step
+from node_runtime.rank_engine import run_step
+from node_runtime.rank_messages import StepDone, StepFailed
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault
 from transfer.errors import EngineError, OutOfMemory
 from transfer.layout import Shard
@@ -132,13 +133,15 @@ class Broken(EngineError):
     is_fatal = True
 
 
-def outcome_of(error: Exception, num_ranks: int = 1) -> ComputedStep | FailedStep:
-    return run_step(failing_with(error), "computing a step", device="cpu", advice="lower it", num_ranks=num_ranks)
+def outcome_of(error: Exception, num_ranks: int = 1) -> StepDone | StepFailed:
+    return run_step(
+        failing_with(error), "computing a step", step=3, request_ids=("r",), device="cpu", advice="lower it", num_ranks=num_ranks
+    )
 
 
 @pytest.mark.parametrize(("error", "num_ranks", "is_fatal"), [(EngineError, 1, False), (Broken, 1, True), (EngineError, 2, True)])
 def test_a_node_hears_whether_its_engine_is_of_use(error: type[EngineError], num_ranks: int, is_fatal: bool) -> None:
-    expected = FailedStep(reason="what broke", is_fatal=is_fatal, is_out_of_memory=False)
+    expected = StepFailed(step=3, request_ids=("r",), reason="what broke", is_fatal=is_fatal, is_out_of_memory=False)
     assert outcome_of(error("what broke"), num_ranks) == expected
 
 
@@ -147,12 +150,12 @@ def test_a_node_hears_whether_its_engine_is_of_use(error: type[EngineError], num
 def test_a_node_hears_that_any_engine_found_no_memory(error: Exception, num_ranks: int) -> None:
     """Also an engine that knows nothing of kvferry's errors. A group of ranks cannot go on: its others wait in a collective."""
     outcome = outcome_of(error, num_ranks)
-    assert isinstance(outcome, FailedStep)
+    assert isinstance(outcome, StepFailed)
     assert outcome.is_out_of_memory and outcome.is_fatal is (num_ranks > 1)
     assert outcome.reason.startswith("out of memory while computing a step: ") and outcome.reason.endswith("; lower it")
 
 
 def test_a_fault_of_one_request_leaves_the_others_their_tokens() -> None:
     outcome = outcome_of(RequestFault("not finite", request_ids=["bad"], tokens={"good": 7}), num_ranks=2)
-    assert isinstance(outcome, ComputedStep)
+    assert isinstance(outcome, StepDone)
     assert (outcome.tokens, outcome.faults) == ({"good": 7}, {"bad": "not finite"})

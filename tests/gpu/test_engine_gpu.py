@@ -14,7 +14,7 @@ from torch import Tensor
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.loading import load_engine
 from embedded_engine.model_files import read_model_files
-from node_runtime.rank_memory import rank_memory
+from node_runtime.rank_engine import rank_memory
 from tests.embedded_engine.decode_scenario import PROMPTS, tokens_of_a_life
 from tests.embedded_engine.families import FAMILIES
 from tests.embedded_engine.steps import bind_pages, pages_for, prefill_all

@@ -21,8 +21,8 @@ from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rank import OffloadRank
 from decode_node.offload.store_leader import StoreLeader, StoreSettings
 from decode_node.offload.tiers import PlaceRequest, Prompt
-from decode_node.rank_messages import DecodeStepDone, DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep
-from node_runtime.rank_messages import PagesReleased
+from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep
+from node_runtime.rank_messages import PagesReleased, StepDone
 from tests.decode.workers import Receiver, new_worker, use
 from tests.offload.tier_contexts import tier_context
 from tests.runtime.instances import instance
@@ -507,7 +507,7 @@ class World:
         match message:
             case JobDone():
                 self.rank_jobs.done(rank, message.job, message.failed)
-            case DecodeStepDone():
+            case StepDone():
                 assert self.step is not None
                 for part in self.step.parts:
                     self.leader.computed(part.request_id, part.token_id)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from node_runtime.rank_messages import StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
-from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefixLoaded, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import LoadPrefix, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.decode.leader_world import told_of
@@ -157,7 +157,7 @@ class World:
                     rank.computed.add(part.request_id)
         for rank in range(NUM_RANKS):
             found = tokens if rank == 0 else {}
-            self.leader.on_step_done(rank, PrefillStepDone(step=step.step, first_tokens=found, compute_s=0.0))
+            self.leader.on_step_done(rank, StepDone(step=step.step, tokens=found, compute_s=0.0))
 
     def fail_step(self, *, is_out_of_memory: bool = False) -> None:
         step = self.steps.pop(min(self.steps))

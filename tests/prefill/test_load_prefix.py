@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from node_runtime.rank_messages import PagesReleased
+from node_runtime.rank_messages import PagesReleased, StepDone
 from prefill_node.prefix_loader import PrefixLoader
-from prefill_node.rank_messages import LoadPrefix, PrefillStepDone, PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import LoadPrefix, PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import page_needs
 from tests.prefill.stored_pages import Prompt, cut
 from tests.prefill.test_prefix_loader import MIXED, PLAIN, shard
@@ -90,6 +90,7 @@ class Rank:
             peer=lambda: self.peer,
             loader=PrefixLoader(self.client, pool=self.pool, own=self.own, thread=self.thread, timeout_s=10.0, batch_bytes=3000),
             loop=loop,
+            crash=self.crashes.append,
         )
 
     def start(self, *, start_token: int = 0) -> None:
@@ -135,7 +136,7 @@ class Rank:
         await until(lambda: self.steps_done() == steps)
 
     def steps_done(self) -> int:
-        return sum(isinstance(message, PrefillStepDone) for message in self.said)
+        return sum(isinstance(message, StepDone) for message in self.said)
 
     def _on_chunk(self, request_id: str, index: int) -> None:
         """What a gather would send of it is the prompt's; of a window what travels."""

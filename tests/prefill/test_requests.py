@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node_runtime.rank_messages import StepDone
 from prefill_node import requests as requests_module
-from prefill_node.rank_messages import PrefillStepDone, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD
 from tests.decode.leader_world import take, turns
 from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join
@@ -177,9 +178,7 @@ async def test_a_request_that_a_step_names_fails_alone_and_its_kv_is_blamed(worl
     await turns()
     step = world.steps.pop(min(world.steps))
     for rank in range(NUM_RANKS):
-        world.leader.on_step_done(
-            rank, PrefillStepDone(step=step.step, first_tokens={}, compute_s=0.0, faults={"a": "not finite"})
-        )
+        world.leader.on_step_done(rank, StepDone(step=step.step, tokens={}, compute_s=0.0, faults={"a": "not finite"}))
     (_, error) = take(request)
     assert isinstance(error, EngineError) and not error.spares_kv
     world.settle()
@@ -335,9 +334,9 @@ async def test_a_step_is_under_way_until_the_slowest_rank_has_ended_it(world: Wo
     await turns()
     sent = [message for message in world.sent if isinstance(message, RunPrefillStep)]
     assert len(sent) == STEPS_AHEAD
-    world.leader.on_step_done(0, PrefillStepDone(step=sent[0].step, first_tokens={}, compute_s=0.0))
+    world.leader.on_step_done(0, StepDone(step=sent[0].step, tokens={}, compute_s=0.0))
     assert [message for message in world.sent if isinstance(message, RunPrefillStep)] == sent
-    world.leader.on_step_done(1, PrefillStepDone(step=sent[0].step, first_tokens={}, compute_s=0.0))
+    world.leader.on_step_done(1, StepDone(step=sent[0].step, tokens={}, compute_s=0.0))
     assert len([message for message in world.sent if isinstance(message, RunPrefillStep)]) == STEPS_AHEAD + 1
     del world.steps[sent[0].step]
     world.settle()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from node_runtime.rank_messages import PagesReleased
-from prefill_node.rank_messages import PrefillStepDone, PrefillStepPart, RunPrefillStep, StartRequest
+from node_runtime.rank_messages import PagesReleased, StepDone
+from prefill_node.rank_messages import PrefillStepPart, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
 from tests.prefill.workers import Sender, decode_peer, new_worker
 from tests.runtime.instances import instance
@@ -155,7 +155,7 @@ def test_more_prompts_run_at_once_than_their_windows_have_tokens() -> None:
     assert rank.start_all() == ["a", "b", "c"]
     rank.compute_all()
     assert all(len(chunks) == 11 for chunks in rank.computed.values())
-    assert [message.first_tokens for message in rank.said if isinstance(message, PrefillStepDone)][-1].keys() == {"a", "b", "c"}
+    assert [message.tokens for message in rank.said if isinstance(message, StepDone)][-1].keys() == {"a", "b", "c"}
     assert not rank.released(), "they still have to be gathered"
     bound = [pages.num_bound for _, pages in rank.allocator.by_group]
     assert bound == [3 * full, 3 * 3, 3], "of a window, the pages of the last six tokens, 79 to 84"

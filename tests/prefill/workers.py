@@ -56,6 +56,7 @@ def new_worker(
     peer: Callable[[], DecodePeer | None],
     loader: PrefixLoader | None = None,
     loop: object = None,
+    crash: Callable[[BaseException], None] | None = None,
 ) -> PrefillWorker:
     """A worker with its parts.
 
@@ -64,10 +65,12 @@ def new_worker(
         send: Called with each message to the leader.
         peer: Returns the decode instance that is attached.
         loop: Runs loads; a worker without a loader needs none.
+        crash: Called with the error that would end the rank's process.
     """
     spec = SimpleNamespace(rank=0, config=prefill_config(Path("model")))
     link = SimpleNamespace(send=send)
-    worker = PrefillWorker(cast(RankSpec, spec), cast(Any, link), cast(Any, loop), cast(Any, SimpleNamespace(thread=thread)))
+    rank_engine = SimpleNamespace(thread=thread, crash=crash)
+    worker = PrefillWorker(cast(RankSpec, spec), cast(Any, link), cast(Any, loop), cast(Any, rank_engine))
     worker.use(
         PrefillRankParts(
             engine=cast(Any, engine),

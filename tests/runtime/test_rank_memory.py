@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import rank_messages as decode_messages
-from node_runtime.rank_memory import rank_memory
+from node_runtime.rank_engine import rank_memory
 from planner.model_directory import ModelDirectory
 from planner.model_shape import read_model_shape
 from planner.node_plan import DeviceMemory, node_plan_inputs
