@@ -116,7 +116,7 @@ CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/p
 	decode_node/offload/host_tier.py,decode_node/offload/jobs.py,decode_node/offload/rules.py,$\
 	decode_node/offload/page_placement.py,decode_node/offload/sizes.py,decode_node/offload/tiered_request.py,$\
 	decode_node/admission.py,transfer/session_events.py,transfer/receive/receiver.py,transfer/receive/events.py,transfer/receive/state.py,$\
-	prefill_node/scheduler.py,prefill_node/stored_prefix.py,prefill_node/prefix_pages.py,transfer/send/sender.py,transfer/send/events.py,transfer/send/state.py
+	prefill_node/scheduler.py,prefill_node/stored_prefix.py,transfer/send/sender.py,transfer/send/events.py,transfer/send/state.py
 
 coverage: setup ## check that tests cover every branch of the pure core
 	@$(BIN)/python -m pytest -q -n 2 $(CORE_TESTS) --cov --cov-branch --cov-report=

@@ -22,7 +22,7 @@ from decode_node.offload.rules import TierRules
 from decode_node.offload.tiered_request import DeviceIndex
 from decode_node.offload.tiers import PlaceRequest
 from examples.one_process import TwoTiers
-from node_runtime.rank_link import LeaderLink, RankLink
+from node_runtime.rank_link import LeaderLink, RankLink, new_addresses
 from prefill_node import rank_messages
 from prefill_node.prefix_loads import PrefixLoads
 from transfer.chunk import ChunkPlan
@@ -356,8 +356,8 @@ def hash_chains(watch: Watch, *, num_tokens: int = CONTEXT_TOKENS, page_size: in
         store = _AllStored()
         heard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-            link = LeaderLink(Path(folder), 1, rank_messages.CODEC)
-            rank = RankLink(link.address_of(0), rank_messages.CODEC)
+            link = LeaderLink(new_addresses(Path(folder), 1), rank_messages.CODEC)
+            rank = RankLink(link.addresses[0], rank_messages.CODEC)
             rank.watch(asyncio.get_running_loop(), heard.set_result)
             connected = asyncio.Event()
             link.watch(asyncio.get_running_loop(), lambda number, message: connected.set())

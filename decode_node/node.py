@@ -18,9 +18,9 @@ from decode_node.rank_messages import CODEC, JobDone, check_step_fits
 from decode_node.requests import DecodeRequests, GenerationObserver, GenerationRequest
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
+from node_runtime.engine_watch import FullPool, OutOfMemoryWatch
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
-from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
 from transfer.config import DecodeNodeConfig
 from transfer.connector.attempt import IncomingObserver

@@ -17,8 +17,8 @@ import structlog
 from decode_node.offload.tiers import PlaceRequest, Prompt, Tiers
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.text import TextCodec, TextStream
+from node_runtime.engine_watch import StepWatch
 from node_runtime.rank_messages import StepDone, StepFailed
-from node_runtime.step_watch import StepWatch
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeLimitsConfig
 from transfer.connector.attempt import Attempt, IncomingObserver, IncomingRoom, NotYet, WantedPrompt

@@ -18,11 +18,10 @@ from decode_node.engine import DecodeEngine
 from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.rank import OffloadRank
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
-from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine, device_bytes, rank_memory, run_step
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
-from node_runtime.rank_setup import open_transport, own_instance
+from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
 from transfer.connector.incoming_rank import IncomingRank

@@ -17,9 +17,9 @@ from node_runtime.exit_codes import NO_MEMORY
 from node_runtime.health import Readiness
 from node_runtime.node_role import ROLE_NAMES, preloaded_modules
 from node_runtime.node_service import ANSWER_S, NodeService
-from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_process import run_rank
+from node_runtime.rank_setup import open_tracer
 from node_runtime.role_service import RoleServices, service_of
 from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor
 from transfer.config import NodeConfig

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from node_runtime.engine import engine_loader
 from node_runtime.rank_messages import StepDone, StepFailed
-from node_runtime.rank_setup import engine_loader
 from planner.plan import MemoryPlan, compare_with_real
 from transfer.config import NodeConfig
 from transfer.connector.rank_report import RankMemory

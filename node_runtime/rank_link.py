@@ -1,13 +1,17 @@
-"""Messages between a node's leader and its rank processes, over a socket file in a folder that only this user can enter.
+"""Send messages between a leader and its rank processes, over a socket file in a folder that only this user can enter.
 
-Both ends are of one build, so the messages are plain frozen dataclasses, named by their class and checked on arrival.
+Both ends are of one build, so the messages are frozen dataclasses, named by their class and checked on arrival.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import os
 import secrets
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,22 +23,24 @@ from pydantic import TypeAdapter, ValidationError
 
 from transfer.control.base import Received
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
-from transfer.errors import LocalProtocolError, TransferError
+from transfer.errors import ConfigError, LocalProtocolError, TransferError
 from transfer.loop_turns import turns_of
 
 MAX_PAYLOAD_BYTES = 64 << 20
-"""Of a message. The largest are page tables: of a prompt of a million tokens on pages of one, 5 MB for each group of layers."""
+"""Longest message. The largest have page tables: 5 MB for each layer group of a prompt of a million tokens on pages of one."""
 
 SILENCE_MS = 10_000
-"""A rank's death is seen at once, by its process; silence only tells a frozen one. On a machine with more ranks than cores a
-rank can be silent for a second and be well, and to take it for lost costs the whole group its life."""
+"""Silence only detects a frozen rank: the exit of a process is seen at once. On a machine with more ranks than cores, a healthy
+rank can be silent for a second, and to count it as lost would end the life of the whole group."""
+
+_NAME_CHARS = 16  # of a digest: the path of a socket has 107 characters at most
 
 
 class RankCodec:
-    """Dataclasses to bytes and back.
+    """Encode and decode messages.
 
     Args:
-        types: The messages' classes; names must differ.
+        types: Classes of the messages, each with its own name.
     """
 
     def __init__(self, *types: type) -> None:
@@ -48,10 +54,10 @@ class RankCodec:
         return packed
 
     def decode(self, payload: bytes) -> Any:
-        """The message.
+        """Return the message.
 
         Raises:
-            LocalProtocolError: The bytes are none that `encode` makes.
+            LocalProtocolError: `encode` does not make such bytes.
         """
         try:
             name, fields = msgpack.unpackb(payload, strict_map_key=False)
@@ -62,7 +68,7 @@ class RankCodec:
             raise LocalProtocolError(f"message {name!r:.200} of a rank link does not fit: there is none of that name")
         try:
             return adapter.validate_python(fields)
-        except (ValidationError, TypeError, TransferError) as error:  # those of the classes themselves
+        except (ValidationError, TypeError, TransferError) as error:  # the last one is raised by the classes
             raise LocalProtocolError(f"message {name} of a rank link does not fit its class: {error}") from error
 
 
@@ -76,50 +82,75 @@ def _fields(value: object) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAddress:
-    """What a rank process needs to find its leader.
+    """Where a rank process finds its leader.
 
     Args:
         endpoint: ``ipc://`` address of the leader's socket.
-        token: Names the rank on it; secret between the two.
+        token: Identifies the rank on it; a secret of the two.
     """
 
     endpoint: str
     token: int
 
 
-class LeaderLink:
-    """The leader's end: one socket, all ranks of one life of the group.
+def new_addresses(folder: Path, num_ranks: int) -> list[RankAddress]:
+    """Return addresses for ranks that the leader starts, with a new socket in a private folder."""
+    endpoint = f"ipc://{folder / secrets.token_hex(4)}"
+    return [RankAddress(endpoint=endpoint, token=secrets.randbits(62) + 1) for _ in range(num_ranks)]
+
+
+def rank_socket_address(instance: str, rank: int) -> RankAddress:
+    """Return the address at which a rank of an engine meets its leader; both derive it from the instance.
+
+    The engine starts its processes itself, in any order, so neither end can hand the other an address.
 
     Args:
-        folder: Private folder for the socket file.
-        num_ranks: Ranks that may speak.
+        instance: A name that only this instance of the engine has, such as the id that vLLM gives it.
+
+    Raises:
+        ConfigError: There is no folder that only this user can enter.
+    """
+    name = hashlib.sha256(instance.encode()).hexdigest()[:_NAME_CHARS]
+    return RankAddress(endpoint=f"ipc://{_private_folder() / name}", token=rank + 1)
+
+
+def _private_folder() -> Path:
+    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    folder = parent / f"kvferry-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"folder {folder} for the sockets of ranks cannot be made: {error.strerror}; set XDG_RUNTIME_DIR"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"folder {folder} for the sockets of ranks is not this user's alone (owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}); it must be a folder of mode 700: remove it, or set XDG_RUNTIME_DIR"
+        )
+    return folder
+
+
+class LeaderLink:
+    """The leader's end: one socket for all ranks of one life of the group.
+
+    Args:
+        addresses: Address of each rank, with one endpoint in common.
         codec: Messages of both directions.
     """
 
-    def __init__(self, folder: Path, num_ranks: int, codec: RankCodec) -> None:
-        endpoint = f"ipc://{folder / secrets.token_hex(4)}"
-        self._open(endpoint, [secrets.randbits(62) + 1 for _ in range(num_ranks)], codec)
-
-    @classmethod
-    def at(cls, addresses: Sequence[RankAddress], codec: RankCodec) -> LeaderLink:
-        """Where ranks look for it that nobody tells: the addresses of all ranks, with one endpoint in common."""
-        link = cls.__new__(cls)
-        link._open(addresses[0].endpoint, [address.token for address in addresses], codec)
-        return link
-
-    def _open(self, endpoint: str, tokens: list[int], codec: RankCodec) -> None:
+    def __init__(self, addresses: Sequence[RankAddress], codec: RankCodec) -> None:
+        self.addresses = addresses
         self._codec = codec
-        self._tokens = tokens
-        self._ranks = {token: rank for rank, token in enumerate(tokens)}
-        self._server = ZmqControlServer(endpoint, max_payload_bytes=MAX_PAYLOAD_BYTES)
-        for token in tokens:
+        self._tokens = [address.token for address in addresses]
+        self._ranks = {token: rank for rank, token in enumerate(self._tokens)}
+        self._server = ZmqControlServer(addresses[0].endpoint, max_payload_bytes=MAX_PAYLOAD_BYTES)
+        for token in self._tokens:
             self._server.allow(token)
 
-    def address_of(self, rank: int) -> RankAddress:
-        return RankAddress(endpoint=self._server.address, token=self._tokens[rank])
-
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[int, Any], None]) -> None:
-        """Hand over each (rank, message) on `loop`."""
+        """Call `on_message` on `loop` with the rank and each message."""
         turns = turns_of(loop)
 
         def on_received(received: Received) -> None:
@@ -131,11 +162,11 @@ class LeaderLink:
         self._server.watch(loop, on_received)
 
     def send(self, rank: int, message: object) -> bool:
-        """False: the rank is gone, or has not taken its messages for long; the group is then of no more use."""
+        """Send; return False if the rank is gone or has not taken its messages for long. The group cannot continue then."""
         return self._server.send(self._tokens[rank], self._codec.encode(message))
 
     def broadcast(self, message: object) -> bool:
-        """To all ranks, in one order for all messages; False as for `send`."""
+        """Send to all ranks, which receive all messages in the same order; return False as `send` does."""
         payload = self._codec.encode(message)
         return all([self._server.send(token, payload) for token in self._tokens])
 
@@ -164,7 +195,7 @@ class RankLink:
         self._client.watch(loop, on_payload)
 
     def send(self, message: object) -> None:
-        """Raises LocalProtocolError when the leader has not taken messages for so long that the queue is full."""
+        """Send; raise LocalProtocolError if the queue is full, because the leader has not taken messages for long."""
         if not self._client.send(self._codec.encode(message)):
             raise LocalProtocolError("the leader does not take this rank's messages")
 

@@ -1,4 +1,4 @@
-"""What a rank of either role opens and says of itself when it starts."""
+"""Check a node's settings before its ranks start, and open the transport and the tracer of a rank."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import importlib
 import importlib.util
 import ipaddress
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import transfer
+from node_runtime.engine import InstanceEngine, engine_loader
 from planner.node_plan import check_fits
-from transfer.config import EMBEDDED_ENGINE, NodeConfig, TransportConfig
+from transfer.config import EMBEDDED_ENGINE, NodeConfig, TracingConfig, TransportConfig
 from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, Instance
-from transfer.layout import KVLayout, Shard
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.storage.open import check_store
+from transfer.tracing import Tracer
 from transfer.transport.base import Transport
 
 _LIBRARIES: Final = {
@@ -25,28 +25,15 @@ _LIBRARIES: Final = {
     "nixl": (("nixl_cu13", "nixl_cu12"), "'kvferry[nixl]' (or nixl-cu12)"),
     "cuda_ipc": (("cuda.bindings",), "'kvferry[cuda-ipc]'"),
 }
-"""Transport -> modules of which it needs one, and what brings them."""
-
-
-class Engine(Protocol):
-    """What an instance is known by, of either role's engine."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-
-    @property
-    def shard(self) -> Shard: ...
-
-    @property
-    def model_fields(self) -> Mapping[str, str]: ...
+"""Transport -> modules, of which it needs one, and the extras that install them."""
 
 
 def check_before_start(config: NodeConfig) -> None:
-    """What can be refused before any rank is started, which takes seconds.
+    """Reject settings with which no rank could start. Starting ranks takes seconds.
 
     Raises:
-        ConfigError: The model directory is none, does not fit the parallel degree, or the transport, the store, discovery or
-            the engine cannot be had.
+        ConfigError: The model directory is invalid or does not fit the parallel degree, or the transport, the store, discovery or
+            the engine is not available.
         MemoryPlanError: The model does not fit the memory.
     """
     if not os.path.isfile(config.model / "config.json"):  # Path.is_file raises OSError for a name that is too long
@@ -82,37 +69,23 @@ def _check_transport(config: NodeConfig) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether it can be imported; also of one in a package that several distributions share, as `cuda` is."""
+    """Return whether a module can be imported. Its package may belong to several distributions, as `cuda` does."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of what it is in
+    except ModuleNotFoundError:  # of its package
         return False
 
 
-def engine_loader(config: NodeConfig) -> Callable[..., Any]:
-    """What the setting `engine` names: called with the settings, `rank=` and `rendezvous=`, it returns the rank's engine.
-
-    Raises:
-        ConfigError: There is no such module or function.
-    """
-    module, _, function = config.engine.partition(":")
-    try:
-        loader: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"engine is {config.engine}, which cannot be imported: {error}") from error
-    return loader
-
-
 def open_transport(config: TransportConfig, *, host: str, device_index: int | None = None) -> Transport:
-    """The configured data plane.
+    """Open the configured data plane.
 
     Args:
-        device_index: The GPU on which the rank's pool lies; None: in host memory.
-        host: What the node's ports bind. Where it is a loopback address, UCX opens its own ports on the loopback device only
-            (else on every device); UCX_NET_DEVICES in the environment is stronger.
+        device_index: The GPU of the rank's pool. None means that the pool is in host memory.
+        host: Address that the node's ports bind. If it is a loopback address, UCX opens its ports on the loopback device only;
+            UCX_NET_DEVICES in the environment has precedence.
 
     Raises:
-        ConfigError: It cannot be had on this machine, or not between processes.
+        ConfigError: The transport is not available on this machine, or not between processes.
     """
     options = {"NET_DEVICES": "lo"} if is_loopback(host) and "UCX_NET_DEVICES" not in os.environ else None
     match config.name:
@@ -127,24 +100,40 @@ def open_transport(config: TransportConfig, *, host: str, device_index: int | No
         case "cuda_ipc":
             from transfer.transport.cuda_ipc import CudaIpcTransport
 
-            assert device_index is not None  # `check_before_start` has seen to it
+            assert device_index is not None  # `check_before_start` has checked it
             return CudaIpcTransport(mode=config.cuda_ipc.mode, device_index=device_index)
         case _:
             raise ConfigError(f"transport.name is {config.name}, which joins two ends of one process; a rank needs another")
 
 
+def open_tracer(config: TracingConfig, *, role: str, rank: int | None = None) -> Tracer | None:
+    """Return the tracer of a leader or a rank. None means that tracing is off; OpenTelemetry is then not loaded.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed, or a setting of the tracer cannot be used.
+    """
+    if config.endpoint is None:
+        return None
+    try:
+        from node_runtime.tracing_client import OtelTracer
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "opentelemetry":
+            raise
+        raise ConfigError(f"tracing.endpoint is {config.endpoint}; it needs OpenTelemetry: install kvferry[otel]") from error
+    return OtelTracer(config, role=role, rank=rank)
+
+
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is only reachable from this machine."""
+    """Return whether a host name or address can only be reached from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def own_instance(engine: Engine, transport: Transport, *, incarnation: int, device_type: str) -> Instance:
-    """This rank's instance, as it tells its peers; its pool is on a device of that type."""
-    # Loads torch, for which a command line with wrong settings does not wait.
-    from transfer.copy.digest import digests_for
+def own_instance(engine: InstanceEngine, transport: Transport, *, incarnation: int, device_type: str) -> Instance:
+    """Return the description of this rank's instance for peers. Its pool is on a device of type `device_type`."""
+    from transfer.copy.digest import digests_for  # imported late: it loads torch, which invalid settings do not need
 
     return Instance(
         incarnation=incarnation,

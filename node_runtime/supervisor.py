@@ -17,7 +17,7 @@ import structlog
 from node_runtime.exit_codes import ENGINE_FAILED, NO_MEMORY
 from node_runtime.fork_server import end_fork_server
 from node_runtime.rank_group import RankGroup
-from node_runtime.rank_link import LeaderLink, RankCodec
+from node_runtime.rank_link import LeaderLink, RankCodec, new_addresses
 from node_runtime.rank_messages import RankLogLevel, RankShutdown, RankSwitch
 from node_runtime.rank_worker import RankSpec
 from transfer.config import NodeConfig
@@ -125,7 +125,7 @@ class RankSupervisor:
                 config=config,
                 rank=rank,
                 incarnation=self.incarnation,
-                address=link.address_of(rank),
+                address=link.addresses[rank],
                 rendezvous=self._rendezvous,
                 other_config=other_config,
             )
@@ -153,7 +153,7 @@ class RankSupervisor:
                 message = RankSwitch(
                     role=side.config.role,
                     incarnation=self.incarnation,
-                    address=link.address_of(rank),
+                    address=link.addresses[rank],
                     rendezvous=str(self._rendezvous),
                 )
                 if not before.send(rank, message):
@@ -174,7 +174,7 @@ class RankSupervisor:
         self.incarnation = secrets.randbits(63) + 1
         self._hellos, self.reports = {}, {}
         self._started = loop.create_future()
-        self._link = LeaderLink(self.folder, self._num_ranks, self._side.codec)
+        self._link = LeaderLink(new_addresses(self.folder, self._num_ranks), self._side.codec)
         self._link.watch(loop, partial(self._receive, self.incarnation))
         return self._link, self._started
 

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 import transfer
 from transfer.config import TracingConfig
 from transfer.errors import ConfigError
-from transfer.tracing import Span, Tracer, Value, parse_traceparent
+from transfer.tracing import Span, Value, parse_traceparent
 
 EXPORT_TIMEOUT_S: Final = 2.0
 EXPORT_EVERY_S: Final = 1.0
@@ -183,11 +183,6 @@ class OtelTracer:
         closing = threading.Thread(target=self._processor.shutdown, name="tracing-closing", daemon=True)
         closing.start()
         closing.join(timeout_s)
-
-
-def open_otel_tracer(config: TracingConfig, *, role: str, rank: int | None = None) -> Tracer:
-    """See `OtelTracer`."""
-    return OtelTracer(config, role=role, rank=rank)
 
 
 def _credentials(ca_file: Path | None) -> grpc.ChannelCredentials:

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 
 from node_runtime.daemon import Daemon
+from node_runtime.engine_watch import FullPool, OutOfMemoryWatch
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
-from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import CODEC, PrefixLoaded, check_step_fits

@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from prefill_node.prefix_pages import PageSource, page_sources
-from prefill_node.stored_prefix import StoredPrefix, needed_pages
+from prefill_node.stored_prefix import PageSource, StoredPrefix, needed_pages, page_sources
 from transfer.instance import Instance
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.layout import DType, HeadSlice, TokenOrder

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from node_runtime.engine_watch import StepWatch
 from node_runtime.rank_messages import StepDone, StepFailed
-from node_runtime.step_watch import StepWatch
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler

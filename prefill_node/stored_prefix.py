@@ -1,8 +1,8 @@
-"""What of a prompt can lie in the store, under which keys, and which pages it takes to go on behind it. Pure.
+"""The stored beginning of a prompt: its keys, the pages that are needed, and the parts of each page that a rank needs. Pure.
 
-Pages are those of the decode instance that the prompt is for: its ranks have stored them, cut as their pools are. At least one
-token of a prompt is always computed, for the next one is sampled from it. A sliding window needs its pages right before the place
-where computing begins; a recurrent state is stored nowhere, so a model that has one skips nothing.
+The pages are those of the decode instance that the prompt is for: its ranks have stored them, sharded as their pools are. At
+least one token of a prompt is always computed, because the next one is sampled from it. A sliding window needs its pages right
+before the first computed token. Recurrent states are not stored, so a model that has one skips nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Final
 
 from transfer.instance import Instance
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
+from transfer.layout import HeadSlice, KVLayout, Shard, routes
 from transfer.storage.keys import PageHashes, chain_seed, rounding, store_fingerprint, store_key
-from transfer.storage.pages import can_be_stored
+from transfer.storage.pages import PagePart, can_be_stored, page_parts
 
 MAX_PAGES: Final = 1 << 17
 """Most pages of a prompt that are looked up: 2,097,152 tokens in pages of 16. Ordering them takes the leader's loop 28 ms."""
@@ -22,14 +23,14 @@ MAX_PAGES: Final = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPrefix:
-    """Pages that a decode instance stores of a prompt, from the first on.
+    """The first pages of a prompt, as a decode instance stores them.
 
     Args:
         decode: The instance.
-        hashes: Of its pages, see `transfer.storage.keys`.
+        hashes: Hashes of the pages, see `transfer.storage.keys`.
 
     Attributes:
-        fingerprint: Of the instance's pages, see `transfer.storage.keys.store_fingerprint`.
+        fingerprint: See `transfer.storage.keys.store_fingerprint`.
     """
 
     decode: Instance
@@ -49,7 +50,7 @@ class StoredPrefix:
         return self.decode.shard.page_size
 
     def keys(self, groups: Sequence[LayerGroup], pages: Collection[int]) -> list[str]:
-        """Under which the decode ranks store these pages of these groups; each key once."""
+        """Return the keys under which the decode ranks store these pages of these groups, each key once."""
         layout = self.decode.layout
         found: dict[str, None] = {}
         for group in groups:
@@ -87,10 +88,53 @@ def prefix_chain(prefill: Instance, decode: Instance, *, store_salt: str, reques
 
 
 def needed_pages(group: LayerGroup, num_pages: int, page_size: int) -> range:
-    """The pages of a group that have to be there to go on behind the first `num_pages` pages."""
+    """Return the pages of a group that are needed to compute what follows the first `num_pages` pages."""
     return range(group.first_needed_token(num_pages * page_size) // page_size, num_pages)
 
 
 def groups_of(decode: Instance, kind: GroupKind) -> tuple[LayerGroup, ...]:
-    """The instance's groups of that kind."""
+    """Return the layer groups of one kind."""
     return tuple(group for group in layer_groups(decode.layout) if group.kind is kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSource:
+    """The pages of one layer group on one decode rank, and the parts of each page that this prefill rank needs.
+
+    Args:
+        shard: The decode rank's shard.
+        page_bytes: Bytes of each page.
+        parts: Needed parts with their heads: from `source_start` on in the page, to `target_start` on in this rank.
+    """
+
+    group: LayerGroup
+    shard: Shard
+    page_bytes: int
+    parts: tuple[tuple[PagePart, HeadSlice], ...]
+
+
+def page_sources(layout: KVLayout, own: Shard, decode: Shard) -> tuple[PageSource, ...]:
+    """Return the pages that hold each (layer, head) of a prefill rank, which are those of exactly one decode rank.
+
+    Args:
+        own: Shard of the prefill rank.
+        decode: Shard of the decode instance; its rank does not matter.
+    """
+    # The direction is opposite to a transfer: from the ranks that store to the rank that computes.
+    incoming = [route for route in routes(layout, decode, own) if route.decode_rank == own.rank]
+    found: list[PageSource] = []
+    for group in layer_groups(layout):
+        for rank in dict.fromkeys(route.prefill_rank for route in incoming):
+            shard = decode.at(rank)
+            heads_of = {
+                layer: route.heads
+                for route in incoming
+                if route.prefill_rank == rank
+                for layer in route.layers_in(layout, own.layers(layout))
+            }
+            parts = page_parts(group, layout=layout, shard=shard)
+            taken = tuple((part, heads_of[part.layer]) for part in parts if part.layer in heads_of)
+            if taken:
+                page_bytes = sum(part.num_bytes for part in parts)
+                found.append(PageSource(group=group, shard=shard, page_bytes=page_bytes, parts=taken))
+    return tuple(found)

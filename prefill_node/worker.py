@@ -15,11 +15,10 @@ from typing import Any
 
 import structlog
 
-from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine, rank_memory, run_step
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
-from node_runtime.rank_setup import open_transport, own_instance
+from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader

@@ -49,8 +49,7 @@ from kvferry.engines.connector import (
 from kvferry.engines.connector_service import ConnectorNode
 from node_runtime.loop_thread import LoopThread
 from node_runtime.process_setup import raise_open_files
-from node_runtime.rank_link import LeaderLink, RankAddress
-from node_runtime.rank_socket import rank_socket_address
+from node_runtime.rank_link import LeaderLink, RankAddress, rank_socket_address
 from node_runtime.supervisor import check_alike
 from transfer.config import ConnectorConfig
 from transfer.connector.bound_prompts import PromptState, PromptView
@@ -269,7 +268,7 @@ class ConnectorLeader:
         raise_open_files()
         loop = self._thread.loop
         self._all_there = loop.create_future()
-        link = self._link = LeaderLink.at(self._addresses, CODEC)
+        link = self._link = LeaderLink(self._addresses, CODEC)
         link.watch(loop, self._on_message)
         try:
             async with asyncio.timeout(timeout_s):

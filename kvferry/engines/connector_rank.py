@@ -25,13 +25,11 @@ from kvferry.engines.connector import (
     wait_for_close,
 )
 from node_runtime.loop_thread import LoopThread
-from node_runtime.open_tracer import open_tracer
 from node_runtime.process_setup import raise_open_files
 from node_runtime.rank_engine import device_bytes
-from node_runtime.rank_link import RankLink
+from node_runtime.rank_link import RankLink, rank_socket_address
 from node_runtime.rank_messages import RankLogLevel
-from node_runtime.rank_setup import open_transport, own_instance
-from node_runtime.rank_socket import rank_socket_address
+from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import BoundPages, IncomingRank, Settled
 from transfer.connector.incoming_sessions import IncomingSessions

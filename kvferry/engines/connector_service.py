@@ -12,8 +12,8 @@ import grpc
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from node_runtime.health import HealthServer, Readiness
 from node_runtime.node_service import NodeService
-from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_messages import RankLogLevel
+from node_runtime.rank_setup import open_tracer
 from transfer.config import ConnectorConfig
 from transfer.connector.decode_service import DecodeService
 from transfer.connector.outgoing import Transfer

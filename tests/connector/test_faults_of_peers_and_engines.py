@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from kvferry.engines.connector import PREFILL
-from node_runtime.rank_socket import rank_socket_address
+from node_runtime.rank_link import rank_socket_address
 from tests.connector.conftest import Start
 from tests.connector.instances import PROMPT, TIMEOUT_S, Instance, hand_over, wait_for
 from transfer.connector import offered_prompts as source_prompts

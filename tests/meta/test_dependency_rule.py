@@ -67,7 +67,7 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 # (The other files of layer 0 are interfaces, and their signatures may name an event loop.)
 LOGIC = (
     *_files("transfer", "layout layer_groups chunk piece piece_size ring ring_index pool/page_allocator breaker"),
-    *_files("prefill_node", "scheduler stored_prefix prefix_pages"),
+    *_files("prefill_node", "scheduler stored_prefix"),
     *_files("decode_node", "offload/page_placement offload/sizes"),
     *_files("transfer/connector", "prefill_routing retry_rules messages"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from prefill_node.prefix_loader import PrefixLoader
-from prefill_node.prefix_pages import page_sources
 from prefill_node.scheduler import page_needs
-from prefill_node.stored_prefix import StoredPrefix
+from prefill_node.stored_prefix import StoredPrefix, page_sources
 from tests.prefill.stored_pages import Prompt, at_rank, cut
 from tests.runtime.hand_clock import HandClock
 from tests.storage.stores import MemoryStore, Seen

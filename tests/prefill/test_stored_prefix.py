@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from prefill_node.prefix_lookup import MAX_KEYS, MAX_STEPS, num_stored_pages
-from prefill_node.prefix_pages import page_sources
-from prefill_node.stored_prefix import StoredPrefix, needed_pages, num_storable_tokens
+from prefill_node.prefix_loads import MAX_KEYS, MAX_STEPS, num_stored_pages
+from prefill_node.stored_prefix import StoredPrefix, needed_pages, num_storable_tokens, page_sources
 from tests.prefill.stored_pages import cut, prefix_of
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from decode_node import rank_messages as decode_messages
-from node_runtime.rank_link import LeaderLink, RankAddress, RankCodec, RankLink
+from node_runtime.rank_link import LeaderLink, RankAddress, RankCodec, RankLink, new_addresses
 from prefill_node import rank_messages as prefill_messages
 from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
@@ -63,10 +63,10 @@ def test_bytes_that_are_no_message_of_the_link_are_refused(payload: bytes) -> No
 
 async def test_every_rank_hears_broadcasts_in_one_order_and_answers_under_its_own_number(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
-    leader = LeaderLink(tmp_path, 3, CODEC)
+    leader = LeaderLink(new_addresses(tmp_path, 3), CODEC)
     heard: list[tuple[int, Any]] = []
     leader.watch(loop, lambda rank, message: heard.append((rank, message)))
-    ranks = [RankLink(leader.address_of(rank), CODEC) for rank in range(3)]
+    ranks = [RankLink(leader.addresses[rank], CODEC) for rank in range(3)]
     told: list[list[Any]] = [[], [], []]
     for rank, link in enumerate(ranks):
         link.watch(loop, told[rank].append)
@@ -88,10 +88,10 @@ async def test_every_rank_hears_broadcasts_in_one_order_and_answers_under_its_ow
 
 async def test_a_stranger_is_not_heard_and_a_rank_that_is_not_there_takes_nothing(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
-    leader = LeaderLink(tmp_path, 2, CODEC)
+    leader = LeaderLink(new_addresses(tmp_path, 2), CODEC)
     heard: list[Any] = []
     leader.watch(loop, lambda rank, message: heard.append((rank, message)))
-    address = leader.address_of(0)
+    address = leader.addresses[0]
     stranger = RankLink(RankAddress(endpoint=address.endpoint, token=address.token % 2**62 + 1), CODEC)
     stranger.send(Note(text="let me in"))
     rank = RankLink(address, CODEC)

@@ -15,7 +15,7 @@ import grpc
 import pytest
 import trustme
 
-from node_runtime.open_tracer import open_tracer
+from node_runtime.rank_setup import open_tracer
 from node_runtime.tracing_client import OtelTracer
 from tests.tracing.collector import Collector, listening
 from transfer.config import TracingConfig
@@ -106,7 +106,7 @@ def test_closing_waits_for_a_silent_collector_no_longer_than_it_is_told() -> Non
 def test_tracing_that_is_off_is_not_loaded() -> None:
     script = (
         "import sys\n"
-        "from node_runtime.open_tracer import open_tracer\n"
+        "from node_runtime.rank_setup import open_tracer\n"
         "from transfer.config import TracingConfig\n"
         "assert open_tracer(TracingConfig(), role='prefill') is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
@@ -115,7 +115,7 @@ def test_tracing_that_is_off_is_not_loaded() -> None:
     packages = ("transfer", "node_runtime", "prefill_node", "decode_node", "kvferry")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
     loaders = [file.name for file in files if "tracing_client import" in file.read_text(encoding="utf-8")]
-    assert loaders == ["open_tracer.py"], "who else imports it has it loaded, or looks at the setting once more"
+    assert loaders == ["rank_setup.py"], "any other import would load it, or read the setting again"
 
 
 def test_without_the_extra_the_setting_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""Log steps that found no memory, and a full KV pool. Each condition is logged once for as long as it lasts."""
+"""Watch the engines of the ranks from the leader: hung steps, steps without memory, and a full KV pool.
+
+The last two are logged once for as long as the condition lasts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,56 @@ MOST_IN_A_ROW: Final = 8
 LINGER_S: Final = 5.0
 """Time without a request that waits for pages, after which the pool counts as having room. A busy pool is full again at once."""
 
+NUM_TICKS: Final = 20
+"""Ticks of a `StepWatch` in its timeout."""
+
 log = structlog.get_logger(__name__)
+
+
+class StepWatch:
+    """A deadline for the oldest step under way: an engine can hang while its rank still answers. Owned by the leader's loop.
+
+    It counts its own ticks, not seconds: while this process is stopped or starved, the end of a step lies unread.
+
+    Args:
+        timeout_s: Longest time without the end of a step while one is under way.
+        on_overdue: Called once with the reason when it has passed. The life cannot continue.
+    """
+
+    def __init__(self, timeout_s: float, on_overdue: Callable[[str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_overdue = on_overdue
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_ticks = 0
+
+    def step_sent(self) -> None:
+        """Record that the ranks were told to run a step. Earlier steps count first."""
+        if self._timer is None:
+            self._num_ticks = 0
+            self._tick_later()
+
+    def step_over(self, *, num_left: int) -> None:
+        """Record that a step ended or failed, and that `num_left` are still under way."""
+        self.close()
+        if num_left:
+            self.step_sent()
+
+    def close(self) -> None:
+        """Stop the watch."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s / NUM_TICKS, self._tick)
+
+    def _tick(self) -> None:
+        self._num_ticks += 1
+        if self._num_ticks < NUM_TICKS:
+            self._tick_later()
+            return
+        self._timer = None
+        self._on_overdue(f"no step of the engine has ended for {self._timeout_s:g} s (limits.step_timeout_s)")
 
 
 class OutOfMemoryWatch:

@@ -1,0 +1,43 @@
+"""The interface of a decode rank's engine. `node_runtime.engine` has the part that both roles need, and the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from node_runtime.engine import NodeEngine
+from transfer.engine_types import DecodeItem
+
+
+class DecodeEngine(NodeEngine, Protocol):
+    """One rank's engine on the decode side: generates token by token from the KV in its paged pool."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Tokens that end a generation, unless the request ignores them."""
+        ...
+
+    def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
+        """Run one step: take one token of every item, and return the next one.
+
+        Args:
+            items: Any mix of requests, at most one item of each. Requests join and leave between steps.
+
+        Returns:
+            request_id -> next token. Empty on ranks other than TP rank 0.
+
+        Raises:
+            RequestFault: Some requests of the step cannot continue. It has the tokens of the others; the engine continues. Raised
+                on TP rank 0, which has the tokens; nothing reads it from another rank.
+            EngineError: An item does not fit the model or the pool (nothing was computed), or the step failed, for example
+                because another rank died. After a failed step the engine cannot be used any more.
+        """
+        ...
+
+    # An engine may have one more method, without which the setting `offload.device_window` is refused:
+    #
+    #     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None
+    #
+    # It is called once, before the first step. From then on, `host_tables` of an item can name pages of that
+    # `transfer.pool.host_pool` that the item's page tables leave out. `block_bytes` is device memory that the engine may use to
+    # read them.

@@ -1,5 +1,0 @@
-"""What a decode node asks of its engine."""
-
-from decode_node.engine.base import DecodeEngine
-
-__all__ = ["DecodeEngine"]
