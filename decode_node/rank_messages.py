@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from node_runtime.rank_link import RankCodec
-from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepDone, StepFailed
+from node_runtime.rank_messages import role_codec
 from transfer.config import DecodeNodeConfig
 from transfer.connector.messages import (
     CancelIncoming,
@@ -17,7 +16,6 @@ from transfer.connector.messages import (
     TransferExpected,
     TransferWhole,
 )
-from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
@@ -174,7 +172,7 @@ class JobDone:
     failed: tuple[int, ...] = ()
 
 
-CODEC = RankCodec(
+CODEC = role_codec(
     ExpectRequest,
     CancelIncoming,
     RunDecodeStep,
@@ -190,17 +188,8 @@ CODEC = RankCodec(
     TransferExpected,
     TransferWhole,
     TransferBroken,
-    PagesReleased,
-    StepDone,
-    StepFailed,
     LinkProbed,
     PrefillRankLost,
-    RankReady,
-    RankStartFailed,
-    RankReport,
-    RankLogLevel,
-    RankShutdown,
-    RankSwitch,
 )
 
 

@@ -1,1 +1,1 @@
-"""What both daemons share: rank processes, the leader's link to them, worker threads, health endpoints and the life of a node."""
+"""The part of a daemon that does not depend on its role: the life of a node, its rank processes, and operators' interfaces."""

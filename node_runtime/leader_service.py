@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 
 class Life(Protocol):
-    """What exists only while the ranks live."""
+    """State of a leader that exists only while the ranks live."""
 
     @property
     def instance(self) -> Instance: ...
@@ -61,10 +61,10 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
     """The leader of a node, without the methods of its role: a `node_runtime.daemon.RoleServer`, and the one side of its node.
 
     Args:
-        daemon: Runs this leader.
-        config: The node's settings.
+        daemon: The daemon that runs this leader.
+        config: Settings of the node.
         codec: Messages between leader and ranks.
-        on_rank_message: Called with the rank and the message, for the running life.
+        on_rank_message: Called with the rank and each message of the running life.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         self.metrics.limits(max_queued=config.limits.max_queued_requests, max_running=config.limits.max_running_requests)
         self.tracer = open_tracer(config.tracing, role=config.role)
         self._is_switching = False
-        self._is_handed_over = False  # the change of role is the daemon's now, and cannot be called off
+        self._is_handed_over = False  # the daemon changes the role; this cannot be cancelled
         self._switching: asyncio.Future[None] | None = None
         self._daemon = daemon
         self._ranks = RankSide(config=config, codec=codec, on_message=on_rank_message)
@@ -111,19 +111,19 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         return self._life
 
     def take_over(self, before: Leader[Any, Any]) -> None:
-        """The ports and the ranks of the node are this role's from now on, and so is an operator's drain: it is the node's."""
+        """Take the ports, the ranks and an operator's drain from the leader of the other role."""
         self._server, self._services = before._server, before._services
         self._supervisor, self._looking = before._supervisor, before._looking
         before._server = before._services = before._supervisor = before._looking = None
         if before._draining.is_for(DrainReason.OPERATOR):
             self._draining.begin(DrainReason.OPERATOR)
         before._draining.end()
-        assert self._services is not None, "a leader of one of two roles has these"
+        assert self._services is not None, "a node of two roles has these"
         self._services.leader = self
         self._open_outside(before._address)
 
     def go_outside(self, address: str) -> None:
-        """Begin what else the role does under the node's address; called once, before its first life."""
+        """Begin discovery under the node's address; called once, before the first life of the role."""
 
     def _open_outside(self, address: str) -> None:
         self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
@@ -167,7 +167,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
 
     @property
     def undone_by_operator(self) -> Collection[DrainReason]:
-        """Cancel a change of role that waits. One that has begun ends soon; until then no request can be served."""
+        """Include a change of role that still waits for requests. A change that has begun cannot be undone."""
         return {DrainReason.OPERATOR} if self._is_handed_over else tuple(DrainReason)
 
     @property
@@ -195,8 +195,10 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         prefill_control: pb_grpc.PrefillControlServicer | None = None,
         decode_control: pb_grpc.DecodeControlServicer | None = None,
     ) -> str:
-        """Serve the role's API; returns the address that peers are told. A node of two roles has both roles' services from the
-        start, so that neither the port nor a connection to it has to change."""
+        """Serve the API of the role and return the address for peers.
+
+        A node of two roles has both roles' services from the start, so that its port and its connections stay.
+        """
         node_control: pb_grpc.NodeControlServicer = self
         on_refused = self._on_refused
         if self._daemon.other_config is not None:
@@ -223,19 +225,19 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
             self._supervisor.broadcast(message)
 
     def lose(self, reason: str) -> None:
-        """Give this life of the ranks up. Where a rank has died, whose end another one heard of first, that is the reason."""
+        """End this life of the ranks. If a rank has died, its death becomes the reason."""
         if self._supervisor is not None:
             self._supervisor.lose_soon(reason)
 
     async def _life_or_end(self, context: grpc.aio.ServicerContext[Any, Any], *, is_new_work: bool) -> LifeT:
-        """The life that a call is for; without one, or where a draining node is asked for new work, the call ends."""
+        """Return the life of the ranks; end the call if there is none, or if it brings new work to a draining node."""
         try:
             return self._checked_life(is_new_work=is_new_work)
         except TransferError as error:
             await end_with(context, error)
 
     async def _life_for_request(self, context: grpc.aio.ServicerContext[Any, Any]) -> LifeT:
-        """As `_life_or_end` for new work; what is turned away is a request, and counted as one."""
+        """Do as `_life_or_end` for new work, and count a refused request."""
         try:
             return self._checked_life(is_new_work=True)
         except TransferError as error:
@@ -250,7 +252,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         return self._life
 
     def _count_refused(self, error: TransferError) -> None:
-        """A request is turned away before it was queued."""
+        """Count and log a request that is refused before it is queued."""
         self.metrics.request_ended("refused")
         say_request_refused(error, self._refused)
 
@@ -297,7 +299,11 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
             self._is_handed_over = False
 
     async def _switch_when_drained(self, context: grpc.aio.ServicerContext[Any, Any], asked_s: float) -> None:
-        """End the call where it cannot be done; the node is then as it was. `asked_s`: for the drain; 0: as others allow."""
+        """Drain the node and change its role, or end the call and leave the node as it was.
+
+        Args:
+            asked_s: Longest time of the drain; 0 means that only the settings and the call's deadline limit it.
+        """
         budget_s = min(self.config.drain_timeout_s, asked_s or math.inf)
         if (remaining_s := context.time_remaining()) is not None:
             budget_s = min(budget_s, max(0.0, remaining_s - ANSWER_S))

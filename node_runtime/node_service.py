@@ -34,11 +34,11 @@ from transfer.registry.server import RegistryServer, host_port, serve
 from transfer.registry.status import end_call, end_with
 
 CLOSE_GRACE_S = 0.2
-ANSWER_S = 0.1  # before a call's deadline its answer must be on its way
+ANSWER_S = 0.1  # time before a call's deadline that its answer needs
 DRAIN_LOOK_S = 0.02
 MAX_LISTED = 1000  # requests in an answer; 300 bytes each
 CERTIFICATE_LOOK_S = 10.0
-"""Seconds between looks at the certificate files, for their news to be told also while nobody connects."""
+"""Seconds between two checks of the certificate files, so that problems are reported also while nobody connects."""
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         raise NotImplementedError
 
     def set_rank_log_level(self, level: str) -> None:
-        """Have the ranks write that from now on."""
+        """Set the log level of the ranks."""
         raise NotImplementedError
 
     @property
@@ -136,7 +136,7 @@ class NodeService(pb_grpc.NodeControlServicer):
             await self._server.close(grace_s=CLOSE_GRACE_S)
 
     async def _look_at_certificates(self, tls: MutualTls) -> None:
-        """Says what is wrong with new files, and once a minute that the certificate in use has expired."""
+        """Log problems of new files, and once a minute that the certificate in use has expired."""
         while True:
             await asyncio.sleep(CERTIFICATE_LOOK_S)
             certificate = await asyncio.to_thread(tls.files.current)
@@ -168,7 +168,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         return sum(requests.num_queued + requests.num_running for requests in every if requests is not None)
 
     async def drain(self, reason: DrainReason = DrainReason.OPERATOR) -> int:
-        """Until nothing is in flight any more, or the reason is withdrawn; what is left."""
+        """Wait until nothing is in flight, or the reason is withdrawn; return the number of requests left."""
         self._draining.begin(reason)
         await self._set_serving(False)
         while (remaining := self.num_in_flight) and self._draining.is_for(reason):
@@ -213,10 +213,10 @@ class NodeService(pb_grpc.NodeControlServicer):
         return status
 
     def requests_in_flight(self, limit: int) -> pb.ListRequestsResponse:
-        """The oldest `limit` requests; 0: `MAX_LISTED`.
+        """Return the oldest `limit` requests; 0 means `MAX_LISTED`.
 
         Raises:
-            ConfigError: `limit` is above that.
+            ConfigError: `limit` is larger.
         """
         if limit > MAX_LISTED:
             raise ConfigError(f"limit is {limit}; it must be at most {MAX_LISTED}")
@@ -228,7 +228,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         )
 
     async def _picture(self) -> Picture:
-        """What the page shows: both tiers, as far as this node knows the other one."""
+        """Return the content of the status page: this node, and the joined nodes of the other tier."""
         status = self.status()
         peers = (*status.peers, *status.other_side.peers)
         joined = dict.fromkeys(peer.address for peer in peers if peer.state in ("joined", "draining"))
@@ -278,7 +278,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         return self.abort_in(self.sides, request)
 
     def abort_in(self, sides: Iterable[Side], request: pb.AbortRequest) -> pb.AbortResponse:
-        """Give a request up in those sides only."""
+        """Abort a request in those sides only."""
         reason = clip_reason(request.reason) or "aborted by an operator"
         found = [side.abort(request.request_id, reason) for side in sides]
         return pb.AbortResponse(found=any(found))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from node_runtime.rank_link import RankAddress
+from node_runtime.rank_link import RankAddress, RankCodec
+from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +73,9 @@ class PagesReleased:
     """The request's pages are free again in this rank's pool."""
 
     request_id: str
+
+
+def role_codec(*types: type) -> RankCodec:
+    """Return the codec of a role: its own messages, and those that both roles use."""
+    shared = (RankReady, RankStartFailed, RankReport, RankLogLevel, RankShutdown, RankSwitch, StepDone, StepFailed, PagesReleased)
+    return RankCodec(*types, *shared)

@@ -1,4 +1,4 @@
-"""The worker of a rank process, which differs between prefill and decode, and the values that a rank process starts with."""
+"""The interface of a rank's worker, which differs between prefill and decode, and the values that a rank process starts with."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from transfer.connector.rank_report import RankReady
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """What a rank process is started with.
+    """The values that a rank process starts with.
 
     Args:
-        config: The node's settings.
+        config: Settings of the node.
         rank: Index in the instance.
         incarnation: This life of the rank group.
-        address: Where the leader listens.
-        rendezvous: Fresh file at which the ranks of a TP group meet.
-        other_config: The node's settings in its other role; None where it has none.
+        address: Address of the leader.
+        rendezvous: New file at which the ranks of a TP group meet.
+        other_config: Settings of the node's other role. None means that it has none.
     """
 
     config: NodeConfig
@@ -38,12 +38,12 @@ class RankSpec:
 
     @property
     def device(self) -> str:
-        """The rank's device, as torch names it."""
+        """Torch's name of the rank's device."""
         config = self.config
         return config.device if config.device == "cpu" else f"{config.device}:{config.first_device + self.rank}"
 
     def switched(self, message: RankSwitch) -> RankSpec:
-        """What the rank goes on with."""
+        """Return the values for the life in the other role."""
         assert self.other_config is not None and self.other_config.role == message.role
         return dataclasses.replace(
             self,
@@ -56,25 +56,24 @@ class RankSpec:
 
 
 class Worker(Protocol):
-    """What makes a rank a prefill or a decode rank. Owned by the process's one loop."""
+    """The part of a rank that its role determines. Owned by the loop of the process."""
 
     async def start(self) -> RankReady:
-        """Load the engine, take the memory, open the ports.
+        """Load the engine, allocate memory and open the ports.
 
         Raises:
-            TransferError: It cannot be done, and nothing is left open but the engine; the node ends with that error, or keeps the
-                role that it had.
+            TransferError: This failed, and everything but the engine is closed. The node ends with the error, or keeps its role.
         """
         ...
 
     def on_message(self, message: Any) -> None: ...
 
     def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus."""
+        """Return the fields of `RankStatus`."""
         ...
 
     def check_idle(self) -> bool:
-        """Prove what must hold of a rank on which nothing is in flight; False: something is, and nothing was looked at. Cheap.
+        """Check the invariants of an idle rank; return False without a check if something is in flight. Cheap.
 
         Raises:
             LocalProtocolError: An invariant is broken; the message names it.
@@ -86,7 +85,7 @@ class Worker(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give back everything but the engine, which rests when this returns."""
+        """Close everything but the engine, which has no work when this returns."""
         ...
 
 

@@ -1,9 +1,7 @@
-"""The services of a node that can change its role: each call goes to the leader of the role that the node has now.
+"""Serve both roles' services on a node that can change its role: each call goes to the leader of the node's present role.
 
-What only the other role does ends UNAVAILABLE: whoever calls tries again, at his usual pace, and succeeds when the node is that.
-
-A gRPC server's services are fixed when it starts, and the server has to outlive a change of role: it is what the change is asked
-of, and clients and peers keep their connections to it.
+A call of the other role's service ends UNAVAILABLE, so that callers retry it. The services of a gRPC server are fixed when it
+starts, and the server must outlive a change of role: the change is requested there, and clients and peers stay connected.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from transfer.registry.status import end_with
 _SERVICES: Final = pb.DESCRIPTOR.services_by_name
 _SERVICE_OF_ROLE: Final = {"prefill": "PrefillControl", "decode": "DecodeControl"}
 _OF_PEERS: Final = frozenset({"kvferry.v1.PrefillControl.Abort"})
-"""Methods that NodeControl has too, but that the other tier may call here: with them a peer ends no client's request."""
+"""Methods that NodeControl also has, but that peers may call here: they must not end the request of a client."""
 
 
 class RoleLeader(Protocol):
@@ -34,16 +32,16 @@ class RoleLeader(Protocol):
 
 
 def service_of(role: str) -> str:
-    """Full name of the service that only nodes of that role have."""
+    """Return the full name of the service that only nodes of that role have."""
     name: str = _SERVICES[_SERVICE_OF_ROLE[role]].full_name
     return name
 
 
 class RoleServices:
-    """What the server of such a node is given.
+    """The servicers of a node with two roles.
 
     Args:
-        leader: Of the role that the node has.
+        leader: Leader of the node's present role.
     """
 
     def __init__(self, leader: RoleLeader) -> None:
@@ -53,7 +51,7 @@ class RoleServices:
         self.node_control: pb_grpc.NodeControlServicer = self._servicer(pb_grpc.NodeControlServicer, None)
 
     def _servicer(self, interface: type[Any], role: str | None) -> Any:
-        """One that passes every method on; `role`: the role that has it, None: both."""
+        """Return a servicer that passes every call on. `role` is the role that has the service; None means both."""
         name = "NodeControl" if role is None else _SERVICE_OF_ROLE[role]
         methods = {method.name: self._method(method, role) for method in _SERVICES[name].methods}
         return type(f"Switchable{name}", (interface,), methods)()
@@ -61,7 +59,7 @@ class RoleServices:
     def _method(self, method: Any, role: str | None) -> Callable[..., Any]:
         name: str = method.name
         if name in _SERVICES["NodeControl"].methods_by_name and method.full_name not in _OF_PEERS:
-            role = None  # an operator's: it does the same whatever the node is
+            role = None  # a method for operators, which both roles have
         assert method.server_streaming or not method.client_streaming, f"{name} has a stream of requests and one answer"
 
         async def target(context: grpc.aio.ServicerContext[Any, Any]) -> Callable[..., Any]:

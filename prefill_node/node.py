@@ -1,4 +1,4 @@
-"""The leader of a prefill node: serves PrefillControl, and turns calls into work for the ranks."""
+"""The leader of a prefill node: serve PrefillControl, and turn calls into work for the ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from transfer.storage.open import open_store_client
 
 
 class _Life:
-    """What exists only while the ranks live."""
+    """The state that exists only while the ranks live."""
 
     def __init__(self, node: PrefillNode, hellos: tuple[RankReady, ...]) -> None:
         config, first = node.config, hellos[0]
@@ -59,9 +59,7 @@ class _Life:
                 max_running=config.limits.max_running_requests,
             ),
             num_ranks=len(hellos),
-            max_queued=config.limits.max_queued_requests,
-            queue_timeout_s=config.limits.queue_timeout_s,
-            step_timeout_s=config.limits.step_timeout_s,
+            limits=config.limits,
             broadcast=node.broadcast,
             reserve=partial(node.reserving.reserve, prefill_incarnation=first.instance.incarnation),
             on_broken=node.lose,
@@ -86,7 +84,7 @@ class _Life:
     def _loads(self, node: PrefillNode, on_loaded: OnLoaded, on_task_over: OnTaskOver) -> PrefixLoads:
         storage = node.config.storage
         client = open_store_client(storage, loop=asyncio.get_running_loop(), observer=node.metrics.store)
-        assert client is not None, "asked for only where a store is set"
+        assert client is not None, "called only if a store is set"
 
         def loaded(request_id: str, num_tokens: int) -> None:
             node.metrics.counter("loaded_prompt_tokens").inc(num_tokens)
@@ -107,7 +105,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     """A `node_runtime.daemon.RoleServer` and the servicer of its API."""
 
     def __init__(self, daemon: Daemon, config: PrefillNodeConfig) -> None:
-        """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
+        """Raise ConfigError if a step can be larger than a message to the ranks."""
         check_step_fits(config)
         super().__init__(daemon, config, codec=CODEC, on_rank_message=self._on_rank_message)
         self.registration = open_registration(config.discovery)
@@ -170,7 +168,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                 if message.is_out_of_memory:
                     life.memory_watch.step_failed(f"rank {rank}: {message.reason}")
                 if message.is_fatal:
-                    # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.
+                    # Often another rank has died. The requests end with the life, not with this failure.
                     self.lose(f"rank {rank}: {message.reason}")
                 else:
                     life.requests.on_step_failed(message)

@@ -1,7 +1,7 @@
-"""Loads the stored beginning of a prompt into a prefill rank's pool: pages of the decode ranks' cut, into pages of its own.
+"""Load the stored beginning of a prompt into a prefill rank's pool, from pages of the decode ranks into pages of its own.
 
-Decode ranks may have another number of ranks, page size, order of dimensions and element type. The store is read beside the
-loop; what has been read is written by the engine's thread, between two steps.
+The decode instance may have another number of ranks, page size, order of dimensions and element type. The store is read beside
+the loop. The engine's thread writes the pages into the pool between two steps.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ from transfer.storage.pages import PagePart
 from transfer.worker_thread import WorkerThread
 
 BATCH_BYTES = 32 << 20
-"""Read at once, and then written; together with what the client keeps of its own, twice that much memory."""
+"""Bytes that are read and then written at once. The client needs as much again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """Consecutive pages of one group, as they were read: ``pages[i]`` is [num_pages, page_bytes] uint8 of the i-th source."""
+    """Consecutive pages of one group, as read: ``pages[i]`` is [num_pages, page_bytes] uint8 of the i-th source."""
 
     group: LayerGroup
     first_page: int
     num_pages: int
     sources: Sequence[PageSource]
     pages: Sequence[Tensor]
-    used_ns: int  # of its first page, see `transfer.storage.base.Store`
+    used_ns: int  # for its first page, see `transfer.storage.base.Store`
 
 
 class PrefixLoader:
-    """Owned by the rank's loop; one prompt at a time, the others wait with their deadlines running.
+    """Load one prompt at a time; others wait while their deadlines run. Owned by the rank's loop.
 
     Args:
-        client: Of the store.
-        pool: Written on `thread` only.
-        own: This rank's instance; its shard is at this rank.
-        thread: The engine's.
-        timeout_s: Of one prompt.
-        batch_bytes: See `BATCH_BYTES`.
+        client: Client of the store.
+        pool: Pool that is written on `thread` only.
+        own: Instance with this rank's shard.
+        thread: Thread of the engine.
+        timeout_s: Longest time for one prompt, including its wait.
     """
 
     def __init__(
@@ -73,15 +72,15 @@ class PrefixLoader:
         self._turn = asyncio.Lock()
 
     async def load(self, prefix: StoredPrefix, tables: Sequence[Sequence[int]]) -> int:
-        """Load as many pages of a prompt as there are and time allows.
+        """Load as many pages of a prompt as the store has and time allows.
 
         Args:
             prefix: Pages to load.
-            tables: The request's page table in each group, with a page for every token that is needed to go on behind `prefix`.
+            tables: Page table of the request in each group, with a page for every token that is needed after `prefix`.
 
         Returns:
-            Tokens at the prompt's beginning that are in the pool now. With sliding windows, all of `prefix` or 0: the windows'
-            pages before another place have not been asked for.
+            Number of the prompt's first tokens that are in the pool now. With sliding windows, all tokens of `prefix` or 0: the
+            leader has looked up the windows' pages before that place only.
         """
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         sources = page_sources(self._own.layout, self._own.shard, prefix.decode.shard)
@@ -112,7 +111,7 @@ class PrefixLoader:
         deadline_s: float,
         used_ns: int,
     ) -> int:
-        """Load a group's needed pages in order, up to the first one that is missing or late; returns its number."""
+        """Load the needed pages of a group in order, up to the first one that is missing or late; return its number."""
         pages = needed_pages(group, prefix.num_pages, prefix.page_size)
         at_once = max(1, self._batch_bytes // max(1, sum(source.page_bytes for source in sources)))
         for first in pages[::at_once] if sources else ():
@@ -120,14 +119,14 @@ class PrefixLoader:
                 group, sources, first, min(at_once, pages.stop - first), used_ns - first * len(sources) * USED_STEP_NS
             )
             num_read = await self._read(batch, prefix, deadline_s)
-            if num_read:  # without a deadline: pages are written between two steps, and nobody may have them back before
+            if num_read:  # without a deadline: pages are written between two steps, and must not be released before
                 await self._thread.call(partial(self._write, batch, num_read, prefix, tables))
             if num_read < batch.num_pages:
                 return first + num_read
         return prefix.num_pages
 
     async def _read(self, batch: _Batch, prefix: StoredPrefix, deadline_s: float) -> int:
-        """Fill the batch; returns how many pages at its beginning have all their sources."""
+        """Fill the batch; return the number of its first pages that have all their sources."""
         left_s = deadline_s - asyncio.get_running_loop().time()
         if left_s <= 0:
             return 0
@@ -164,7 +163,7 @@ class PrefixLoader:
             torch.cuda.current_stream(self._pool.device).synchronize()  # chunks of it are gathered without an event
 
     def _rows(self, batch: _Batch, num_read: int, layer: int, is_v: bool, prefix: StoredPrefix) -> Tensor:
-        """K or V of all tokens of the pages: [tokens, heads, dim] in the pool's element type; dim is 0 where there is no V."""
+        """Return K or V of all tokens of the pages: [tokens, heads, dim] in the pool's element type; dim is 0 without V."""
         part_of = self._pool.part_of(layer)
         shape = (num_read * prefix.page_size, part_of.num_heads(layer), part_of.head_dim(layer, is_v=is_v))
         rows = torch.empty(shape, dtype=part_of.dtype)
@@ -178,7 +177,7 @@ class PrefixLoader:
         return rows
 
     def _scale(self, layer: int, is_v: bool, decode: Instance) -> float:
-        """Of whichever of the two pools keeps 8-bit floats; with both of them their bits are copied."""
+        """Return the scale of the pool that has 8-bit floats. If both have, the bits are copied without it."""
         side = decode if decode.pool_dtype is DType.FLOAT8_E4M3 else self._own
         return side.scales_of(layer)[is_v]
 
@@ -189,7 +188,7 @@ def _new_batch(group: LayerGroup, sources: Sequence[PageSource], first_page: int
 
 
 def _heads_of(pages: Tensor, part: PagePart, heads: HeadSlice, order: TokenOrder) -> Tensor:
-    """Some heads of one layer's K or V in stored pages ([num_pages, page_bytes] uint8): [tokens, heads, dim], contiguous."""
+    """Return heads of one layer's K or V from stored pages ([num_pages, page_bytes] uint8): [tokens, heads, dim], contiguous."""
     stored = pages[:, part.offset_bytes : part.offset_bytes + part.num_bytes].contiguous()
     words = as_words(stored.view(-1).view(TORCH_DTYPES[part.dtype])).view(len(pages), *part.shape)
     by_token = words if order is TokenOrder.NHD else words.transpose(1, 2)  # [pages, page_size, heads, dim]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from node_runtime.rank_link import RankCodec
-from node_runtime.rank_messages import PagesReleased, RankLogLevel, RankShutdown, RankSwitch, StepDone, StepFailed
+from node_runtime.rank_messages import role_codec
 from transfer.config import PrefillNodeConfig
 from transfer.connector.messages import (
     AttachDecode,
@@ -17,12 +16,11 @@ from transfer.connector.messages import (
     TransferNotSent,
     TransferSent,
 )
-from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
 
-TOKEN_BYTES = 5  # the most that MessagePack takes for a token id below 2**32
+TOKEN_BYTES = 5  # longest encoding of a token id below 2**32
 PART_BYTES = 4 * 128 + 128  # a part of a step without its tokens: an id of 128 characters, and the names of the fields
 
 # Leader -> rank
@@ -37,12 +35,12 @@ class StartRequest(StartTransfer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPrefix:
-    """Load the stored beginning of a request that was started, in no more time than `storage.get_timeout_s`.
+    """Load the stored beginning of a started request within `storage.get_timeout_s`.
 
-    Every rank answers `PrefixLoaded` once; the first `RunPrefillStep` of the request says where computing begins.
+    Every rank answers `PrefixLoaded` once. The first `RunPrefillStep` of the request determines where computing begins.
 
     Args:
-        hashes: Of the decode instance's pages from the first on, 32 bytes each.
+        hashes: Hashes of the decode instance's first pages, 32 bytes each.
     """
 
     request_id: str
@@ -73,13 +71,13 @@ class RunPrefillStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLoaded:
-    """So many tokens at the request's beginning are in this rank's pool; 0 when there is nothing of use, for whatever reason."""
+    """The first `num_tokens` tokens of the request are in this rank's pool; 0 if none could be loaded for any reason."""
 
     request_id: str
     num_tokens: int
 
 
-CODEC = RankCodec(
+CODEC = role_codec(
     AttachDecode,
     DetachDecode,
     StartRequest,
@@ -89,25 +87,16 @@ CODEC = RankCodec(
     DecodeAttached,
     DecodeLost,
     PrefixLoaded,
-    StepDone,
-    StepFailed,
-    PagesReleased,
     TransferSent,
     TransferNotSent,
-    RankReady,
-    RankStartFailed,
-    RankReport,
-    RankLogLevel,
-    RankShutdown,
-    RankSwitch,
 )
 
 
 def check_step_fits(config: PrefillNodeConfig) -> None:
-    """Every step must fit a message to the ranks.
+    """Check that every step fits a message to the ranks.
 
     Raises:
-        ConfigError: The largest step does not; the settings that make it so large are named.
+        ConfigError: The largest step does not fit; the message names the settings.
     """
     limits, chunk_tokens = config.limits, config.chunk.chunk_tokens
     tokens = max(limits.max_step_tokens, chunk_tokens)

@@ -1,4 +1,4 @@
-"""A prefill node's requests, as its leader sees them: the queue, the pages and the steps of transfers."""
+"""The requests of a prefill node in its leader: queue, pages and steps of transfers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from node_runtime.rank_messages import StepDone, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
+from transfer.config import PrefillLimitsConfig
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.outgoing import OutgoingTransfers, Transfer
 from transfer.errors import ConfigError, EngineError, OutOfMemory, ResourceExhausted, TransferError
@@ -26,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Step:
-    """A step under way, and the ranks that have not ended it."""
+    """A step under way, and the ranks that still run it."""
 
     message: RunPrefillStep
     running: set[int]
@@ -39,17 +40,11 @@ class PrefillRequests(OutgoingTransfers):
 
     Args:
         scheduler: Counts pages and divides prompts into steps.
-        num_ranks: Ranks of this instance.
-        max_queued: Requests that may wait.
-        queue_timeout_s: Longest wait of a request.
-        step_timeout_s: Longest time without the end of a step while one is running.
-        broadcast: Sends a message to every rank.
-        reserve: See `OutgoingTransfers`.
-        on_broken: Called with the reason when nothing can be scheduled any more. The life cannot be used any more.
-        on_outcome: See `OutgoingTransfers`.
-        on_given_up: See `OutgoingTransfers`.
+        limits: Limits of queue and steps.
+        on_broken: Called with the reason when nothing can be scheduled any more. The life cannot continue.
         on_short: Called with the requests that wait for pages of this node, even if they did not change.
-        loads: Creates the lookup of stored prefixes, given the callback for its results. None means that there is no store.
+        loads: Makes the loader of stored prefixes, given its callbacks. None means that there is no store.
+        num_ranks, broadcast, reserve, on_outcome, on_given_up: See `OutgoingTransfers`.
     """
 
     def __init__(
@@ -57,9 +52,7 @@ class PrefillRequests(OutgoingTransfers):
         scheduler: PrefillScheduler,
         *,
         num_ranks: int,
-        max_queued: int,
-        queue_timeout_s: float,
-        step_timeout_s: float,
+        limits: PrefillLimitsConfig,
         broadcast: Callable[[object], None],
         reserve: Callable[[Join, str], Awaitable[Reservation]],
         on_broken: Callable[[str], None],
@@ -72,9 +65,8 @@ class PrefillRequests(OutgoingTransfers):
             num_ranks=num_ranks, broadcast=broadcast, reserve=reserve, on_outcome=on_outcome, on_given_up=on_given_up
         )
         self._scheduler = scheduler
-        self._max_queued = max_queued
-        self._queue_timeout_s = queue_timeout_s
-        self._watch = StepWatch(step_timeout_s, on_broken)
+        self._limits = limits
+        self._watch = StepWatch(limits.step_timeout_s, on_broken)
         self._on_broken = on_broken
         self._on_short = on_short
         self._steps: dict[int, _Step] = {}
@@ -89,7 +81,7 @@ class PrefillRequests(OutgoingTransfers):
         self._task.add_done_callback(self._on_task_over)
 
     async def close(self, error: TransferError) -> None:
-        """End every request with `error`, without the ranks: they are gone, or about to be."""
+        """End every request with `error`. The ranks are gone, or about to be."""
         tasks = [*self._asking.values(), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
@@ -109,18 +101,18 @@ class PrefillRequests(OutgoingTransfers):
         if not self._scheduler.can_ever_hold(num_tokens):
             pages = self._scheduler.pages_for(num_tokens)
             raise ResourceExhausted(f"prompt of {num_tokens} tokens needs {pages} pages; this prefill node's pool has fewer")
-        if self._scheduler.num_waiting >= self._max_queued:
-            raise ResourceExhausted(f"prefill queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
+        if self._scheduler.num_waiting >= (most := self._limits.max_queued_requests):
+            raise ResourceExhausted(f"prefill queue is full ({most} requests wait; limits.max_queued_requests)")
         self._scheduler.submit(transfer.transfer_id, num_tokens, destination=transfer.join.number)
         self._wake.set()
 
-    # What the ranks say
+    # Messages of the ranks
 
     def on_step_done(self, rank: int, message: StepDone) -> None:
-        """A rank's step is over; it is over for good with the last of them: on GPUs rank 0 does not wait for the others."""
+        """Record that a rank has ended its step. On GPUs rank 0 does not wait for the others, so the last rank ends the step."""
         step = self._steps.get(message.step)
         if step is None:
-            return  # it failed on another rank
+            return  # the step failed on another rank
         step.running.discard(rank)
         if not step.running:
             del self._steps[message.step]
@@ -187,26 +179,26 @@ class PrefillRequests(OutgoingTransfers):
                 pass  # a request has waited for too long
 
     def _on_task_over(self, task: asyncio.Task[None]) -> None:
-        """What nobody expected, such as a step that no message can carry, may not end the scheduling and nothing else."""
+        """End the life on an unexpected error, such as a step that no message can carry: scheduling has stopped."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("scheduling_broke", error=str(error), exc_info=error)
             self._on_broken(f"requests cannot be scheduled any more: {error!r}")
 
     def _expire(self) -> None:
-        now_s = time.monotonic()
-        for request in [one for one in self._unstarted() if one.queued_s + self._queue_timeout_s <= now_s]:
-            self.fail(request, ResourceExhausted(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
+        now_s, timeout_s = time.monotonic(), self._limits.queue_timeout_s
+        for request in [one for one in self._unstarted() if one.queued_s + timeout_s <= now_s]:
+            self.fail(request, ResourceExhausted(f"no room within {timeout_s:g} s (limits.queue_timeout_s)"))
 
     def _next_deadline_in_s(self) -> float | None:
         """Return the seconds until the next deadline of `_expire`; None if no request waits."""
         queued_s = min((request.queued_s for request in self._unstarted()), default=None)
-        return None if queued_s is None else queued_s + self._queue_timeout_s - time.monotonic()
+        return None if queued_s is None else queued_s + self._limits.queue_timeout_s - time.monotonic()
 
     def _unstarted(self) -> list[Transfer]:
         return [transfer for transfer in self._transfers.values() if not transfer.is_started]
 
     def _ask_for_room(self) -> None:
-        """Ask for every request that this node has room for; each by itself, so that one silent decode node delays no other."""
+        """Ask for each request on its own, so that a silent decode node does not delay the others."""
         for request_id in self._scheduler.startable():
             request = self._transfers[request_id]
             if request not in self._asking:
@@ -214,7 +206,7 @@ class PrefillRequests(OutgoingTransfers):
                 task.add_done_callback(self._on_task_over)
 
     async def _ask(self, request: Transfer) -> None:
-        """Ask the decode node once, and keep the request in `_asking` until the next question is allowed."""
+        """Ask the decode node once; the request stays in `_asking` until the next question is allowed."""
         try:
             has_room = await self._reserve_room(request)
         except TransferError as error:
@@ -222,7 +214,7 @@ class PrefillRequests(OutgoingTransfers):
             return
         finally:
             del self._asking[request]
-        # If the request was given up meanwhile, the decode node has heard of that from its own call.
+        # If the request was given up meanwhile, the decode node knows it from its own call.
         if has_room and not request.is_over:
             self._scheduler.accept(request.transfer_id)
             self._start_accepted()
@@ -242,7 +234,7 @@ class PrefillRequests(OutgoingTransfers):
             self._scheduler.hold(request.transfer_id)
 
     def _on_loaded(self, request_id: str, num_tokens: int) -> None:
-        """Every rank has the first `num_tokens` tokens of a request, which is not over."""
+        """Compute a request whose first `num_tokens` tokens every rank has loaded."""
         self._scheduler.begin_at(request_id, num_tokens)
         self._send_steps()
         self._wake.set()

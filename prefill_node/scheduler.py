@@ -1,8 +1,12 @@
-"""Which request a prefill node starts next, and which tokens its next step computes. Pure: no clock, no I/O.
+"""Decide which request a prefill node starts next, and which tokens its next step computes. Pure: no clock, no I/O.
 
-A request waits (pinning nothing), is accepted by the decode instance that it is for, is started once this node's pool has room
-for all of it as well, is computed chunk by chunk, without what a store has of its beginning, and gives its pages back when
-every rank has gathered them.
+Theory of operation. A request passes through five states:
+
+1. Waiting: it holds nothing, on either side.
+2. Accepted: the decode instance that it is for has reserved room.
+3. Computing: this node's pool has pages for the whole prompt. Each step computes a chunk, after the prefix that a store has.
+4. Sending: every token was given to a step. Ranks still gather its pages.
+5. Released: every rank has released its pages.
 """
 
 from __future__ import annotations
@@ -12,26 +16,25 @@ from dataclasses import dataclass
 from transfer.errors import LocalProtocolError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, PageCounts, PageNeeds
 
-STEPS_AHEAD = (
-    PREFILL_STEPS_IN_FLIGHT - 1
-)  # one computes while the next waits at the ranks, so that no round trip to the leader sits between two steps
+STEPS_AHEAD = PREFILL_STEPS_IN_FLIGHT - 1
+"""One step computes while the next one waits in the ranks, so that no round trip to the leader separates them."""
 
 ASKED_AT_ONCE = 8
-"""Oldest requests for one destination that are named at a time.
+"""Number of the oldest requests of a destination that ask for room at a time.
 
-A decode node sets room aside for the oldest request that waits, so it would answer "not yet" for the others. Several requests are
-named, so that requests of a burst that all have room do not wait for one answer after the other.
+A decode node keeps room for the oldest waiting request, so it would answer "not yet" for the others. Several requests ask, so
+that the requests of a burst that all have room do not wait for one answer after the other.
 """
 
 
 def page_needs(groups: tuple[LayerGroup, ...], page_size: int, *, chunk_tokens: int) -> PageNeeds:
-    """What requests take of a prefill rank's pool."""
+    """Return the rule for the pages that a request needs in the pool of a prefill rank."""
     return PageNeeds(groups=groups, page_size=page_size, tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepItem:
-    """Tokens [begin, end) of one request, computed in one step; they lie within one cell of the chunk grid."""
+    """Tokens [begin, end) of one request, computed in one step. They are within one chunk."""
 
     request_id: str
     begin: int
@@ -45,17 +48,14 @@ class _Request:
     pages: PageCounts
     destination: int
     order: int  # of submission
-    is_overtaken: bool = False  # a younger one, for another destination, was started first
+    is_overtaken: bool = False  # a younger request, for another destination, was started first
     computed: int = 0
-    is_held: bool = False  # where computing begins is not known yet
+    is_held: bool = False  # its prefix is being loaded
 
 
 @dataclass(slots=True, kw_only=True)
 class _Room:
-    """Room left on this node if all the requests named so far for one destination were started.
-
-    `slots` is the number of further requests that can be named.
-    """
+    """Room left on this node after the requests that already ask for one destination; `slots` is how many more can ask."""
 
     pages: PageCounts
     slots: int
@@ -68,10 +68,10 @@ class PrefillScheduler:
 
     Args:
         pool_pages: Pages of every rank's pool.
-        needs: What requests take of it.
-        chunk_tokens: Grid of the chunks: a step computes a request up to the next multiple of it.
-        max_step_tokens: Tokens that one step computes at most; at least one chunk is always taken.
-        max_running: Requests that may be between start and release.
+        needs: Pages that requests need.
+        chunk_tokens: Tokens of a chunk. A step computes a request up to the next multiple of it.
+        max_step_tokens: Most tokens of a step, which has at least one chunk.
+        max_running: Most requests between start and release.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PrefillScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Not started, whether accepted or not."""
+        """Requests that are not started, accepted or not."""
         return len(self._waiting) + len(self._accepted)
 
     @property
@@ -104,17 +104,17 @@ class PrefillScheduler:
         return len(self._computing) + len(self._sending)
 
     def pages_for(self, num_tokens: int) -> str:
-        """What a request of so many tokens needs, for a message."""
+        """Return the pages that a request of `num_tokens` needs, as text."""
         return self._needs.shown(self._needs.peak(num_tokens))
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         return self._needs.peak(num_tokens).fit(self._pool_pages)
 
     def submit(self, request_id: str, num_tokens: int, *, destination: int) -> None:
-        """Put a request at the queue's end.
+        """Put a request at the end of the queue.
 
         Args:
-            destination: Tells the decode instances apart; each has room, or has none, for itself.
+            destination: Number of its decode instance. Each instance has its own room.
         """
         if any(request_id in known for known in (self._waiting, self._accepted, self._computing, self._sending)):
             raise LocalProtocolError(f"request {request_id} submitted twice")
@@ -124,13 +124,11 @@ class PrefillScheduler:
         )
 
     def startable(self) -> list[str]:
-        """Waiting requests that the decode side is to be asked about, the oldest first.
+        """Return the waiting requests that shall ask the decode side for room, the oldest first.
 
-        They are those that this node has room for, counted for each destination by itself: whether a destination has room is not
-        known here, and one that has none must not use up, in this count, what the others could be started with. Within one
-        destination a younger request is named only while the older ones before it fit as well. A destination's oldest that does
-        not fit is named all the same once others have overtaken it: when it is accepted, the next pages are its own. At most
-        `ASKED_AT_ONCE` requests of each destination are named.
+        This node must have room for them, counted for each destination alone: a destination without room must not use up the room
+        of the others. Within a destination, a younger request asks only if the older ones fit, too. The oldest request of a
+        destination asks even if it does not fit, once others have overtaken it: when it is accepted, the next pages are its own.
         """
         pages = self._free_pages
         for request in self._accepted.values():
@@ -161,14 +159,14 @@ class PrefillScheduler:
         return list(waiting)
 
     def accept(self, request_id: str) -> None:
-        """The decode side has reserved its room; the request starts before any that is accepted later."""
+        """Record that the decode side has reserved room. Requests start in the order in which they are accepted."""
         self._accepted[request_id] = self._waiting.pop(request_id)
 
     def start_accepted(self) -> list[str]:
-        """Take this side's pages for accepted requests, in their order, as far as there are pages; returns which have started.
+        """Start accepted requests in their order while there are pages; return the started ones.
 
-        Destinations are asked at the same time, so together they can accept more than this node has room for. The rest waits
-        for the pages of those that run, which need nothing more to come to their end.
+        Destinations are asked at the same time, so together they can accept more than this node has room for. The rest waits for
+        the pages of running requests, which need nothing more to complete.
         """
         started = []
         for request_id, request in list(self._accepted.items()):
@@ -181,14 +179,14 @@ class PrefillScheduler:
         return started
 
     def hold(self, request_id: str) -> None:
-        """Compute nothing of a request that has just been started before `begin_at`: its beginning is being loaded."""
+        """Compute no token of a request that was just started until `begin_at`: its prefix is being loaded."""
         self._computing[request_id].is_held = True
 
     def begin_at(self, request_id: str, num_loaded: int) -> None:
-        """Compute a request that was held, without its first `num_loaded` tokens.
+        """Compute a held request without its first `num_loaded` tokens.
 
         Raises:
-            LocalProtocolError: It is not held, or not one token would be computed.
+            LocalProtocolError: It is not held, or no token would be computed.
         """
         request = self._computing.get(request_id)
         if request is None or not request.is_held:
@@ -198,14 +196,14 @@ class PrefillScheduler:
         request.is_held, request.computed = False, num_loaded
 
     def _note_overtaken(self, started: _Request) -> None:
-        """Older requests for other destinations; the queue's order is by age."""
+        """Mark the older waiting requests of other destinations."""
         for request in self._waiting.values():
             if request.order > started.order:
                 break
             request.is_overtaken = request.is_overtaken or request.destination != started.destination
 
     def next_step(self) -> tuple[StepItem, ...]:
-        """The next step's items, the oldest requests first; marks them as computed. Empty when there is nothing to compute."""
+        """Return the items of the next step, the oldest requests first, and count them as computed. Empty if there are none."""
         items: list[StepItem] = []
         budget = self._max_step_tokens
         for request_id, request in list(self._computing.items()):
@@ -229,7 +227,7 @@ class PrefillScheduler:
         return 0 if request is None else request.computed
 
     def withdraw(self, request_id: str) -> bool:
-        """Compute no more of the request; True when it had not been started and nothing is left of it here."""
+        """Compute no more of a request; return True if it was not started, so that it holds nothing here."""
         if self._waiting.pop(request_id, None) is not None or self._accepted.pop(request_id, None) is not None:
             return True
         if request_id in self._computing:
@@ -237,12 +235,12 @@ class PrefillScheduler:
         return False
 
     def release(self, request_id: str) -> None:
-        """Every rank has given the request's pages back."""
+        """Release the pages of a request, which every rank has released."""
         request = self._sending.pop(request_id, None) or self._computing.pop(request_id)
         self._free_pages += request.pages
 
     def check_idle(self) -> None:
-        """Raises LocalProtocolError when nothing is in flight and yet pages are missing."""
+        """Raise LocalProtocolError if nothing is in flight, but pages are missing."""
         if not self._computing and not self._sending and self._free_pages != self._pool_pages:
             missing = self._needs.shown(self._pool_pages - self._free_pages)
             raise LocalProtocolError(f"{missing} pages are missing in an idle scheduler")

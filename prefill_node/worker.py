@@ -1,7 +1,7 @@
-"""One prefill rank: its engine, its pool, its sessions with decode ranks.
+"""One prefill rank: its engine, its pool, and its sessions with decode ranks.
 
-The rank's loop owns everything but the running step: it binds pages, runs the sender, and hears from the engine's thread when a
-layer group of a step is in the pool. The leader decides which tokens a step computes; all ranks run the same steps.
+The rank's loop owns everything but the running step: it binds pages and runs the sender. The engine's thread reports each layer
+group of a step that is in the pool. The leader decides which tokens a step computes; all ranks run the same steps.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ STAGING_ADVICE = "lower staging.num_slots, staging.slot_bytes or memory.static_f
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """A request from `StartRequest` until its pages are back."""
+    """A request from `StartRequest` until its pages are released."""
 
     num_tokens: int
     sampling: SamplingParams
-    steps_under_way: int = 0  # a load of its beginning counts as one
-    num_prepared: int = 0  # tokens that have pages because they were to be loaded
+    steps_under_way: int = 0  # the load of its prefix counts as one
+    num_prepared: int = 0  # tokens that have pages because they shall be loaded
     is_begun: bool = False  # its first step was sent
-    is_computed: bool = False  # its last step is done, or the leader will send no more of them
+    is_computed: bool = False  # its last step is done, or the leader will send no more steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +70,6 @@ class PrefillRankParts:
     """Parts of an open rank that its requests use.
 
     Args:
-        engine: Computes the steps.
-        allocator: Pages of the pool.
-        sender: Sends KV.
-        sessions: Sessions with decode ranks.
         loader: Loads stored pages; None without a store.
     """
 
@@ -85,7 +81,7 @@ class PrefillRankParts:
 
 
 class PrefillWorker:
-    """See the module's docstring; a `node_runtime.rank_worker.Worker`."""
+    """The `node_runtime.rank_worker.Worker` of a prefill rank; see the module's docstring."""
 
     def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self._spec = spec
@@ -121,7 +117,7 @@ class PrefillWorker:
         return hello
 
     def _open(self, undo: contextlib.ExitStack) -> RankReady:
-        """Everything but the engine; what `undo` has must be undone where it fails."""
+        """Open everything but the engine; if this fails, the caller runs `undo`."""
         engine = self._engine
         transport = open_transport(self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index)
         opening = undo.enter_context(contextlib.ExitStack())
@@ -211,7 +207,7 @@ class PrefillWorker:
     def _on_load_over(self, task: asyncio.Task[None]) -> None:
         self._loads.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._rank_engine.crash(error)  # the leader would wait for an answer that never comes
+            self._rank_engine.crash(error)  # or the leader would wait for an answer that never comes
 
     def _start_request(self, message: StartRequest) -> None:
         self._reserve(message.transfer_id, message.num_tokens)
@@ -225,7 +221,7 @@ class PrefillWorker:
     def _load_prefix(self, message: LoadPrefix) -> None:
         request, peer = self._requests.get(message.request_id), self._sessions.of(message.decode_incarnation)
         if request is None:
-            return  # given up, and the leader asks for nothing of it any more
+            return  # the request was given up
         if peer is None or self._loader is None:
             self._link.send(PrefixLoaded(request_id=message.request_id, num_tokens=0))
             return
@@ -245,10 +241,10 @@ class PrefillWorker:
         self._release_if_over(request_id, request)
 
     def _begin_computing(self, request_id: str, request: _Request, first_token: int) -> None:
-        """Every rank has loaded what is before the request's first step: chunks that lie in it can be sent."""
+        """Send the chunks before the request's first step: every rank has loaded them."""
         request.is_begun = True
         if request.num_prepared and not first_token:
-            # Windows have no pages for what was to be loaded, and now they need them: as if nothing had been prepared.
+            # Nothing was loaded. Windows have no pages for these tokens, and now need them, so the request starts again.
             self._allocator.release(request_id)
             self._reserve(request_id, request.num_tokens)
         self.outgoing.progress(request_id, first_token)
@@ -289,7 +285,7 @@ class PrefillWorker:
         self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
     def _on_layers_written(self, step: RunPrefillStep, layers_done: int, event: DeviceEvent | None) -> None:
-        """The first `layers_done` layers of this rank have the step's KV: tell the sender which chunks that completes."""
+        """Send the chunks that are complete now that the first `layers_done` layers of this rank have the step's KV."""
         layout = self._engine.layout
         mine = self._engine.shard.layers(layout)  # other pipeline stages compute the rest of a chunk's layers
         end_layer = None if layers_done == len(mine) else mine.begin + layers_done
@@ -297,7 +293,7 @@ class PrefillWorker:
             self.outgoing.progress(part.request_id, part.first_token + len(part.token_ids), event, end_layer=end_layer)
 
     def _on_step_over(self, step: RunPrefillStep, outcome: StepDone | StepFailed) -> None:
-        # Before any page is given back: an id may be used again then, and its token must not be taken for the other's.
+        # Before any page is released: after that, another request may use the id, and must not get this token.
         self._link.send(outcome)
         if isinstance(outcome, StepDone):
             self._metrics.histogram("step_seconds").observe(outcome.compute_s)
@@ -306,11 +302,11 @@ class PrefillWorker:
             request.steps_under_way -= 1
             request.is_computed = request.is_computed or part.is_last
             if isinstance(outcome, StepFailed):
-                # The leader has heard of the failure, or this life of the ranks ends: another attempt can succeed elsewhere.
+                # The leader knows of the failure, or this life of the ranks ends. Another attempt can succeed elsewhere.
                 self.outgoing.cancel(part.request_id, outcome.reason, is_passing=True)
             self._release_if_over(part.request_id, request)
             if part.request_id in self._requests:
-                # Of the next step, nothing below its window is read; of the prompt, the last window still has to be gathered.
+                # The next step reads nothing below its window; the last window of the prompt must still be gathered.
                 end = part.first_token + len(part.token_ids)
                 kept_from = request.num_tokens if self.outgoing.is_reading(part.request_id) else None
                 self._allocator.advance(part.request_id, end, kept_from=kept_from)
@@ -318,7 +314,7 @@ class PrefillWorker:
     def _cancel(self, message: CancelOutgoing) -> None:
         request = self._requests.get(message.transfer_id)
         if request is not None:
-            request.is_computed = True  # the leader sends no more steps of it
+            request.is_computed = True  # the leader sends no more steps
         self.outgoing.cancel(message.transfer_id, message.reason)
         if request is not None:
             self._release_if_over(message.transfer_id, request)
@@ -333,9 +329,9 @@ class PrefillWorker:
         self._release_if_over(transfer_id, self._requests[transfer_id])
 
     def _release_if_over(self, request_id: str, request: _Request) -> None:
-        """Pages go back, once, when no gather and no step can read them any more."""
+        """Release the pages of a request once, when no gather and no step can read them any more."""
         if self._requests.get(request_id) is not request:
-            return  # the sender gave the source back at once, and that released it
+            return  # the sender released the source at once, and so the pages
         if not self.outgoing.is_reading(request_id) and request.is_computed and not request.steps_under_way:
             del self._requests[request_id]
             self._allocator.release(request_id)

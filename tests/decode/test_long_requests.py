@@ -21,6 +21,7 @@ from prefill_node.requests import PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.prefill.leader_world import new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.config import PrefillLimitsConfig
 from transfer.connector import outgoing as outgoing_module
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import TransferSent
@@ -65,9 +66,7 @@ class Cluster:
                     max_running=64,
                 ),
                 num_ranks=1,
-                max_queued=1000,
-                queue_timeout_s=60.0,
-                step_timeout_s=60.0,
+                limits=PrefillLimitsConfig(max_queued_requests=1000, step_timeout_s=60.0),
                 broadcast=self._ranks_of(index),
                 reserve=self._reserve,
                 on_broken=pytest.fail,

@@ -15,6 +15,7 @@ from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.decode.leader_world import told_of
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
+from transfer.config import PrefillLimitsConfig
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, TransferNotSent, TransferSent
 from transfer.connector.outgoing import PromptFirstToken, PromptSent, PromptStarted, Transfer
@@ -90,9 +91,9 @@ class World:
         self.leader = PrefillRequests(
             self.scheduler,
             num_ranks=NUM_RANKS,
-            max_queued=max_queued,
-            queue_timeout_s=queue_timeout_s,
-            step_timeout_s=step_timeout_s,
+            limits=PrefillLimitsConfig(
+                max_queued_requests=max_queued, queue_timeout_s=queue_timeout_s, step_timeout_s=step_timeout_s
+            ),
             broadcast=self._broadcast,
             reserve=self._reserve,
             on_broken=self.broken.append,
