@@ -1,4 +1,4 @@
-"""The plain HTTP port: `/healthz` (the process lives), `/readyz` (send it requests), `/metrics` (Prometheus), `/` (people)."""
+"""The HTTP port: `/healthz` (the process lives), `/readyz` (it accepts requests), `/metrics` (Prometheus), `/` (status page)."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from transfer.loop_turns import TimedSteps
 from transfer.metrics import MetricFamily, MetricsPage
 
 MAX_CONNECTIONS: Final = 128
-"""At once. Probes and scrapers are a few; a stranger with more than that takes his own places, and none of the node's files."""
+"""Most connections at once. Probes and scrapers need a few. More connections replace each other, and use no files of the node."""
 
 REQUEST_S: Final = 10.0
-"""How long a new connection may take to send its request."""
+"""Longest time from a new connection to its request."""
 
 IDLE_S: Final = 75.0
-"""How long a connection is kept from one request to the next, its answer included: scrapers come once a minute at least."""
+"""Longest time between two requests of a connection, the answer included. Scrapers ask at least once a minute."""
 
 _PAGES: Final = ("/", "/status.json")
-_LINGER_S: Final = 1.0  # for the rest of a request whose answer was sent
-_STOP_S: Final = 1.0  # for answers that are under way; they take milliseconds, unless nobody reads them
+_LINGER_S: Final = 1.0  # wait for the rest of a request whose answer was sent
+_STOP_S: Final = 1.0  # wait for answers under way, which take milliseconds unless nobody reads them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness:
-    """Whether a node should be sent requests, and in one line why not."""
+    """Whether a node can serve requests, and in one line why not."""
 
     is_ready: bool
     reason: str = ""
 
 
 class _ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """The server's log, with what is no HTTP at DEBUG: port scanners, and clients of gRPC or TLS that took the wrong port."""
+    """The server's log. Requests that are not HTTP are logged at DEBUG: port scanners, and gRPC or TLS on the wrong port."""
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **fields: Any) -> None:
         level = logging.DEBUG if isinstance(exc_info, HttpProcessingError) else logging.ERROR
@@ -53,11 +53,11 @@ class _ServerLog(logging.LoggerAdapter[logging.Logger]):
 
 
 class _BoundedServer(web.Server):
-    """Closes connections: of too many the one that was not used for longest, so that a new one is always heard; and the slow."""
+    """Close slow connections, and the least recently used ones above `MAX_CONNECTIONS`, so that a new one is always accepted."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Any]) -> None:
         super().__init__(handler, access_log=None, logger=_ServerLog(server_logger), lingering_time=_LINGER_S)
-        self._deadlines: dict[RequestHandler, asyncio.TimerHandle] = {}  # the longest unused first
+        self._deadlines: dict[RequestHandler, asyncio.TimerHandle] = {}  # the least recently used first
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
@@ -70,7 +70,7 @@ class _BoundedServer(web.Server):
         self._forget(handler)
 
     def used(self, handler: RequestHandler) -> None:
-        """A request has come on the connection."""
+        """Record that a request has arrived on the connection."""
         if handler in self._deadlines:
             self._allow(handler, IDLE_S)
 
@@ -124,7 +124,7 @@ class HealthServer:
         self._runner: web.ServerRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port (port 0 takes a free one).
+        """Listen, and return the port; port 0 takes a free one.
 
         Raises:
             ConfigError: The address cannot be bound.
@@ -143,11 +143,11 @@ class HealthServer:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open."""
+        """Number of open connections."""
         return 0 if self._server is None else len(self._server.connections)
 
     def show(self, page: StatusPage | None) -> None:
-        """Serve another page, where there was one before."""
+        """Replace the status page."""
         self._page = page
 
     async def stop(self) -> None:
@@ -168,7 +168,7 @@ class HealthServer:
         return await TimedSteps(f"GET {request.path}", answer(request))
 
     def _is_own(self, host: str) -> bool:
-        """Whether a browser that has asked for `host` has asked for this node, and not for a website whose name leads here."""
+        """Return whether a browser that asked for `host` means this node, and not a website whose name resolves to it."""
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))

@@ -1,7 +1,7 @@
-"""An asyncio loop on a thread of its own, for processes whose main thread is an engine's.
+"""Run an asyncio loop on a thread of its own, in a process whose main thread belongs to an engine.
 
-An engine calls from its own threads, and neither waits for the loop nor is waited for: calls are queued in order, and what the
-loop has to tell is kept until the engine asks for it.
+An engine calls from its own threads. Neither waits for the other: calls are queued in order, and results are kept until the
+engine asks for them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transfer.loop_turns import MeasuredLoop
 
 CLOSE_TIMEOUT_S = 5.0
 SWITCH_INTERVAL_S = 0.0005
-"""An engine's scheduler is Python for milliseconds at a time, and a transfer takes the loop a dozen turns: with the interpreter's
-own 5 ms for each, waiting would be most of it. It costs the engine a switch where the loop has something to do, else nothing."""
+"""An engine's scheduler runs Python code for milliseconds at a time, and a transfer takes a dozen turns of the loop. With the
+default of 5 ms for each turn, most of that time would be waiting. The engine pays a switch only if the loop has work."""
 
 _T = TypeVar("_T")
 
@@ -31,11 +31,11 @@ log = structlog.get_logger(__name__)
 
 
 class LoopThread:
-    """The loop of one process; take it with `shared()`, give it back with `release()`.
+    """The one loop of a process, between `shared()` and `release()`.
 
-    There is one: gRPC's asyncio objects of a process are best kept on one loop, and an engine may have its scheduler and a rank
-    in the same process. An exception that nobody expected ends nothing by itself, for the process is the engine's: it is logged,
-    and from then on `check()` raises it, so that the engine ends at its next call rather than go on with a kvferry that does not.
+    gRPC's asyncio objects of a process are best kept on one loop, and an engine may have its scheduler and a rank in the same
+    process. An unexpected exception does not end the process, which belongs to the engine. It is logged, and `check()` raises it
+    from then on, so that the engine ends at its next call.
     """
 
     _shared: ClassVar[LoopThread | None] = None
@@ -53,13 +53,13 @@ class LoopThread:
 
     @classmethod
     def shared(cls) -> LoopThread:
-        """The process's own, started where it is the first to be asked for.
+        """Return the loop of this process; the first call starts it.
 
         Raises:
-            LocalProtocolError: It is another process's, from which this one was forked; threads do not come along.
+            LocalProtocolError: This process was forked from one with a loop. Threads do not survive a fork.
         """
         before = cls._shared
-        if before is not None and not before.is_own:  # looked at without the lock, which may be held for ever here
+        if before is not None and not before.is_own:  # read without the lock, which may be held for ever here
             raise LocalProtocolError(
                 f"process {os.getpid()} was forked from {before._pid} while a kvferry ran there; start the engine's processes "
                 "before the first kvferry, or by spawn"
@@ -71,7 +71,7 @@ class LoopThread:
             return cls._shared
 
     def release(self) -> None:
-        """The caller is done with it; the last one ends it."""
+        """Record that the caller does not need the loop any more; the last caller ends it."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:
@@ -81,12 +81,12 @@ class LoopThread:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Have the loop call it, behind what was given to it before; from any thread, at once."""
-        with contextlib.suppress(RuntimeError):  # closed, perhaps this moment: nobody is left whom it could tell
+        """Have the loop call a function after earlier calls, from any thread, without waiting."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, perhaps at this moment
             self.loop.call_soon_threadsafe(function, *args)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Have the loop run it. Raises LocalProtocolError when the loop has ended."""
+        """Have the loop run a coroutine. Raise LocalProtocolError if the loop has ended."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError as error:
@@ -95,7 +95,7 @@ class LoopThread:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is this process's; False in one that was forked from its."""
+        """Whether the loop belongs to this process, which may be a fork."""
         return self._pid == os.getpid()
 
     @property
@@ -103,20 +103,20 @@ class LoopThread:
         return self._broken is not None
 
     def check(self) -> None:
-        """Raises LocalProtocolError when something broke that nobody expected."""
+        """Raise LocalProtocolError if there was an unexpected error."""
         if self._broken is not None:
             raise LocalProtocolError(f"kvferry cannot go on in this process: {self._broken!r}") from self._broken
 
     def crash(self, error: BaseException) -> None:
-        """Something broke; `check()` says so from now on."""
+        """Record an unexpected error, which `check()` raises from now on."""
         log.critical("kvferry_broke", error=str(error), exc_info=error)
         if self._broken is None:
             self._broken = error
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        # gRPC handles the events of all loops of a process in any of them. Where it meets an event of a loop that the engine has
-        # closed, it raises here. This loop runs, so such an error never concerns it.
+        # gRPC handles the events of all loops of a process in any of them, and raises here for an event of a loop that the engine
+        # has closed. This loop runs, so such an error never concerns it.
         if error is None or (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             loop.default_exception_handler(context)
         else:

@@ -1,4 +1,4 @@
-"""Asks the nodes of the other tier for their status, for as long as somebody looks at this node's page."""
+"""Ask the nodes of the other tier for their status, while somebody looks at this node's status page."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import NodeControlAsyncStub
 
 LOOK_S: Final = 1.0
-"""Peers are asked at most so often, however many look."""
+"""Shortest time between two questions to a peer, however many people look."""
 ANSWER_S: Final = 2.0
 FIRST_WAIT_S: Final = 1.0
-"""How long who comes first waits for the peers' answers; those who come later are given the last ones."""
+"""How long the first look waits for the answers of peers. Later looks return the last answers at once."""
 IDLE_S: Final = 15.0
-"""Nobody has looked for so long: connections are closed."""
+"""Connections are closed when nobody has looked for this time."""
 MAX_ASKED: Final = 32
 MAX_STATUS_BYTES: Final = 256 << 10
-"""Of 32 ranks with 32 links each it is a tenth of that. A larger one would cost this node its time."""
+"""Largest status that is shown. The status of 32 ranks with 32 links each has a tenth of it."""
 MAX_STATUS_PARTS: Final = 8192
-"""Ranks, pools, links and so on of a status: each may be two bytes on the wire, and is hundreds in JSON."""
+"""Most ranks, pools, links and so on of a status. Each may have two bytes on the wire, and hundreds in JSON."""
 
 
 class PeerLook:
-    """Owned by the leader's loop; never waits longer than `FIRST_WAIT_S`.
+    """The status of peers. Owned by the leader's loop.
 
     Args:
-        security: How peers are spoken to. With TLS they let a node in that is one of their peers.
+        security: TLS or plain text of calls to peers. With TLS, they accept a node that is one of their peers.
     """
 
     def __init__(self, security: Security) -> None:
@@ -52,10 +52,10 @@ class PeerLook:
         self._looked_s = 0.0
 
     async def look(self, addresses: Sequence[str]) -> Mapping[str, Seen]:
-        """The newest answers of those peers, and asks anew where they are old.
+        """Return the newest answers of peers, within `FIRST_WAIT_S`, and ask again if they are old.
 
         Args:
-            addresses: Of peers that are joined; of more than `MAX_ASKED` the first.
+            addresses: Joined peers. Only the first `MAX_ASKED` are asked.
         """
         now_s = self._looked_s = time.monotonic()
         asked = list(addresses)[:MAX_ASKED]
@@ -70,7 +70,7 @@ class PeerLook:
 
     @property
     def num_connections(self) -> int:
-        """Peers that a connection is kept to."""
+        """Number of peers to which a connection is kept."""
         return len(self._channels)
 
     async def close(self) -> None:
@@ -94,7 +94,7 @@ class PeerLook:
             try:
                 answer = readable(await stub.Status(pb.StatusRequest(), timeout=ANSWER_S), method="Status", peer=address)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older one
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older version
                     raise RemoteProtocolError(f"{address}: it has no NodeControl to tell how it is") from error
                 raise error_of(error, peer=address) from error
             num_bytes, num_parts = answer.ByteSize(), _num_parts(answer)
@@ -108,7 +108,7 @@ class PeerLook:
         return Seen(address=address, status=answer, at_s=time.monotonic())
 
     async def _keep(self, addresses: Sequence[str]) -> None:
-        """Forget all others."""
+        """Close the connections to all other peers, and forget their answers."""
         gone = [self._channels.pop(address) for address in list(self._channels) if address not in addresses]
         self._seen = {address: seen for address, seen in self._seen.items() if address in addresses}
         await asyncio.gather(*(channel.close() for channel in gone))

@@ -42,10 +42,10 @@ if TYPE_CHECKING:  # a node whose settings are wrong ends before it has loaded g
 
 KEPT_S: Final = 0.25
 MAX_REQUESTS: Final = 100
-"""The oldest so many are shown."""
+"""Number of the oldest requests that are shown."""
 MAX_LINKS: Final = 200
 MAX_RINGS: Final = 16
-"""Of each node."""
+"""Most rings that are shown of each node."""
 WINDOW_S: Final = 5.0
 """Time over which the current speed of a link is averaged."""
 
@@ -55,7 +55,7 @@ PAGE: Final = (Path(__file__).with_name("status_page.html")).read_bytes()
 
 
 def _content_policy(page: bytes) -> str:
-    """Lets the page run its own script and style, ask its own server, and nothing else: no other origin, no other script."""
+    """Return the policy that allows the page its own script, style and server, and nothing else."""
     hashes = {}
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), page, re.DOTALL)

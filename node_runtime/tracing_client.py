@@ -1,4 +1,4 @@
-"""Records spans with OpenTelemetry, and sends them to a collector. Loaded where `tracing.endpoint` is set, and nowhere else."""
+"""Record spans with OpenTelemetry and send them to a collector. This module is loaded only if `tracing.endpoint` is set."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _ATTRIBUTES: Final = "kvferry."
 log = structlog.get_logger(__name__)
 
 
-class _ToldOnce(SpanExporter):
-    """An exporter whose collector may be away: that is said once, and once that it is back. What could not be sent is lost.
+class _LoggedOnce(SpanExporter):
+    """An exporter that logs once when its collector is away, and once when it is back. Spans that cannot be sent are lost.
 
-    The queue in front of it is bounded, and what it drops is lost too.
+    Spans that do not fit the bounded queue before it are lost, too.
     """
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
@@ -115,9 +115,9 @@ class OtelTracer:
     """See `transfer.tracing.Tracer`.
 
     Args:
-        config: Where to, and how much.
+        config: Settings of tracing.
         role: "prefill" or "decode".
-        rank: Of a rank process; a leader has none.
+        rank: Rank of the process; None in a leader.
 
     Raises:
         ConfigError: `tracing.ca_file` cannot be read.
@@ -126,10 +126,10 @@ class OtelTracer:
     def __init__(self, config: TracingConfig, *, role: str, rank: int | None = None) -> None:
         assert config.endpoint is not None
         self.max_recorded = sys.maxsize if rank is None else config.max_spans
-        # One clock for all spans of the process, whatever becomes of the system's meanwhile.
-        # The largest of several: a pause between the two calls makes the difference smaller.
+        # All spans of the process use one clock, also if the system's clock is set meanwhile.
+        # Take the largest of several differences: a pause between the two calls makes it smaller.
         self._offset_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
-        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):  # they say each failure; `_ToldOnce` says it once
+        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):  # they log every failure; `_LoggedOnce` logs it once
             logging.getLogger(name).setLevel(logging.CRITICAL)
         is_plain = config.endpoint.startswith("http://")
         exporter = OTLPSpanExporter(
@@ -139,43 +139,43 @@ class OtelTracer:
             timeout=EXPORT_TIMEOUT_S,
         )
         self._processor = BatchSpanProcessor(
-            _ToldOnce(exporter, config.endpoint),
+            _LoggedOnce(exporter, config.endpoint),
             max_queue_size=config.max_queued_spans,
             max_export_batch_size=min(_BATCH, config.max_queued_spans),
             schedule_delay_millis=EXPORT_EVERY_S * 1e3,
         )
-        who: dict[str, Any] = {
+        process: dict[str, Any] = {
             "service.name": f"kvferry-{role}",
             "service.version": transfer.__version__,
             "host.name": os.uname().nodename,
             "process.pid": os.getpid(),
         }
         if rank is not None:
-            who[f"{_ATTRIBUTES}rank"] = rank
+            process[f"{_ATTRIBUTES}rank"] = rank
         self._provider = TracerProvider(
-            resource=Resource.create(who), sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)), shutdown_on_exit=False
+            resource=Resource.create(process), sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)), shutdown_on_exit=False
         )
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("kvferry", transfer.__version__)
 
     def begin(self, name: str, *, parent: str = "", attributes: Mapping[str, Value] | None = None) -> Span | None:
         context = trace.set_span_in_context(trace.INVALID_SPAN)
-        told = parse_traceparent(parent)
-        if told is not None:
-            flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if told.is_sampled else trace.TraceFlags.DEFAULT)
-            remote = trace.SpanContext(told.trace_id, told.span_id, is_remote=True, trace_flags=flags)
+        above = parse_traceparent(parent)
+        if above is not None:
+            flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if above.is_sampled else trace.TraceFlags.DEFAULT)
+            remote = trace.SpanContext(above.trace_id, above.span_id, is_remote=True, trace_flags=flags)
             context = trace.set_span_in_context(trace.NonRecordingSpan(remote))
         span = self.start(name, context, attributes or {})
         return OtelSpan(self, span) if span.is_recording() else None
 
     def start(self, name: str, context: Any, attributes: Mapping[str, Value], begun_ns: int | None = None) -> trace.Span:
-        """A span of OpenTelemetry."""
+        """Start a span of OpenTelemetry."""
         named = {_ATTRIBUTES + key: value for key, value in attributes.items()}
         begun_ns = self.wall_ns(time.monotonic()) if begun_ns is None else begun_ns
         return self._tracer.start_span(name, context, attributes=named, start_time=begun_ns)
 
     def wall_ns(self, monotonic_s: float) -> int:
-        """Nanoseconds since 1970."""
+        """Return nanoseconds since 1970."""
         return round(monotonic_s * 1e9) + self._offset_ns
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

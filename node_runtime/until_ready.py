@@ -1,8 +1,8 @@
 """Wait until a node that was just started can serve: ``python -m node_runtime.until_ready READY_FILE PID SECONDS``.
 
-For whoever starts nodes and goes on once one is ready, as the systemd units do. Its `ready_file` says where the node is asked for
-``/readyz``. Standard library only, for it is run beside each start. The exit code is 0 once the node is ready, and 1 when it has
-ended or the time is over; what it was waiting for is then on stderr.
+The systemd units use this. The node's `ready_file` has the address of ``/readyz``. The exit code is 0 once the node is ready, and
+1 if it has ended or the time is over; the reason is then on stderr. This module imports the standard library only, because it
+runs beside each start.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ASK_S: Final = 3.0
 
 
 def until_ready(ready_file: Path, pid: int, wait_s: float) -> str:
-    """Why the node is not ready; empty once it is.
+    """Wait for a node, and return why it is not ready; empty if it is.
 
     Args:
-        ready_file: The node's setting of that name; it may not be there yet.
-        pid: Of the node's leader: without it, nobody waits on.
-        wait_s: Seconds to wait at most.
+        ready_file: The node's setting of that name. The file may not exist yet.
+        pid: Process of the node's leader. The wait ends with it.
+        wait_s: Longest wait.
     """
     ends_s = time.monotonic() + wait_s
     while True:
@@ -44,7 +44,7 @@ def _why_not(ready_file: Path) -> str:
         host, _, port = str(json.loads(ready_file.read_text(encoding="utf-8"))["http_address"]).rpartition(":")
     except FileNotFoundError:
         return "its ranks are starting"
-    # As the others call it, or else from here: a name may be known to the others only.
+    # The advertised name, or else the local address: only other machines may be able to resolve the name.
     reason = ""
     for address in (host.strip("[]"), "127.0.0.1"):
         connection = http.client.HTTPConnection(address, int(port), timeout=_ASK_S)
@@ -61,7 +61,7 @@ def _why_not(ready_file: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """As the module says. Raises ValueError for arguments that are not three, or no numbers."""
+    """Do as the module says. Raise ValueError if the arguments are not three, or not numbers."""
     ready_file, pid, wait_s = arguments
     reason = until_ready(Path(ready_file), int(pid), float(wait_s))
     if reason:
