@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -14,7 +14,6 @@ import structlog
 
 from node_runtime.daemon import Daemon
 from node_runtime.exit_codes import NO_MEMORY
-from node_runtime.health import Readiness
 from node_runtime.node_role import ROLE_NAMES, preloaded_modules
 from node_runtime.node_service import ANSWER_S, NodeService
 from node_runtime.rank_link import RankCodec
@@ -75,16 +74,23 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         codec: RankCodec,
         on_rank_message: Callable[[int, Any], None],
     ) -> None:
-        NodeService.__init__(self, security=security_of(config), server=config.server, page=config.status_page)
+        NodeService.__init__(
+            self,
+            host=daemon,
+            set_rank_log_level=self._set_log_level_of_ranks,
+            security=security_of(config),
+            server=config.server,
+            page=config.status_page,
+        )
         Side.__init__(self, role=config.role, metrics=NodeMetrics(role=config.role))
+        self.sides = (self,)
         self.config = config
         self.metrics.limits(max_queued=config.limits.max_queued_requests, max_running=config.limits.max_running_requests)
         self.tracer = open_tracer(config.tracing, role=config.role)
         self._is_switching = False
-        self._is_handed_over = False  # the daemon changes the role; this cannot be cancelled
         self._switching: asyncio.Future[None] | None = None
         self._daemon = daemon
-        self._ranks = RankSide(config=config, codec=codec, on_message=on_rank_message)
+        self.ranks = RankSide(config=config, codec=codec, on_message=on_rank_message)
         self._life: LifeT | None = None
         self._services: RoleServices | None = None
         self._supervisor: RankSupervisor | None = None
@@ -93,17 +99,13 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
 
     def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
         self._supervisor = RankSupervisor(
-            self._ranks,
+            self.ranks,
             run_rank,
             preload=preloaded_modules(self.config),
             on_lost=on_lost,
             other_config=self._daemon.other_config,
         )
         return self._supervisor
-
-    @property
-    def ranks(self) -> RankSide:
-        return self._ranks
 
     @property
     def life(self) -> LifeT | None:
@@ -131,44 +133,16 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         if is_first:
             self.go_outside(address)
 
+    def _set_log_level_of_ranks(self, level: str) -> None:
+        if self._supervisor is not None:
+            self._supervisor.set_log_level(level)
+
     async def close(self) -> None:
         await super().close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
-    # Implementation of `NodeService` and `Side`
-
-    @property
-    def sides(self) -> Sequence[Side]:
-        return (self,)
-
-    @property
-    def num_restarts(self) -> int:
-        return self._daemon.num_restarts
-
-    @property
-    def http_port(self) -> int:
-        return self._daemon.http_port
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._daemon.is_stopping
-
-    @property
-    def life_state(self) -> str:
-        return str(self._daemon.state)
-
-    def whole_readiness(self) -> Readiness:
-        return self._daemon.readiness()
-
-    def set_rank_log_level(self, level: str) -> None:
-        if self._supervisor is not None:
-            self._supervisor.set_log_level(level)
-
-    @property
-    def undone_by_operator(self) -> Collection[DrainReason]:
-        """Include a change of role that still waits for requests. A change that has begun cannot be undone."""
-        return {DrainReason.OPERATOR} if self._is_handed_over else tuple(DrainReason)
+    # Implementation of `Side`
 
     @property
     def in_flight(self) -> Requests | None:
@@ -296,7 +270,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
                 await self._end_drain(DrainReason.SWITCH)
             raise
         finally:
-            self._is_handed_over = False
+            self.undone_by_operator = tuple(DrainReason)
 
     async def _switch_when_drained(self, context: grpc.aio.ServicerContext[Any, Any], asked_s: float) -> None:
         """Drain the node and change its role, or end the call and leave the node as it was.
@@ -320,7 +294,8 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
                 refused = f"{self.num_in_flight} requests are still in flight after {budget_s:.3g} s; the node stays what it is"
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
             else:
-                is_handed_over = self._is_handed_over = True
+                is_handed_over = True
+                self.undone_by_operator = (DrainReason.OPERATOR,)  # a change of role that has begun cannot be undone
                 self._switching = asyncio.ensure_future(self._switch_now())
                 await asyncio.shield(self._switching)  # goes on when the caller has gone away
         except PeerUnreachable as error:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -43,16 +43,60 @@ CERTIFICATE_LOOK_S = 10.0
 log = structlog.get_logger(__name__)
 
 
+class NodeHost(Protocol):
+    """The process of a leader."""
+
+    @property
+    def state(self) -> str:
+        """The state apart from a drain: "starting" or "ready"."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of restarts of the ranks."""
+        ...
+
+    @property
+    def http_port(self) -> int:
+        """Port of the HTTP server; 0 before it listens."""
+        ...
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the process has been asked to end."""
+        ...
+
+    def readiness(self) -> Readiness:
+        """Return whether requests can be served, as `/readyz` reports."""
+        ...
+
+
 class NodeService(pb_grpc.NodeControlServicer):
     """The operators' interface of a leader with one or two sides. Owned by the leader's loop.
 
     Args:
+        host: Process of the leader.
+        set_rank_log_level: Sets the log level of the ranks.
         security: TLS or plain text of calls to the node.
         server: Addresses on which it listens.
         page: Settings of the status page.
     """
 
-    def __init__(self, *, security: Security, server: ServerConfig, page: StatusPageConfig) -> None:
+    def __init__(
+        self,
+        *,
+        host: NodeHost,
+        set_rank_log_level: Callable[[str], None],
+        security: Security,
+        server: ServerConfig,
+        page: StatusPageConfig,
+    ) -> None:
+        self.sides: Sequence[Side] = ()
+        """One or two, decode first; set by the subclass."""
+        self.undone_by_operator: Collection[DrainReason] = tuple(DrainReason)
+        """The reasons of a drain that `Undrain` withdraws."""
+        self._host = host
+        self._set_rank_log_level = set_rank_log_level
         self.security = security
         self._listens = server
         self._address = ""
@@ -63,46 +107,6 @@ class NodeService(pb_grpc.NodeControlServicer):
         self._peer_look = PeerLook(security)
         self._started_s = time.monotonic()
         self.status_page = StatusPage(self._picture, shows_request_ids=page.request_ids) if page.enabled else None
-
-    # Subclasses define these
-
-    @property
-    def sides(self) -> Sequence[Side]:
-        """One or two, decode first."""
-        raise NotImplementedError
-
-    @property
-    def num_restarts(self) -> int:
-        """Number of restarts of the ranks."""
-        return 0
-
-    @property
-    def http_port(self) -> int:
-        """Port of the HTTP server; 0 before it listens."""
-        raise NotImplementedError
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the process has been asked to end."""
-        return False
-
-    @property
-    def life_state(self) -> str:
-        """The state apart from a drain: "starting" or "ready"."""
-        raise NotImplementedError
-
-    def whole_readiness(self) -> Readiness:
-        """Return whether requests can be served, as `/readyz` reports."""
-        raise NotImplementedError
-
-    def set_rank_log_level(self, level: str) -> None:
-        """Set the log level of the ranks."""
-        raise NotImplementedError
-
-    @property
-    def undone_by_operator(self) -> Collection[DrainReason]:
-        """The reasons of a drain that `Undrain` withdraws."""
-        return tuple(DrainReason)
 
     # Life
 
@@ -181,9 +185,8 @@ class NodeService(pb_grpc.NodeControlServicer):
 
     # Views
 
-    @property
-    def state(self) -> str:
-        return "draining" if self._draining.is_on and self.life_state == "ready" else self.life_state
+    def _state(self) -> str:
+        return "draining" if self._draining.is_on and self._host.state == "ready" else self._host.state
 
     def status(self) -> pb.NodeStatus:
         """Return the node's own status. The report of a rank is at most as old as the pause between its reports."""
@@ -195,18 +198,18 @@ class NodeService(pb_grpc.NodeControlServicer):
     def status_of(self, side: Side) -> pb.NodeStatus:
         """Return the status of the node with that side only."""
         status = side.describe()
-        readiness = self.whole_readiness()
+        readiness = self._host.readiness()
         status.MergeFrom(
             pb.NodeStatus(
-                state=self.state,
+                state=self._state(),
                 uptime_s=time.monotonic() - self._started_s,
-                restarts=self.num_restarts,
+                restarts=self._host.num_restarts,
                 ready=readiness.is_ready,
                 not_ready_reason="" if readiness.is_ready else readiness.reason,
                 version=transfer.__version__,
                 draining=self._draining.is_on,
                 log_level=log_level(),
-                http_port=self.http_port,
+                http_port=self._host.http_port,
                 time_s=time.time(),
             )
         )
@@ -242,11 +245,11 @@ class NodeService(pb_grpc.NodeControlServicer):
     def _collect(self, side: Side) -> list[MetricFamily]:
         requests, metrics = side.in_flight, side.metrics
         metrics.node_state(
-            state=self.state,
+            state=self._state(),
             queued=requests.num_queued if requests is not None else 0,
             running=requests.num_running if requests is not None else 0,
             peers=side.show(),
-            restarts=self.num_restarts,
+            restarts=self._host.num_restarts,
         )
         if isinstance(self.security, MutualTls):
             files = self.security.files
@@ -296,7 +299,7 @@ class NodeService(pb_grpc.NodeControlServicer):
         return pb.DrainResponse(remaining=self.num_in_flight)
 
     async def Undrain(self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.UndrainResponse:
-        if self.is_stopping:
+        if self._host.is_stopping:
             await end_call(context, grpc.StatusCode.FAILED_PRECONDITION, "the node is being stopped")
         was_draining = self._draining.is_on
         if was_draining:
@@ -312,7 +315,7 @@ class NodeService(pb_grpc.NodeControlServicer):
             set_log_level(request.level)
         except ConfigError as error:
             await end_with(context, error)
-        self.set_rank_log_level(request.level)
+        self._set_rank_log_level(request.level)
         if request.level != before:
             log.warning("log_level_changed", level=request.level, before=before)
         return pb.SetLogLevelResponse(level_before=before)

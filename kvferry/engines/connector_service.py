@@ -19,7 +19,6 @@ from transfer.connector.decode_service import DecodeService
 from transfer.connector.outgoing import Transfer
 from transfer.connector.prefill_service import PrefillService
 from transfer.connector.rank_report import RankReady, RankReport
-from transfer.connector.side_service import Side
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security
 from transfer.registry.status import end_call
@@ -52,11 +51,16 @@ class ConnectorNode(NodeService):
         why_broken: Callable[[], str],
         compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None,
     ) -> None:
-        super().__init__(security=security, server=config.server, page=config.status_page)
+        super().__init__(
+            host=self,
+            set_rank_log_level=lambda level: broadcast(RankLogLevel(level=level)),
+            security=security,
+            server=config.server,
+            page=config.status_page,
+        )
         self._config = config
-        self._broadcast = broadcast
         self._why_broken = why_broken
-        self._http_port = 0
+        self.http_port = 0
         self._tracers: list[Tracer] = []
         self.prefill: PrefillService | None = None
         self.decode: DecodeService | None = None
@@ -82,8 +86,9 @@ class ConnectorNode(NodeService):
                 reports=lambda: reports(DECODE),
                 tracer=self._open_tracer("decode"),
             )
+        self.sides = [side for side in (self.decode, self.prefill) if side is not None]
         self._health = HealthServer(
-            self.whole_readiness,
+            self.readiness,
             self.collect_metrics,
             page=self.status_page,
             host_names=(config.server.advertised_host, *config.status_page.host_names),
@@ -105,7 +110,7 @@ class ConnectorNode(NodeService):
         self._address = await self._serve(
             prefill_control=self.prefill, decode_control=self.decode, node_control=self, on_refused=self._on_refused
         )
-        self._http_port = await self._health.start(server.host, server.http_port)
+        self.http_port = await self._health.start(server.host, server.http_port)
         for side in (self.prefill, self.decode):
             if side is not None:
                 side.start(self._address)
@@ -133,26 +138,17 @@ class ConnectorNode(NodeService):
         """Whether no prompt and no transfer is known."""
         return all(side.is_idle for side in (self.prefill, self.decode) if side is not None)
 
-    # Implementation of `NodeService`
+    # Implementation of `NodeHost`
 
-    @property
-    def sides(self) -> Sequence[Side]:
-        return [side for side in (self.decode, self.prefill) if side is not None]
+    state = "ready"
+    num_restarts = 0
+    is_stopping = False
 
-    @property
-    def http_port(self) -> int:
-        return self._http_port
-
-    @property
-    def life_state(self) -> str:
-        return "ready"
-
-    def whole_readiness(self) -> Readiness:
+    def readiness(self) -> Readiness:
         reason = self._why_broken() or ("the node is draining" if self._draining.is_on else "")
         return Readiness(is_ready=not reason, reason=reason)
 
-    def set_rank_log_level(self, level: str) -> None:
-        self._broadcast(RankLogLevel(level=level))
+    # NodeControl
 
     async def SwitchRole(
         self, request: pb.SwitchRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
