@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,30 @@ import torch
 from torch import Tensor
 
 from prefill_node.stored_prefix import StoredPrefix, num_storable_tokens, prefix_chain
+from tests.storage.stores import Seen
+from transfer.breaker import BreakerSettings
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.pool.kv_pool import KVPool, convert
 from transfer.storage.base import Outcome, Store
+from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.keys import store_key
 from transfer.storage.pages import page_parts
+
+
+def store_client(store: Store, observer: Seen, *, timeout_s: float = 10.0, pause_s: float = 1.0) -> StoreClient:
+    """A client that keeps on asking, whatever the store does. Owned by the running loop, whose clock it uses.
+
+    Args:
+        timeout_s: Of `get`.
+        pause_s: See `BreakerSettings`.
+    """
+    loop = asyncio.get_running_loop()
+    breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=pause_s, max_pause_s=pause_s)
+    settings = StoreClientSettings(put_timeout_s=10.0, get_timeout_s=timeout_s, queue_bytes=1 << 24, threads=2, breaker=breaker)
+    return StoreClient(store, loop=loop, settings=settings, observer=observer, clock=loop.time)
 
 
 def cut(layout: KVLayout, shard: Shard, **fields: Any) -> Instance:

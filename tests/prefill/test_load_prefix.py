@@ -13,17 +13,16 @@ import torch
 
 from node_runtime.rank_messages import PagesReleased, StepDone
 from prefill_node.prefix_loader import PrefixLoader
-from prefill_node.rank_messages import LoadPrefix, PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import LoadPrefix, PrefillStepPart, PrefixLoaded, RunPrefillStep
 from prefill_node.scheduler import page_needs
-from tests.prefill.stored_pages import Prompt, cut
+from tests.prefill.stored_pages import Prompt, cut, store_client
 from tests.prefill.test_prefix_loader import MIXED, PLAIN, shard
-from tests.prefill.workers import Sender, decode_peer, new_worker
+from tests.prefill.workers import Sender, decode_peer, new_worker, start_request
 from tests.runtime.instances import until
 from tests.storage.stores import MemoryStore, Seen
-from transfer.breaker import BreakerSettings
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.connector.messages import CancelOutgoing
-from transfer.engine_types import PrefillItem, SamplingParams
+from transfer.engine_types import PrefillItem
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
 from transfer.layout import KVLayout, Shard
@@ -32,7 +31,6 @@ from transfer.pool.page_allocator import GroupAllocator
 from transfer.send.attach import DecodePeer
 from transfer.send.events import SentStats
 from transfer.storage.base import Store
-from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
 from transfer.worker_thread import WorkerThread
 
@@ -73,9 +71,7 @@ class Rank:
         self.pool = KVPool(layout=layout, shard=own, num_pages=num_pages)
         self.allocator = GroupAllocator(needs, num_pages)
         self.thread = WorkerThread("engine", loop, lambda error: pytest.fail(str(error)))
-        breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
-        settings = StoreClientSettings(put_timeout_s=9.0, get_timeout_s=9.0, queue_bytes=1 << 20, threads=2, breaker=breaker)
-        self.client = StoreClient(store, loop=loop, settings=settings, observer=Seen())
+        self.client = store_client(store, Seen())
         self.said: list[Any] = []
         self.sent: list[int] = []  # chunks, as they were told
         self.crashes: list[BaseException] = []
@@ -98,15 +94,7 @@ class Rank:
         self.chunks: Sequence[Chunk] = split_into_chunks(
             plan, num_tokens=NUM_TOKENS, num_layers=self.prompt.layout.num_layers, start_token=start_token
         )
-        start = StartRequest(
-            transfer_id="a",
-            decode_incarnation=5,
-            num_tokens=NUM_TOKENS,
-            start_token=start_token,
-            plan=plan,
-            sampling=SamplingParams(),
-        )
-        self.worker.on_message(start)
+        self.worker.on_message(start_request("a", plan, NUM_TOKENS, decode_incarnation=5, start_token=start_token))
 
     def order_load(self, num_pages: int | None = None) -> None:
         hashes = self.prompt.prefix(self.decode).hashes[:num_pages]

@@ -14,17 +14,15 @@ import pytest
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.scheduler import page_needs
 from prefill_node.stored_prefix import StoredPrefix, page_sources
-from tests.prefill.stored_pages import Prompt, at_rank, cut
+from tests.prefill.stored_pages import Prompt, at_rank, cut, store_client
 from tests.runtime.hand_clock import HandClock
 from tests.storage.stores import MemoryStore, Seen
-from transfer.breaker import BreakerSettings
 from transfer.instance import Instance
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.storage.base import Outcome, Store
-from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.keys import fingerprint_of
 from transfer.worker_thread import WorkerThread
@@ -73,11 +71,8 @@ async def rank_of(
         allocator.cover(other, 3)
     allocator.release("x")
     seen = Seen()
-    loop = asyncio.get_running_loop()
-    breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
-    settings = StoreClientSettings(put_timeout_s=10.0, get_timeout_s=timeout_s, queue_bytes=1 << 24, threads=2, breaker=breaker)
-    client = StoreClient(store, loop=loop, settings=settings, observer=seen)
-    thread = WorkerThread("engine", loop, lambda error: pytest.fail(str(error)))
+    client = store_client(store, seen, timeout_s=timeout_s)
+    thread = WorkerThread("engine", asyncio.get_running_loop(), lambda error: pytest.fail(str(error)))
     loader = PrefixLoader(client, pool=pool, own=own, thread=thread, timeout_s=timeout_s, batch_bytes=batch_bytes)
     try:
         yield Rank(own, pool, allocator, loader, seen)

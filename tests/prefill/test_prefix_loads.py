@@ -17,11 +17,10 @@ from prefill_node.rank_messages import LoadPrefix, PrefixLoaded, RunPrefillStep,
 from prefill_node.requests import OnLoaded, OnTaskOver
 from tests.decode.leader_world import turns
 from tests.prefill.leader_world import CHUNK, World, new_join
-from tests.prefill.stored_pages import prefix_of
+from tests.prefill.stored_pages import prefix_of, store_client
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance, until
 from tests.storage.stores import MemoryStore, Seen
-from transfer.breaker import BreakerSettings
 from transfer.connector import outgoing as outgoing_module
 from transfer.connector.decode_instances import Join
 from transfer.connector.messages import CancelOutgoing
@@ -29,7 +28,6 @@ from transfer.connector.outgoing import Transfer
 from transfer.errors import PeerUnreachable, TransferAborted
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
-from transfer.storage.client import StoreClient, StoreClientSettings
 
 NUM_TOKENS = 29  # seven whole pages of four
 TIMEOUT_S = 60.0  # ends no test's wait: what hangs is ended by a clock that the test moves
@@ -43,12 +41,7 @@ class Loading(World):
         self.store = store
         self.store_salt = store_salt
         self.seen = Seen()
-        breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=30.0, max_pause_s=30.0)
-        settings = StoreClientSettings(
-            put_timeout_s=5.0, get_timeout_s=TIMEOUT_S, queue_bytes=1 << 20, threads=2, breaker=breaker
-        )
-        loop = asyncio.get_running_loop()
-        self.client = StoreClient(store, loop=loop, settings=settings, observer=self.seen, clock=lambda: loop.time())
+        self.client = store_client(store, self.seen, timeout_s=TIMEOUT_S, pause_s=30.0)
         super().__init__(make_loads=self._make_loads)
         self.join = self.paged(new_join())
 

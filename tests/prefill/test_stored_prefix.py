@@ -10,12 +10,10 @@ import pytest
 
 from prefill_node.prefix_loads import MAX_KEYS, MAX_STEPS, num_stored_pages
 from prefill_node.stored_prefix import StoredPrefix, needed_pages, num_storable_tokens, page_sources
-from tests.prefill.stored_pages import cut, prefix_of
+from tests.prefill.stored_pages import cut, prefix_of, store_client
 from tests.storage.stores import MemoryStore, Seen
-from transfer.breaker import BreakerSettings
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Range, Shard
-from transfer.storage.client import StoreClient, StoreClientSettings
 
 FULL = LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=2)
 WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=10)
@@ -88,9 +86,7 @@ class Lookup:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.seen = Seen()
-        breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
-        settings = StoreClientSettings(put_timeout_s=5.0, get_timeout_s=5.0, queue_bytes=1 << 20, threads=2, breaker=breaker)
-        self.client = StoreClient(self.store, loop=asyncio.get_running_loop(), settings=settings, observer=self.seen)
+        self.client = store_client(self.store, self.seen)
 
     def put(self, prefix: StoredPrefix, group: int, *pages: int) -> None:
         self.store.pages |= dict.fromkeys(prefix.keys([layer_groups(prefix.decode.layout)[group]], pages), b"")

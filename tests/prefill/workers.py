@@ -9,8 +9,11 @@ from typing import Any, cast
 
 from node_runtime.rank_worker import RankSpec
 from prefill_node.prefix_loader import PrefixLoader
+from prefill_node.rank_messages import StartRequest
 from prefill_node.worker import PrefillRankParts, PrefillWorker
 from tests.runtime.instances import prefill_config
+from transfer.chunk import ChunkPlan
+from transfer.engine_types import SamplingParams
 from transfer.instance import Instance
 from transfer.piece import RankRequest
 from transfer.pool.page_allocator import GroupAllocator
@@ -81,3 +84,16 @@ def new_worker(
         )
     )
     return worker
+
+
+def start_request(
+    transfer_id: str, plan: ChunkPlan, num_tokens: int, *, decode_incarnation: int, start_token: int = 0
+) -> StartRequest:
+    return StartRequest(
+        transfer_id=transfer_id,
+        decode_incarnation=decode_incarnation,
+        num_tokens=num_tokens,
+        start_token=start_token,
+        plan=plan,
+        sampling=SamplingParams(),
+    )

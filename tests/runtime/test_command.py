@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from typer import Typer
 from typer.core import TyperCommand
 from typer.testing import CliRunner, Result
@@ -23,8 +25,9 @@ from node_runtime import command, daemon, exit_codes
 from prefill_node.command import app as prefill_app
 from tests.authority import Authority, Files
 from transfer import logs
-from transfer.config import NodeConfig, PrefillNodeConfig
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.plain_text import NODE_WARNING
+from transfer.role_settings import load_other_role
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {
@@ -277,3 +280,17 @@ def test_a_node_that_would_let_nobody_in_does_not_start(model: Path, tmp_path: P
 def test_settings_of_tls_that_make_no_sense(model: Path, arguments: tuple[str, ...], complaint: str) -> None:
     ended = CliRunner().invoke(prefill_app, ["serve", "--check-config", "--model", str(model), *arguments])
     assert ended.exit_code == exit_codes.BAD_CONFIG and complaint in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_the_settings_files_of_the_operations_page_are_accepted(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    prefill, decode, *_ = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    assert PrefillNodeConfig.model_validate(prefill).server.port == 7001
+    assert DecodeNodeConfig.model_validate(decode).peers.prefill_nodes
+    (own,) = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "prefill_nodes: [" in block]
+    (other,) = re.findall(r"`as-prefill\.yaml`.*?```yaml\n(.*?)```", text, re.DOTALL)
+    file = tmp_path / "as-prefill.yaml"
+    file.write_text(other)
+    assert isinstance(
+        load_other_role(DecodeNodeConfig.model_validate(yaml.safe_load(own) | {"other_role": file})), PrefillNodeConfig
+    )

@@ -1,4 +1,4 @@
-"""A prefill rank gives the pages that a window has passed back while it computes, and never one that is still read."""
+"""A prefill rank's worker: which chunks a step completes, and when pages that a window has passed are released."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from typing import Any
 import pytest
 
 from node_runtime.rank_messages import PagesReleased, StepDone
-from prefill_node.rank_messages import PrefillStepPart, RunPrefillStep, StartRequest
+from prefill_node.rank_messages import PrefillStepPart, RunPrefillStep
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
-from tests.prefill.workers import Sender, decode_peer, new_worker
+from tests.prefill.workers import Sender, decode_peer, new_worker, start_request
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan
 from transfer.connector.messages import CancelOutgoing, TransferNotSent
-from transfer.engine_types import PrefillItem, SamplingParams
-from transfer.layer_groups import PageCounts
-from transfer.layout import routes
+from transfer.engine_types import PrefillItem
+from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.send.events import SentStats
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
 NEEDS = page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)
-
-
 PLAN = ChunkPlan(chunk_tokens=CHUNK_TOKENS, layers_per_group=LAYOUT.num_layers)
 SCALES = {(0, False): 0.5}
 
@@ -86,16 +84,7 @@ class Rank:
             self.scheduler.accept(request_id)
         started = self.scheduler.start_accepted()
         for request_id in started:
-            self.worker.on_message(
-                StartRequest(
-                    transfer_id=request_id,
-                    decode_incarnation=1,
-                    num_tokens=NUM_TOKENS,
-                    start_token=0,
-                    plan=PLAN,
-                    sampling=SamplingParams(),
-                )
-            )
+            self.worker.on_message(start_request(request_id, PLAN, NUM_TOKENS, decode_incarnation=1))
         for request in self.sender.started:
             assert request.plan == PLAN and request.digest == "kvferry-words-64" and request.scales is SCALES
         return started
@@ -197,3 +186,61 @@ def test_an_abort_in_the_middle_gives_everything_back_once(num_steps_over: int, 
     rank.gather("b")
     assert rank.released() == ["a", "b"]
     rank.assert_nothing_is_left()
+
+
+# Chunks are complete with the last of their layers on this rank
+
+STAGED = KVLayout.uniform(num_layers=8, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
+STAGED_PEER = decode_peer(instance(2, layout=STAGED))
+STEP = RunPrefillStep(step=1, parts=(PrefillStepPart(request_id="r", token_ids=(1,) * 16, first_token=0, is_last=True),))
+
+
+class LayerByLayerEngine:
+    """Writes one layer after the other, and remembers which chunks the sender is told of with each."""
+
+    layout = STAGED
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.pool = type("Pool", (), {"device": "cpu"})()
+        self.heard: list[int] = []
+        self.chunks_after: dict[int, list[int]] = {}
+
+    def prefill(self, items: Any, on_layers_written: Callable[[int, None], None]) -> dict[str, int]:
+        for layers_done in range(1, len(self.shard.layers(STAGED)) + 1):
+            self.heard.clear()
+            on_layers_written(layers_done, None)
+            if self.heard:
+                self.chunks_after[layers_done] = list(self.heard)
+        return {"r": 7}
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "layers_per_group", "told"),
+    [
+        (1, 0, 0, {8: [0]}),
+        (1, 0, 4, {4: [0], 8: [1]}),
+        (2, 0, 0, {4: [0]}),
+        (2, 1, 0, {4: [0]}),
+        # Groups that lie in another stage alone are nothing to wait for: no route of this rank carries any of them.
+        (2, 0, 3, {3: [0], 4: [1, 2]}),
+        (2, 1, 3, {1: [0], 2: [1], 4: [2]}),
+    ],
+)
+def test_a_chunk_is_computed_with_the_last_of_its_layers_here(
+    stages: int, stage: int, layers_per_group: int, told: dict[int, list[int]]
+) -> None:
+    engine, thread = LayerByLayerEngine(Shard(pp_size=stages, pp_rank=stage)), HeldThread()
+    worker = new_worker(
+        thread=thread,
+        send=lambda message: None,
+        engine=engine,
+        allocator=GroupAllocator(page_needs(layer_groups(STAGED), 4, chunk_tokens=16), (4,)),
+        sender=Sender(lambda request_id, chunk: engine.heard.append(chunk)),
+        peer=lambda: STAGED_PEER,
+    )
+    plan = ChunkPlan(chunk_tokens=16, layers_per_group=layers_per_group)
+    worker.on_message(start_request("r", plan, 16, decode_incarnation=2))
+    worker.on_message(STEP)
+    thread.run_next()
+    assert engine.chunks_after == told
