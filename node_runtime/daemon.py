@@ -1,6 +1,13 @@
 """Run a node: open its ports, start its ranks, serve, restart ranks that die, drain, and end with an exit code.
 
-A node with two roles has one of them at a time. The leaders of both roles live as long as the node.
+Theory of operation. `Daemon.run` goes through lives of the ranks:
+
+- Start: the ranks load the engine and say hello. A life begins, and the node is ready.
+- Loss: a rank died, or a message was lost. Every request of the life ends, all ranks are killed, and after a pause new ranks
+  start under a new incarnation. Too many losses in a row, or an error that no restart can fix, end the node.
+- Change of role: a life ends without a loss, and the same processes begin one in the other role. If they cannot, they return to
+  the former role, or are replaced by new ones. The leaders of both roles live as long as the node.
+- Stop: the node drains, and ends the ranks. A second signal, or the time limit, cuts the drain short.
 """
 
 from __future__ import annotations

@@ -65,21 +65,6 @@ class _Request:
     is_computed: bool = False  # its last step is done, or the leader will send no more steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRankParts:
-    """Parts of an open rank that its requests use.
-
-    Args:
-        loader: Loads stored pages; None without a store.
-    """
-
-    engine: PrefillEngine
-    allocator: GroupAllocator
-    sender: SenderLoop
-    sessions: OutgoingSessions
-    loader: PrefixLoader | None
-
-
 class PrefillWorker:
     """The `node_runtime.rank_worker.Worker` of a prefill rank; see the module's docstring."""
 
@@ -153,8 +138,7 @@ class PrefillWorker:
         sessions = OutgoingSessions(
             context=context, sender=sender, plan=finest_chunk_plan(self._config.chunk), send=self._link.send
         )
-        loader = self._open_store(instance)
-        self.use(PrefillRankParts(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=loader))
+        self.use(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=self._open_store(instance))
         return RankReady(
             rank=self._spec.rank,
             pid=os.getpid(),
@@ -180,13 +164,21 @@ class PrefillWorker:
             batch_bytes=min(BATCH_BYTES, storage.queue_bytes),
         )
 
-    def use(self, parts: PrefillRankParts) -> None:
-        """Serve requests with these parts, as `start` does with those that it opens."""
-        self._engine = parts.engine
-        self._allocator = parts.allocator
-        self._sessions = parts.sessions
-        self.outgoing.begin(parts.sender, parts.sessions)
-        self._loader = parts.loader
+    def use(
+        self,
+        *,
+        engine: PrefillEngine,
+        allocator: GroupAllocator,
+        sender: SenderLoop,
+        sessions: OutgoingSessions,
+        loader: PrefixLoader | None,
+    ) -> None:
+        """Serve requests with these parts, as `start` does with those that it opens. `loader` is None without a store."""
+        self._engine = engine
+        self._allocator = allocator
+        self._sessions = sessions
+        self.outgoing.begin(sender, sessions)
+        self._loader = loader
 
     # The leader's messages
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from node_runtime.rank_worker import RankSpec
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.rank_messages import StartRequest
-from prefill_node.worker import PrefillRankParts, PrefillWorker
+from prefill_node.worker import PrefillWorker
 from tests.runtime.instances import prefill_config
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
@@ -75,13 +75,11 @@ def new_worker(
     rank_engine = SimpleNamespace(thread=thread, crash=crash)
     worker = PrefillWorker(cast(RankSpec, spec), cast(Any, link), cast(Any, loop), cast(Any, rank_engine))
     worker.use(
-        PrefillRankParts(
-            engine=cast(Any, engine),
-            allocator=allocator,
-            sender=cast(Any, sender),
-            sessions=cast(Any, SimpleNamespace(of=lambda incarnation: peer())),
-            loader=loader,
-        )
+        engine=cast(Any, engine),
+        allocator=allocator,
+        sender=cast(Any, sender),
+        sessions=cast(Any, SimpleNamespace(of=lambda incarnation: peer())),
+        loader=loader,
     )
     return worker
 
