@@ -42,15 +42,11 @@ class Refusal:
 
 
 REFUSALS = {
-    "unknown setting": Refusal(
-        role="decode", arguments=("--model", "MODEL", "--set", "pool.pages=3"), says=("pool.pages", "--set")
-    ),
     "store that cannot be written": Refusal(
         role="prefill",
         arguments=("--model", "MODEL", "--set", "storage.directory=/proc/kv"),
         says=("storage.directory is /proc/kv", "can write"),
     ),
-    "TP that does not fit": Refusal(role="prefill", arguments=("--model", "MODEL", "--tp", "5"), says=("5", "12")),
     "no room": Refusal(
         role="decode",
         arguments=("--model", "MODEL", "--set", "memory.device_memory=60MiB"),
