@@ -153,7 +153,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     async def open(self) -> str:
         return await self._listen(decode_control=self)
 
-    def go_outside(self, address: str) -> None:
+    def start_discovery(self, address: str) -> None:
         self.discovery.start()
 
     async def begin_life(self, hellos: tuple[RankReady, ...]) -> None:

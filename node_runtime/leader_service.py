@@ -122,16 +122,16 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         before._draining.end()
         assert self._services is not None, "a node of two roles has these"
         self._services.leader = self
-        self._open_outside(before._address)
+        self._use_address(before._address)
 
-    def go_outside(self, address: str) -> None:
+    def start_discovery(self, address: str) -> None:
         """Begin discovery under the node's address; called once, before the first life of the role."""
 
-    def _open_outside(self, address: str) -> None:
+    def _use_address(self, address: str) -> None:
         self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
         is_first, self._address = not self._address, address
         if is_first:
-            self.go_outside(address)
+            self.start_discovery(address)
 
     def _set_log_level_of_ranks(self, level: str) -> None:
         if self._supervisor is not None:
@@ -186,7 +186,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
             node_control=node_control,
             on_refused=on_refused,
         )
-        self._open_outside(address)
+        self._use_address(address)
         return self._address
 
     async def _set_serving(self, is_serving: bool, *, absent: str | None = None) -> None:

@@ -117,7 +117,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     async def open(self) -> str:
         return await self._listen(prefill_control=self)
 
-    def go_outside(self, address: str) -> None:
+    def start_discovery(self, address: str) -> None:
         if self.registration is not None:
             self.registration.start(address)
 
