@@ -1,4 +1,4 @@
-"""Certificates for tests: authorities of their own, and whatever is wrong with what they sign."""
+"""Certificates for tests: own authorities, and valid or invalid certificates that they sign."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOTH = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """One side's files, and what lies in them."""
+    """Certificate files of one side."""
 
     folder: Path
 

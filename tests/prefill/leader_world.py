@@ -44,7 +44,7 @@ def new_join(incarnation: int = 5) -> Join:
 
 
 class Rank:
-    """What a rank knows: requests whose part is not sent and whose pages are not back, and the steps that it has computed."""
+    """State of a rank: requests whose part is not sent, requests that hold pages, and computed steps."""
 
     def __init__(self) -> None:
         self.unsent: set[str] = set()
@@ -188,7 +188,7 @@ class World:
         self.leader.on_pages_released(rank, name)
 
     def settle(self) -> None:
-        """Everything that the ranks still have to say, until they have nothing more to say; what is not computed is not sent."""
+        """Deliver all outstanding answers of the ranks. They do not send what is not computed."""
         for number, rank in enumerate(self.ranks):
             for name in sorted(rank.loading):
                 self.finish_load(number, name, 0)

@@ -53,7 +53,7 @@ def cut(layout: KVLayout, shard: Shard, **fields: Any) -> Instance:
 def prefix_of(
     token_ids: Sequence[int], decode: Instance, *, prefill: Instance | None = None, store_salt: str = "", request_salt: str = ""
 ) -> StoredPrefix:
-    """What could be stored of a prompt.
+    """Return the pages of a prompt that can be stored.
 
     Args:
         prefill: None means an instance like the decode instance.
@@ -82,7 +82,7 @@ class Prompt:
         return prefix_of(self.token_ids, decode, **salts)
 
     def stored(self, instance: Instance, layer: int, is_v: bool) -> Tensor:
-        """What a pool of that instance holds of it, all heads."""
+        """Return the KV of a layer as a pool of that instance holds it, all heads."""
         if instance.pool_dtype is DType.INT8:  # of an engine that quantises by itself
             return (self.values[layer, is_v] * 20).to(torch.int8)
         scale = instance.scales_of(layer)[is_v]
@@ -102,7 +102,7 @@ class Prompt:
         return prefix
 
     def _page(self, decode: Instance, shard: Shard, *, group_index: int, page: int) -> bytes:
-        """By way of a real pool, so that what lies where in a page is the pool's word and not this test's."""
+        """Build a page with a real pool, so that the pool defines its layout."""
         group = layer_groups(self.layout)[group_index]
         parts = page_parts(group, layout=self.layout, shard=shard)
         if not parts:
@@ -121,7 +121,7 @@ class Prompt:
         return content
 
     def check(self, pool: KVPool, own: Instance, decode: Instance, tables: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """The pool has what is needed of the first `num_tokens` tokens to go on behind them."""
+        """Check that the pool has the KV of the first `num_tokens` tokens that later tokens need."""
         for layer in range(own.shard.layers(self.layout).begin, own.shard.layers(self.layout).end):
             group = pool.groups[pool.group_of(layer)]
             tokens = torch.arange(group.first_needed_token(num_tokens), num_tokens)

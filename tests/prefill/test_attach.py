@@ -167,7 +167,7 @@ async def test_an_answer_that_is_of_no_use_leaves_nothing_open(
 
 
 def closes(monkeypatch: pytest.MonkeyPatch, *kinds: Any) -> list[str]:
-    """The names of what is closed from now on, of these classes; closing works all the same."""
+    """Record the class names of objects that are closed from now on. They are closed nevertheless."""
     closed: list[str] = []
     for kind in kinds:
 
@@ -215,7 +215,7 @@ async def test_instances_that_do_not_fit_are_refused_before_anyone_is_called() -
 
 
 async def test_a_decode_rank_without_room_for_another_session_is_asked_again_later() -> None:
-    """No room now is no misfit: the decode leader joins again soon, and is not told that the two can never fit."""
+    """A lack of room passes: the decode leader soon joins again."""
     async with attaching() as one:
         one.gate.set()
         one.refusal = ResourceExhausted("256 sessions are open")
@@ -297,7 +297,7 @@ async def opened(one: Attaching, *, join: int) -> None:
 
 
 async def test_the_connection_of_a_session_that_fell_silent_is_closed_with_it() -> None:
-    """Its call was cut off, and what gRPC has of it would wait for the garbage collector, in a rank that is idle."""
+    """Its call was cut off. In an idle rank, gRPC's objects would wait for the garbage collector."""
     sender = Sender()
     async with attaching(is_one_sided=True, sender=sender) as one:
         one.gate.set()

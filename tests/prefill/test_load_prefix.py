@@ -1,4 +1,4 @@
-"""A prefill rank begins behind what it has loaded: what is sent, and what attention reads, is the prompt's KV in any case."""
+"""A prefill rank computes what follows the loaded prefix. Sent KV, and KV that attention reads, is the prompt's in any case."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_TOKENS, CHUNK_TOKENS = 45, 8
 
 
 class Engine:
-    """Computes a known prompt: reads what attention reads, and writes what the model would."""
+    """Computes a known prompt: reads the KV that attention needs, and writes the KV that the model would compute."""
 
     def __init__(self, prompt: Prompt, own: Instance, decode: Instance, pool: KVPool) -> None:
         self.layout, self.shard, self.pool = own.layout, own.shard, pool
@@ -60,7 +60,7 @@ class Engine:
 
 
 class Rank:
-    """A worker with a pool and a store, and a sender that looks at every chunk when it is told of it."""
+    """A worker with a pool and a store, and a sender that checks the KV of each computed chunk."""
 
     def __init__(self, prompt: Prompt, own: Shard, decode: Shard, store: Store) -> None:
         layout, loop = prompt.layout, asyncio.get_running_loop()
@@ -127,7 +127,7 @@ class Rank:
         return sum(isinstance(message, StepDone) for message in self.said)
 
     def _on_chunk(self, request_id: str, index: int) -> None:
-        """What a gather would send of it is the prompt's; of a window what travels."""
+        """Check the KV that a gather of the chunk would send; of windows, only the part that is sent."""
         assert index not in self.sent
         self.sent.append(index)
         chunk, tables = self.chunks[index], self.worker.tables_of(request_id)
@@ -143,7 +143,7 @@ class Rank:
                 assert torch.equal(found[is_v], self.prompt.values[layer, is_v][tokens]), (index, layer, is_v)
 
     def assert_over(self) -> None:
-        """Everything was told, and is given back."""
+        """Check that all chunks were sent, and that all pages are released."""
         assert sorted(self.sent) == [chunk.index for chunk in self.chunks]
         self.worker.outgoing.on_source_released("a")
         self.assert_released()
@@ -194,7 +194,7 @@ async def test_what_was_loaded_is_sent_without_being_computed(
 
 @pytest.mark.parametrize("layout", [PLAIN, MIXED], ids=["plain", "windows"])
 async def test_a_rank_that_has_loaded_in_vain_computes_everything(tmp_path: Path, layout: KVLayout) -> None:
-    """Another rank lacks a page. Windows have no page for what is before their reach, and get one after all."""
+    """Another rank lacks a page. Windows have no pages before their reach, and need them after all."""
     store = DirectoryStore(tmp_path)
     async with rank_of(layout, shard(), shard(), store) as rank:
         rank.prompt.store(store, rank.decode)

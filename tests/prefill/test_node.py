@@ -1,4 +1,4 @@
-"""A prefill leader's own affairs: what it keeps open towards decode leaders, and whose request the end of a call gives up."""
+"""A prefill leader: channels to decode leaders, requests and their calls, drains, and the size of steps."""
 
 from __future__ import annotations
 

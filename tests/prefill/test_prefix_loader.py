@@ -1,4 +1,4 @@
-"""A prefill rank reads what decode ranks have stored, cut as they are cut, into pages of its own; or it has nothing, in time."""
+"""A prefill rank loads pages that decode ranks have stored, in their sharding, into its own pages, within a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a node with a store: what is stored is loaded first, and a store that fails costs time, never a request."""
+"""Requests of a node with a store: a stored prefix is loaded first, and a store that fails costs time, never a request."""
 
 from __future__ import annotations
 

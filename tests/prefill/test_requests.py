@@ -332,7 +332,7 @@ async def test_a_late_start_that_cannot_be_fails_its_request(world: World, start
 
 
 async def test_a_step_is_under_way_until_the_slowest_rank_has_ended_it(world: World) -> None:
-    """On GPUs rank 0 launches steps and goes on: ranks that lag would be given more than their windows have pages for."""
+    """On GPUs rank 0 does not wait for a launched step. Slower ranks would get more tokens than their windows have pages for."""
     world.submit("a", 4 * CHUNK)
     await turns()
     sent = [message for message in world.sent if isinstance(message, RunPrefillStep)]

@@ -1,4 +1,4 @@
-"""What of a prompt can lie in the store, and how much of it does."""
+"""The part of a prompt that can be stored, and the part that is."""
 
 from __future__ import annotations
 

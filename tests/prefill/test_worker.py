@@ -29,7 +29,7 @@ SCALES = {(0, False): 0.5}
 
 
 class Engine:
-    """Reads what a step of a real one reads, and writes what it writes."""
+    """Reads and writes the same KV as a step of a real engine."""
 
     pool = SimpleNamespace(device="cpu")
     layout, shard = LAYOUT, SHARD
@@ -47,7 +47,7 @@ class Engine:
 
 
 class Rank:
-    """A worker between a scheduler, as the leader has it, and a sender that gathers when told."""
+    """A worker between a leader's scheduler and a sender that gathers on request."""
 
     def __init__(self, pool_pages: tuple[int, ...], max_step_tokens: int = 3 * CHUNK_TOKENS) -> None:
         self.memory, self.thread, self.said = PagedMemory(), HeldThread(), list[Any]()
@@ -196,7 +196,7 @@ STEP = RunPrefillStep(step=1, parts=(PrefillStepPart(request_id="r", token_ids=(
 
 
 class LayerByLayerEngine:
-    """Writes one layer after the other, and remembers which chunks the sender is told of with each."""
+    """Writes one layer after the other, and records the chunks that are computed with each."""
 
     layout = STAGED
 

@@ -25,7 +25,7 @@ PRELOAD = ["tests.runtime.preloaded"]
 
 
 class Ranks:
-    """A supervisor of two ranks, and what it said."""
+    """A supervisor of two ranks that records its calls."""
 
     def __init__(self, folder: Path, entry: Callable[[RankSpec], None], preload: Sequence[str]) -> None:
         self.heard: list[tuple[int, Any]] = []
@@ -54,7 +54,7 @@ async def ranks_of(folder: Path, entry: Callable[[RankSpec], None], *, preload: 
 
 
 class QuietRole:
-    """A `node_runtime.daemon.RoleServer` that remembers what happened to it."""
+    """A `node_runtime.daemon.RoleServer` that records the calls of its methods."""
 
     status_page = None
 
@@ -117,7 +117,7 @@ class QuietRole:
 
 
 class Node:
-    """A daemon of two ranks on its way.
+    """A running daemon with two ranks.
 
     Args:
         entry: Of a rank process.

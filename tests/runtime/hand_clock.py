@@ -26,7 +26,7 @@ class HandClock:
         return self.now_s
 
     async def advance(self, seconds: float, *, steps: int = 1) -> None:
-        """Move the clock, and let the loop do what is due. A timer that sets the next one needs several steps."""
+        """Move the clock, and let the loop call the timers that are due. A timer that sets the next one needs several steps."""
         for _ in range(steps):
             self.now_s += seconds / steps
             for _ in range(12):

@@ -1,4 +1,4 @@
-"""What workers' tests have in place of an engine: pages that know whose tokens lie in them, and a thread that runs when told."""
+"""Substitutes for an engine in tests of workers: pages that record their tokens, and a thread that runs work on request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PagedMemory:
                 self._found[self._place(group, table, token)] = (request_id, token)
 
     def read(self, request_id: str, tables: Sequence[Sequence[int]], num_tokens: int, *, window_tokens: int) -> None:
-        """What is read after `num_tokens` tokens, with the last `window_tokens` of them in a window's reach."""
+        """Read as after `num_tokens` tokens; a window reaches the last `window_tokens` of them."""
         for group, table in zip(GROUPS, tables, strict=True):
             first = {GroupKind.FULL: 0, GroupKind.WINDOW: num_tokens - window_tokens, GroupKind.STATE: num_tokens - 1}[group.kind]
             for token in range(max(0, first), num_tokens):
@@ -49,7 +49,7 @@ class PagedMemory:
 
 
 class HeldThread:
-    """A `Lane` whose work is done when the test says so."""
+    """A `WorkerThread` that runs its work when the test calls `run_next`."""
 
     def __init__(self) -> None:
         self._work: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()

@@ -1,4 +1,4 @@
-"""What a fork server of these tests imports once: the rank entries, and pytest, which every rank would import again."""
+"""Modules that the fork server of these tests imports once: the rank entries, and pytest, which every rank would import again."""
 
 import pytest
 

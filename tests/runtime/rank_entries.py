@@ -1,4 +1,4 @@
-"""Rank processes without an engine: what `RankGroup` and `RankSupervisor` start in these tests. Importable by name."""
+"""Entry points of rank processes without an engine, for `RankGroup` and `RankSupervisor` in these tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IMPORTING = "KVFERRY_TEST_IMPORTING"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a rank shall do: "echo", "raise", "hunger" (ask for too much memory), "exit", "freeze", "block" (its loop),
+    """An action of a rank: "echo", "raise", "hunger" (ask for too much memory), "exit", "freeze", "block" (its loop),
     "contradict" (itself), "hang" (at close)."""
 
     what: str
@@ -100,7 +100,7 @@ class ObedientWorker:
 
 
 Script = Callable[[RankSpec], Awaitable[None]]
-"""What a rank does at the start of a life before it says hello."""
+"""Runs at the start of a rank's life, before its hello."""
 
 POOL_TOO_LARGE = "the pool of 9 GiB does not fit the 8 GiB that are free"
 
@@ -194,7 +194,7 @@ async def _hang_in_the_other(spec: RankSpec) -> None:
 
 
 async def _refuse_both(spec: RankSpec) -> None:
-    """A rank that was told to change its role can neither do that nor go back."""
+    """Refuse the other role, and then also the former one."""
     if (spec.config.model / "switched").exists():
         raise MemoryPlanError(POOL_TOO_LARGE)
     if spec.config.role == "decode":
@@ -218,7 +218,7 @@ refuses_both = partial(_run, _refuse_both)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs (a dead one that nobody has waited for does not)."""
+    """Return whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

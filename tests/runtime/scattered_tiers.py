@@ -1,4 +1,4 @@
-"""The example's two tiers, with pools that have been in use: their pages come in no order, and nobody may rely on runs."""
+"""The example's two tiers, with used pools: their free pages are in random order, so that no code can rely on runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def values_of(request_id: str, layer: int, *, is_v: bool) -> Tensor:
 
 
 class GroupPages:
-    """A rank's pool of all groups, and who has which pages of it.
+    """A rank's pool of all groups, and the owners of its pages.
 
     Whatever is not bound is at once given to another request, which writes all over it and leaves.
 
@@ -101,7 +101,7 @@ class GroupPages:
         self._reuse()
 
     def has_room(self, num_tokens: int) -> bool:
-        """For one more request, besides the one that writes over what others leave."""
+        """Return whether the pool has room for a request, besides the one that overwrites released pages."""
         free = PageCounts(tuple(pages.num_free - 1 for _, pages in self.allocator.by_group))
         return self._needs.peak(num_tokens).fit(free)
 
@@ -132,14 +132,14 @@ class GroupPages:
         return torch.tensor([table[token // size] * size + token % size for token in tokens])
 
     def write(self, request_id: str, layer: int, tokens: Range) -> None:
-        """What an engine computes in a step of these tokens, of this rank's heads."""
+        """Write the KV of a step over these tokens, for this rank's heads."""
         heads = self.pool.shard.heads(HYBRID.layers[layer].num_kv_heads)
         rows = slice(tokens.end, tokens.end + 1) if is_state(layer) else slice(tokens.begin, tokens.end)
         k, v = (values_of(request_id, layer, is_v=is_v)[rows, heads.begin : heads.end] for is_v in (False, True))
         self.pool.write(layer, self.slots(request_id, layer, range(tokens.begin, tokens.end)), k, v)
 
     def assert_readable(self, request_id: str, num_tokens: int, through: Sequence[DType], *, computed: int) -> None:
-        """Every layer has what a step up to `num_tokens` tokens reads, its own last one with it, bit for bit.
+        """Check that every layer has the KV that a step up to `num_tokens` tokens reads, its last one included, bit for bit.
 
         Args:
             through: The pool dtypes and the wire's through which the prompt's values have gone.

@@ -1,4 +1,4 @@
-"""What takes a fork server long to import, as torch does: until a test removes the file that the import creates."""
+"""A module whose import takes long, as torch's does: until a test removes the file that the import creates."""
 
 import os
 import time

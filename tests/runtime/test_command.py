@@ -1,4 +1,4 @@
-"""The daemons' command line: which setting each flag is, and what stays as the file says."""
+"""The daemons' command line: the setting of each flag, precedence, and refused settings."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def tls_flags(files: Files) -> tuple[str, ...]:
 
 @APPS
 def test_certificates_are_looked_at_before_anything_starts(app: Typer, model: Path, tmp_path: Path) -> None:
-    """What is wrong with them otherwise: tests/registry/test_certificates.py."""
+    """tests/registry/test_certificates.py checks the content of certificates."""
     files = Authority().files(tmp_path / "tls", "node.example")
     serve = ["serve", "--check-config", "--model", str(model), "--host", "10.1.2.3", *tls_flags(files)]
     serve += ["--peer-name", "a.example", "--peer-name", "*.b.example", "--client-name", "spiffe://c.example/ops"]

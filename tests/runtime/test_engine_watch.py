@@ -14,7 +14,7 @@ from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 
 
 class Watched:
-    """An `OutOfMemoryWatch` and what it did."""
+    """An `OutOfMemoryWatch` that records its calls."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

@@ -55,7 +55,7 @@ async def node() -> AsyncIterator[Node]:
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What was still said before the connection was closed."""
+    """Return the bytes that were received before the connection was closed."""
     with contextlib.suppress(ConnectionError):
         return await asyncio.wait_for(reader.read(-1), ALIVE_S)
     return b""
@@ -90,7 +90,7 @@ async def test_garbage_is_answered_or_hung_up_on(node: Node, name: str, caplog: 
 
 
 async def test_half_requests_are_closed_in_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of one that goes on sending, a byte at a time."""
+    """Also of a client that sends a byte at a time."""
     monkeypatch.setattr(health, "REQUEST_S", 0.5)
     silent, half, dripping = [await node.connect() for _ in range(3)]
     half[1].write(b"GET /healthz HTTP/1.1\r\nHo")
@@ -133,7 +133,7 @@ async def test_an_answer_that_nobody_takes_is_given_up_and_holds_no_stop_up(node
 
 
 async def test_hundreds_of_connections_take_no_more_than_their_share(node: Node) -> None:
-    """The longest unused gives way, so that the next scraper is heard; descriptors are bounded all the time."""
+    """The least recently used one is closed, so that the next scraper is served. The number of descriptors stays bounded."""
     before = len(os.listdir("/proc/self/fd"))
     writers: list[asyncio.StreamWriter] = []
     most = 0

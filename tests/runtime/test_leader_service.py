@@ -1,4 +1,4 @@
-"""What both roles' leaders do alike: whom an abort means, how long a drain is waited for, what is refused meanwhile."""
+"""The common part of both roles' leaders: aborts, drains, refused calls, and changes of role."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Life:
 
 
 class Context:
-    """A call with a deadline, or what ended it."""
+    """A call with a deadline. `abort` raises the status that ends it."""
 
     def __init__(self, remaining_s: float | None = None) -> None:
         self.remaining_s = remaining_s
@@ -83,7 +83,7 @@ def refused(details: str) -> Any:
 
 
 class AskedDaemon:
-    """What a leader asks of its daemon."""
+    """A substitute for the daemon of a leader."""
 
     def __init__(self, other: NodeConfig | None = None) -> None:
         self.state = NodeState.READY
@@ -352,7 +352,7 @@ async def test_an_undrain_ends_a_change_that_waits(changing: Node) -> None:
 
 @pytest.mark.parametrize("is_drained", [False, True])
 async def test_a_caller_that_goes_away_while_requests_are_in_flight_changes_nothing(changing: Node, is_drained: bool) -> None:
-    """But for a drain that an operator has asked for meanwhile, which goes on."""
+    """A drain that an operator requested meanwhile continues."""
     changing.requests.num_running = 1
     asked = asyncio.ensure_future(changing.switch())
     await until(lambda: changing.is_draining)

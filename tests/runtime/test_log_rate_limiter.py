@@ -1,4 +1,4 @@
-"""What is said once, and then once a minute."""
+"""Log lines that are written at most once a minute."""
 
 from __future__ import annotations
 

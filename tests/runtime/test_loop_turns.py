@@ -69,7 +69,7 @@ def warnings(logs: list[Any]) -> list[dict[str, Any]]:
 
 
 def on_measured_loop(main: Callable[[], Coroutine[Any, Any, _T]]) -> tuple[_T, set[str]]:
-    """What `main` returns on a loop whose turns count, and the causes of the warnings."""
+    """Return the result of `main` on a measured loop, and the causes of the warnings."""
 
     async def counted() -> _T:
         turns_of(asyncio.get_running_loop()).start_counting()

@@ -132,7 +132,7 @@ def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: in
 def test_what_was_prepared_for_one_prompt_is_right_for_the_next(
     page_size: int, chunk_tokens: int, prompts: list[tuple[int, int]]
 ) -> None:
-    """A copier keeps what it has laid out. Equal chunks share it only where the prompt's end makes no difference to them."""
+    """A copier keeps its plans. Equal chunks share a plan only if the end of the prompt does not affect them."""
     shard, dtype = Shard(page_size=page_size), DType.BFLOAT16
     plan = ChunkPlan(chunk_tokens=chunk_tokens)
     pages = pages_of(shard, 90, seed=1, in_flight=90)

@@ -127,7 +127,7 @@ async def test_a_closed_session_fails_what_used_it_on_both_sides(tiers: Scattere
 
 
 class CorruptedReceiver(ReceiverLoop):
-    """Flips one bit of the first chunk in the ring, as often as told, just before it is looked at."""
+    """Flip a bit of the first chunk in the ring before it is scattered, `num_flips` times."""
 
     num_flips = 0
 

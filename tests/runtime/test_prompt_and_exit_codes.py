@@ -1,4 +1,4 @@
-"""What a prompt must be, and what a process's end tells whoever started it."""
+"""Valid prompts, exit codes, and the pause before a restart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_bad_prompt_is_refused_with_what_would_be_right(token_ids: tuple[int, 
 
 
 class Endless(list[int]):
-    """A list of which nobody may look at an element."""
+    """A list whose elements must not be read."""
 
     def __len__(self) -> int:
         return 10**9

@@ -1,4 +1,4 @@
-"""What a rank says of its memory: its plan, what came out, and a warning for what did not come out as planned."""
+"""A rank reports its memory: the plan, the measured bytes, and a warning for each difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says of itself."""
+"""The instance that a rank describes, and settings that are refused before a rank starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_scales_are_taken_from_an_engine_that_has_some() -> None:
 
 
 def test_a_rank_can_compute_the_digests_of_its_device() -> None:
-    """Between host memory and a GPU both use what the GPU can."""
+    """Between host memory and a GPU, both use the GPU's digest."""
     transport = InprocTransport(InprocHub())
     host, gpu = (own_instance(NoEngine(), transport, incarnation=1, device_type=kind) for kind in ("cpu", "cuda"))
     assert check_compatible(host, host).digest == DIGEST_XXH3

@@ -1,4 +1,4 @@
-"""What a transport is ever given, and what a peer is ever told of: ring, probe scratch and staging memory, never the KV pool."""
+"""Memory that transports register and peers can reach: ring, probe scratch and staging memory, never the KV pool."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Recorder:
         self.exported: list[range] = []
 
     def wrap(self, transport: Any) -> Any:
-        """`transport`, which tells of what it is given from now on."""
+        """Return `transport`; from now on, the memory that it is given is recorded."""
         register, accept = transport.register, transport.accept
         by_memory: dict[int, range] = {}
 
@@ -118,7 +118,7 @@ EXPORTED = {("transfer/receive/attach.py", "self._receiver.memory")}
 
 
 def test_nodes_register_and_export_in_these_places_alone() -> None:
-    """A place that is new here has to be thought about, and to be told of in SECURITY.md."""
+    """A new place needs a security review, and an entry in SECURITY.md."""
     registered, exported = set(), set()
     for package in ("transfer", "decode_node", "prefill_node", "node_runtime", "embedded_engine"):
         for file in (ROOT / package).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""What is known of page tables that a device has, and how they get there: here to host memory, in tests/gpu to a GPU."""
+"""Page tables on a device, and their way there: here to host memory, in tests/gpu to a GPU."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_table_grows_while_its_pieces_are_under_way() -> None:
 @pytest.mark.parametrize("num_tokens", range(121, 201, 9))
 @pytest.mark.parametrize("chunk_tokens", [4, 6, 8, 16])
 def test_a_prompt_is_gathered_from_a_pool_that_has_only_its_own_pages(chunk_tokens: int, num_tokens: int) -> None:
-    """As a prefill rank goes on: the next step's pages are bound, a chunk is gathered, its step is over."""
+    """In the order of a prefill rank: bind the pages of the next step, gather a chunk, end its step."""
     window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=8, v_head_dim=8, window_tokens=40)
     (group,) = groups = layer_groups(KVLayout(layers=(window,), dtype=DType.FLOAT16))
     needs = page_needs(groups, PAGE_SIZE, chunk_tokens=chunk_tokens)

@@ -19,7 +19,7 @@ from transfer.registry.server import serve
 
 
 class Leader:
-    """Says who it is, whatever is asked."""
+    """Answers every call with its role."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config

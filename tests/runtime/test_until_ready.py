@@ -17,7 +17,7 @@ LONG_S = 60.0
 
 
 def written(folder: Path, address: str) -> Path:
-    """A ready file; what is in it besides is looked at by nobody."""
+    """Write a ready file with the only fields that are read."""
     file = folder / "ready.json"
     file.write_text(json.dumps({"role": "decode", "http_address": address}))
     return file

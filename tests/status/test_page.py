@@ -1,4 +1,4 @@
-"""The status page over HTTP: what it tells whom, without a browser."""
+"""The status page over HTTP, without a browser: its content, and the callers that receive it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def under_name(url: str, host: str) -> tuple[int, str]:
 
 
 def test_a_website_that_names_the_node_as_its_own_reads_nothing(served: Served) -> None:
-    """DNS rebinding: the browser takes the node for a part of the site, and so lets its scripts read what the node answers."""
+    """DNS rebinding: the browser takes the node for a part of the site, and lets the site's scripts read the answers."""
     served.set_status(decode_status(), REQUESTS)
     url = served.serve(host_names=("Kv-7.Example",))
     for name in ("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::1"):

@@ -47,7 +47,7 @@ class Received:
 
 
 class Collector(TraceServiceServicer):
-    """Keeps what it is sent."""
+    """Keeps the spans that it receives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What a request was at when it was given up has a span that says so, on both tiers; and no span of a request stays open."""
+"""The stage at which a request was given up has a span with the reason, on both tiers. No span of a request stays open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans by themselves: what a traceparent says, how many are kept, and that tracing which is off is not there."""
+"""Spans: traceparents, the number of kept spans, sampling, and tracing that is off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that cannot start say so in one line, with the right exit code, and leave nothing; those that do not fit do not join."""
+"""Nodes that cannot start report one line and the right exit code, and leave nothing. Nodes that do not fit do not join."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def words(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What the words in capitals stand for."""
+    """Return the values of the words in capitals."""
     folder = tmp_path_factory.mktemp("damaged")
     truncated = folder / "truncated"
     shutil.copytree(model, truncated)

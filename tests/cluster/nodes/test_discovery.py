@@ -61,7 +61,7 @@ class Tiers:
 
 @contextmanager
 def launched(folder: Path, model: Path) -> Iterator[Tiers]:
-    """All of them, before there is an etcd, which keeps nobody from starting."""
+    """Launch all nodes before etcd runs; this does not keep them from starting."""
     with etcd_server(folder / "etcd") as etcd, open_nodes(folder) as nodes:
         settings = {
             "model": model,
@@ -108,7 +108,7 @@ async def test_prefill_nodes_come_and_go(tmp_path: Path, model: Path, reference:
                 flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
 
                 async def has_its_two() -> bool:
-                    """The node itself says so: a request on its way to a node that drains goes to the other one."""
+                    """Ask the node itself: a request on its way to a draining node goes to the other one."""
                     status = await status_of(first)
                     return status is not None and status.queued_requests + status.running_requests == 2
 
@@ -150,7 +150,7 @@ socket.getaddrinfo = getaddrinfo
 
 @contextmanager
 def silent(host: str, port: int) -> Iterator[None]:
-    """Takes connections there, and says nothing."""
+    """Accept connections at that address, and send nothing."""
     with socket.socket() as listening:
         listening.bind((host, port))
         listening.listen(64)

@@ -175,7 +175,7 @@ def attach_request(prefill: Instance, rank: int, offer: Offer, keys: KeyPair) ->
 
 
 async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: LocalCluster, reference: Reference) -> None:
-    """It attaches as any prefill rank does, and then sends garbage, lies about its life, and asks for what nobody expects."""
+    """It attaches like a prefill rank. Then it sends garbage and another incarnation, and asks for grants of unknown requests."""
     status = await status_of(steady.prefill)
     assert status is not None
     rogue = replace(instance_from_proto(status.instance), incarnation=secrets.randbits(62) + 1)
@@ -276,7 +276,7 @@ async def bench_serve(cluster: LocalCluster, *arguments: str) -> asyncio.subproc
 
 
 async def test_load_that_is_put_on_it_is_reported_whole(steady: LocalCluster, tmp_path: Path) -> None:
-    """Two rates of requests with known lengths: every one is served, and what moved is what such prompts have."""
+    """Two rates of requests with known lengths: all are served, and the moved bytes are those of their prompts."""
     report, picture = tmp_path / "report.json", tmp_path / "load.png"
     process = await bench_serve(
         steady, "--rate", "10,20", "--requests", "12", "--warmup", "2", "--prompt-tokens", "100",

@@ -1,4 +1,4 @@
-"""Models whose layers keep something else than all tokens' K and V: a cluster of each kind says what one process says.
+"""Models whose layers keep other state than all tokens' K and V: a cluster of each kind matches one process.
 
 Chunks are smaller than the window, prompts and generation pass it several times, pages differ in size and order between the
 tiers, and pools hold so little that pages of windows, and states, are used again while requests run.
@@ -34,7 +34,7 @@ STATE_BYTES = NUM_KV_HEADS * (2 * 16 * 16 + (2 * 16 + 2 * 16) * 4) * 4  # recurr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One cluster, and what a prompt of n tokens comes to in it."""
+    """A cluster, and the bytes and writes of a prompt in it."""
 
     name: ModelKind
     prefill: Mapping[str, object]
@@ -133,7 +133,7 @@ async def test_tokens_are_those_of_one_process(running: Running) -> None:
 
 
 def check_stats(kind: Kind, num_tokens: int, answer: Answer) -> None:
-    """What decode reads nothing of is not sent, and not counted."""
+    """Check that KV which decode does not read is not sent, and not counted."""
     assert answer.done is not None
     stats = answer.done.stats
     assert (stats.bytes, stats.resends) == (kind.num_bytes(num_tokens), 0)

@@ -1,4 +1,4 @@
-"""Two tiers whose engines find no memory for some steps: those requests end, in one clear line, and the nodes go on."""
+"""Two tiers whose engines find no memory for some steps: those requests end with one clear line, and the nodes continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The release before this one and this one, side by side in both tiers: whoever joins whom, the tokens are those of one process.
+"""The last release and this one, side by side in both tiers: in any pairing, the tokens are those of one process.
 
 `releases/` has the wheel of the last tagged release, as its tag built it (CONTRIBUTING.md, "Releases"). Its nodes run from there,
 with the libraries of this environment.
@@ -92,7 +92,7 @@ async def are_joined(tiers: Tiers) -> bool:
 
 
 def test_what_the_contract_is_guarded_by_is_what_the_release_speaks() -> None:
-    """`make check` compares proto/ with proto/released/, which nobody may change on the way."""
+    """`make check` compares proto/ with proto/released/, which must not change."""
     (wheel,), (image,) = RELEASES.glob("*.whl"), RELEASED.glob("*.binpb")
     assert image.stem == f"v{release_of(wheel)}"
     with zipfile.ZipFile(wheel) as archive:
@@ -133,7 +133,7 @@ async def test_requests_go_through_nodes_of_both_releases(tiers: Tiers, referenc
 
 
 async def test_a_drain_of_this_release_is_undone_for_peers_of_the_one_before(tiers: Tiers, reference: Reference) -> None:
-    """The older decode node does not know the event, and joins anew."""
+    """The older decode node does not know the event, and joins again."""
     address = tiers.new_prefill.address
 
     async def has_heard(state: str) -> bool:

@@ -61,7 +61,7 @@ def cluster(model: Path, start: Start) -> Iterator[LocalCluster]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt, as token ids or as text, with what a right answer says."""
+    """A prompt, as token ids or as text, with the right answer."""
 
     prompt: list[int] | str
     num_tokens: int
@@ -158,7 +158,7 @@ def questions(model: Path, reference: Reference, prompts: Iterable[list[int] | s
 
 
 def service_config() -> str:
-    """What docs/operations.md has clients give to their channel."""
+    """Return the service config that docs/operations.md recommends for channels."""
     (block,) = re.findall(r"```json\n(.*?loadBalancingConfig.*?)```", OPERATIONS.read_text(encoding="utf-8"), re.DOTALL)
     return str(block)
 
@@ -206,7 +206,7 @@ async def roll_out(cluster: LocalCluster, role: Role, load: Load, long_text: Que
 
 
 async def restart(cluster: LocalCluster, role: Role, index: int) -> None:
-    """As a service manager does it: SIGTERM, and again what was there, until its `/readyz` says that it is ready."""
+    """Restart a node as a service manager does: send SIGTERM, start it again, and wait for its `/readyz`."""
     node = (cluster.prefill_nodes if role == "prefill" else cluster.decode_nodes)[index]
     node.terminate()
     await until(lambda: node.exit_code is not None, f"{node.name} ended", within_s=60)

@@ -73,7 +73,7 @@ async def generate(client: NodeClient, token_ids: list[int], max_new_tokens: int
 
 
 async def test_a_new_authority_under_load_and_what_comes_after(sides: Sides, reference: Reference) -> None:
-    """Trust both, renew everything, trust the new one alone: nobody notices. Then ranks die, and connect with what is new."""
+    """Trust both authorities, renew everything, trust the new one alone: no request fails. Restarted ranks use the new files."""
     new, is_over = Authority(), asyncio.Event()
     own, token_ids = sides.security(sides.files["client"]), prompt(200, 7)
     num_answers = 0

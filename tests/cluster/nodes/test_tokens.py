@@ -1,4 +1,4 @@
-"""Tokens of a two-tier cluster are those that one process makes, whatever way the two tiers are cut."""
+"""Tokens of a two-tier cluster match a single process, however the two tiers are sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECE_BYTES = 128 * TOKEN_BYTES // 2 * 3 // NUM_LAYERS  # three layers of a chun
 
 
 def _spec(model: Path, name: str) -> ClusterSpec:
-    """Each cluster covers several differences between the tiers at once; starting one is what costs."""
+    """Each cluster covers several differences between the tiers at once, because its start is expensive."""
     tiers = {
         "4 to 2, pages 16 to 32, NHD to HND": (
             TierSpec(model=model, tp_size=4, page_size=16, pool_tokens=POOL_TOKENS),
