@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from node_runtime.engine import NodeEngine
+from node_runtime.engine import PagedEngine
 from transfer.engine_types import DecodeItem
 
 
-class DecodeEngine(NodeEngine, Protocol):
+class DecodeEngine(PagedEngine, Protocol):
     """One rank's engine on the decode side: generates token by token from the KV in its paged pool."""
 
     @property

@@ -42,7 +42,7 @@ class InstanceEngine(Protocol):
         ...
 
 
-class NodeEngine(InstanceEngine, Protocol):
+class PagedEngine(InstanceEngine, Protocol):
     """One rank's engine. One thread calls it. With tensor parallelism every rank receives the same steps in the same order."""
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from node_runtime.engine import NodeEngine
+from node_runtime.engine import PagedEngine
 from transfer.engine_types import DeviceEvent, PrefillItem
 
 OnLayersWritten = Callable[[int, DeviceEvent | None], None]
@@ -14,7 +14,7 @@ OnLayersWritten = Callable[[int, DeviceEvent | None], None]
 `event` is a recorded `torch.cuda.Event` after which the pool may be read. None means that it may be read at once (CPU)."""
 
 
-class PrefillEngine(NodeEngine, Protocol):
+class PrefillEngine(PagedEngine, Protocol):
     """One rank's engine on the prefill side: computes prompts into its paged pool, chunk by chunk."""
 
     def prefill(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> dict[str, int]:
