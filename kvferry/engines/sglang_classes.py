@@ -1,7 +1,7 @@
-"""The four classes that SGLang asks a transfer backend for: manager, sender, receiver and bootstrap server.
+"""The four classes of a transfer backend of SGLang: manager, sender, receiver and bootstrap server.
 
-Thin: what SGLang tells them goes to `kvferry.engines.sglang_transfers`, the cut and the tensors come from
-`kvferry.engines.sglang_layout`. This is the one file that needs SGLang to be imported; `kvferry.engines.sglang_backend` loads it.
+They translate SGLang's calls for `kvferry.engines.sglang_transfers`. Only this file imports SGLang when it is loaded;
+`kvferry.engines.sglang_backend` loads it.
 """
 
 from __future__ import annotations
@@ -34,30 +34,17 @@ from kvferry.engines.connector import DECODE, PREFILL, ConnectorEngine, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.model_identity import model_fields
-from kvferry.engines.sglang_bootstrap import (
-    BootstrapServer,
-    PrefillLookups,
-    PrefillRank,
-    register_dp_rank,
-    register_rank,
-)
-from kvferry.engines.sglang_layout import EngineCut, EnginePool, read_pool
+from kvferry.engines.sglang_bootstrap import BootstrapServer, PrefillLookups, PrefillRank, register_dp_rank, register_rank
+from kvferry.engines.sglang_layout import EngineCut, read_pool
 from kvferry.engines.sglang_settings import sglang_settings
-from kvferry.engines.sglang_transfers import (
-    IncomingPrompt,
-    IncomingPrompts,
-    OutgoingPrompt,
-    OutgoingPrompts,
-    Poll,
-    pack_note,
-    unpack_note,
-)
+from kvferry.engines.sglang_transfers import IncomingPrompt, OutgoingPrompt, Poll, SchedulerPrompts, pack_note, unpack_note
 from transfer.config import ConnectorConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import ConfigError, TransferError
+from transfer.pool.kv_pool import PoolView
 
 MAX_TOKEN_ID: Final = 2**31
-"""SGLang puts hash values in the places of images; nothing here computes with token ids, they are only compared."""
+"""SGLang uses hash values as the tokens of images. kvferry only compares token ids."""
 
 log = structlog.get_logger(__name__)
 
@@ -65,7 +52,7 @@ _queue: Any = None  # the scheduler's queue whose manager is being made
 
 
 class KVTransferFailed(Exception):
-    """What SGLang reads of a failed transfer."""
+    """The failure of a transfer, with the attributes that SGLang reads."""
 
     def __init__(self, room: int, failure: str) -> None:
         super().__init__(f"room {room}: {failure or 'it failed on another rank'}")
@@ -74,7 +61,7 @@ class KVTransferFailed(Exception):
 
 
 class KvferryManager(BaseKVManager):
-    """One scheduler's kvferry, and on the first rank its instance's leader."""
+    """The kvferry of one scheduler, and on the first rank the leader of its instance."""
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         queue = _queue
@@ -84,54 +71,35 @@ class KvferryManager(BaseKVManager):
         _check_supported(args, server_args, queue.scheduler)
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         pool = _read_pool(queue)
-        self.is_on_gpu = pool.buffers[0].k.device.type == "cuda"
-        parallel = get_parallel()
-        sides = PREFILL if is_prefill else DECODE
-        config = sglang_settings(
-            os.environ,
-            device=pool.buffers[0].k.device.type,
-            meet_timeout_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+        self.is_on_gpu = pool.device.type == "cuda"
+        meet_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
+        config = sglang_settings(os.environ, device=pool.device.type, meet_timeout_s=meet_timeout_s)
+        rank, self._leader = _start(config, pool, PREFILL if is_prefill else DECODE, server_args, queue.scheduler)
+        self.prompts = SchedulerPrompts(
+            rank=rank,
+            leader=self._leader,
+            page_size=pool.page_size,
+            timeout_s=meet_timeout_s if is_prefill else envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
         )
-        self.rank, self.leader = _start(config, pool, sides, server_args, queue.scheduler)
-        self._rows = _MetadataRows(queue.metadata_buffers)
+        self.rows = MetadataRows(queue.metadata_buffers)
         self.is_dummy_cp_rank = False
-        self.outgoing: OutgoingPrompts | None = None
-        self.incoming: IncomingPrompts | None = None
+        parallel = get_parallel()
         self.dp_rank = parallel.attn_dp_rank if parallel.dp_size == 1 else args.system_dp_rank or 0
         self.dp_size = parallel.attn_dp_size if parallel.dp_size == 1 else parallel.dp_size
         if is_prefill:
-            self.outgoing = OutgoingPrompts(
-                rank=self.rank,
-                leader=self.leader,
-                page_size=pool.shard.page_size,
-                read_note=self._rows.read,
-                timeout_s=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
-            )
             host = get_serving().host
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             self._bootstrap_url = NetworkAddress(host, get_disagg().disaggregation_bootstrap_port).to_url()
             self._telling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-dp-rank")
             self.register_to_bootstrap()
-            return
-        self._lookups = PrefillLookups()
-        atexit.register(self._lookups.close)
-        self.prefill_info_table = self._lookups.known  # by bootstrap address; SGLang looks into it
-        self._executor: ThreadPoolExecutor | None = None
-        self.incoming = IncomingPrompts(
-            rank=self.rank,
-            leader=self.leader,
-            page_size=pool.shard.page_size,
-            write_note=self._rows.write,
-            timeout_s=envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
-            on_failed=self._forget_prefill,
-        )
-
-    def _forget_prefill(self, bootstrap: str) -> None:
-        """A transfer from there failed: perhaps another life of the engine is behind that port by now."""
-        self._lookups.forget(bootstrap)
+        else:
+            self.lookups = PrefillLookups()
+            atexit.register(self.lookups.close)
+            self.prefill_info_table = self.lookups.known  # by bootstrap address; SGLang reads it
+            self._executor: ThreadPoolExecutor | None = None
 
     def register_to_bootstrap(self) -> None:
-        """Tell prefill's bootstrap server of this rank, as soon as that is up."""
+        """Register this rank at prefill's bootstrap server, once that is up."""
         parallel = get_parallel()
         rank = PrefillRank(
             dp_rank=self.dp_rank,
@@ -142,7 +110,7 @@ class KvferryManager(BaseKVManager):
             kv_cache_dtype=self.kv_args.kv_cache_dtype_str,
             follows_room=parallel.load_balance_method == "follow_bootstrap_room",
             http_port=get_serving().port,
-            address="" if self.leader is None else self.leader.address,
+            address="" if self._leader is None else self._leader.address,
         )
         register_rank(self._bootstrap_url, rank)
 
@@ -157,20 +125,20 @@ class KvferryManager(BaseKVManager):
 
         self._telling.submit(tell)
 
-    # What decode's queue calls
+    # Called by decode's queue
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Return whether the shards of the prefill engine are known. If not, start a query. The scheduler calls this."""
-        return self._lookups.is_known(bootstrap_addr)
+        """Return whether the shards of the prefill engine are known. If not, start a query."""
+        return self.lookups.is_known(bootstrap_addr)
 
     def _ensure_prefill_recompute_executor(self) -> ThreadPoolExecutor:
-        """Threads for SGLang's questions to bootstrap servers."""
+        """Return threads for SGLang's queries to bootstrap servers."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvferry-bootstrap")
         return self._executor
 
     def submit_prefill_recompute(self, kv_receiver: KvferryReceiver, payload: dict[str, Any]) -> None:
-        """A retracted request is not computed again by prefill: its room has been used."""
+        """Fail a retracted request: prefill does not compute it again, because its room has been used."""
         kv_receiver.prompt.fail("a retracted request cannot be sent back to prefill with kvferry")
 
 
@@ -180,10 +148,9 @@ class KvferrySender(BaseKVSender):
     def __init__(
         self, mgr: KvferryManager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
-        assert mgr.outgoing is not None
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room
-        self.prompt: OutgoingPrompt = mgr.outgoing.add(bootstrap_room)
+        self.prompt = OutgoingPrompt(mgr.prompts, bootstrap_room, read_note=mgr.rows.read)
         self._early_send_wait_event: DeviceEvent | None = None  # SGLang sets it
         parallel = get_parallel()
         is_free_to_choose = parallel.load_balance_method != "follow_bootstrap_room" and not req_has_disagg_prefill_dp_rank
@@ -191,7 +158,7 @@ class KvferrySender(BaseKVSender):
             mgr.tell_dp_rank(bootstrap_room)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Decode waits, and the prompt is about to be computed."""
+        """Start to compute the prompt, for which decode waits."""
         assert aux_index is not None
         self.prompt.begin(int(num_kv_indices), aux_index)
 
@@ -202,7 +169,7 @@ class KvferrySender(BaseKVSender):
         return num_pages > 0 or last_chunk
 
     def send(self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None) -> None:
-        """The pages of the next tokens, which are computed."""
+        """Send the next tokens, which are computed."""
         assert num_kv_tokens is not None
         event, self._early_send_wait_event = self._early_send_wait_event, None
         if event is None and self.kv_mgr.is_on_gpu:
@@ -228,16 +195,22 @@ class KvferryReceiver(BaseKVReceiver):
     """One prompt on one decode scheduler."""
 
     require_staging = False
-    abort_notified = False  # SGLang frees the pages of a failed prompt at once: poll() says so only when nothing writes to them
+    abort_notified = False  # SGLang frees the pages of a failed prompt at once: poll() reports it once nothing writes to them
     bootstrap_infos = ()
     supports_host_destination = False
 
     def __init__(self, mgr: KvferryManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
-        assert mgr.incoming is not None and bootstrap_room is not None
+        assert bootstrap_room is not None
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room
         self.bootstrap_addr = bootstrap_addr
-        self.prompt: IncomingPrompt = mgr.incoming.add(bootstrap_room, bootstrap_addr)
+        self.prompt = IncomingPrompt(
+            mgr.prompts,
+            bootstrap_room,
+            bootstrap=bootstrap_addr,
+            write_note=mgr.rows.write,
+            on_failed=mgr.lookups.forget,  # another life of the engine may be behind that address
+        )
 
     @property
     def conclude_state(self) -> int | None:
@@ -245,7 +218,7 @@ class KvferryReceiver(BaseKVReceiver):
         return state if state in (Poll.FAILED, Poll.SUCCESS) else None
 
     def init(self, prefill_dp_rank: int) -> None:
-        """It is known which replica of the prefill engine has the prompt."""
+        """Record which replica of the prefill engine has the prompt."""
         info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
         if info is None or not 0 <= prefill_dp_rank < info.dp_size:
             self.prompt.fail(f"prefill at {self.bootstrap_addr} is not known any more, or has no replica {prefill_dp_rank}")
@@ -260,7 +233,7 @@ class KvferryReceiver(BaseKVReceiver):
         decode_prefix_len: int | None = None,
         destination: Any = KVTransferDestination.DEVICE,
     ) -> None:
-        """Pages are taken: fetch the KV into them."""
+        """Fetch the KV into the pages that SGLang allocated."""
         assert aux_index is not None and destination == KVTransferDestination.DEVICE
         self.prompt.bind(np.asarray(kv_indices).tolist(), aux_index, decode_prefix_len or 0)
 
@@ -275,11 +248,11 @@ class KvferryReceiver(BaseKVReceiver):
         self.prompt.fail()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Prefill is told by kvferry."""
+        """Do nothing: kvferry notifies prefill."""
 
 
 class KvferryBootstrapServer(BootstrapServer, BaseKVBootstrapServer):
-    """Under prefill's bootstrap port."""
+    """The server on prefill's bootstrap port."""
 
 
 CLASSES: Final[dict[str, type]] = {
@@ -291,7 +264,7 @@ CLASSES: Final[dict[str, type]] = {
 """By the value of SGLang's KVClassType."""
 
 
-# What a scheduler calls on its way, see kvferry.engines.sglang_backend
+# Hooks of a scheduler, see kvferry.engines.sglang_backend
 
 
 def making_manager(original: Callable[..., Any], queue: Any) -> Any:
@@ -317,8 +290,8 @@ def made_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any
     return decode_req
 
 
-class _MetadataRows:
-    """SGLang's metadata buffers (the first token, its log probabilities) as rows of bytes.
+class MetadataRows:
+    """Rows of SGLang's metadata buffers (first token, log probabilities) as bytes.
 
     Raises:
         ConfigError: They are not in host memory.
@@ -340,11 +313,8 @@ class _MetadataRows:
             ctypes.memmove(begin + index * size, row, size)
 
 
-# What a manager is made of
-
-
 def _check_supported(args: Any, server_args: Any, scheduler: Any) -> None:
-    """Raises ConfigError for a way to run SGLang that kvferry cannot follow yet; the setting is named."""
+    """Raise ConfigError for a setting of SGLang that kvferry does not support yet."""
     parallel, disagg = get_parallel(), get_disagg()
     for name, value, right in (
         ("pp_size", parallel.pp_size, 1),
@@ -363,23 +333,22 @@ def _check_supported(args: Any, server_args: Any, scheduler: Any) -> None:
         raise ConfigError(f"the model keeps {states} beside its KV, which cannot be moved yet; must be plain attention or MLA")
 
 
-def _read_pool(queue: Any) -> EnginePool:
+def _read_pool(queue: Any) -> PoolView:
     parallel, model = get_parallel(), queue.scheduler.model_config
     cut = EngineCut(
         num_layers=model.num_hidden_layers,
         num_kv_heads=model.get_total_num_kv_heads(),
         tp_size=parallel.attn_tp_size,
         tp_rank=parallel.attn_tp_rank,
-        pp_size=parallel.pp_size,
         dtype=str(model.dtype),
     )
     return read_pool(queue.token_to_kv_pool, cut, draft_pool=queue.draft_token_to_kv_pool)
 
 
 def _start(
-    config: ConnectorConfig, pool: EnginePool, sides: Sides, server_args: Any, scheduler: Any
+    config: ConnectorConfig, pool: PoolView, sides: Sides, server_args: Any, scheduler: Any
 ) -> tuple[ConnectorRank, ConnectorLeader | None]:
-    """This rank's kvferry, and on the first rank the leader; the ranks of an instance call it together."""
+    """Start this rank's kvferry, and on the first rank the leader. The ranks of an instance call it together."""
     parallel = get_parallel()
     changes = {
         "quantization": server_args.quantization,
@@ -389,7 +358,7 @@ def _start(
     engine = ConnectorEngine(
         layout=pool.layout,
         shard=pool.shard,
-        pool=pool.view(),
+        pool=pool,
         model_fields=model_fields(server_args.model_path, changes=changes),
         max_context_tokens=scheduler.model_config.context_len,
         vocab_size=MAX_TOKEN_ID,

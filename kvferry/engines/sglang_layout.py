@@ -1,8 +1,8 @@
-"""SGLang's KV pools as ours: which tensors of a pool hold which layer, and whether they can be moved.
+"""Views of SGLang's KV pools: which tensors of a pool hold which layer, and whether they can be moved.
 
-SGLang hands a transfer backend pointers and lengths. The tensors themselves are read here from its pool object, of which only
-attributes are used, so that this file needs no SGLang: a pool is known by the name of its class, and one of another name is
-refused, because a subclass may keep its bytes in another way (packed, swizzled, spread over ranks) under the same attributes.
+SGLang gives a transfer backend pointers and lengths. This file reads the tensors from the attributes of the pool object, and
+imports nothing of SGLang. It knows a pool by the name of its class. A pool of another class is rejected, because a subclass may
+store its bytes in another way (packed, swizzled, spread over ranks) under the same attributes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ MOVABLE_POOLS: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
 """Classes of SGLang whose tensors are ``[slots, heads, elements]`` for each layer."""
 
 MOVABLE_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
-"""Element types of a pool that need no scales: SGLang keeps those of 8-bit KV in the model's layers, where they are not read."""
+"""Element types without scales. SGLang stores the scales of 8-bit KV in the model's layers, where they are not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCut:
-    """What SGLang says of its model and of this rank.
+    """The model, and how SGLang shards it.
 
     Args:
-        num_layers: Layers of the whole model.
-        num_kv_heads: KV heads of the whole model; without effect for MLA.
-        tp_size, tp_rank: Of attention: with attention data parallelism these are not SGLang's own tp_size and tp_rank.
-        pp_size: Pipeline stages.
+        num_layers, num_kv_heads: Of the whole model; the heads have no effect for MLA.
+        tp_size, tp_rank: Of attention; with attention data parallelism these are not SGLang's own tp_size and tp_rank.
         dtype: What the model computes in, by torch's name.
     """
 
@@ -40,29 +38,15 @@ class EngineCut:
     num_kv_heads: int
     tp_size: int
     tp_rank: int
-    pp_size: int
     dtype: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePool:
-    """A pool of SGLang, as the transfer library takes it."""
-
-    layout: KVLayout
-    shard: Shard
-    buffers: tuple[LayerBuffers, ...]
-
-    def view(self) -> PoolView:
-        """The engine's tensors as a pool of ours; nothing is copied."""
-        return PoolView(layout=self.layout, shard=self.shard, buffers=self.buffers)
-
-
-def read_pool(pool: Any, cut: EngineCut, *, draft_pool: Any = None) -> EnginePool:
-    """The layers of SGLang's `pool`, in order.
+def read_pool(pool: Any, cut: EngineCut, *, draft_pool: Any = None) -> PoolView:
+    """Return a view of SGLang's pool. Nothing is copied.
 
     Args:
-        pool: What the scheduler's allocator calls its KV cache.
-        draft_pool: That of speculative decoding's draft model, where there is one.
+        pool: KV cache of the scheduler's allocator.
+        draft_pool: KV cache of speculative decoding's draft model.
 
     Raises:
         LayoutError: A layer cannot be moved; the message names it.
@@ -74,16 +58,13 @@ def read_pool(pool: Any, cut: EngineCut, *, draft_pool: Any = None) -> EnginePoo
         raise LayoutError(
             f"layer 0 of the draft model ({type(draft_pool).__name__}) cannot be moved; must be without speculation"
         )
-    if cut.pp_size != 1:
-        raise LayoutError(f"pp_size is {cut.pp_size}; layers of a pipeline's stages cannot be moved yet, it must be 1")
     if pool.start_layer != 0 or pool.layer_num != cut.num_layers:
         raise LayoutError(
             f"the pool has layers [{pool.start_layer}, {pool.start_layer + pool.layer_num}); "
             f"must be all {cut.num_layers} of the model"
         )
     element = _element(pool)
-    is_mla = kind == "MLATokenToKVPool"
-    if is_mla:
+    if kind == "MLATokenToKVPool":
         spec = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=pool.kv_lora_rank + pool.qk_rope_head_dim, v_head_dim=0)
         pairs = [(k, None) for k in pool.kv_buffer]
     else:
@@ -94,20 +75,20 @@ def read_pool(pool: Any, cut: EngineCut, *, draft_pool: Any = None) -> EnginePoo
     layout = KVLayout(layers=(spec,) * cut.num_layers, dtype=_dtype(cut.dtype, "the model computes in"))
     shard = Shard(tp_size=cut.tp_size, tp_rank=cut.tp_rank, page_size=pool.page_size, dtype=element)
     heads = len(shard.heads(spec.num_kv_heads))
-    buffers = tuple(
+    buffers = [
         LayerBuffers(
             k=_paged(k, shard.page_size, (heads, spec.k_head_dim), f"k of layer {layer}"),
             v=None if v is None else _paged(v, shard.page_size, (heads, spec.v_head_dim), f"v of layer {layer}"),
         )
         for layer, (k, v) in enumerate(pairs)
-    )
-    return EnginePool(layout=layout, shard=shard, buffers=buffers)
+    ]
+    return PoolView(layout=layout, shard=shard, buffers=buffers)
 
 
 def page_table(pages: Sequence[int], *, start_token: int, page_size: int) -> tuple[int, ...]:
-    """A page table of a whole prompt, of the pages that hold it from `start_token` on, which begins a page.
+    """Return the page table of a whole prompt from the pages that hold it from `start_token` on.
 
-    The pages before that are told as page 0, SGLang's page for padding: nothing before `start_token` is read or written.
+    The pages before become page 0, SGLang's page for padding. They are neither read nor written.
 
     Raises:
         LayoutError: `start_token` does not begin a page.
@@ -150,8 +131,10 @@ def _dtype(name: str, of_what: str) -> DType:
 
 
 def _paged(tensor: Tensor, page_size: int, shape: tuple[int, int], name: str) -> Tensor:
-    """``[slots, heads, elements]`` as ``[pages, page_size, heads, elements]``, the same memory. SGLang has a page more than it
-    gives out, and of slots that make no whole page, none is given out either."""
+    """View ``[slots, heads, elements]`` as ``[pages, page_size, heads, elements]``.
+
+    SGLang has one page more than it allocates. It never allocates the slots at the end that make no whole page.
+    """
     if tensor.dim() != 3 or tuple(tensor.shape[1:]) != shape:
         raise LayoutError(f"{name} is {tuple(tensor.shape)}; must be [slots, {shape[0]}, {shape[1]}]")
     num_pages = tensor.shape[0] // page_size

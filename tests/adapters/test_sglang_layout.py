@@ -37,7 +37,7 @@ def pool_of(name: str, **changes: Any) -> Any:
 
 
 def cut(**changes: Any) -> EngineCut:
-    given = {"num_layers": 4, "num_kv_heads": 4, "tp_size": 1, "tp_rank": 0, "pp_size": 1, "dtype": "torch.float32"}
+    given = {"num_layers": 4, "num_kv_heads": 4, "tp_size": 1, "tp_rank": 0, "dtype": "torch.float32"}
     return EngineCut(**{**given, **changes})
 
 
@@ -46,8 +46,7 @@ def cut(**changes: Any) -> EngineCut:
 )
 def test_pages_are_sglangs_own_memory(name: str, num_pages: int, page_size: int) -> None:
     pool = pool_of(name)
-    found = read_pool(pool, cut())
-    view = found.view()
+    view = read_pool(pool, cut())
     assert view.num_pages == (num_pages,)
     for layer in range(4):
         for is_v, theirs in ((False, pool.k_buffer[layer]), (True, pool.v_buffer[layer])):
@@ -66,7 +65,7 @@ def test_layout_is_the_one_that_the_embedded_engine_has() -> None:
 
 def test_a_rank_of_two_has_its_half_of_the_heads() -> None:
     found = read_pool(pool_of("mha_tp2"), cut(tp_size=2, tp_rank=1))
-    assert found.shard.tp_rank == 1 and found.view().buffer(0, is_v=True).shape[2] == 2
+    assert found.shard.tp_rank == 1 and found.buffer(0, is_v=True).shape[2] == 2
 
 
 def test_heads_of_another_cut_are_refused() -> None:
@@ -83,7 +82,7 @@ def test_latents() -> None:
     found = read_pool(pool_of("mla"), cut(num_kv_heads=128, tp_size=8, tp_rank=3, dtype="bfloat16"))
     spec = found.layout.layers[0]
     assert (spec.kind, spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim) == (LayerKind.MLA, 1, 576, 0)
-    assert tuple(found.view().buffer(3, is_v=False).shape) == (7, 16, 1, 576)
+    assert tuple(found.buffer(3, is_v=False).shape) == (7, 16, 1, 576)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,6 @@ def test_latents() -> None:
         ("mha", {"class": "PageInterleaveMHATokenToKVPool"}, {}, "layer 0 is in a pool of class PageInterleaveMHATokenToKVPool"),
         ("mha", {"kv_cache_layout": "vectorized_5d"}, {}, "layer 0 is stored as vectorized_5d"),
         ("mha_float8", {}, {}, "layer 0 is stored as torch.float8_e4m3fn .in torch.uint8., which cannot be moved yet"),
-        ("mha", {}, {"pp_size": 2}, "pp_size is 2"),
         ("mha_stage", {}, {"num_layers": 8}, r"the pool has layers \[4, 8\); must be all 8"),
     ],
 )

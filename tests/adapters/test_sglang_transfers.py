@@ -12,7 +12,7 @@ import torch
 from kvferry.engines.connector import DECODE, PREFILL, ConnectorEngine, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
-from kvferry.engines.sglang_transfers import IncomingPrompt, IncomingPrompts, OutgoingPrompts, Poll, pack_note, unpack_note
+from kvferry.engines.sglang_transfers import IncomingPrompt, OutgoingPrompt, Poll, SchedulerPrompts, pack_note, unpack_note
 from transfer.config import ConnectorConfig
 from transfer.errors import IntegrityError
 from transfer.layout import DType, KVLayout, Shard
@@ -54,10 +54,12 @@ class Host:
 
 @dataclass
 class Engines:
+    """A prefill engine and a decode engine, and what SGLang knows of both."""
+
     prefill: Host
     decode: Host
-    outgoing: OutgoingPrompts
-    incoming: IncomingPrompts
+    outgoing: SchedulerPrompts
+    incoming: SchedulerPrompts
     notes: dict[int, bytes] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     num_rooms: int = 0
@@ -66,12 +68,22 @@ class Engines:
         self.num_rooms += 1
         return 2**63 + self.num_rooms
 
-    def wanted(self, room: int, token_ids: tuple[int, ...], pages: list[int], prefix_tokens: int = 0) -> IncomingPrompt:
-        """A prompt for which decode has pages, and asks."""
-        prompt = self.incoming.add(room, "bootstrap:1")
+    def offered(self, room: int, token_ids: tuple[int, ...]) -> OutgoingPrompt:
+        """Let decode fetch a prompt."""
+        prompt = OutgoingPrompt(self.outgoing, room, read_note=lambda index: b"note %d" % index)
+        prompt.offer(token_ids)
+        return prompt
+
+    def wanted(
+        self, room: int, token_ids: tuple[int, ...], pages: list[int], prefix_tokens: int = 0, address: str = ""
+    ) -> IncomingPrompt:
+        """Fetch a prompt into pages of decode, from a prefill engine at `address`, by default `prefill`."""
+        prompt = IncomingPrompt(
+            self.incoming, room, bootstrap="bootstrap:1", write_note=self.notes.__setitem__, on_failed=self.failed.append
+        )
         prompt.take(token_ids)
         assert prompt.poll() is Poll.BOOTSTRAPPING
-        prompt.meet(self.prefill.leader.address)
+        prompt.meet(address or self.prefill.leader.address)
         assert prompt.poll() is Poll.WAITING_FOR_INPUT
         prompt.bind(pages, note_index=room % 7, prefix_tokens=prefix_tokens)
         return prompt
@@ -81,20 +93,9 @@ class Engines:
 def engines() -> Iterator[Engines]:
     name = f"test-sglang-{time.monotonic_ns()}"
     prefill, decode = Host(f"{name}-p", PREFILL, 4), Host(f"{name}-d", DECODE, 8)
-    notes: dict[int, bytes] = {}
-    failed: list[str] = []
-    outgoing = OutgoingPrompts(
-        rank=prefill.rank, leader=prefill.leader, page_size=4, read_note=lambda index: b"note %d" % index, timeout_s=30.0
-    )
-    incoming = IncomingPrompts(
-        rank=decode.rank,
-        leader=decode.leader,
-        page_size=8,
-        write_note=notes.__setitem__,
-        timeout_s=30.0,
-        on_failed=failed.append,
-    )
-    yield Engines(prefill=prefill, decode=decode, outgoing=outgoing, incoming=incoming, notes=notes, failed=failed)
+    outgoing = SchedulerPrompts(rank=prefill.rank, leader=prefill.leader, page_size=4, timeout_s=30.0)
+    incoming = SchedulerPrompts(rank=decode.rank, leader=decode.leader, page_size=8, timeout_s=30.0)
+    yield Engines(prefill=prefill, decode=decode, outgoing=outgoing, incoming=incoming)
     decode.close()
     prefill.close()
 
@@ -118,8 +119,7 @@ def fill(host: Host, pages: list[int], page_size: int, num_tokens: int) -> None:
 
 def test_a_prompt_in_chunks_into_pages_of_another_size(engines: Engines) -> None:
     room, tokens = engines.room(), tuple(range(30))
-    out = engines.outgoing.add(room)
-    out.offer(tokens)
+    out = engines.offered(room, tokens)
     assert out.poll() is Poll.BOOTSTRAPPING
     into = engines.wanted(room, tokens, [5, 9, 2, 7])
     until(out.poll, Poll.WAITING_FOR_INPUT)
@@ -144,8 +144,7 @@ def test_a_prompt_in_chunks_into_pages_of_another_size(engines: Engines) -> None
 def test_a_prefix_that_decode_has_is_not_sent(engines: Engines) -> None:
     room, tokens = engines.room(), tuple(range(100, 120))
     into = engines.wanted(room, tokens, [14], prefix_tokens=16)  # of 20 tokens, two pages of 8 are there already
-    out = engines.outgoing.add(room)  # decode may ask first
-    out.offer(tokens)
+    out = engines.offered(room, tokens)  # decode may ask first
     until(out.poll, Poll.WAITING_FOR_INPUT)
     assert out.start_token == 16
     fill(engines.prefill, [0, 0, 0, 0, 19], 4, 20)
@@ -160,8 +159,7 @@ def test_a_prompt_that_decode_has_whole_brings_its_note(engines: Engines) -> Non
     room, tokens = engines.room(), tuple(range(200, 216))
     engines.decode.k[0][6:8] = -1.0
     into = engines.wanted(room, tokens, [], prefix_tokens=16)
-    out = engines.outgoing.add(room)
-    out.offer(tokens)
+    out = engines.offered(room, tokens)
     until(out.poll, Poll.WAITING_FOR_INPUT)
     assert out.start_token == 8  # some KV must come: it goes to page 0, which SGLang pads with
     out.begin(2, note_index=6)
@@ -174,8 +172,7 @@ def test_a_prompt_that_decode_has_whole_brings_its_note(engines: Engines) -> Non
 
 def test_another_prompt_under_the_same_room_fails_on_decode(engines: Engines) -> None:
     room = engines.room()
-    out = engines.outgoing.add(room)
-    out.offer((1, 2, 3))
+    out = engines.offered(room, (1, 2, 3))
     into = engines.wanted(room, (1, 2, 4), [3])
     until(into.poll, Poll.FAILED)
     assert "token_ids[2] is 4" in into.failure and engines.failed == ["bootstrap:1"]
@@ -187,8 +184,7 @@ def test_another_prompt_under_the_same_room_fails_on_decode(engines: Engines) ->
 def test_an_abort_on_prefill_fails_decode_before_and_while_it_is_sent(engines: Engines) -> None:
     for begun in (False, True):
         room, tokens = engines.room(), tuple(range(40))
-        out = engines.outgoing.add(room)
-        out.offer(tokens)
+        out = engines.offered(room, tokens)
         into = engines.wanted(room, tokens, [1, 2, 3, 4, 5])
         until(out.poll, Poll.WAITING_FOR_INPUT)
         if begun:
@@ -205,8 +201,7 @@ def test_an_abort_on_prefill_fails_decode_before_and_while_it_is_sent(engines: E
 
 def test_an_abort_on_decode_fails_there_once_nothing_writes_and_prefill_soon(engines: Engines) -> None:
     room, tokens = engines.room(), tuple(range(40))
-    out = engines.outgoing.add(room)
-    out.offer(tokens)
+    out = engines.offered(room, tokens)
     into = engines.wanted(room, tokens, [1, 2, 3, 4, 5])
     until(out.poll, Poll.WAITING_FOR_INPUT)
     out.begin(10, note_index=0)
@@ -224,10 +219,7 @@ def test_a_prefill_engine_of_another_model_fails_at_once(engines: Engines) -> No
     other = Host(f"test-sglang-other-{time.monotonic_ns()}", PREFILL, 4, model="letters")
     begin = time.monotonic()
     try:
-        into = engines.incoming.add(engines.room(), "bootstrap:2")
-        into.take((1, 2, 3))
-        into.meet(other.leader.address)
-        into.bind([3], note_index=0, prefix_tokens=0)
+        into = engines.wanted(engines.room(), (1, 2, 3), [3], address=other.leader.address)
         until(into.poll, Poll.FAILED)
         assert "architecture: letters != numbers" in into.failure
         assert time.monotonic() - begin < 45.0  # and not when the time to meet is over, which is 60 s
@@ -237,8 +229,7 @@ def test_a_prefill_engine_of_another_model_fails_at_once(engines: Engines) -> No
 
 def test_a_room_cannot_be_used_again(engines: Engines) -> None:
     room, tokens = engines.room(), (5, 6, 7)
-    out = engines.outgoing.add(room)
-    out.offer(tokens)
+    out = engines.offered(room, tokens)
     into = engines.wanted(room, tokens, [3])
     until(out.poll, Poll.WAITING_FOR_INPUT)
     out.begin(1, note_index=0)
@@ -246,8 +237,7 @@ def test_a_room_cannot_be_used_again(engines: Engines) -> None:
     until(into.poll, Poll.SUCCESS)
     until(out.poll, Poll.SUCCESS)
 
-    again = engines.outgoing.add(room)
-    again.offer(tokens)
+    again = engines.offered(room, tokens)
     into = engines.wanted(room, tokens, [3])
     until(into.poll, Poll.FAILED)
     assert "is over: it was sent" in into.failure
@@ -260,8 +250,7 @@ def test_nobody_asks_and_nobody_sends_end_by_their_times(engines: Engines) -> No
     now = [0.0]
     engines.outgoing.clock = engines.incoming.clock = lambda: now[0]
     try:
-        out = engines.outgoing.add(engines.room())
-        out.offer((1, 2))
+        out = engines.offered(engines.room(), (1, 2))
         into = engines.wanted(engines.room(), (1, 2), [3])
         now[0] = 29.0
         assert out.poll() is Poll.BOOTSTRAPPING and into.poll() is Poll.WAITING_FOR_INPUT
