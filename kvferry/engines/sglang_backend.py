@@ -1,7 +1,7 @@
 """SGLang's disaggregation through kvferry: ``--disaggregation-transfer-backend kvferry`` on both engines.
 
-SGLang loads `activate` by the entry point group ``sglang.srt.plugins``, in each of its processes, whatever backend is chosen; it
-names the backend and touches nothing else. What SGLang then asks for comes from `kvferry.engines.sglang_classes`.
+SGLang calls `activate` by the entry point group ``sglang.srt.plugins``, in each of its processes and for every backend. It only
+adds a name and hooks. `kvferry.engines.sglang_classes` has the backend.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from transfer.errors import ConfigError
 BACKEND: Final = "kvferry"
 TESTED_VERSIONS: Final = ("0.5.23",)
 ANY_VERSION: Final = "SGLANG_KVFERRY_ANY_VERSION"
-"""Environment variable that has any version of SGLang taken, at one's own risk."""
+"""Environment variable that allows untested versions of SGLang."""
 
 GET_CLASS: Final = "sglang.srt.disaggregation.utils.get_kv_class"
 SCHEDULER: Final = {
-    # Where a scheduler makes its manager: the queue has the pool's tensors, of which the manager is given only addresses.
+    # A scheduler makes its manager. The queue has the pool's tensors, the manager gets only their addresses.
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": "making_manager",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": "making_manager",
-    # Where a scheduler makes a sender or a receiver: the request has the prompt's tokens, of which those are told nothing.
+    # A scheduler makes a sender or a receiver. The request has the prompt's tokens, which those do not get.
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": "made_sender",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue": "made_receiver",
 }
 
 
 def activate() -> None:
-    """Add the backend to SGLang's; its entry point."""
+    """Add the backend to SGLang. Called by the entry point."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -42,16 +42,16 @@ def activate() -> None:
     _add_member(utils.TransferBackend)
     HookRegistry.register(GET_CLASS, _get_kv_class, HookType.AROUND)
     for target, name in SCHEDULER.items():
-        # Only a process that has a scheduler has loaded these; for the others they would be seconds of imports.
+        # Only a process with a scheduler has loaded these. In others the import would take seconds.
         if target.rsplit(".", 2)[0] in sys.modules:
             HookRegistry.register(target, _later(name), HookType.AROUND)
 
 
 def check_version() -> None:
-    """Refuse a version of SGLang that this was not tested with.
+    """Reject an untested version of SGLang.
 
     Raises:
-        ConfigError: It is another one, and the environment does not say that it shall be taken.
+        ConfigError: The version is untested, and `ANY_VERSION` is not set.
     """
     found = version("sglang")
     if found not in TESTED_VERSIONS and not os.environ.get(ANY_VERSION):
@@ -61,7 +61,7 @@ def check_version() -> None:
 
 
 def _add_member(backends: Any) -> None:
-    """SGLang's backends are an enum without a way to add one; the values of its arguments are looked up in it."""
+    """Add the backend to SGLang's enum of backends, which has no interface for that."""
     member = object.__new__(backends)
     member._name_, member._value_, member._sort_order_ = BACKEND.upper(), BACKEND, len(backends)
     member.__objclass__ = backends
@@ -80,7 +80,7 @@ def _get_kv_class(original: Callable[[Any, Any], Any], transfer_backend: Any, cl
 
 
 def _later(name: str) -> Callable[..., Any]:
-    """A hook of `sglang_classes`, which is loaded only where the backend is used."""
+    """Return a hook that calls a function of `sglang_classes`, which is loaded only if the backend is used."""
 
     def hook(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
         if queue.transfer_backend.value != BACKEND:

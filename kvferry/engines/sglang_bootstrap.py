@@ -1,8 +1,8 @@
-"""The HTTP server under a prefill engine's bootstrap port, and what decode engines learn from it.
+"""The HTTP server on a prefill engine's bootstrap port, and its clients in prefill and decode engines.
 
-SGLang gives every request the host and port of this server and asks it, before anything else, how the prefill engine is cut. Here
-it also says where the engine's kvferry listens (PrefillControl); the KV and everything about it go there. The routes are those
-that SGLang and its routers use: ``/route``, ``/register_dp_rank``, ``/query_dp_ranks``, ``/health``.
+SGLang gives every request the host and port of this server, and asks it first how the prefill engine is sharded. The answer also
+has the address of the engine's kvferry (PrefillControl), which serves the KV. The routes are those of SGLang and its routers:
+``/route``, ``/register_dp_rank``, ``/query_dp_ranks``, ``/health``.
 
 Any client that reaches the port can query it. Only the engine's own processes can register a rank or change an entry. They sign
 with a key that SGLang's launcher shares with the processes that it starts, see `engine_key`.
@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import aiohttp
@@ -41,7 +41,6 @@ MAX_BODY_BYTES: Final = 1 << 20
 """Largest body of a call, enough for a query of some 50,000 rooms."""
 
 MAX_ANSWER_BYTES: Final = 1 << 20
-
 MAX_LOOKUPS: Final = 32
 """Prefill engines that are queried at a time."""
 
@@ -67,14 +66,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRank:
-    """What one scheduler of a prefill engine says of itself.
+    """One scheduler of a prefill engine.
 
     Args:
-        dp_rank, dp_size: Which of the engine's replicas it belongs to.
-        tp_rank, tp_size: Its place among those that share a prompt's attention heads.
+        dp_rank, dp_size: Replica of the engine.
+        tp_rank, tp_size: Shard of the attention heads.
         follows_room: Whether a request's replica is its room modulo `dp_size`.
-        http_port: Of the engine's own API.
-        address: host:port of its replica's PrefillControl; empty on all but the replica's first rank.
+        http_port: Port of the engine's own API.
+        address: host:port of the replica's PrefillControl; empty on all but its first rank.
     """
 
     dp_rank: int
@@ -95,7 +94,7 @@ class PrefillRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillInfo:
-    """What a decode engine knows of a prefill engine. SGLang's queues read `dp_size` and `follow_bootstrap_room`."""
+    """A prefill engine, as a decode engine knows it. SGLang's queues read `dp_size` and `follow_bootstrap_room`."""
 
     dp_size: int
     follow_bootstrap_room: bool
@@ -120,13 +119,10 @@ def signature(key: bytes, path: str, content: bytes) -> str:
 
 
 class BootstrapServer:
-    """Serves until `close()`, on a thread of its own.
-
-    Args:
-        clock: Seconds.
+    """Serve on a separate thread until `close()`.
 
     Raises:
-        OSError: The port cannot be had.
+        OSError: The port cannot be opened.
     """
 
     def __init__(self, host: str, port: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,21 +133,20 @@ class BootstrapServer:
         self._ranks: dict[tuple[int, int], PrefillRank] = {}
         self._rooms: OrderedDict[int, _Room] = OrderedDict()  # the oldest first
         self._loop = asyncio.new_event_loop()
-        started: threading.Event = threading.Event()
-        failed: list[BaseException] = []
-        self.thread = threading.Thread(target=self._run, args=(started, failed), name="kvferry-bootstrap", daemon=True)
+        opened: Future[int] = Future()
+        self.thread = threading.Thread(target=self._run, args=(opened,), name="kvferry-bootstrap", daemon=True)
         self.thread.start()
-        if not started.wait(START_TIMEOUT_S):
-            raise OSError(f"no server on {host}:{port} within {START_TIMEOUT_S:g} s")
-        if failed:
-            raise failed[0]
+        try:
+            self.port = opened.result(START_TIMEOUT_S)
+        except TimeoutError:
+            raise OSError(f"no server on {host}:{port} within {START_TIMEOUT_S:g} s") from None
 
     def close(self) -> None:
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
         self.thread.join(CALL_TIMEOUT_S)
 
-    def _run(self, started: threading.Event, failed: list[BaseException]) -> None:
+    def _run(self, opened: Future[int]) -> None:
         asyncio.set_event_loop(self._loop)
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/health", self._health)
@@ -164,12 +159,12 @@ class BootstrapServer:
             self._loop.run_until_complete(runner.setup())
             site = web.TCPSite(runner, host=self.host, port=self.port)
             self._loop.run_until_complete(site.start())
-            self.port = runner.addresses[0][1]
-            started.set()
+            opened.set_result(runner.addresses[0][1])
             self._loop.run_forever()
-        except BaseException as error:
-            failed.append(error)
-            started.set()
+        except Exception as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
         finally:
             self._loop.run_until_complete(runner.cleanup())
             self._loop.close()
@@ -189,9 +184,8 @@ class BootstrapServer:
             rank = PrefillRank(**_object(content))
         except (TypeError, ValueError) as error:
             return web.Response(status=400, text=f"not a rank of a prefill engine with kvferry: {error}")
-        others = [one for one in self._ranks.values() if (one.dp_size, one.tp_size) != (rank.dp_size, rank.tp_size)]
-        if others:
-            self._ranks.clear()  # another life of the engine, cut in another way
+        if any((one.dp_size, one.tp_size) != (rank.dp_size, rank.tp_size) for one in self._ranks.values()):
+            self._ranks.clear()  # another life of the engine, sharded in another way
         self._ranks[rank.dp_rank, rank.tp_rank] = rank
         return web.Response(text="OK")
 
@@ -283,20 +277,16 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 def register_rank(url: str, rank: PrefillRank) -> threading.Thread:
-    """Tell the bootstrap server of a rank, as soon as it is up; it starts beside the ranks.
-
-    Args:
-        url: ``http://host:port``.
+    """Register a rank at the bootstrap server at `url` (``http://host:port``), which starts beside the ranks.
 
     Returns:
-        The thread that does it. It gives up after a minute, says so in the log, and the engine is then never asked for anything.
+        The thread that registers. After a minute it logs an error and gives up, and the engine gets no requests.
     """
-    body = {name: getattr(rank, name) for name in PrefillRank.__dataclass_fields__}
 
     def register() -> None:
         for _ in range(REGISTER_TRIES):
             try:
-                _call("PUT", url, "/route", body)
+                _call("PUT", url, "/route", asdict(rank))
                 return
             except PeerUnreachable:
                 time.sleep(1.0)
@@ -316,24 +306,23 @@ def register_dp_rank(url: str, *, room: int, dp_rank: int) -> None:
 
 
 def fetch_info(url: str) -> PrefillInfo:
-    """What the bootstrap server at `url` says of its prefill engine.
+    """Query the bootstrap server at `url` for its prefill engine.
 
     Raises:
-        PeerUnreachable: It is not there, or not all ranks have told it of themselves.
-        RemoteProtocolError: It is another backend's, or says what cannot be.
+        PeerUnreachable: It does not answer, or not all ranks have registered.
+        RemoteProtocolError: It belongs to another backend, or its answer is invalid.
     """
     query = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-    told = _call("GET", url, f"/route?{query}")
-    if not isinstance(told, Mapping) or "kvferry_addresses" not in told:
+    answer = _call("GET", url, f"/route?{query}")
+    if not isinstance(answer, Mapping) or "kvferry_addresses" not in answer:
         raise RemoteProtocolError(f"{url} is the bootstrap server of another transfer backend; prefill needs kvferry, too")
     try:
-        addresses = tuple(map(str, told["kvferry_addresses"]))
         info = PrefillInfo(
-            dp_size=int(told["dp_size"]),
-            follow_bootstrap_room=bool(told["follow_bootstrap_room"]),
-            page_size=int(told["page_size"]),
-            attn_tp_size=int(told["attn_tp_size"]),
-            addresses=addresses,
+            dp_size=int(answer["dp_size"]),
+            follow_bootstrap_room=bool(answer["follow_bootstrap_room"]),
+            page_size=int(answer["page_size"]),
+            attn_tp_size=int(answer["attn_tp_size"]),
+            addresses=tuple(map(str, answer["kvferry_addresses"])),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RemoteProtocolError(f"{url} describes its prefill engine wrongly: {error!r}") from error
@@ -347,12 +336,8 @@ def fetch_info(url: str) -> PrefillInfo:
 class PrefillLookups:
     """Cache of prefill engines, by the address of their bootstrap servers. Owned by a scheduler's thread.
 
-    A request names the address, which may never answer, or answer a byte at a time. So engines are queried on other threads, and
-    an engine is not known before it has answered.
-
-    Args:
-        fetch: Queries an engine, as `fetch_info` does.
-        clock: Returns monotonic seconds.
+    A request names the address, which may never answer, or answer a byte at a time. So other threads query engines, and an engine
+    is not known before it has answered.
     """
 
     def __init__(self, *, fetch: Callable[[str], PrefillInfo] = fetch_info, clock: Callable[[], float] = time.monotonic) -> None:
@@ -404,14 +389,11 @@ class PrefillLookups:
 
 
 def _call(method: str, url: str, path: str, body: object = None) -> Any:
-    """Return the answer, parsed where it is JSON. A body is signed.
-
-    Args:
-        url: ``http://host:port``.
+    """Call the server at `url` (``http://host:port``), and return its answer, parsed if it is JSON. A body is signed.
 
     Raises:
-        PeerUnreachable: No answer, or one that says "not yet".
-        RemoteProtocolError: A refusal, or an answer that is none.
+        PeerUnreachable: No answer, or 503.
+        RemoteProtocolError: A refusal, or an answer that is no JSON although it claims to be.
     """
     content, headers = b"", {"Accept-Encoding": "identity"}
     if body is not None:
@@ -422,21 +404,21 @@ def _call(method: str, url: str, path: str, body: object = None) -> Any:
 
 async def _ask(method: str, url: str, content: bytes, headers: Mapping[str, str]) -> Any:
     """Send a call and return the answer. The limit of the whole call bounds an answer that arrives a byte at a time."""
-    said = bytearray()
+    received = bytearray()
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S), auto_decompress=False) as session,
             session.request(method, url, data=content, headers=headers, allow_redirects=False) as answer,
         ):
             async for part in answer.content.iter_any():
-                said += part
-                if len(said) > MAX_ANSWER_BYTES:
+                received += part
+                if len(received) > MAX_ANSWER_BYTES:
                     raise RemoteProtocolError(f"{url} answers with more than {MAX_ANSWER_BYTES} bytes")
     except TimeoutError:
         raise PeerUnreachable(f"{url} does not answer within {CALL_TIMEOUT_S:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise PeerUnreachable(f"{url} does not answer: {error}") from None
-    text = said.decode("utf-8", "replace")
+    text = received.decode("utf-8", "replace")
     if answer.status != 200:
         kind = PeerUnreachable if answer.status == 503 else RemoteProtocolError
         raise kind(f"{url} answers {answer.status}: {text[:1000]}")

@@ -1,4 +1,4 @@
-"""kvferry's settings inside SGLang, which has no place for them: a file that the environment names, and the environment."""
+"""Settings of kvferry inside SGLang: from a file that the environment names, and from the environment."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from transfer.config import ConnectorConfig
 from transfer.load_config import load_config
 
 CONFIG_FILE: Final = "SGLANG_KVFERRY_CONFIG"
-"""Environment variable that names a YAML file of kvferry's settings; those of the environment (KVFERRY_...) are stronger."""
+"""Environment variable that names a YAML file of settings. Variables KVFERRY_... override it."""
 
 HOLD_S: Final = 2.0
-"""SGLang's decode asks before its prefill computes, and does not ask again: a computed prompt need not wait for long."""
+"""A computed prompt need not wait long, because SGLang's decode asks once, before prefill computes."""
 
 HEARTBEAT_S: Final = 2.0
-"""A scheduler of SGLang always runs, and keeps kvferry's thread waiting where there are fewer cores than schedulers. A dead
-process is noticed at once anyway, by its sockets; heartbeats only tell a frozen one, or a network that is gone."""
+"""SGLang's schedulers never sleep, so heartbeats are late on a machine with fewer cores than schedulers. They only detect frozen
+processes and lost networks: the sockets of a dead process close at once."""
 
 
 def sglang_settings(environment: Mapping[str, str], *, device: str, meet_timeout_s: float) -> ConnectorConfig:
-    """The settings; where they say nothing, what fits SGLang.
+    """Return the settings, with defaults that fit SGLang.
 
     Args:
-        environment: Variables of the process.
         device: "cpu" or "cuda", where SGLang has its KV.
-        meet_timeout_s: How long SGLang lets one side wait for the other.
+        meet_timeout_s: Longest wait of one side for the other in SGLang.
 
     Raises:
-        ConfigError: A setting is unknown, or cannot be; one line for each.
+        ConfigError: A setting is unknown or invalid; one line for each.
     """
     file = environment.get(CONFIG_FILE)
     flags = {"device": device, "join_on_request": True}  # SGLang's requests name their prefill engine
@@ -38,7 +37,7 @@ def sglang_settings(environment: Mapping[str, str], *, device: str, meet_timeout
     fitting = {
         "meet_timeout_s": meet_timeout_s,
         "hold_s": HOLD_S,
-        "prefill_retries": 0,  # whoever sent the request to both engines knows better where to try again
+        "prefill_retries": 0,  # the router, which sent the request to both engines, retries
     }
     left = {name: value for name, value in fitting.items() if name not in limits.model_fields_set}
     if "interval_s" not in heartbeat.model_fields_set:
