@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from transfer.piece import Piece
 
@@ -172,7 +172,7 @@ class Span(Protocol):
         ...
 
 
-def record_piece(span: Span, piece: Piece, name: str, seconds: float, **attributes: Value) -> None:
+def record_piece(span: Span, piece: Piece, name: str, seconds: float, **attributes: Any) -> None:
     """Record, in the span of its request, a span of the piece that took `seconds` and ended now."""
     now_s = time.monotonic()
     chunk, route = piece.chunk.index, piece.route.index

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from torch import Tensor
@@ -233,7 +233,7 @@ class SenderLoop:
             self._end_span(action.request_id, error=action.reason)
         self._owner.on_failed(action.request_id, action.reason)
 
-    def _record(self, piece: Piece, name: str, seconds: float, **attributes: int) -> None:
+    def _record(self, piece: Piece, name: str, seconds: float, **attributes: Any) -> None:
         span = self._spans.get(piece.request_id)
         if span is not None:
             record_piece(span, piece, name, seconds, **attributes)
