@@ -455,7 +455,7 @@ class WireBuffer:
 def wire_buffers(
     layout: KVLayout, route: Route, *, tokens: Range, layers: Range, num_tokens: int, dtype: DType
 ) -> tuple[WireBuffer, ...]:
-    """Return the order of a chunk's part on `route` in its grant: ``[buffer (layer x K/V)][token][head][dim]``.
+    """Return the buffers of a chunk's part on `route`, in their order in its grant: ``[buffer (layer x K/V)][token][head][dim]``.
 
     Sliding-window layers carry only tokens inside the last window of the prompt. A recurrent state travels once, with the
     request's last tokens. Empty if chunk and route share nothing.

@@ -236,7 +236,7 @@ class PrefillSessions:
 
     @property
     def num_strangers(self) -> int:
-        """Messages that the control channel dropped because their sender has no session."""
+        """Messages that the control channel itself dropped."""
         return self._control.num_dropped
 
     def status(self) -> dict[str, Any]:
