@@ -1,4 +1,4 @@
-"""`kvferry demo-cluster`: several nodes of each tier on this machine, watched by Prometheus, under load, summed up at the end."""
+"""`kvferry demo-cluster`: run several nodes of each tier under load, with Prometheus, and print a summary."""
 
 from __future__ import annotations
 
@@ -36,23 +36,22 @@ OUTPUT_TOKENS: Final = "uniform:8:24"
 OBJECTIVES: Final = Objectives(ttft_s=2.0, tpot_s=0.2)
 STATUS_S: Final = 0.5
 RULES: Final = Path(__file__).parents[2] / "deploy" / "monitoring" / "rules" / "kvferry.yaml"
-"""Beside the package in a checkout; an installed one has none."""
+"""It exists in a checkout only, not in an installed package."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ClusterSummary:
-    """What the run came to.
+    """Outcome of a run.
 
     Args:
         ready_s: Seconds from the start of the nodes until every decode node had joined every prefill node.
-        load: Of the requests.
-        page_ms: Milliseconds of each reading of a node's `/metrics`, while there was load.
-        page_bytes: Size of the largest.
-        ring_peaks: Highest occupancy of each decode node's ring, as a share of it, by name.
+        page_ms: Milliseconds of each read of a node's `/metrics` under load.
+        page_bytes: Size of the largest page.
+        ring_peaks: Highest occupancy of each decode node's ring, from 0 to 1, by name.
         links: The measured links, by the names of both ends.
-        alerts: Names of alerts that were pending or firing, as Prometheus has it; None: there is no Prometheus.
-        leftovers: What nodes still hold afterwards, and what did not end well.
-        has_ended: The nodes have been stopped since.
+        alerts: Names of pending or firing alerts; None without Prometheus.
+        leftovers: Resources that nodes still held afterwards, and problems of the shutdown.
+        has_ended: The nodes were stopped.
     """
 
     ready_s: float
@@ -126,7 +125,7 @@ def _publish(summary: ClusterSummary, options: DemoClusterOptions, console: Cons
 
 @contextlib.contextmanager
 def _watched(cluster: LocalCluster, console: Console) -> Iterator[Prometheus | None]:
-    """A Prometheus that scrapes every node, where this machine has one."""
+    """Run a Prometheus that scrapes every node, if it is installed."""
     if find_prometheus() is None:
         console.print(f"no Prometheus here, so nobody keeps what /metrics says; {HOW_TO_GET_IT}")
         yield None
@@ -181,7 +180,7 @@ async def _under_load(
 
 
 async def _watch(nodes: Sequence[ClusterNode], page_ms: list[float], sizes: list[int], peaks: dict[str, float]) -> None:
-    """Read every node's metrics as a scraper does, and how full the rings have been. Who does not answer is looked at later."""
+    """Read the metrics of every node as a scraper does, and the peaks of its rings. A node that does not answer is skipped."""
     while True:
         for node in nodes:
             begun_s = time.monotonic()
@@ -197,7 +196,7 @@ async def _watch(nodes: Sequence[ClusterNode], page_ms: list[float], sizes: list
 
 
 def _links(cluster: LocalCluster, statuses: dict[str, pb.NodeStatus]) -> dict[str, pb.LinkStatus]:
-    """As the decode nodes have them."""
+    """Return the links of the decode nodes, by the names of both ends."""
     names = {status.instance.incarnation: name for name, status in statuses.items()}
     return {
         f"{names.get(link.peer_incarnation, '?')} -> {node.name}": link
@@ -207,12 +206,12 @@ def _links(cluster: LocalCluster, statuses: dict[str, pb.NodeStatus]) -> dict[st
 
 
 def _alerts(server: Prometheus) -> list[str]:
-    """Names of those that are pending or firing now."""
+    """Return the names of the pending and firing alerts."""
     return sorted({alert["labels"]["alertname"] for alert in server.asked("alerts")["alerts"]})
 
 
 def print_summary(summary: ClusterSummary, console: Console) -> None:
-    """Tables of the load and of the links, and a line for everything else."""
+    """Print tables of the load and of the links, and a line for everything else."""
     print_report(summary.load, console)
     headings = ("link", "lane", ">latency", ">bandwidth")
     rows = (

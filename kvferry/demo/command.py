@@ -1,4 +1,4 @@
-"""`kvferry demo`: both tiers on this machine, prompts through them, proof that the tokens are right, a report."""
+"""`kvferry demo`: run both tiers on this machine, send prompts, compare the tokens with a single process, and report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REQUEST_TIMEOUT_S: Final = 300.0
 IDLE_TIMEOUT_S: Final = 5.0  # ranks report what they hold four times a second
 TIGHT_RUNNING_REQUESTS: Final = 4
 TIGHT_CHUNK_TOKENS: Final = 32
-DEMO_HEARTBEAT_S: Final = 1.0  # laptops are busy with other things: three missed heartbeats of the default are 1.5 s
+DEMO_HEARTBEAT_S: Final = 1.0  # on a busy laptop, the default would give up after 1.5 s, three missed heartbeats
 _STATUS_S: Final = 0.25
 _POLL_S: Final = 0.05
 _CLEAR_REFUSALS: Final = (node_exit_codes.BAD_CONFIG, node_exit_codes.NO_MEMORY)
@@ -90,7 +90,7 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
 
 
 def first_decode_device(prefill_tp: int, decode_tp: int) -> int:
-    """Where the decode tier's GPUs begin: behind the prefill tier's where there are enough for both, else at 0.
+    """Return the first GPU of the decode tier: after those of the prefill tier, or 0 if there are too few for both tiers.
 
     Raises:
         ConfigError: There are too few for one of the tiers.
@@ -208,7 +208,7 @@ async def generate_one(client: NodeClient, request: DemoRequest, view: DemoView,
         ignore_eos=True,
     )
     try:
-        # All are sent at once, so the first answer of the last one may take a while on a small machine.
+        # All are sent at once, so on a small machine the last one waits long for its first answer.
         events = client.generate(call, accept_timeout_s=REQUEST_TIMEOUT_S, timeout_s=REQUEST_TIMEOUT_S)
         async with contextlib.aclosing(events):
             async for event in events:
@@ -223,13 +223,13 @@ async def generate_one(client: NodeClient, request: DemoRequest, view: DemoView,
                         request.state, request.done = "done", event.done
     except TransferError as failure:
         request.state, request.done, request.error = "failed", None, str(failure)
-        reference.cancel()  # the run has failed by now, and what a large model has left to compute could take minutes
+        reference.cancel()  # the run has failed, and a large model could compute for minutes
     view.finished(request)
 
 
 async def _watch_status(client: NodeClient, view: DemoView) -> None:
     while True:
-        with contextlib.suppress(TransferError):  # only shown; what it means for requests, they say themselves
+        with contextlib.suppress(TransferError):  # requests report their own errors
             view.status = await client.status()
         await asyncio.sleep(_STATUS_S)
 
@@ -252,7 +252,7 @@ async def wait_idle(cluster: LocalCluster) -> list[str]:
 
 
 def _environment(options: DemoOptions, model: Path) -> dict[str, Any]:
-    """Versions and machine, for the record."""
+    """Return settings, versions and the machine."""
     versions = {"kvferry": transfer.__version__, "python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

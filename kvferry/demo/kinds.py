@@ -57,15 +57,14 @@ class ModelKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoKind:
-    """How one kind is made.
+    """Recipe of one kind.
 
     Args:
         family: Stem of its classes' names in transformers.
-        config_class: Of its configuration.
-        config: What the configuration has beside the sizes that all kinds share.
-        gains: Module -> standard deviation of what it makes of an input of 1; 1 where absent.
-        norms: End of a module's name -> weight of a norm, where it is not `norm`.
-        norm: Weight of every other norm. Families that count their norms' weights from 1 have 0.
+        config: Fields of the configuration beside the sizes that all kinds share.
+        gains: Module -> standard deviation of its output for an input of 1; 1 where absent.
+        norms: End of a module's name -> weight of its norm, where it is not `norm`.
+        norm: Weight of every other norm. Families that count the weights of norms from 1 have 0.
         grown: Modules whose output grows by `LAYER_GROWTH` from layer to layer.
     """
 
@@ -159,34 +158,34 @@ KINDS: Final[Mapping[ModelKind, DemoKind]] = {
 async def cached_demo_model(
     kind: ModelKind = ModelKind.LLAMA, *, run: Callable[[list[str]], Awaitable[None]] | None = None
 ) -> Path:
-    """The directory of the demo model of a kind; it is made at the first call, in a few seconds.
+    """Return the directory of the demo model of a kind. The first call makes it, in a few seconds.
 
-    It lies in ``.kvferry`` of the working directory, or in the system's temporary folder where that cannot be written. Its name
-    holds what the model depends on, so that another version makes another one.
+    It is in ``.kvferry`` of the working directory, or in the system's temporary folder if that is not writable. Its name contains
+    a hash of the code that makes it, so that another version makes another model.
 
     Args:
         run: Runs the command line that makes the model; by default in a process.
 
     Raises:
-        EngineError: It could not be made.
+        EngineError: The model could not be made.
     """
     directory = _cache_folder() / f"demo-model-{kind}-{_key()}"
     if directory.exists():
         return directory
-    # Made elsewhere and moved at the end: a directory under the final name is always whole.
+    # The move at the end makes sure that a directory with the final name is complete.
     with tempfile.TemporaryDirectory(prefix="new-", dir=directory.parent) as folder:
         fresh = Path(folder) / directory.name
         await (run or _run)([sys.executable, "-m", "kvferry", "model", "make", "--kind", kind, str(fresh)])
         try:
             fresh.rename(directory)
         except OSError:
-            if not directory.exists():  # else another run was faster
+            if not directory.exists():  # otherwise another run was faster
                 raise
     return directory
 
 
 def _key() -> str:
-    """Of everything that decides a model's bytes: the code that makes it, and kvferry's version."""
+    """Return a key of the code that makes a model, and of kvferry's version."""
     source = hashlib.sha256()
     for name in ("model.py", "kinds.py"):
         source.update(Path(__file__).with_name(name).read_bytes())

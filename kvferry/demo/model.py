@@ -1,7 +1,7 @@
-"""Small models for demos and tests, made on the spot: a normal Hugging Face directory, the same bytes every time.
+"""Small models for demos and tests: a normal Hugging Face directory, with the same bytes every time.
 
-The weights are random, but scaled such that attention decides what comes next: damage to one KV head, one page or one
-position of the cache changes the tokens that a greedy decoder makes. What it says is nonsense made of readable words.
+The weights are random, but scaled such that attention decides the next token: damage to one KV head, one page or one position of
+the cache changes the tokens of a greedy decoder. Its output is nonsense made of readable words.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transfer.errors import ConfigError
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 DECAYS = ("A_log", "dt_bias")
 DECAY_RANGE = (-3.0, -0.5)
-"""Of both: a state forgets within some to some hundred tokens; were it at once or never, the chunk before would not matter."""
+"""Range of both. A state forgets within some to some hundred tokens; otherwise the chunk before would not matter."""
 
 TRAINING_TEXT = """
 A prompt arrives, and the first machine reads all of it at once. For every word it keeps a key and a value in each layer of the
@@ -73,15 +73,11 @@ def make_demo_model(directory: Path | str, *, kind: ModelKind | DemoKind = Model
     The same kind and seed give the same bytes. Takes a few seconds, needs no network, 25 to 35 MB of disk.
 
     Args:
-        directory: Where to; made if missing. Must be empty or hold an earlier demo model.
-        kind: What its layers keep. A `DemoKind` can also set other sizes.
-        seed: Seed of the weights.
-
-    Returns:
-        The directory.
+        directory: New or empty directory, or one with an earlier demo model.
+        kind: A kind, or a `DemoKind`, which can also set other sizes.
 
     Raises:
-        ConfigError: The directory holds something else.
+        ConfigError: The directory contains other files.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or _foreign_files(directory)):
@@ -128,7 +124,7 @@ def _make_weights(tokenizer: PreTrainedTokenizerFast, kind: DemoKind, seed: int)
     with torch.device("meta"):
         model: Any = model_class(config)
     model.to_empty(device="cpu")
-    # A generator of its own, on the CPU: the same numbers everywhere, and the caller's random state is left alone.
+    # Its own generator on the CPU gives the same numbers everywhere, and does not change the caller's random state.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -139,7 +135,7 @@ def _make_weights(tokenizer: PreTrainedTokenizerFast, kind: DemoKind, seed: int)
                 weights = [weight for end, weight in kind.norms.items() if name.endswith(f".{end}.weight")]
                 parameter.fill_(weights[0] if weights else kind.norm)
             elif module == "embed_tokens":
-                # Gemma multiplies what it looks up by the root of the hidden size.
+                # Gemma multiplies embeddings by the root of the hidden size.
                 scale = EMBEDDING_SCALE / float(getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0))
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
             elif module == "lm_head":
@@ -185,9 +181,9 @@ def _config(tokenizer: PreTrainedTokenizerFast, kind: DemoKind) -> PretrainedCon
 
 
 def _token_weights(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """[vocab], how much of its logit each token keeps: words most, pieces less, and what cannot be printed nothing.
+    """Return the factor of each token's logit, [vocab]: highest for words, lower for pieces, 0 for unprintable tokens.
 
-    A logit of 0 is next to never the largest of hundreds, so generation neither ends at once nor shows half characters.
+    A logit of 0 is almost never the largest of hundreds, so generation neither ends at once nor shows half characters.
     """
     weights = torch.zeros(VOCAB_SIZE)
     for text, token in tokenizer.get_vocab().items():

@@ -1,7 +1,7 @@
-"""`kvferry demo --offload`: a decode tier that is short of device memory, with host memory and a directory behind it.
+"""`kvferry demo --offload`: a decode tier with little device memory, and host memory and a directory behind it.
 
-The device pool is smaller than the longest request, so older tokens have to leave it while their request still runs. What is
-stored stays in the directory: a second run finds the prompts there.
+The device pool is smaller than the longest request, so older tokens have to leave it while their request still runs. Stored KV
+stays in the directory, and a second run finds the prompts there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.local_cluster.cluster import LocalCluster
 
 POOL_TOKENS: Final = 512
-"""Of each decode rank's device pool; the longest of the demo's prompts has about 600."""
+"""Size of each decode rank's device pool; the longest of the demo's prompts has about 600."""
 
 DEVICE_WINDOW: Final = 64
 STRIDE_TOKENS: Final = 64
@@ -28,22 +28,21 @@ _POLL_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadReport:
-    """What became of the KV outside of the device. Field names are those of ``--json``.
+    """KV outside of the device. Field names are those of ``--json``.
 
     Args:
         device_tokens: Tokens that fit each decode rank's device pool.
-        longest_request_tokens: Of the longest request, prompt and generated.
+        longest_request_tokens: Prompt and generated tokens of the longest request.
         host_tokens: Tokens that fit each decode rank's host memory.
-        hit_tokens_device, hit_tokens_host, hit_tokens_storage: Tokens of prompts that did not come from prefill, by where they
-            were found.
-        skipped_tokens: Tokens of prompts that prefill ranks had from the store, and did not compute.
-        saved_bytes: Copied from the device into host memory, over all ranks.
-        loaded_bytes: Copied from host memory onto the device.
-        stored_bytes: Put into the store.
-        fetched_bytes: Had from the store, by both tiers.
-        released_pages: Device pages that were given back before their request ended.
-        restored_pages: Pages that were brought back while their request ran.
-        unstored_pages: Pages that could not be put into the store.
+        hit_tokens_device, hit_tokens_host, hit_tokens_storage: Tokens of prompts that prefill did not send, by tier.
+        skipped_tokens: Tokens of prompts that prefill ranks loaded from the store and did not compute.
+        saved_bytes: Bytes copied from the device into host memory, over all ranks.
+        loaded_bytes: Bytes copied from host memory to the device.
+        stored_bytes: Bytes put into the store.
+        fetched_bytes: Bytes loaded from the store, by both tiers.
+        released_pages: Device pages that were released before their request ended.
+        restored_pages: Pages that were loaded again while their request ran.
+        unstored_pages: Pages that could not be stored.
     """
 
     device_tokens: int
@@ -63,7 +62,7 @@ class OffloadReport:
 
 
 def offload_settings(directory: Path) -> dict[str, object]:
-    """Settings of the decode tier, by path."""
+    """Return the settings of the decode tier, by path."""
     return {
         "offload.host_ratio": HOST_RATIO,
         "offload.device_window": DEVICE_WINDOW,
@@ -72,22 +71,18 @@ def offload_settings(directory: Path) -> dict[str, object]:
 
 
 def store_settings(directory: Path) -> dict[str, object]:
-    """Settings that both tiers share, by path."""
+    """Return the settings that both tiers share, by path."""
     return {"storage.directory": directory.absolute()}
 
 
 class Figures:
-    """A node's metrics, summed over its ranks.
-
-    Args:
-        text: Its page.
-    """
+    """The metrics page of a node, summed over its ranks."""
 
     def __init__(self, text: str) -> None:
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def sum(self, name: str, **labels: str) -> int:
-        """Of all samples of that name that have these labels."""
+        """Return the sum of all samples with that name and these labels."""
         return round(
             sum(
                 sample.value
@@ -98,11 +93,10 @@ class Figures:
 
 
 async def offload_report(cluster: LocalCluster, *, longest_request_tokens: int, page_size: int) -> OffloadReport:
-    """What the nodes' metrics say, once nothing waits for the store any more.
+    """Return the report from the nodes' metrics, once no page waits for the store.
 
     Args:
-        longest_request_tokens: Prompt and generated tokens.
-        page_size: Of the decode tier.
+        page_size: Page size of the decode tier.
     """
     deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
     while True:

@@ -38,12 +38,12 @@ BUILT_IN: Final = (
 
 
 def load_prompts(file: Path | None, num_requests: int | None) -> list[str]:
-    """The prompts of a run.
+    """Return the prompts of a run.
 
     Args:
-        file: One prompt a line, empty lines left out; None takes those built in.
-        num_requests: How many; more than there are begin again from the first, with their number before them, so that no two
-            are alike. None takes each once.
+        file: Text file with one prompt a line; empty lines are ignored. None means the built-in prompts.
+        num_requests: Number of prompts. If it is larger than their number, they repeat with a number before them, so that no two
+            are equal. None means each once.
 
     Raises:
         ConfigError: The file cannot be read or holds no prompt, or the number is out of range.
@@ -60,15 +60,15 @@ def load_prompts(file: Path | None, num_requests: int | None) -> list[str]:
 
 
 async def check_prompts_fit(model: Path, prompts: Sequence[str], max_new_tokens: int) -> None:
-    """Refuse prompts whose requests the nodes would refuse, one by one and only once they have started.
+    """Check that each prompt and its output fit the model's context, which the nodes would check only after they have started.
 
-    Does nothing where the model's configuration does not tell its context: the nodes judge model directories.
+    It does nothing if the model's configuration has no context length: the nodes check model directories.
 
     Raises:
-        ConfigError: A prompt and what is generated from it are longer than the model's context; the longest one is named.
+        ConfigError: They do not; the message names the longest prompt.
     """
-    max_tokens = _max_context_tokens(model)
-    if max_tokens is None:
+    max_tokens = read_config(model).get("max_position_embeddings")
+    if not isinstance(max_tokens, int):
         return
     codec = TextCodec(model)
     lengths = [len(await codec.encode(prompt, max_tokens=max_tokens)) for prompt in prompts]
@@ -81,7 +81,7 @@ async def check_prompts_fit(model: Path, prompts: Sequence[str], max_new_tokens:
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """The model's configuration; empty where it cannot be read, which the nodes will say."""
+    """Return the model's configuration; empty if it cannot be read, which the nodes report."""
     try:
         return model_directory.read_config(model)
     except ConfigError:
@@ -89,32 +89,25 @@ def read_config(model: Path) -> dict[str, Any]:
 
 
 def chosen_dtype(option: str, model: Path) -> str | None:
-    """What the nodes and the single process are all told to compute in; None: nothing, the directory decides.
+    """Return the type for the nodes and the single process; None means that the directory decides.
 
     Args:
         option: "float32" or "model".
-        model: Hugging Face directory.
     """
     return EXACT_DTYPE if option == EXACT_DTYPE else model_dtype(model)
 
 
 def model_dtype(model: Path) -> str | None:
-    """The model's own dtype, as its configuration says it; None where it names none that can be computed in."""
+    """Return the model's own dtype from its configuration; None if the model cannot be computed in it."""
     config = read_config(model)
     found = config.get("dtype", config.get("torch_dtype"))
     return found if found in _COMPUTABLE else None
 
 
 def architecture(model: Path) -> str:
-    """Name of the model's architecture as its configuration says it; empty where it does not."""
+    """Return the model's architecture from its configuration; empty if it has none."""
     named = read_config(model).get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
-
-
-def _max_context_tokens(model: Path) -> int | None:
-    """As the model's configuration says it; None where it does not."""
-    found = read_config(model).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
 
 
 def _read(file: Path) -> list[str]:

@@ -40,7 +40,7 @@ _QUIET: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceResult:
-    """What a single process generated for one prompt."""
+    """Output of a single process for one prompt."""
 
     prompt_tokens: int
     token_ids: tuple[int, ...]
@@ -50,9 +50,8 @@ def generate_all(model_dir: Path, prompts: Sequence[str], max_new_tokens: int, *
     """Generate for each prompt by itself, greedily, past the model's own end token.
 
     Args:
-        model_dir: Hugging Face directory.
-        max_new_tokens: Tokens to generate for each, exactly.
-        dtype: What the model computes in, by torch's name for it; ``auto`` leaves it to the directory.
+        max_new_tokens: Exact number of tokens to generate for each.
+        dtype: Torch's name of the type in which the model computes; ``auto`` leaves it to the directory.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -81,7 +80,7 @@ def result_of(line: str) -> ReferenceResult:
     """Parse one line of the program's output.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The line has another form.
     """
     content = json.loads(line)
     if not isinstance(content, dict) or set(content) != {"prompt_tokens", "token_ids"}:
@@ -93,9 +92,6 @@ class ReferenceRun:
     """Run this module as a program. The context manager ends the process.
 
     Args:
-        model: Model directory.
-        prompts: Texts.
-        max_new_tokens: Tokens to generate for each.
         environment: Environment variables of its process.
         dtype: Type in which the model computes; None means that the directory decides.
     """
@@ -141,25 +137,25 @@ class ReferenceRun:
 
     @property
     def results_file(self) -> Path:
-        """One line of JSON for each result, written as it is made; gone when the context ends."""
+        """Return the file with one line of JSON for each result so far; the end of the context deletes it."""
         return Path(self._folder.name) / "results"
 
     @property
     def pid(self) -> int:
-        """Of its process, once it is entered."""
+        """Return the process id. The context must be entered."""
         assert self._process is not None, "enter it first"
         return self._process.pid
 
     def cancel(self) -> None:
-        """End it now: nothing waits for the results that it has not made yet."""
+        """Kill the process; `results` then returns what it has written."""
         self._is_cancelled = True
         self._kill()
 
     async def results(self) -> list[ReferenceResult | None]:
-        """Wait until it has ended; one result for each prompt, in order, None for those that it had not made when cancelled.
+        """Wait until the process has ended. Return a result for each prompt, in order; None for those after a `cancel`.
 
         Raises:
-            EngineError: It failed; its last line is named.
+            EngineError: It failed.
         """
         assert self._process is not None, "enter it first"
         while self._process.poll() is None:

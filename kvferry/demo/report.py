@@ -15,7 +15,6 @@ from typing import Any, Final
 from kvferry.bench_serve.summary import Spread
 from kvferry.demo.offload import OffloadReport
 from kvferry.demo.reference import ReferenceResult
-from transfer.errors import ConfigError
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
 from transfer.layout import KVLayout, LayerKind, Range, Shard, routes, wire_buffers, wire_dtype
 from transfer.pb import kvferry_pb2 as pb
@@ -29,11 +28,9 @@ class DemoRequest:
     """One request, updated by each event.
 
     Args:
-        number: From 1.
-        max_new_tokens: Tokens to generate for it, exactly.
-        prompt: Its text.
-        prompt_tokens: As the decode node counted them; 0 until it has accepted the request.
-        token_ids, text: Generated so far.
+        number: Number of the request, from 1.
+        prompt_tokens: Number that the decode node counted; 0 until it has accepted the request.
+        token_ids, text: Output so far.
         state: "queued", "accepted", "generating", "done" or "failed".
         done: The last event.
         error: One line.
@@ -55,14 +52,13 @@ class GroupReport:
     """One group of layers that share pages. Field names are those of ``--json``.
 
     Args:
-        name: ``full``, ``window_64``, ``state``.
-        keeps: What it keeps: "K or V" or a "latent" of a token, or the "state" of a request.
-        layers: Number of layers.
+        name: For example ``full``, ``window_64`` or ``state``.
+        keeps: "K or V" or a "latent" of a token, or the "state" of a request.
         prefill_pages, decode_pages: Pages of each rank's pool.
-        prefill_pages_used, decode_pages_used: Pages that all requests took of it, one after the other.
-        tokens_sent: Tokens of the prompts that decode was sent; of states, their number.
-        tokens_left_out: Tokens of the prompts that did not have to travel, because decode reads nothing of them.
-        bytes_sent: Over all pairs of ranks; chunks that were sent again not included.
+        prefill_pages_used, decode_pages_used: Pages that all requests used, one after the other.
+        tokens_sent: Tokens of the prompts that were sent; for states, the number of states.
+        tokens_left_out: Tokens of the prompts that were not sent, because decode does not read them.
+        bytes_sent: Bytes over all pairs of ranks, without chunks that were sent again.
     """
 
     name: str
@@ -79,39 +75,31 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
-    """What a run moved, how long it took, and whether it was right. Field names are those of ``--json``.
+    """Outcome of a run. Field names are those of ``--json``.
 
     Args:
-        requests: Requests that were sent.
-        failed: Of them, those that ended in an error.
-        refusals: Why some of these were never accepted, one line each.
-        failures: Why the others of these ended, one line each.
-        compared: Requests whose tokens were compared; where one failed, the single process is not waited for.
-        tokens_match: Whether every token of every request, and each prompt's length, is what a single process made.
-        prompt_tokens, generated_tokens: Sums.
+        failed: Requests that ended in an error, either before (`refusals`) or after (`failures`) they were accepted.
+        compared: Requests whose tokens were compared. If a request fails, the run does not wait for the single process.
+        tokens_match: Every token of every request, and the length of each prompt, matches the single process.
         bytes_moved: Payload, resent chunks included.
-        writes: Bulk writes.
-        writes_without_staging: Writes that each token x layer x K/V slice of each route by itself would have taken.
-        resends: Chunks that were sent again.
+        writes_without_staging: Writes that one write for each token, layer and K/V slice of each route would have needed.
         transport: Lanes of all links, as measured at attach.
         links: Number of (prefill rank, decode rank) links.
         link_bandwidth_bytes_per_s: Median over the links, as measured at attach.
-        transfer_seconds: First gather, while later chunks are still being computed, to last release.
-        exposed_seconds: What of it came after the last chunk had been computed.
-        ttft_seconds: Acceptance to first token.
-        overlap_ratio: Share of the transfer time during which the prompt was still being computed; 0 without transfers.
-        ring_peak_bytes: The fullest that any decode rank's ring was; its capacity once grants had to wait for room.
-        watermark_acks: Sent by all decode ranks, heartbeats included.
-        leaks: Things left over; 0.
-        leaked: What they are, one line each.
+        transfer_seconds: Time from the first gather, while later chunks are still computed, to the last release.
+        exposed_seconds: Its part after the last chunk was computed.
+        ttft_seconds: Time from acceptance to the first token.
+        overlap_ratio: Share of the transfer time during which the prompt was still computed; 0 without transfers.
+        ring_peak_bytes: Highest occupancy of any decode rank's ring; its capacity once grants had to wait.
+        watermark_acks: Acks of all decode ranks, heartbeats included.
+        leaked: Resources that are still held, one line each; `leaks` is their number.
         mismatches: Requests whose tokens differ or that failed, one line each.
-        seconds: The whole run, from the command's start to the last process's end.
-        generate_seconds: Of it, from the first request to the last token.
-        dtype: What both tiers and the single process computed in.
-        model_kind: What the layers of the demo model keep, or the architecture of a model that was given.
-        groups: What each group of layers took, of the requests that ended well; not with `offload`, where not all of it travels.
-        offload: What became of KV outside of the device; None without such tiers.
-        environment: Versions and machine, for the record.
+        seconds: Duration of the run, from the command's start to the last process's end.
+        generate_seconds: Its part from the first request to the last token.
+        dtype: Type in which both tiers and the single process computed.
+        model_kind: Kind of the demo model, or the architecture of the given model.
+        groups: Groups of layers; empty with `offload`, because then not all KV travels.
+        offload: None without storage tiers.
     """
 
     requests: int
@@ -174,20 +162,12 @@ def make_report(
     prefill: pb.NodeStatus | None = None,
     offload: OffloadReport | None = None,
 ) -> DemoReport:
-    """Add up a run.
+    """Add up a run. Arguments that are fields of the report are described there.
 
     Args:
-        outcomes: Of each request.
-        reference: What a single process made of the same prompts, in the same order; None where it was not waited for.
+        reference: Results of a single process for the same prompts, in the same order; None if the run did not wait for it.
         decode: The decode node's status after the last request.
-        leaked: What is left over.
-        dtype: What both tiers and the single process computed in.
-        model_kind: What the layers of the demo model keep, or the architecture of a model that was given.
-        prefill: The prefill node's status; None leaves out what each group of layers took.
-        offload: What became of KV outside of the device.
-
-    Raises:
-        ConfigError: The two sequences are not equally long.
+        prefill: The prefill node's status; None leaves out the groups of layers.
     """
     mismatches = find_mismatches(outcomes, reference)
     dones = [outcome.done for outcome in outcomes if outcome.done is not None]
@@ -237,19 +217,9 @@ def _errors(outcomes: Sequence[DemoRequest], *, after_acceptance: bool) -> tuple
 
 
 def find_mismatches(outcomes: Sequence[DemoRequest], reference: Sequence[ReferenceResult | None]) -> list[str]:
-    """One line for each request that failed or is not exactly what the reference made, in order.
-
-    Raises:
-        ConfigError: The two sequences are not equally long.
-    """
-    if len(outcomes) != len(reference):
-        raise ConfigError(f"there are {len(outcomes)} outcomes and {len(reference)} reference results; both must be equally many")
-    lines = []
-    for number, (outcome, wanted) in enumerate(zip(outcomes, reference, strict=True), start=1):
-        difference = _difference(outcome, wanted)
-        if difference:
-            lines.append(f"request {number}: {difference}")
-    return lines
+    """Return one line for each request that failed or differs from the reference, in order."""
+    differences = (_difference(outcome, wanted) for outcome, wanted in zip(outcomes, reference, strict=True))
+    return [f"request {number}: {difference}" for number, difference in enumerate(differences, start=1) if difference]
 
 
 def _difference(outcome: DemoRequest, wanted: ReferenceResult | None) -> str:
@@ -289,12 +259,7 @@ def find_leaks(status: pb.NodeStatus, *, name: str = "") -> list[str]:
 
 
 def group_reports(prefill: pb.NodeStatus, decode: pb.NodeStatus, requests: Sequence[DemoRequest]) -> tuple[GroupReport, ...]:
-    """One for each group, in the order of the model's groups; none where a node does not say what it is.
-
-    Args:
-        prefill, decode: Status of both nodes.
-        requests: Those that ended well.
-    """
+    """Return a report for each group of the model; none if a node has no ranks. `requests` are those that succeeded."""
     if not (prefill.HasField("instance") and decode.HasField("instance") and prefill.ranks and decode.ranks):
         return ()
     source, target = instance_from_proto(prefill.instance), instance_from_proto(decode.instance)

@@ -100,7 +100,7 @@ class DemoView:
         table.add_column("text", ratio=1, no_wrap=True, overflow="crop")
         room = max(4, self._console.height - _ROWS_BESIDE_REQUESTS)
         width = max(20, self._console.width - 45)
-        # Those that move are what one looks at; those that have ended make room for them.
+        # Requests that have ended make room for those that run.
         shown = sorted(self.requests, key=lambda request: (request.state in ("done", "failed"), request.number))[:room]
         for request in sorted(shown, key=lambda request: request.number):
             text = request.error or _one_line(request.text)
@@ -123,7 +123,7 @@ def _one_line(text: str) -> str:
 
 
 def print_report(console: Console, report: DemoReport) -> None:
-    """Print the table, what went wrong, and what it would have cost without staging."""
+    """Print the tables, the problems, and the cost without staging."""
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -159,7 +159,7 @@ def print_report(console: Console, report: DemoReport) -> None:
 
 
 def _complaints(report: DemoReport) -> list[tuple[str, Sequence[str]]]:
-    """What went wrong, by kind; a request that failed has made too few tokens, and no wrong ones."""
+    """Return the problems by kind. A request that failed has too few tokens, but no wrong ones."""
     differing = [line for line in report.mismatches if line not in (*report.refusals, *report.failures)]
     return [
         ("refused", report.refusals),
@@ -170,7 +170,7 @@ def _complaints(report: DemoReport) -> list[tuple[str, Sequence[str]]]:
 
 
 def has_kinds(report: DemoReport) -> bool:
-    """Whether the model's layers keep anything but K and V of every token."""
+    """Return True if a layer of the model keeps anything else than K and V of every token."""
     return [group.keeps for group in report.groups] not in ([], ["K or V"]) or any(one.tokens_left_out for one in report.groups)
 
 
@@ -211,7 +211,7 @@ def _offload_table(offload: OffloadReport) -> Table:
 
 
 def cost_line(report: DemoReport) -> str:
-    """What the same transfer would have cost if every token x layer x K/V slice of a route were a write."""
+    """Return the cost of the same transfer with a write for each token, layer and K/V slice of a route."""
     if not report.writes:
         return "Nothing was moved."
     factor = report.writes_without_staging / report.writes
@@ -227,7 +227,7 @@ def cost_line(report: DemoReport) -> str:
 
 
 def verdict(report: DemoReport) -> str:
-    """One line on what is wrong with a run that did not succeed."""
+    """Return one line with the problems of a run that did not succeed."""
     parts = []
     if report.refusals:
         parts.append(f"{len(report.refusals)} of {report.requests} requests were refused")
