@@ -1,4 +1,4 @@
-"""`kvferry bench serve`: runs the rates one after the other, and reports."""
+"""`kvferry bench serve`: run the rates one after the other, and report."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ async def put_load(
     """Run the rates one after the other.
 
     Args:
-        on_broken_off: Gets what has come when this is cancelled.
+        on_broken_off: Receives the partial report if this is cancelled.
 
     Raises:
-        TransferError: A node does not answer, is no decode node, or takes no requests; an option is wrong.
+        TransferError: A node does not answer, is no decode node, or takes no requests; or an option is invalid.
     """
     summaries: list[RateSummary] = []
     runs = options.runs()
@@ -101,7 +101,7 @@ async def put_load(
 async def _run(
     options: LoadOptions, clients: Mapping[str, NodeClient], prompts: Prompts, run: Run, summaries: list[RateSummary]
 ) -> None:
-    """Run one rate and add what came of it, also when it is broken off."""
+    """Run one rate and add its summary, also if it is cancelled."""
     number = sum(not one.is_warm_up for one in run.planned)
     print(
         f"{run.rate:g}/s: {number:,} requests over {run.window_s():,.1f} s, after {len(run.planned) - number:,} of warm-up",
@@ -137,7 +137,7 @@ async def _run(
 
 
 async def _described(client: NodeClient) -> dict[str, Any]:
-    """What the decode node is.
+    """Describe a decode node.
 
     Raises:
         TransferError: It does not answer, is no decode node, or takes no requests.

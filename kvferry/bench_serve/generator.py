@@ -1,4 +1,4 @@
-"""Sends requests when they are due, whatever becomes of the earlier ones, and notes what comes back."""
+"""Sends requests when they are due, independent of earlier ones, and records the answers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 
 TICK_S: Final = 0.02
-"""How often the generator looks whether its own loop runs late."""
+"""Interval at which the generator checks the delay of its own loop."""
 
 
 class OpenLoop:
-    """One run of one rate. Afterwards, and also while it is cancelled, `records` holds what is known.
+    """One run of one rate. `records` is valid afterwards, and also if the run is cancelled.
 
     Args:
-        clients: By address; at least one.
-        choice: Among them.
+        clients: At least one, by address.
         timeout_s: Deadline of each request.
         max_lateness_s: See `Lateness`.
     """
@@ -42,10 +41,10 @@ class OpenLoop:
         self.records: list[Record] = []
 
     async def run(self, planned: Sequence[Planned], make: Callable[[int, Planned], pb.GenerateRequest]) -> None:
-        """Send all of them, and wait for the last one's end; the requests are made before the first is sent."""
+        """Send all requests, and wait for the last one. All are made before the first is sent."""
         requests = [make(index, one) for index, one in enumerate(planned)]
         gc.collect()
-        gc.freeze()  # what lies there now is not looked through again while times are taken
+        gc.freeze()  # so that the collector does not walk over these objects during the measurement
         tasks: list[asyncio.Task[None]] = []
         ticker = asyncio.create_task(self._tick())
         cpu_s = time.process_time()
@@ -65,7 +64,7 @@ class OpenLoop:
                 self.records.append(record)
                 tasks.append(asyncio.create_task(self._send(record, request)))
                 if wait_s <= 0 and index % 64 == 63:
-                    await asyncio.sleep(0)  # behind: those that were begun get their turn all the same
+                    await asyncio.sleep(0)  # late: give a turn to requests that were started
             await asyncio.gather(*tasks)
         finally:
             ticker.cancel()
@@ -78,7 +77,7 @@ class OpenLoop:
             gc.unfreeze()
 
     def lateness(self) -> Lateness:
-        """Of the run that is over."""
+        """Return the delays of a run that has ended."""
         return Lateness(
             sends_s=Spread.of(record.lateness_s for record in self.records if record.sent_s is not None),
             loop_s=Spread.of(self._ticks_s),
@@ -88,7 +87,7 @@ class OpenLoop:
 
     @property
     def ran_s(self) -> float:
-        """Seconds from the run's start to its end."""
+        """Return the seconds from the run's start to its end."""
         return self._ran_s
 
     def _now_s(self) -> float:
@@ -100,7 +99,7 @@ class OpenLoop:
         self._num_sent += 1
         if self._choice is Choice.ROUND_ROBIN:
             return names[first]
-        # Equal ones take turns: the first of them would get all of a light load.
+        # Equal nodes take turns. Otherwise the first one would get all of a light load.
         turns = names[first:] + names[:first]
         return min(turns, key=self._outstanding.__getitem__)
 
@@ -126,7 +125,7 @@ class OpenLoop:
             self._outstanding[record.target] -= 1
 
     async def _tick(self) -> None:
-        """Note by how much this loop's clock ticks late: by so much any answer may have been seen late."""
+        """Record the delays of this loop: any answer may have been seen that late."""
         while True:
             due_s = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
@@ -134,7 +133,7 @@ class OpenLoop:
 
 
 def _take_done(record: Record, done: pb.GenerateDone) -> None:
-    if not record.token_s:  # nothing to take a time of; no node ends a request well without a token
+    if not record.token_s:  # there is no time to measure; no node completes a request without a token
         record.failure, record.reason = "NO_TOKENS", f"{record.target}: the request ended well without a token"
         return
     stats = done.stats

@@ -1,4 +1,4 @@
-"""What `kvferry bench serve` is asked for, checked before anything is sent."""
+"""Options of `kvferry bench serve`, checked before the first request."""
 
 from __future__ import annotations
 
@@ -30,19 +30,17 @@ _FRESH_SEEDS = 1 << 31
 
 
 def fresh_seed() -> int:
-    """Another one each time: of two equal runs a store or a host tier would serve the second from what the first has left."""
+    """Return a new seed. With the same one, a store or host memory would serve the second of two runs."""
     return secrets.randbelow(_FRESH_SEEDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One rate.
+    """One rate, in requests a second on average.
 
     Args:
-        rate: Requests a second, on average.
-        planned: Its requests.
-        duration_s: Seconds of arrivals that count; None: up to the last one.
-        again: How many runs of the same rate came before.
+        duration_s: Seconds of arrivals that count; None means until the last one.
+        again: Number of earlier runs of the same rate.
     """
 
     rate: float
@@ -52,11 +50,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its prompts: no two runs have the same."""
+        """Return the unique name of the run, which its prompts depend on."""
         return f"{self.rate:g}{f' again {self.again}' if self.again else ''}"
 
     def window_s(self, until_s: float = math.inf) -> float:
-        """Seconds of arrivals that count: from the last of the warm-up on, to `until_s` where that is earlier."""
+        """Return the seconds of arrivals that count, from the last one of the warm-up to the end or `until_s`."""
         begin_s = max((one.at_s for one in self.planned if one.is_warm_up), default=0.0)
         end_s = self.planned[-1].at_s if self.duration_s is None else begin_s + self.duration_s
         return max(min(end_s, until_s) - begin_s, 1e-9)
@@ -64,26 +62,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Of one run of the command.
+    """Options of the command.
 
     Args:
         targets: host:port of each decode node.
-        rates: Requests a second, one run each, in this order; empty only with a trace.
-        arrivals: How gaps are drawn.
-        shape: Lengths and shared prefixes; with a trace only the latter counts.
+        rates: Requests a second; one run for each, in this order. Empty only with a trace.
+        shape: Lengths and shared prefixes; with a trace only the latter are used.
         trace: JSONL file with times and lengths.
-        num_requests, duration_s: How many requests count in each run, or for how long; exactly one of them, none with a trace.
+        num_requests, duration_s: Requests that count in each run, or seconds of their arrivals; exactly one, none with a trace.
         num_warm_up: Requests before those.
         timeout_s: Deadline of each request.
-        choice: Among the targets.
-        objectives: For goodput.
-        seed: Of everything that is drawn.
-        max_lateness_s: 99th percentile by which the generator may be late.
-        vocab_size: Of the model; None: the nodes say it.
-        temperature: Of the sampling.
+        max_lateness_s: Highest 99th percentile of the generator's delay.
+        vocab_size: Number of token ids; None means that the nodes report it.
 
     Raises:
-        ConfigError: A value cannot be, or two do not go together.
+        ConfigError: A value is invalid, or two exclude each other.
     """
 
     targets: tuple[str, ...]
@@ -144,10 +137,10 @@ class LoadOptions:
             raise ConfigError(f"--rate {max(self.rates):g} for --duration {self.duration_s:g} s is over {MAX_REQUESTS} requests")
 
     def runs(self) -> list[Run]:
-        """In their order.
+        """Return the runs in their order.
 
         Raises:
-            ConfigError: The trace cannot be used.
+            ConfigError: The trace is invalid.
         """
         before = Counter[str]()
         found: list[Run] = []
@@ -207,15 +200,15 @@ class LoadOptions:
 
 
 def _mean_rate(planned: tuple[Planned, ...]) -> float:
-    """Requests a second from the first to the last, which `read_trace` has seen not to come at one moment."""
+    """Return the requests a second of a trace; `read_trace` has checked that they do not all come at one moment."""
     return (len(planned) - 1) / (planned[-1].at_s - planned[0].at_s)
 
 
 def parse_rates(texts: list[str]) -> tuple[float, ...]:
-    """Rates of ``["1,2", "4"]``.
+    """Parse rates such as ``["1,2", "4"]``.
 
     Raises:
-        ConfigError: One is no number.
+        ConfigError: One is not a number.
     """
     rates = []
     for part in ",".join(texts).replace(" ", "").split(","):
@@ -227,10 +220,10 @@ def parse_rates(texts: list[str]) -> tuple[float, ...]:
 
 
 def shape_of(prompt_tokens: str, output_tokens: str, *, shared_prefix: float = 0.0, num_prefixes: int = 1) -> Shape:
-    """Of the command's texts.
+    """Return the shape that the texts of the options describe.
 
     Raises:
-        ConfigError: One is no distribution.
+        ConfigError: A text is not a distribution.
     """
     return Shape(
         prompt=Lengths.parse("--prompt-tokens", prompt_tokens),

@@ -1,4 +1,4 @@
-"""Goodput and times against offered load, as a picture. matplotlib is loaded only here, and only when a picture is asked for."""
+"""Picture of goodput and times against offered load. Only this file loads matplotlib, and only for a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transfer.errors import ConfigError
 
 
 def check_picture(file: Path) -> None:
-    """Whether `write_picture` can write there, before a run that takes long.
+    """Check before a long run that `write_picture` can write the file.
 
     Raises:
         ConfigError: It cannot.

@@ -1,4 +1,4 @@
-"""What a run of the command found, and where: values, JSON, and tables."""
+"""Report of a run: values, JSON, and tables."""
 
 from __future__ import annotations
 
@@ -22,18 +22,15 @@ _WIDE = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Of all rates.
+    """Report of all rates.
 
     Args:
-        summaries: One for each rate that was begun, in the order of the runs.
-        objectives: Of goodput.
-        settings: As asked for.
-        nodes: What each decode node said of itself at the start.
-        machine: Where the generator ran.
-        command: The command line.
-        date: When it began, ISO 8601.
-        load_before: Of the machine, over the last minute before the first request.
-        is_interrupted: By a signal.
+        summaries: One for each rate that was started, in the order of the runs.
+        nodes: Description of each decode node at the start.
+        machine: The generator's machine.
+        date: Start, ISO 8601.
+        load_before: Load of the machine in the last minute before the first request.
+        is_interrupted: A signal ended the run.
     """
 
     summaries: Sequence[RateSummary]
@@ -48,7 +45,7 @@ class LoadReport:
 
     @property
     def is_late(self) -> bool:
-        """Whether the generator could not keep up with a rate."""
+        """Return True if the generator could not keep up with a rate."""
         return any(one.lateness.is_late for one in self.summaries)
 
     @property
@@ -92,9 +89,9 @@ def cpu_name() -> str:
 
 
 def print_report(report: LoadReport, console: Console) -> None:
-    """Two tables with a row for each rate, and what has to be said under them."""
+    """Print two tables with a row for each rate, and remarks."""
     if not console.is_terminal:
-        console.width = max(console.width, _WIDE)  # into a file: nothing to fit into
+        console.width = max(console.width, _WIDE)  # a file has no width
     console.print(_load_table(report))
     console.print(_transfer_table(report))
     for line in lines_of(report):
@@ -163,7 +160,7 @@ def _is_cached_unasked(report: LoadReport, one: RateSummary) -> bool:
 
 
 def lines_of(report: LoadReport) -> list[Text]:
-    """What has to be said under the tables."""
+    """Return the remarks under the tables."""
     lines = [Text(_goodput_line(report))]
     if (seed := report.settings.get("seed")) is not None:
         lines.append(Text(f"--seed {seed} sends the same requests again"))

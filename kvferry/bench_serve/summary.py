@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 FEW_FAILED = 0.01
-"""Of the requests; with more of them failed, a 99th percentile of the served ones is none of all."""
+"""Share of requests. If more fail, a 99th percentile of the served ones says little about all."""
 ATTAINED = 0.9
-"""Part of the requests that must meet their objectives for a rate to count as sustained, as in DistServe."""
+"""Share of requests that must meet their objectives for a sustained rate, as in DistServe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How samples of one quantity are spread; all 0 without samples."""
+    """Statistics of the samples of one quantity; all are 0 without samples."""
 
     samples: int = 0
     mean: float = 0.0
@@ -49,7 +49,7 @@ class Spread:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending samples, interpolated between the two that are nearest, as numpy's default does."""
+    """Return a percentile of ascending samples, interpolated linearly as numpy's default."""
     at = share * (len(ordered) - 1)
     below = math.floor(at)
     if below == len(ordered) - 1:
@@ -58,7 +58,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 class Timed(Protocol):
-    """A request and its times, measured or simulated. The times are those of a served request."""
+    """A request and its times, measured or simulated. Only a served request has times."""
 
     @property
     def is_served(self) -> bool: ...
@@ -75,16 +75,16 @@ class Timed(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What the node said of the transfer of a request that ended well.
+    """The node's report about the transfer of a request that succeeded.
 
     Args:
-        node_ttft_s: From the node's acceptance to the first token.
-        transfer_s: From the first gather to the last release.
-        exposed_s: What of it came after the last chunk had been computed.
+        node_ttft_s: Time from the node's acceptance to the first token.
+        transfer_s: Time from the first gather to the last release.
+        exposed_s: Its part after the last chunk was computed.
         num_bytes, writes, resends: Sums over the ranks.
-        prefill_node: Its address.
+        prefill_node: Address.
         retries: Attempts on other prefill nodes.
-        cached_tokens: Of the prompt, not moved because they were there.
+        cached_tokens: Tokens of the prompt that were not moved, because their KV was there.
     """
 
     node_ttft_s: float
@@ -100,14 +100,11 @@ class Moved:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """One request. It ended well where `moved` is there, failed where `failure` is, and else was cut off by the run's end.
+    """One request. It succeeded if `moved` is set, failed if `failure` is set, and otherwise was cut off by the run's end.
 
     Attributes:
-        due_s: When it was to be sent.
-        sent_s: When it was.
+        due_s: When it was due.
         token_s: When each message with tokens came.
-        num_tokens: Generated tokens that came.
-        ended_s: When its stream ended.
         failure: Name of the gRPC status.
         reason: The status in words.
     """
@@ -131,44 +128,39 @@ class Record:
 
     @property
     def lateness_s(self) -> float:
-        """Of the generator itself."""
+        """Return the delay of the generator."""
         return 0.0 if self.sent_s is None else self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """From the moment at which it was due, so that a late generator hides nothing. Only where a token came."""
+        """Return the time from when it was due, so that the delay of the generator counts. It needs a token."""
         return self.token_s[0] - self.due_s
 
     @property
     def end_to_end_s(self) -> float:
-        """From the moment at which it was due to the last token."""
+        """Return the time from when it was due to the last token."""
         return self.token_s[-1] - self.due_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds for a token after the first; None where there is only one."""
+        """Return the mean time of a token after the first; None if there is only one."""
         return None if self.num_tokens < 2 else (self.token_s[-1] - self.token_s[0]) / (self.num_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between messages with tokens: inter-token latencies."""
+        """Return the times between messages with tokens: inter-token latencies."""
         return [later - earlier for earlier, later in zip(self.token_s, self.token_s[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """What a request must meet to count as good; None: anything.
-
-    Args:
-        ttft_s: Longest time to first token.
-        tpot_s: Longest mean time per output token after the first.
-    """
+    """Objectives of a good request: time to first token, and mean time per output token after it. None means no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def are_met_by(self, request: Timed) -> bool:
-        """A request with one token has no time per output token, and so meets any."""
+        """Return True if the request is good. With one token, it meets any time per output token."""
         if not request.is_served:
             return False
         if self.ttft_s is not None and request.ttft_s > self.ttft_s:
@@ -178,13 +170,13 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lateness:
-    """Whether the generator kept up.
+    """Delays of the generator.
 
     Args:
-        sends_s: Seconds by which requests were sent after they were due.
-        loop_s: Seconds by which the generator's own clock ticked late: so wrong can the time of an arrival be.
-        cpu_share: Processor seconds that the generator took for each second, of one core.
-        limit_s: What the 99th percentile of either may be.
+        sends_s: Delays of requests.
+        loop_s: Delays of ticks of the generator's loop, which bound the error of measured times.
+        cpu_share: Share of one core that the generator used.
+        limit_s: Highest 99th percentile of either delay.
     """
 
     sends_s: Spread
@@ -225,12 +217,12 @@ class LoadSummary:
 
     @property
     def is_of_survivors(self) -> bool:
-        """So many failed that the times, which are of served requests, say less of what was offered."""
+        """Return True if so many failed that the times, which are of served requests, do not represent the load."""
         return self.failed > FEW_FAILED * self.requests
 
     @property
     def attainment(self) -> float:
-        """Part of the requests that were good."""
+        """Return the share of good requests."""
         return self.good / self.requests if self.requests else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -302,7 +294,7 @@ class RateSummary(LoadSummary):
 
     @property
     def cached_share(self) -> float:
-        """Part of the served prompts' tokens that did not move, because KV of them was there."""
+        """Return the share of the served prompts' tokens that did not move, because their KV was there."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -318,10 +310,10 @@ def summarise(
     lateness: Lateness,
     is_partial: bool = False,
 ) -> RateSummary:
-    """Of the records of one rate.
+    """Summarise the records of one rate.
 
     Args:
-        window_s: From the end of the warm-up to the last arrival; above 0.
+        window_s: Seconds from the end of the warm-up to the last arrival; above 0.
     """
     counted = [record for record in records if not record.is_warm_up]
     served = [record for record in counted if record.is_served]
@@ -361,7 +353,7 @@ def summarise(
 
 
 def most_at_once(records: Iterable[Record]) -> int:
-    """The most requests that were sent and not over at one moment; one without an end lasts."""
+    """Return the highest number of requests at once; a request without an end lasts."""
     edges = [(record.sent_s, 1) for record in records if record.sent_s is not None]
     edges += [(record.ended_s, -1) for record in records if record.sent_s is not None and record.ended_s is not None]
     running = most = 0
@@ -372,5 +364,5 @@ def most_at_once(records: Iterable[Record]) -> int:
 
 
 def sustained_rate(summaries: Iterable[RateSummary], *, attained: float = ATTAINED) -> float | None:
-    """The highest offered load of which at least `attained` met the objectives; None: no load did."""
+    """Return the highest offered load of which at least `attained` met the objectives; None if there is none."""
     return max((one.offered_rate for one in summaries if one.attainment >= attained and not one.is_partial), default=None)

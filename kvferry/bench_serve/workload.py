@@ -1,4 +1,4 @@
-"""The requests of a run: when each is sent, its prompt and how much it generates. The seed fixes all of it before the run."""
+"""The requests of a run: arrival, prompt and length of the output. The seed fixes all of them before the run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAX_REQUESTS: Final = 1_000_000
 MAX_RATE: Final = 100_000  # requests a second
 MAX_SECONDS: Final = 86_400
 FIRST_ID: Final = 3
-"""Below it are special tokens (begin, end, padding) in most vocabularies."""
+"""Most vocabularies have special tokens (begin, end, padding) below it."""
 
 
 class ArrivalKind(StrEnum):
-    """How the gaps between requests are drawn; their mean is 1 / rate."""
+    """Distribution of the gaps between requests; their mean is 1 / rate."""
 
     POISSON = "poisson"  # exponential gaps: independent users
     UNIFORM = "uniform"  # gaps between 0 and twice the mean
@@ -30,7 +30,7 @@ class ArrivalKind(StrEnum):
 
 
 def gaps_s(kind: ArrivalKind, *, rate: float, number: int, chance: random.Random) -> list[float]:
-    """Seconds before each of `number` arrivals, at `rate` a second."""
+    """Return the seconds before each of `number` arrivals, at `rate` a second."""
     match kind:
         case ArrivalKind.POISSON:
             return [chance.expovariate(rate) for _ in range(number)]
@@ -41,12 +41,12 @@ def gaps_s(kind: ArrivalKind, *, rate: float, number: int, chance: random.Random
 
 
 def arrivals_s(kind: ArrivalKind, *, rate: float, number: int, chance: random.Random) -> list[float]:
-    """Moments of `number` arrivals, in seconds from the run's start; the first comes after a gap of its own."""
+    """Return the times of `number` arrivals, in seconds from the run's start; the first one also comes after a gap."""
     return list(accumulate(gaps_s(kind, rate=rate, number=number, chance=chance)))
 
 
 class Choice(StrEnum):
-    """Which decode node gets the next request."""
+    """Rule that chooses the decode node of the next request."""
 
     ROUND_ROBIN = "round-robin"
     LEAST_OUTSTANDING = "least-outstanding"
@@ -61,7 +61,7 @@ class LengthKind(StrEnum):
 FORMS: Final = "N, fixed:N, uniform:LEAST:MOST or lognormal:MEDIAN:SIGMA[:MOST]"
 _MOST: Final = 10_000_000
 _MOST_DIGITS: Final = 20
-"""Of a number, leading zeros and all; Python makes none of some thousands."""
+"""Longest number, with leading zeros; Python refuses to parse numbers of thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,9 @@ class Lengths:
     """A distribution of token counts, each at least 1.
 
     Args:
-        kind: Its form.
-        least: Of ``fixed`` the number itself, of ``lognormal`` 1.
-        most: No draw is above it.
-        median, sigma: Of ``lognormal``: half of the draws are below `median`, and the logarithm's standard deviation is `sigma`.
+        least: For ``fixed`` the number itself, for ``lognormal`` 1.
+        most: Upper bound of a draw.
+        median, sigma: For ``lognormal``, the median and the standard deviation of the logarithm.
     """
 
     kind: LengthKind
@@ -83,13 +82,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, what: str, text: str) -> Lengths:
-        """Of one of `FORMS`.
-
-        Args:
-            what: The option that has the text, for messages.
+        """Parse one of `FORMS`. `what` names the option in messages.
 
         Raises:
-            ConfigError: It has another form, or a number that cannot be.
+            ConfigError: The text has another form or an invalid number.
         """
         kind, _, rest = text.partition(":") if ":" in text else ("fixed", "", text)
         parts = rest.split(":")
@@ -121,7 +117,7 @@ class Lengths:
 
     @property
     def text(self) -> str:
-        """As `parse` takes it."""
+        """Return the text from which `parse` makes this distribution."""
         match self.kind:
             case LengthKind.FIXED:
                 return f"fixed:{self.least}"
@@ -147,14 +143,7 @@ def _sigma(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One request.
-
-    Args:
-        at_s: When it arrives, in seconds from the run's start.
-        prompt_tokens: Length of its prompt.
-        output_tokens: Tokens that it generates.
-        is_warm_up: It is sent, and counts for nothing.
-    """
+    """One request. It arrives `at_s` seconds after the run's start; a request of the warm-up does not count."""
 
     at_s: float
     prompt_tokens: int
@@ -164,12 +153,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What requests are drawn from.
+    """Distribution of requests.
 
     Args:
-        prompt, output: Their lengths.
-        shared_prefix: Part of each prompt, from 0 to 1, that it has in common with others.
-        num_prefixes: How many such beginnings there are; each prompt has one of them.
+        shared_prefix: Part of each prompt, from 0 to 1, that it shares with others.
+        num_prefixes: Number of shared prefixes; each prompt begins with one of them.
     """
 
     prompt: Lengths
@@ -181,10 +169,10 @@ class Shape:
 def plan_requests(
     shape: Shape, *, kind: ArrivalKind, rate: float, number: int, num_warm_up: int, seed: int, again: int = 0
 ) -> tuple[Planned, ...]:
-    """`num_warm_up` requests and then `number` that count, at `rate` a second.
+    """Return `num_warm_up` requests and then `number` that count, at `rate` a second.
 
     Args:
-        again: How many runs of the same rate came before, so that one that is repeated is another draw.
+        again: Number of earlier runs of the same rate, so that a repeated run is another draw.
     """
     chance = _chance(seed, rate, again)
     moments = arrivals_s(kind, rate=rate, number=num_warm_up + number, chance=chance)
@@ -204,7 +192,7 @@ def _chance(seed: int, rate: float, again: int) -> random.Random:
 
 
 def number_within(kind: ArrivalKind, *, rate: float, duration_s: float, num_warm_up: int, seed: int, again: int = 0) -> int:
-    """How many of the arrivals that `plan_requests` would draw come within `duration_s` of the last one of the warm-up."""
+    """Return how many arrivals of `plan_requests` come within `duration_s` after the last one of the warm-up."""
     expected = rate * duration_s
     enough = num_warm_up + math.ceil(expected + 10 * math.sqrt(expected) + 10)
     moments = arrivals_s(kind, rate=rate, number=enough, chance=_chance(seed, rate, again))
@@ -213,16 +201,16 @@ def number_within(kind: ArrivalKind, *, rate: float, duration_s: float, num_warm
 
 
 def read_trace(file: Path, *, rate: float | None, num_warm_up: int) -> tuple[Planned, ...]:
-    """The requests of a JSONL file: objects with ``timestamp_s``, ``prompt_tokens`` and ``output_tokens``.
+    """Return the requests of a JSONL file: objects with ``timestamp_s``, ``prompt_tokens`` and ``output_tokens``.
 
-    Mooncake's names are taken, too: ``timestamp`` in milliseconds, ``input_length``, ``output_length``.
+    Mooncake's names are also accepted: ``timestamp`` in milliseconds, ``input_length``, ``output_length``.
 
     Args:
-        rate: The trace is sped up or slowed down to this mean rate; None: as it was recorded.
-        num_warm_up: Of its first requests, those that do not count.
+        rate: Mean rate to which the trace is stretched; None keeps its times.
+        num_warm_up: Number of its first requests that do not count.
 
     Raises:
-        ConfigError: A line is not such an object; the message names it. Or the requests that count all come at one moment.
+        ConfigError: A line is invalid, and the message names it. Or all requests that count come at one moment.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -280,13 +268,10 @@ def _trace_length(where: str, row: dict[str, Any], names: tuple[str, str]) -> in
 
 
 class Prompts:
-    """The token ids of each request: random, the same for the same seed and index, with shared beginnings.
+    """Random token ids of each request, the same for the same seed and index, with shared prefixes.
 
     Args:
-        vocab_size: Ids are below it.
-        shape: How much of a prompt is shared, among how many.
-        longest: Most tokens that any prompt has.
-        seed: Of every choice.
+        longest: Length of the longest prompt.
     """
 
     def __init__(self, *, vocab_size: int, shape: Shape, longest: int, seed: int) -> None:
@@ -300,11 +285,7 @@ class Prompts:
         ]
 
     def of(self, run: str, index: int, num_tokens: int) -> list[int]:
-        """The prompt of the request of that index.
-
-        Args:
-            run: Tells runs of the same seed apart, those of one rate too, which share beginnings and nothing else.
-        """
+        """Return the prompt of the request with that index. Runs with different names share only prefixes."""
         chance = random.Random(f"{self._seed} prompt {run} {index}")
         if not self._prefixes:
             return chance.choices(self._ids, k=num_tokens)
