@@ -16,7 +16,7 @@ from transfer.plain_text import check_plain_text
 from transfer.registry.security import Security, security_of
 
 _OWN_VARIABLES: Final = f"{ENVIRONMENT_PREFIX}TLS__"
-"""The others are settings of a node, which may run in the same environment."""
+"""Other variables are settings of a node, which may run in the same environment."""
 
 
 def check_address(what: str, address: str) -> None:

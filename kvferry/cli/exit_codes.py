@@ -20,11 +20,11 @@ from transfer.errors import (
 )
 
 OK: Final = 0
-FAILED: Final = 1  # the demo's tokens differ, something leaked, a check failed, or nothing below fits
-BAD_INPUT: Final = 2  # INVALID_ARGUMENT, or a wrong argument
+FAILED: Final = 1  # the demo's tokens differ, a resource leaked, a check failed, or no other code fits
+BAD_INPUT: Final = 2  # INVALID_ARGUMENT, or an invalid argument
 NO_ROOM: Final = 3  # RESOURCE_EXHAUSTED
-UNAVAILABLE: Final = 4  # UNAVAILABLE: nobody listens, no prefill node is joined, a rank died
-ABORTED: Final = 5  # ABORTED or CANCELLED, by somebody else
+UNAVAILABLE: Final = 4  # UNAVAILABLE: no process listens, no prefill node is joined, a rank died
+ABORTED: Final = 5  # ABORTED or CANCELLED, by another caller
 TOO_LATE: Final = 6  # DEADLINE_EXCEEDED
 DATA_LOSS: Final = 7  # DATA_LOSS: bytes arrived broken twice
 DOES_NOT_FIT: Final = 8  # FAILED_PRECONDITION, or a plan that does not fit its device
@@ -48,5 +48,5 @@ _BY_ERROR: Final[tuple[tuple[type[TransferError], int], ...]] = (
 
 
 def exit_code_of(error: TransferError) -> int:
-    """The exit code of a command that ends in `error`; for a failed call it says which gRPC status it was (see above)."""
+    """Return the exit code of a command that ends with `error`; for a failed call it follows from the gRPC status (see above)."""
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), FAILED)

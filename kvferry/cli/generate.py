@@ -1,4 +1,4 @@
-"""`kvferry generate`: one request to a decode node, streamed."""
+"""`kvferry generate`: send one request to a decode node and stream its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security
 
 _MOST_DIGITS: Final = 20
-"""Of a token id, leading zeros and all; Python makes no number of some thousands."""
+"""Longest token id, with leading zeros; Python refuses to parse numbers of thousands of digits."""
 
 
 def make_request(
@@ -30,10 +30,10 @@ def make_request(
     seed: int,
     ignore_eos: bool,
 ) -> pb.GenerateRequest:
-    """The request of the command's arguments.
+    """Return the request of the command's arguments.
 
     Raises:
-        ConfigError: One cannot be sent at all; what the node refuses (a prompt that is too long, say) it says itself.
+        ConfigError: An argument cannot be sent. The node checks everything else, such as the length of the prompt.
     """
     if (prompt is None) == (token_ids is None):
         raise ConfigError("give either a prompt or --token-ids")
@@ -58,10 +58,10 @@ def make_request(
 
 
 def parse_token_ids(text: str) -> list[int]:
-    """Token ids of ``"1,15,27"``; spaces may separate them, too.
+    """Parse token ids such as ``"1,15,27"``; spaces may also separate them.
 
     Raises:
-        ConfigError: Something between two separators is no id.
+        ConfigError: A part is not a token id.
     """
     ids = []
     for part in text.replace(",", " ").split():
@@ -74,7 +74,7 @@ def parse_token_ids(text: str) -> list[int]:
 async def run_generate(
     target: str, request: pb.GenerateRequest, *, security: Security | None = None, timeout_s: float | None, is_json: bool
 ) -> int:
-    """Send it and print what comes; returns the exit code. Cancelled, it cancels the request at the node."""
+    """Send the request, print its output, and return the exit code. Cancelling this cancels the request at the node."""
     token_ids: list[int] = []
     text = ""
     answer: dict[str, Any] = {}
@@ -100,7 +100,7 @@ async def run_generate(
     except TransferError as error:
         if text and not is_json:
             print()
-        # A request that was accepted is in the node's log under its id.
+        # The node's log has the id of an accepted request.
         which = f" (request {answer['request_id']})" if "request_id" in answer else ""
         print(f"kvferry generate: {error}{which}", file=sys.stderr)
         return exit_codes.exit_code_of(error)

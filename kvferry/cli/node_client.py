@@ -1,4 +1,4 @@
-"""Calls a node as its users do: generate, status, abort."""
+"""Client of a node: requests, status, and the operations of an operator."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
 
 ANSWER_TIMEOUT_S: Final = 10.0
-"""Longest wait for a node's first answer; one that lives answers in milliseconds, also when it has no room."""
+"""Longest wait for a node's first answer. A node that lives answers in milliseconds, also without room."""
 
 CHANGE_S: Final = 330.0
-"""Longest wait for a node's ranks to take another role on; the node itself gives them 300 s."""
+"""Longest wait for a change of role; the node itself waits 300 s for its ranks."""
 
 
 class NodeClient:
@@ -33,10 +33,10 @@ class NodeClient:
 
     Args:
         address: host:port of the node's gRPC API.
-        security: How it is spoken to; None: in plain text on a loopback address.
+        security: None means plain text on a loopback address.
 
     Raises:
-        ConfigError: `address` is no host:port, or must not be spoken to in plain text.
+        ConfigError: `address` is not host:port, or must not be called in plain text.
     """
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
@@ -53,72 +53,48 @@ class NodeClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; calls that run are cancelled."""
+        """Close the connection and cancel its calls."""
         await self._channel.close()
 
     async def _decode(self, timeout_s: float) -> DecodeControlAsyncStub:
         return cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(await self._channel.ready(timeout_s=timeout_s)))
 
     async def status(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> pb.NodeStatus:
-        """The node's status, whichever role it has.
+        """Return the status of a node of either role.
 
         Raises:
-            TransferError: The call failed, see `transfer.registry.status.error_of`.
+            TransferError: The call failed, see `transfer.registry.status.error_of`. So it is for the other calls.
         """
         answer: pb.NodeStatus = await self._ask("Status", pb.StatusRequest(), timeout_s)
         return answer
 
     async def list_requests(self, limit: int = 0, *, timeout_s: float = ANSWER_TIMEOUT_S) -> pb.ListRequestsResponse:
-        """The oldest `limit` requests in flight; 0: as many as an answer holds.
-
-        Raises:
-            TransferError: The call failed.
-        """
+        """Return the oldest `limit` requests in flight; 0 means as many as an answer holds."""
         answer: pb.ListRequestsResponse = await self._ask("ListRequests", pb.ListRequestsRequest(limit=limit), timeout_s)
         return answer
 
     async def abort(self, request_id: str, *, reason: str = "", timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
-        """Abort a request, named by its client's id or by a transfer's; whether it was in flight.
-
-        Raises:
-            TransferError: The call failed.
-        """
+        """Abort the request with a client's or a transfer's id; return True if it was in flight."""
         answer: pb.AbortResponse = await self._ask("Abort", pb.AbortRequest(request_id=request_id, reason=reason), timeout_s)
         return answer.found
 
     async def drain(self, *, budget_s: float) -> int:
-        """Have the node take no new requests, and wait for those in flight for up to `budget_s`; how many are left.
-
-        Raises:
-            TransferError: The call failed.
-        """
+        """Drain the node: it takes no new requests. Wait up to `budget_s`, and return how many requests remain."""
         answer: pb.DrainResponse = await self._ask("Drain", pb.DrainRequest(), budget_s)
         return answer.remaining
 
     async def undrain(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
-        """Have the node take requests again; whether it was draining.
-
-        Raises:
-            TransferError: The call failed, or the node is being stopped.
-        """
+        """Let the node take requests again; return True if it was draining. A node that stops rejects this."""
         answer: pb.UndrainResponse = await self._ask("Undrain", pb.UndrainRequest(), timeout_s)
         return answer.was_draining
 
     async def set_log_level(self, level: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
-        """What the node and its ranks write from now on; the level before.
-
-        Raises:
-            TransferError: The call failed, or there is no such level.
-        """
+        """Set the log level of the node and its ranks; return the previous level."""
         answer: pb.SetLogLevelResponse = await self._ask("SetLogLevel", pb.SetLogLevelRequest(level=level), timeout_s)
         return answer.level_before
 
     async def switch_role(self, role: str, *, budget_s: float) -> pb.SwitchRoleResponse:
-        """Give the node another role, once its requests are over, for which they get `budget_s`.
-
-        Raises:
-            TransferError: The call failed, or the node keeps the role that it has.
-        """
+        """Change the role of the node, after a drain of up to `budget_s`. A node that cannot change rejects this."""
         asked = pb.SwitchRoleRequest(role=role, drain_budget_s=budget_s)
         answer: pb.SwitchRoleResponse = await self._ask("SwitchRole", asked, budget_s + CHANGE_S)
         return answer
@@ -145,14 +121,14 @@ class NodeClient:
     async def generate(
         self, request: pb.GenerateRequest, *, accept_timeout_s: float = ANSWER_TIMEOUT_S, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """Generate at the decode node; the request is cancelled when the iteration is given up (close the generator).
+        """Generate at the decode node. Closing the generator cancels the request.
 
         Args:
             accept_timeout_s: Longest wait for the first event.
             timeout_s: Deadline of the whole request.
 
         Raises:
-            TransferError: The call failed, or ended without a last event.
+            TransferError: The call failed, or ended without its last event.
         """
         call = (await self._decode(accept_timeout_s)).Generate(request, timeout=timeout_s)
         event = None
@@ -163,7 +139,7 @@ class NodeClient:
                     event = await call.read()
             except TimeoutError:
                 raise TransportTimeout(f"{self.address}: no answer within {accept_timeout_s:g} s") from None
-            while isinstance(event, pb.GenerateEvent):  # else it is grpc.aio.EOF
+            while isinstance(event, pb.GenerateEvent):  # otherwise it is grpc.aio.EOF
                 is_done = event.HasField("done")
                 yield event
                 event = await call.read()
@@ -177,11 +153,11 @@ class NodeClient:
             call.cancel()
 
     def _error_of(self, error: grpc.aio.AioRpcError, timeout_s: float | None, *, what: str = "no answer") -> TransferError:
-        """What a failed call is for the caller; our own deadline in words, for gRPC calls it a removed stream."""
+        """Return the error of a failed call. Our own deadline has its own words, because gRPC reports a removed stream."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return TransportTimeout(f"{self.address}: {what} within {timeout_s:g} s")
         details = error.details() or ""
-        # Accepted, and closed before gRPC's first frame was answered: a port that waits for a TLS handshake does that.
+        # A port that waits for a TLS handshake accepts the connection, and closes it before it answers gRPC's first frame.
         if self._is_plain and "failed to connect" in details and "Socket closed" in details:
             return PeerUnreachable(
                 f"{self.address}: it closes connections that do not speak TLS; give a certificate (--tls-cert, --tls-key, "
@@ -191,13 +167,13 @@ class NodeClient:
 
 
 def code_name(error: TransferError) -> str:
-    """Name of the gRPC status that a call ended in; of a failure that is no status of the node's, that which says the same."""
+    """Return the name of the gRPC status of a failed call; for another failure, of the status with the same meaning."""
     cause = error.__cause__
     return cause.code().name if isinstance(cause, grpc.aio.AioRpcError) else status_of(error).name
 
 
 def is_refusal_of_caller(error: TransferError) -> bool:
-    """Whether a call failed because of who made it, not of what was asked for."""
+    """Return True if a call failed because the node does not accept its caller."""
     cause = error.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() in (
         grpc.StatusCode.PERMISSION_DENIED,

@@ -1,4 +1,4 @@
-"""Runs a command's coroutine such that the signals that end a command cancel it, and its clean-up runs."""
+"""Runs a command's coroutine. Signals that end a command cancel it, so that its clean-up runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.cli import exit_codes
 
 
 def run_until_signalled(command: Coroutine[Any, Any, int]) -> int:
-    """Run to the end and return the exit code, also when Ctrl-C, SIGTERM or SIGHUP cancels it meanwhile."""
+    """Run the command and return its exit code, also if Ctrl-C, SIGTERM or SIGHUP cancels it."""
     return asyncio.run(_run(command))
 
 

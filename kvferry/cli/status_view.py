@@ -62,14 +62,14 @@ async def _watch(client: NodeClient) -> None:
 
 
 async def _watch_json(client: NodeClient) -> None:
-    """One object a line."""
+    """Print one JSON object per line."""
     while True:
         print(json.dumps(plain(await client.status())), flush=True)
         await asyncio.sleep(WATCH_S)
 
 
 def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
-    """The node, its ranks, its peers and its links."""
+    """Return the tables of a node: its ranks, peers and links."""
     node = Seen(address=address, status=status).sides[0]
     parts: list[RenderableType] = [_head(node, status)]
     if status.ranks:
@@ -163,7 +163,7 @@ def _memory_lines(plan: pb.MemoryPlan) -> list[RenderableType]:
 
 
 def _peer_table(status: pb.NodeStatus) -> CellTable:
-    """Breakers are a decode node's; the reason is why the peer is not joined, or else why its breaker opened."""
+    """Return the peers. Only decode nodes have breakers. The reason is why a peer is not joined, or why its breaker opened."""
     has_breakers = any(peer.breaker for peer in status.peers)
     headings = ("address", "state", *(("breaker",) if has_breakers else ()), "incarnation", "reason")
     rows = []

@@ -10,19 +10,18 @@ from node_runtime.cluster_view import SLOW_SHARE, ClusterView, Seen
 from transfer.pb import kvferry_pb2 as pb
 
 SLOW_LOOKS: Final = 3
-"""Looks in a row in which a link must be slow before it is an alert. A busy machine makes any link slow for a moment."""
+"""Consecutive looks with a slow link before an alert. A busy machine makes any link slow for a moment."""
 STALLED_S: Final = 5.0
-"""A watermark that stands for so long while grants are live."""
+"""Age of the oldest unwritten grant that raises an alert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Alert:
-    """Something that an operator should know.
+    """A problem that an operator should see.
 
     Args:
-        what: Names it, the same as long as it lasts.
-        text: For people.
-        is_bad: Red rather than yellow.
+        what: Key of the problem; it stays the same as long as the problem lasts.
+        is_bad: It is shown in red instead of yellow.
     """
 
     what: str
@@ -31,15 +30,15 @@ class Alert:
 
 
 class Alerts:
-    """Find faults in successive views of a cluster. One caller owns it."""
+    """Find problems in successive views of a cluster."""
 
     def __init__(self) -> None:
-        self._oldest: dict[tuple[str, int], tuple[int, float]] = {}  # of each ring's open grants, and since when it is
-        self._slow: dict[str, int] = {}  # looks in a row
+        self._oldest: dict[tuple[str, int], tuple[int, float]] = {}  # each ring's oldest open grant, and since when
+        self._slow: dict[str, int] = {}  # consecutive looks
         self.now: dict[str, Alert] = {}
 
     def update(self, view: ClusterView) -> tuple[list[Alert], list[Alert]]:
-        """What has begun with this view, and what has ended."""
+        """Return the alerts that begin with this view, and those that end."""
         found = {alert.what: alert for alert in self._find(view)}
         begun = [alert for what, alert in found.items() if what not in self.now]
         ended = [alert for what, alert in self.now.items() if what not in found]
@@ -50,7 +49,7 @@ class Alerts:
         for node in view.nodes:
             yield from self._of_node(node)
         slow = {link.name: link.share for link in view.links if link.share is not None and link.share < SLOW_SHARE}
-        late = {node.address for node in view.nodes if node.late_s}  # what it says of its links was counted before
+        late = {node.address for node in view.nodes if node.late_s}  # their reports of links were already counted
         again = {link.name for link in view.links if link.prefill in late}
         self._slow = {which: self._slow.get(which, 0) + (which not in again) for which in slow}
         for which, share in slow.items():
@@ -59,7 +58,7 @@ class Alerts:
 
     def _of_node(self, node: Seen) -> Iterable[Alert]:
         if node.status is None and node.late_s:
-            return  # asked for the first time, a moment ago
+            return  # the first question is not answered yet
         if node.status is None:
             yield Alert(what=f"unreachable {node.address}", text=node.error or f"{node.address} does not answer", is_bad=True)
             return
@@ -82,7 +81,7 @@ class Alerts:
                     what=f"breaker {node.address} {peer.address}",
                     text=f"{node.address} leaves {peer.address} out: {peer.breaker_reason}",
                 )
-        if node.role == "decode":  # the other side of an instance has the same address, and no ring
+        if node.role == "decode":  # the other side of an instance has the same address but no ring
             for rank in node.status.ranks:
                 yield from self._of_ring(node, rank)
 
@@ -105,9 +104,9 @@ class Alerts:
 
 
 def _oldest_open(rank: pb.RankStatus) -> int | None:
-    """Where the oldest grant begins that may be written, in a ring; None: there is none, or it cannot be told."""
+    """Return the position of the oldest grant that may be written; None if there is none or the node does not report it."""
     if rank.HasField("ring_oldest_open"):
         return rank.ring_oldest_open
-    if rank.ring_live_grants and not rank.ring_quarantined_bytes:  # version 0.1: then it is what holds the watermark
+    if rank.ring_live_grants and not rank.ring_quarantined_bytes:  # version 0.1: this grant holds the watermark
         return rank.watermark_position
     return None

@@ -1,4 +1,4 @@
-"""The live `kvferry top`: tables of nodes, rings, links and requests, a strip of what has happened, and keys to act."""
+"""The live `kvferry top`: tables of nodes, rings, links and requests, a log of events, and keys for actions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from node_runtime.view_cells import CellTable
 from transfer.errors import TransferError
 
 DRAIN_S: Final = 10.0
-"""How long a drain is waited for; the node goes on draining after that."""
+"""Longest wait for a drain; the node continues to drain after that."""
 
 _SORTS: Final[dict[str, Callable[[RequestRow], tuple[object, ...]]]] = {
     "age": lambda request: (-request.one.age_s,),
@@ -36,7 +36,7 @@ _TABLES: Final = tables(ClusterView(nodes=()))
 
 
 class Confirm(ModalScreen[bool]):
-    """Asks before something is done that cannot be taken back."""
+    """Asks before an action that cannot be undone."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
@@ -119,7 +119,7 @@ class TopApp(App[None]):
         while True:
             if not self._is_paused:
                 view = await self._watch.look()
-                if not self._is_paused and self.is_running:  # an app that ends takes its widgets away before its workers
+                if not self._is_paused and self.is_running:  # an app that ends removes its widgets before its workers
                     self._show(view)
             await asyncio.sleep(self._every_s)
 
@@ -137,7 +137,7 @@ class TopApp(App[None]):
     def _fill(self, content: CellTable) -> None:
         """Write new cells into existing rows, which keeps cursor and scroll position."""
         table = self._table(content.title)
-        found = {row.key: list(map(cell_text, row.cells)) for row in content.rows}  # of equal keys the last: textual wants one
+        found = {row.key: list(map(cell_text, row.cells)) for row in content.rows}  # textual requires unique keys
         for cells in found.values():
             for cell, column in zip(cells, content.columns, strict=True):
                 cell.justify = "right" if column.is_right else "left"

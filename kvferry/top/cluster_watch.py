@@ -1,4 +1,4 @@
-"""Asks every node of a cluster how it is: those that were named, and those that these name as their peers."""
+"""Polls the status of every node of a cluster: named nodes, and the peers that they report."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from transfer.registry.security import Security
 MAX_NODES: Final = 256
 ANSWER_S: Final = 3.0
 PATIENCE_S: Final = 0.5
-"""A look waits no longer for a node; those that live answer in milliseconds."""
+"""Longest wait of a look for a node; a node that lives answers in milliseconds."""
 REMEMBERED_S: Final = 30.0
-"""A node that nobody names any more, and that does not answer, is shown for so long."""
+"""How long a silent node that no other node reports is shown."""
 
 
 class ClusterWatch:
-    """Owned by one loop. Use it as an async context manager.
+    """Polls from one loop. Use it as an async context manager.
 
     Args:
         addresses: host:port of nodes of either role; at least one.
-        security: How they, and whom they name, are called; None: in plain text on loopback addresses.
-        answer_s: Longest wait for a node's answer, which is waited for beside later looks.
-        patience_s: How long a look waits for it; None: until it is there, or its time is over.
+        security: None means plain text on loopback addresses.
+        answer_s: Deadline of a node's answer. It may arrive during a later look.
+        patience_s: Longest wait of a look for an answer; None means until `answer_s`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ClusterWatch:
         self._security = security
         self._answer_s = answer_s
         self._patience_s = patience_s
-        self._asking: dict[str, tuple[asyncio.Task[Seen], float]] = {}  # and since when
+        self._asking: dict[str, tuple[asyncio.Task[Seen], float]] = {}  # with the time of their start
         self._clients: dict[str, NodeClient] = {}
         self._seen: dict[str, Seen] = {}  # the newest of each address
         self._earlier: dict[str, Seen] = {}  # the answer before that
@@ -62,19 +62,19 @@ class ClusterWatch:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
 
     def check_named(self) -> None:
-        """Whether the addresses that were given can be called at all.
+        """Check the addresses.
 
         Raises:
-            ConfigError: One is no host:port, or must not be called in plain text.
+            ConfigError: One is not host:port, or must not be called in plain text.
         """
         for address in self._named:
             self.client_of(address)
 
     async def look(self) -> ClusterView:
-        """All nodes now; takes `patience_s` a step away from the named ones at most, and answers of milliseconds as a rule.
+        """Return the current view of all nodes, within `patience_s` for each step away from the named nodes.
 
-        A node that does not answer in time is shown as it was before, and says for how long (`Seen.late_s`); no look waits for it
-        again until it has answered. One hanging node thus makes no other node's row old.
+        A node that does not answer in time is shown as it was before, with the delay (`Seen.late_s`). No look waits for it again
+        until it has answered, so a hanging node does not delay the others.
         """
         before = self._seen
         found: dict[str, Seen] = {}
@@ -86,7 +86,7 @@ class ClusterWatch:
                 found[seen.address] = seen
             named = (peer.address for seen in found.values() if seen.status is not None for peer in seen.status.peers)
             next_ones = [address for address in dict.fromkeys(named) if address not in asked]
-            next_ones = next_ones[: max(0, MAX_NODES - len(asked))]  # all that were named are asked, however many
+            next_ones = next_ones[: max(0, MAX_NODES - len(asked))]  # all named nodes are asked, however many
         await self._forget_old(found)
         self._seen = found
         for address, seen in found.items():
@@ -97,17 +97,17 @@ class ClusterWatch:
         return view_of(_distinct(found.values()), self._earlier.values())
 
     def client_of(self, address: str) -> NodeClient:
-        """To call a node that was seen.
+        """Return a client of a node.
 
         Raises:
-            ConfigError: The address is none, or must not be called in plain text.
+            ConfigError: The address is invalid, or must not be called in plain text.
         """
         if address not in self._clients:
             self._clients[address] = NodeClient(address, security=self._security)
         return self._clients[address]
 
     async def _ask_all(self, addresses: Sequence[str]) -> list[Seen]:
-        """What each says, or said before."""
+        """Return the new or the last answer of each node."""
         waited_for: list[asyncio.Task[Seen]] = []
         for address in addresses:
             if address in self._asking:
@@ -124,7 +124,7 @@ class ClusterWatch:
         return [self._seen_of(address) for address in addresses]
 
     def _seen_of(self, address: str) -> Seen:
-        """The answer that was asked for last, where it is there, and else what is known from before."""
+        """Return the answer to the last question, or the earlier one if there is none yet."""
         task, since_s = self._asking[address]
         if task.done():
             del self._asking[address]
@@ -171,7 +171,7 @@ class ClusterWatch:
 
 
 def _distinct(nodes: Iterable[Seen]) -> list[Seen]:
-    """Of one node that is known under several addresses the first."""
+    """Return each node once, also if it has several addresses, sorted by role."""
     lives: set[int] = set()
     kept: list[Seen] = []
     for node in nodes:

@@ -1,4 +1,4 @@
-"""`kvferry top`: both tiers of a cluster, live on a terminal, or once."""
+"""`kvferry top`: show both tiers of a cluster, live on a terminal or once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvferry.top.view import picture, view_to_json
 from transfer.registry.security import Security
 
 BETWEEN_S: Final = 0.5
-"""Between the two looks of one picture, which tell what links move."""
+"""Time between the two looks of one picture, which show the rates of links."""
 PLAIN_WIDTH: Final = 200
-"""Columns where the output is no terminal, so that a script finds each row on one line."""
+"""Columns without a terminal, so that a script finds each row on one line."""
 
 
 async def run_top(addresses: Sequence[str], *, security: Security | None, is_once: bool, is_json: bool, every_s: float) -> int:
