@@ -40,7 +40,6 @@ from bench.simulation.stage_times import StageTimes
 from bench.timing import Environment
 from kvferry.bench_serve.options import LoadOptions, shape_of
 from kvferry.bench_serve.summary import Objectives
-from kvferry.bench_serve.workload import Planned, Shape
 from kvferry.cli.node_client import NodeClient
 from kvferry.demo.kinds import cached_demo_model
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
@@ -383,17 +382,15 @@ def _children_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-async def serve(
-    cluster: LocalCluster, rates: Sequence[float], duration_s: float, *, prompts: str = PROMPTS, outputs: str = OUTPUTS
-) -> dict[str, Any]:
-    """`kvferry bench serve` on the cluster; its JSON."""
+async def serve(cluster: LocalCluster, rates: Sequence[float], duration_s: float) -> dict[str, Any]:
+    """Run `kvferry bench serve` on the cluster; return its JSON."""
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
         file = Path(folder) / "load.json"
         targets = [part for node in cluster.decode_nodes for part in ("--target", node.address)]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvferry", "bench", "serve", *targets, "--insecure"),
             *("--rate", ",".join(f"{rate:.3f}" for rate in rates), "--duration", f"{duration_s:g}", "--warmup", "5"),
-            *("--prompt-tokens", prompts, "--output-tokens", outputs, "--seed", f"{SEED}", "--timeout", "120"),
+            *("--prompt-tokens", PROMPTS, "--output-tokens", OUTPUTS, "--seed", f"{SEED}", "--timeout", "120"),
             *("--max-lateness", "1.0", "--json", str(file)),
             env=child_environment(),
             stdout=asyncio.subprocess.DEVNULL,
@@ -406,16 +403,16 @@ async def serve(
         return content
 
 
-def shape() -> Shape:
-    return shape_of(PROMPTS, OUTPUTS, shared_prefix=0.0, num_prefixes=1)
-
-
-def same_requests(drawn: Shape, rate: float, duration_s: float) -> tuple[Planned, ...]:
-    """Those that `serve` sends."""
-    options = LoadOptions(
-        targets=("simulated:1",), rates=(float(f"{rate:.3f}"),), shape=drawn, duration_s=duration_s, num_warm_up=5, seed=SEED
+def load_of(rate: float, duration_s: float) -> LoadOptions:
+    """Return the load that `serve` sends."""
+    return LoadOptions(
+        targets=["simulated:1"],
+        rates=[f"{rate:.3f}"],
+        prompt_tokens=PROMPTS,
+        output_tokens=OUTPUTS,
+        duration_s=duration_s,
+        seed=SEED,
     )
-    return options.runs()[0].planned
 
 
 def settings_of(topology: tuple[int, int]) -> ClusterSettings:
@@ -433,13 +430,13 @@ def settings_of(topology: tuple[int, int]) -> ClusterSettings:
 
 
 def predict(times: StageTimes, topology: tuple[int, int], rate: float, duration_s: float) -> Outcome:
-    """The simulation of the very same requests."""
-    return simulate(times, settings_of(topology), same_requests(shape(), rate, duration_s))
+    """Simulate the requests that `serve` sends."""
+    return simulate(times, settings_of(topology), load_of(rate, duration_s).runs()[0].planned)
 
 
 def most_requests(calibration: Calibration, topology: tuple[int, int], cores: float) -> float:
     """Requests a second at which the cores, or one of the tiers, would have nothing left."""
-    means = means_of(calibration.times, settings_of(topology), shape(), Objectives())
+    means = means_of(calibration.times, settings_of(topology), shape_of(PROMPTS, OUTPUTS), Objectives())
     num_prefill, num_decode = topology
     of_cores = cores / calibration.request_cpu_s(MEAN_PROMPT, MEAN_OUTPUT)
     return min(of_cores, num_prefill / means.prefill_s, num_decode / means.decode_s)

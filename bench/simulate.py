@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.link_gb_per_s is not None:
             times = replace(times, link_bytes_per_s=given.link_gb_per_s * 1e9)
         settings = settings_of(given)
-        shape = shape_of(given.prompt_tokens, given.output_tokens, shared_prefix=0.0, num_prefixes=1)
+        shape = shape_of(given.prompt_tokens, given.output_tokens)
         objectives = Objectives(ttft_s=given.slo_ttft, tpot_s=given.slo_tpot)
         if (given.nodes is None) == (given.rate is None):
             raise ValueError("give either --nodes, to size so many, or --rate, for one load on --prefill and --decode nodes")

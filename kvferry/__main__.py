@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import transfer
-from kvferry.bench_serve.workload import ArrivalKind, Choice
+from kvferry.bench_serve.options import LoadOptions
 from kvferry.cli.node_commands import node_app
 from kvferry.cli.options import JsonFlag, Target, TlsOptions, with_options
 from kvferry.cli.text_command import TextTyper
@@ -173,66 +173,16 @@ async def status(
 @bench_app.command("serve")
 @with_options
 async def bench_serve(
-    target: Annotated[
-        list[str] | None, typer.Option(metavar="HOST:PORT", help="A decode node's gRPC address; once for each.")
-    ] = None,
-    rate: Annotated[
-        list[str] | None, typer.Option(metavar="N[,N...]", help="Requests a second; several: a sweep, one by one.")
-    ] = None,
-    arrivals: Annotated[ArrivalKind, typer.Option(help="Gaps between requests.")] = ArrivalKind.POISSON,
-    prompt_tokens: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="N, fixed:N, uniform:LEAST:MOST or lognormal:MEDIAN:SIGMA[:MOST].")
-    ] = "256",
-    output_tokens: Annotated[str, typer.Option(metavar="LENGTHS", help="Tokens to generate, in the same form.")] = "32",
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="JSONL file with timestamp_s, prompt_tokens, output_tokens; --rate stretches it."),
-    ] = None,
-    shared_prefix: Annotated[float, typer.Option(help="Part of each prompt that others begin with, too, from 0 to 1.")] = 0.0,
-    prefixes: Annotated[int, typer.Option(help="How many such beginnings there are.")] = 1,
-    requests: Annotated[int | None, typer.Option(help="Requests that count, of each rate.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals that count, of each rate, instead.")] = None,
-    warmup: Annotated[int, typer.Option(help="Requests before them, which do not count, of each rate.")] = 5,
-    timeout: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 120.0,
-    choice: Annotated[Choice, typer.Option(help="How a target is chosen for a request.")] = Choice.ROUND_ROBIN,
-    slo_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token that count as good.")] = None,
-    slo_tpot: Annotated[float | None, typer.Option(help="Mean seconds for each further token that count as good.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Same seed, same arrivals, lengths and prompts; without it another one each time.")
-    ] = None,
-    max_lateness: Annotated[
-        float, typer.Option(help="Seconds by which this command may be late (p99) before it calls its own figures wrong.")
-    ] = 0.1,
-    vocab_size: Annotated[int | None, typer.Option(help="Token ids are below it; by default the nodes say it.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    *,
+    options: LoadOptions,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file as JSON; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture to this .png file.")] = None,
-    *,
     tls: TlsOptions,
 ) -> int:
     """Send requests at a rate, whatever becomes of them (open loop), and report TTFT, TPOT, goodput and what moved."""
     from kvferry.bench_serve.command import run_bench_serve
-    from kvferry.bench_serve.options import LoadOptions, fresh_seed, parse_rates, shape_of
-    from kvferry.bench_serve.summary import Objectives
 
-    options = LoadOptions(
-        targets=tuple(target or ()),
-        rates=parse_rates(rate) if rate else (),
-        arrivals=arrivals,
-        shape=shape_of(prompt_tokens, output_tokens, shared_prefix=shared_prefix, num_prefixes=prefixes),
-        trace=trace,
-        num_requests=requests,
-        duration_s=duration,
-        num_warm_up=warmup,
-        timeout_s=timeout,
-        choice=choice,
-        objectives=Objectives(ttft_s=slo_ttft, tpot_s=slo_tpot),
-        seed=fresh_seed() if seed is None else seed,
-        max_lateness_s=max_lateness,
-        vocab_size=vocab_size,
-        temperature=temperature,
-    )
-    security = tls.security("bench serve", *options.targets)
+    security = tls.security("bench serve", *options.targets or ())
     return await run_bench_serve(options, security=security, json_file=json, plot=plot)
 
 

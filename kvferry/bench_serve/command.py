@@ -64,14 +64,14 @@ async def put_load(
     runs = options.runs()
     async with contextlib.AsyncExitStack() as stack:
         clients = {
-            address: await stack.enter_async_context(NodeClient(address, security=security)) for address in options.targets
+            address: await stack.enter_async_context(NodeClient(address, security=security)) for address in options.targets or ()
         }
         nodes = [await _described(client) for client in clients.values()]
         prompts = Prompts(
             vocab_size=_vocab_size(options, nodes),
             shape=options.shape,
             longest=max(longest_prompt(run.planned) for run in runs),
-            seed=options.seed,
+            seed=options.fixed_seed,
         )
         load_before, date = os.getloadavg()[0], datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -114,7 +114,7 @@ async def _run(
         return pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=prompts.of(run.name, index, one.prompt_tokens)),
             max_new_tokens=one.output_tokens,
-            sampling=pb.SamplingParams(temperature=options.temperature, top_p=1.0, seed=options.seed),
+            sampling=pb.SamplingParams(temperature=options.temperature, top_p=1.0, seed=options.fixed_seed),
             ignore_eos=True,
         )
 

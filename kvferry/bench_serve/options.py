@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvferry.bench_serve.summary import Objectives
 from kvferry.bench_serve.workload import (
@@ -23,15 +25,9 @@ from kvferry.bench_serve.workload import (
     plan_requests,
     read_trace,
 )
-from kvferry.cli.options import check_range
 from transfer.errors import ConfigError
 
 _FRESH_SEEDS = 1 << 31
-
-
-def fresh_seed() -> int:
-    """Return a new seed. With the same one, a store or host memory would serve the second of two runs."""
-    return secrets.randbelow(_FRESH_SEEDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,79 +58,134 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options of the command.
-
-    Args:
-        targets: host:port of each decode node.
-        rates: Requests a second; one run for each, in this order. Empty only with a trace.
-        shape: Lengths and shared prefixes; with a trace only the latter are used.
-        trace: JSONL file with times and lengths.
-        num_requests, duration_s: Requests that count in each run, or seconds of their arrivals; exactly one, none with a trace.
-        num_warm_up: Requests before those.
-        timeout_s: Deadline of each request.
-        max_lateness_s: Highest 99th percentile of the generator's delay.
-        vocab_size: Number of token ids; None means that the nodes report it.
+    """Options of `kvferry bench serve`. Each field is an option of the command line.
 
     Raises:
         ConfigError: A value is invalid, or two exclude each other.
     """
 
-    targets: tuple[str, ...]
-    rates: tuple[float, ...]
-    shape: Shape
-    arrivals: ArrivalKind = ArrivalKind.POISSON
-    trace: Path | None = None
-    num_requests: int | None = None
-    duration_s: float | None = None
-    num_warm_up: int = 0
-    timeout_s: float = 120.0
-    choice: Choice = Choice.ROUND_ROBIN
-    objectives: Objectives = field(default_factory=Objectives)
-    seed: int = field(default_factory=fresh_seed)
-    max_lateness_s: float = 0.1
-    vocab_size: int | None = None
-    temperature: float = 0.0
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", metavar="HOST:PORT", help="A decode node's gRPC address; once for each."),
+    ] = None
+    rates: Annotated[
+        list[str] | None,
+        typer.Option("--rate", metavar="N[,N...]", help="Requests a second; several: a sweep, one by one."),
+    ] = None
+    arrivals: Annotated[ArrivalKind, typer.Option(help="Gaps between requests.")] = ArrivalKind.POISSON
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="N, fixed:N, uniform:LEAST:MOST or lognormal:MEDIAN:SIGMA[:MOST].")
+    ] = "256"
+    output_tokens: Annotated[str, typer.Option(metavar="LENGTHS", help="Tokens to generate, in the same form.")] = "32"
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="JSONL file with timestamp_s, prompt_tokens, output_tokens; --rate stretches it."),
+    ] = None
+    shared_prefix: Annotated[float, typer.Option(help="Part of each prompt that others begin with, too, from 0 to 1.")] = 0.0
+    num_prefixes: Annotated[
+        int, typer.Option("--prefixes", min=1, max=MAX_REQUESTS, help="How many such beginnings there are.")
+    ] = 1
+    num_requests: Annotated[
+        int | None, typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Requests that count, of each rate.")
+    ] = None
+    duration_s: Annotated[
+        float | None, typer.Option("--duration", help="Seconds of arrivals that count, of each rate, instead.")
+    ] = None
+    num_warm_up: Annotated[
+        int,
+        typer.Option("--warmup", min=0, max=MAX_REQUESTS, help="Requests before them, which do not count, of each rate."),
+    ] = 5
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Deadline of each request, in seconds.")] = 120.0
+    choice: Annotated[Choice, typer.Option(help="How a target is chosen for a request.")] = Choice.ROUND_ROBIN
+    slo_ttft_s: Annotated[float | None, typer.Option("--slo-ttft", help="Seconds to the first token that count as good.")] = None
+    slo_tpot_s: Annotated[
+        float | None, typer.Option("--slo-tpot", help="Mean seconds for each further token that count as good.")
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Same seed, same arrivals, lengths and prompts; without it another one each time."
+        ),
+    ] = None
+    max_lateness_s: Annotated[
+        float,
+        typer.Option(
+            "--max-lateness",
+            help="Seconds by which this command may be late (p99) before it calls its own figures wrong.",
+        ),
+    ] = 0.1
+    vocab_size: Annotated[
+        int | None, typer.Option(min=2, max=1 << 31, help="Token ids are below it; by default the nodes say it.")
+    ] = None
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
 
     def __post_init__(self) -> None:
-        if not self.targets:
+        if self.seed is None:  # with the seed of an earlier run, a store or host memory would serve this one
+            object.__setattr__(self, "seed", secrets.randbelow(_FRESH_SEEDS))
+        targets = self.targets or []
+        if not targets:
             raise ConfigError("no --target; give host:port of a decode node, once for each")
-        if repeated := {one for one in self.targets if self.targets.count(one) > 1}:
+        if repeated := {one for one in targets if targets.count(one) > 1}:
             raise ConfigError(f"--target {min(repeated)} is given twice; one connection serves any load")
-        for rate in self.rates:
+        for rate in self.offered_rates:
             if not 0 < rate <= MAX_RATE:
                 raise ConfigError(f"--rate is {rate:g}; it must be above 0 and at most {MAX_RATE} requests a second")
         for name, value in (
-            ("--duration", self.duration_s), ("--timeout", self.timeout_s), ("--slo-ttft", self.objectives.ttft_s),
-            ("--slo-tpot", self.objectives.tpot_s), ("--max-lateness", self.max_lateness_s),
+            ("--duration", self.duration_s), ("--timeout", self.timeout_s), ("--slo-ttft", self.slo_ttft_s),
+            ("--slo-tpot", self.slo_tpot_s), ("--max-lateness", self.max_lateness_s),
         ):  # fmt: skip
             if value is not None and not 0 < value <= MAX_SECONDS:
                 raise ConfigError(f"{name} is {value:g}; it must be above 0 and at most {MAX_SECONDS} seconds")
-        for name, number, least, most in (
-            ("--requests", self.num_requests, 1, MAX_REQUESTS),
-            ("--warmup", self.num_warm_up, 0, MAX_REQUESTS),
-            ("--prefixes", self.shape.num_prefixes, 1, MAX_REQUESTS),
-            ("--vocab-size", self.vocab_size, 2, 1 << 31),
-            ("--seed", self.seed, 0, (1 << 63) - 1),
-        ):
-            if number is not None:
-                check_range(name, number, least, most)
-        if not 0 <= self.shape.shared_prefix <= 1:
-            raise ConfigError(f"--shared-prefix is {self.shape.shared_prefix:g}; it must be a part of each prompt, from 0 to 1")
+        if not 0 <= self.shared_prefix <= 1:
+            raise ConfigError(f"--shared-prefix is {self.shared_prefix:g}; it must be a part of each prompt, from 0 to 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"--temperature is {self.temperature:g}; it must be 0 (greedy) or above")
         self._check_how_much()
 
     def _check_how_much(self) -> None:
+        rates = self.offered_rates
         if self.trace is not None:
             if self.num_requests is not None or self.duration_s is not None:
                 raise ConfigError("--trace says how many requests there are; leave out --requests and --duration")
             return
-        if not self.rates:
+        if not rates:
             raise ConfigError("no --rate; give requests a second, several with commas for a sweep, as 1,2,4")
         if (self.num_requests is None) == (self.duration_s is None):
             raise ConfigError("give either --requests or --duration, of each rate")
-        if self.duration_s is not None and max(self.rates) * self.duration_s > MAX_REQUESTS:
-            raise ConfigError(f"--rate {max(self.rates):g} for --duration {self.duration_s:g} s is over {MAX_REQUESTS} requests")
+        if self.duration_s is not None and max(rates) * self.duration_s > MAX_REQUESTS:
+            raise ConfigError(f"--rate {max(rates):g} for --duration {self.duration_s:g} s is over {MAX_REQUESTS} requests")
+
+    @property
+    def offered_rates(self) -> tuple[float, ...]:
+        """Return the rates, one run each, in this order; empty only with a trace.
+
+        Raises:
+            ConfigError: One is not a number.
+        """
+        found = []
+        for part in ",".join(self.rates or ()).replace(" ", "").split(",") if self.rates else ():
+            try:
+                found.append(float(part))
+            except ValueError:
+                raise ConfigError(
+                    f"--rate has {part!r}; give requests a second, several with commas for a sweep, as 1,2,4"
+                ) from None
+        return tuple(found)
+
+    @property
+    def shape(self) -> Shape:
+        """Return lengths and shared prefixes; with a trace only the latter are used."""
+        return shape_of(self.prompt_tokens, self.output_tokens, shared_prefix=self.shared_prefix, num_prefixes=self.num_prefixes)
+
+    @property
+    def fixed_seed(self) -> int:
+        """Return the given seed, or the drawn one."""
+        assert self.seed is not None
+        return self.seed
+
+    @property
+    def objectives(self) -> Objectives:
+        return Objectives(ttft_s=self.slo_ttft_s, tpot_s=self.slo_tpot_s)
 
     def runs(self) -> list[Run]:
         """Return the runs in their order.
@@ -144,7 +195,7 @@ class LoadOptions:
         """
         before = Counter[str]()
         found: list[Run] = []
-        for asked in self.rates or (None,):
+        for asked in self.offered_rates or (None,):
             planned = None if self.trace is None else read_trace(self.trace, rate=asked, num_warm_up=self.num_warm_up)
             rate = asked if planned is None else _mean_rate(planned)
             assert rate is not None  # without a trace there are rates
@@ -163,7 +214,7 @@ class LoadOptions:
                 rate=rate,
                 duration_s=self.duration_s,
                 num_warm_up=self.num_warm_up,
-                seed=self.seed,
+                seed=self.fixed_seed,
                 again=again,
             )
         return plan_requests(
@@ -172,27 +223,27 @@ class LoadOptions:
             rate=rate,
             number=number,
             num_warm_up=self.num_warm_up,
-            seed=self.seed,
+            seed=self.fixed_seed,
             again=again,
         )
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "targets": list(self.targets),
-            "rates": list(self.rates),
+            "targets": self.targets,
+            "rates": list(self.offered_rates),
             "arrivals": str(self.arrivals),
             "prompt_tokens": None if self.trace else self.shape.prompt.text,
             "output_tokens": None if self.trace else self.shape.output.text,
             "trace": None if self.trace is None else str(self.trace),
-            "shared_prefix": self.shape.shared_prefix,
-            "prefixes": self.shape.num_prefixes,
+            "shared_prefix": self.shared_prefix,
+            "prefixes": self.num_prefixes,
             "requests": self.num_requests,
             "duration_s": self.duration_s,
             "warmup_requests": self.num_warm_up,
             "timeout_s": self.timeout_s,
             "choice": str(self.choice),
-            "slo_ttft_s": self.objectives.ttft_s,
-            "slo_tpot_s": self.objectives.tpot_s,
+            "slo_ttft_s": self.slo_ttft_s,
+            "slo_tpot_s": self.slo_tpot_s,
             "seed": self.seed,
             "max_lateness_s": self.max_lateness_s,
             "temperature": self.temperature,
@@ -202,21 +253,6 @@ class LoadOptions:
 def _mean_rate(planned: tuple[Planned, ...]) -> float:
     """Return the requests a second of a trace; `read_trace` has checked that they do not all come at one moment."""
     return (len(planned) - 1) / (planned[-1].at_s - planned[0].at_s)
-
-
-def parse_rates(texts: list[str]) -> tuple[float, ...]:
-    """Parse rates such as ``["1,2", "4"]``.
-
-    Raises:
-        ConfigError: One is not a number.
-    """
-    rates = []
-    for part in ",".join(texts).replace(" ", "").split(","):
-        try:
-            rates.append(float(part))
-        except ValueError:
-            raise ConfigError(f"--rate has {part!r}; give requests a second, several with commas for a sweep, as 1,2,4") from None
-    return tuple(rates)
 
 
 def shape_of(prompt_tokens: str, output_tokens: str, *, shared_prefix: float = 0.0, num_prefixes: int = 1) -> Shape:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.bench_serve.command import put_load
-from kvferry.bench_serve.options import LoadOptions, shape_of
+from kvferry.bench_serve.options import LoadOptions
 from kvferry.bench_serve.report import LoadReport, print_report
-from kvferry.bench_serve.summary import Objectives, Spread
+from kvferry.bench_serve.summary import Spread
 from kvferry.cli import exit_codes
 from kvferry.cli.json_report import is_standard_output, write_report
 from kvferry.cli.text_bars import text_table
@@ -33,7 +33,8 @@ from transfer.pb import kvferry_pb2 as pb
 POOL_TOKENS: Final = 8192
 PROMPT_TOKENS: Final = "lognormal:200:0.6:1500"
 OUTPUT_TOKENS: Final = "uniform:8:24"
-OBJECTIVES: Final = Objectives(ttft_s=2.0, tpot_s=0.2)
+SLO_TTFT_S: Final = 2.0
+SLO_TPOT_S: Final = 0.2
 STATUS_S: Final = 0.5
 RULES: Final = Path(__file__).parents[2] / "deploy" / "monitoring" / "rules" / "kvferry.yaml"
 """It exists in a checkout only, not in an installed package."""
@@ -150,12 +151,14 @@ async def _under_load(
 ) -> ClusterSummary:
     console.print(f"{options.rate:g} requests a second for {options.seconds:g} s, at random moments")
     load = LoadOptions(
-        targets=tuple(node.address for node in cluster.decode_nodes),
-        rates=(options.rate,),
-        shape=shape_of(PROMPT_TOKENS, OUTPUT_TOKENS),
+        targets=[node.address for node in cluster.decode_nodes],
+        rates=[str(options.rate)],
+        prompt_tokens=PROMPT_TOKENS,
+        output_tokens=OUTPUT_TOKENS,
         duration_s=options.seconds,
         num_warm_up=len(cluster.nodes),
-        objectives=OBJECTIVES,
+        slo_ttft_s=SLO_TTFT_S,
+        slo_tpot_s=SLO_TPOT_S,
     )
     page_ms: list[float] = []
     sizes: list[int] = []

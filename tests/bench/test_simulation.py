@@ -56,7 +56,7 @@ SETTINGS = ClusterSettings(chunk_tokens=128, max_step_tokens=512, ring_bytes=4 <
 
 
 def shape(prompt: str = "uniform:50:500", output: str = "uniform:4:40") -> Shape:
-    return shape_of(prompt, output, shared_prefix=0.0, num_prefixes=1)
+    return shape_of(prompt, output)
 
 
 def load(rate: float, number: int, *, seed: int = 1, of: Shape | None = None) -> tuple[Planned, ...]:
