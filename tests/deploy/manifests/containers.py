@@ -1,14 +1,35 @@
-"""Variables and volumes of a container, as the kubelet would create them, on this machine."""
+"""The daemons of a container: their settings, and variables and volumes as the kubelet would create them, on this machine."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from decode_node.command import app as decode_app
+from prefill_node.command import app as prefill_app
 from tests.authority import Authority, Files
 from tests.deploy.manifests.kustomize import Manifest, Pod, of_kind
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 
 POD_IP = "10.0.0.7"
+CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
+_APPS = {"prefill": prefill_app, "decode": decode_app}
+
+
+def variables_of(role: str) -> set[str]:
+    """Return the names of the environment variables that the daemon reads."""
+    return {f"KVFERRY_{path.upper().replace('.', '__')}" for path, _ in settings(CONFIGS[role])}
+
+
+def check_config(role: str, arguments: Sequence[str]) -> str:
+    """Assert that the daemon accepts the arguments and the environment; return its output."""
+    result = CliRunner().invoke(_APPS[role], [*arguments, "--check-config"])
+    assert result.exit_code == 0, result.output
+    assert f"{role}: the configuration is valid" in result.output and "never be ready" not in result.output
+    return result.output
 
 
 def environment(pod: Pod, container: Manifest, pod_ip: str = POD_IP) -> dict[str, str]:

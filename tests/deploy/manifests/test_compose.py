@@ -10,20 +10,16 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 import transfer
-from decode_node.command import app as decode_app
 from node_runtime.supervisor import STOP_GRACE_S
-from prefill_node.command import app as prefill_app
-from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
+from tests.deploy.manifests.containers import CONFIGS, check_config, variables_of
+from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.load_config import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
 SCHEMA = json.loads(Path(__file__).with_name("compose-spec.json").read_text(encoding="utf-8"))["schema"]
-CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
-APPS = {"prefill": prefill_app, "decode": decode_app}
 
 
 def interpolated(text: str) -> str:
@@ -53,13 +49,10 @@ def test_check_config_accepts_each_service(role: str, model: Path, tmp_path: Pat
     assert command == f"{role}-node"
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "demo").symlink_to(model)
-    known = {f"KVFERRY_{path.upper().replace('.', '__')}" for path, _ in settings(CONFIGS[role])}
     for name, value in environment(role).items():
-        assert name in known
+        assert name in variables_of(role)
         monkeypatch.setenv(name, value.replace("/models", str(tmp_path / "models")))
-    result = CliRunner().invoke(APPS[role], [*arguments, "--check-config"])
-    assert result.exit_code == 0, result.output
-    assert f"{role}: the configuration is valid" in result.output and "never be ready" not in result.output
+    check_config(role, arguments)
 
 
 def test_the_nodes_connect_on_loopback_and_health_checks_use_their_ports() -> None:

@@ -13,19 +13,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from decode_node.command import app as decode_app
 from node_runtime import exit_codes, until_ready
 from node_runtime.supervisor import STOP_GRACE_S
-from prefill_node.command import app as prefill_app
 from tests.authority import Authority, Files
-from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
+from tests.deploy.manifests.containers import check_config, variables_of
 
 SYSTEMD = Path(__file__).resolve().parents[3] / "deploy" / "systemd"
 ROLES = ("prefill", "decode")
-APPS = {"prefill": prefill_app, "decode": decode_app}
-CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
 MOST_EXPOSED = 25
 """Maximum exposure, of 100, by `systemd-analyze security`: network, devices and code that is compiled at run time."""
 
@@ -86,7 +81,7 @@ def test_starting_a_unit_waits_for_its_node(role: str) -> None:
     service = unit(role)["Service"]
     (ready_file,) = re.findall(r"^Environment=KVFERRY_READY_FILE=(.+)$", unit_text(role), re.M)
     assert Path(ready_file).parent == Path("%t") / service["RuntimeDirectory"]
-    assert "KVFERRY_READY_FILE" in {f"KVFERRY_{path.upper()}" for path, _ in settings(CONFIGS[role])}
+    assert "KVFERRY_READY_FILE" in variables_of(role)
     assert service["ExecStartPost"].startswith("-")  # the node continues even if the wait fails
     program, flag, module, *arguments, wait_s = shlex.split(service["ExecStartPost"].removeprefix("-"))
     assert (program, flag, module) == ("/opt/kvferry/bin/python", "-m", until_ready.__spec__.name)
@@ -119,6 +114,4 @@ def test_check_config_accepts_the_example_settings(
     here = example.replace("/etc/kvferry/tls/ca.crt", str(files.ca)).replace("/srv/kvferry/model", str(model))
     file = tmp_path / "settings.yaml"
     file.write_text(here, encoding="utf-8")
-    result = CliRunner().invoke(APPS[role], [*arguments[:-1], str(file), "--check-config"])
-    assert result.exit_code == exit_codes.OK, result.output
-    assert f"{role}: the configuration is valid" in result.output and "never be ready" not in result.output
+    check_config(role, [*arguments[:-1], str(file)])
