@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from bench.suite import run_suite
+from bench.suite import run_command
 from bench.table import BUDGET_S, RUNS, outcomes_of
 
 if __name__ == "__main__":
-    sys.exit(run_suite(RUNS, outcomes_of, title="kvferry: targets", budget_s=BUDGET_S))
+    sys.exit(run_command(RUNS, outcomes_of, title="kvferry: targets", budget_s=BUDGET_S))

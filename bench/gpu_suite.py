@@ -2,30 +2,21 @@
 
     python -m bench.gpu_suite --out FOLDER [--sglang-wheel FILE] [--only PART ...] [--budget-s 470] [--quick] [--rehearse]
 
-Each part runs in processes of its own and is cut off at its time, so that one that fails does not cost the others. FOLDER gets
-two files: `gpu_suite.json` with the report of every part, `gpu_suite.log` with what each printed. With two GPUs a link joins
-them; parts named "one gpu" keep both ends on one. ``--rehearse`` runs them on CPUs with tiny sizes, to see that all of it runs.
+FOLDER gets two files: `gpu_suite.json` with the report of every part, `gpu_suite.log` with the output of each. With two GPUs a
+link joins them; parts named "one gpu" keep both ends on one. ``--rehearse`` runs them on CPUs with tiny sizes, as a check.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from bench.gpu_table import outcomes_of
-from bench.suite import print_table, run_one
-from bench.table import Content, Outcome, Run
-from bench.timing import Environment
-
-_LEAST_S = 15.0  # a part with less left is not begun
+from bench.suite import run_suite
+from bench.table import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,33 +131,6 @@ def commands(*, wheel: Path | None, is_rehearsal: bool) -> dict[str, Run]:
     return found
 
 
-def run_parts(runs: dict[str, Run], *, budget_s: float, is_quick: bool, log: Path) -> tuple[dict[str, Content], dict[str, str]]:
-    """Reports by part, and why there is none of the others."""
-    reports: dict[str, Content] = {}
-    failures: dict[str, str] = {}
-    ends_s = time.monotonic() + budget_s
-    with tempfile.TemporaryDirectory(prefix="kvferry-gpu-suite-") as folder, log.open("w") as logged:
-        for name, run in runs.items():
-            left_s = ends_s - time.monotonic()
-            if left_s < _LEAST_S:
-                failures[name] = f"not begun: the budget of {budget_s:.0f} s is spent"
-                continue
-            begun_s = time.monotonic()
-            part = Path(folder) / name.replace(", ", "-").replace(" ", "-")
-            content, reason = run_one(run, part, is_quick=is_quick, timeout_s=min(run.timeout_s, left_s))
-            logged.write(f"===== {name}: {' '.join([run.module, *run.arguments])}\n{(part / 'log').read_text()}\n")
-            logged.flush()
-            took = f"{time.monotonic() - begun_s:.0f} s"
-            if content is not None:
-                reports[name] = content
-            if reason:
-                failures[name] = reason
-            print(f"{name}: {took}{', ' + reason if reason else ''}", flush=True)
-            for missing, why in (content or {}).get("facts", {}).get("not measured", {}).items():
-                print(f"  not measured: {missing}: {why}", flush=True)
-    return reports, failures
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="run every benchmark that needs GPUs")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="gets gpu_suite.json and gpu_suite.log")
@@ -179,29 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     runs = commands(wheel=given.sglang_wheel, is_rehearsal=given.rehearse)
-    reports, failures = run_parts(
-        {name: run for name, run in runs.items() if name in given.only},
+    _, failures = run_suite(
+        {name: runs[name] for name in given.only},
+        outcomes_of,
+        title="kvferry on GPUs",
         budget_s=given.budget_s,
         is_quick=given.quick,
-        log=given.out / "gpu_suite.log",
+        json_file=given.out / "gpu_suite.json",
+        log_file=given.out / "gpu_suite.log",
     )
-    environment = Environment.here()
-    outcomes: list[Outcome] = []
-    for name in given.only:
-        if name in reports:
-            outcomes += outcomes_of(name, reports[name])
-        else:
-            outcomes.append(Outcome.failed(name, failures[name]))
-    print_table(outcomes, environment, Console())
-    record = {
-        "title": "kvferry on GPUs",
-        "environment": environment.to_json(),
-        "is_quick": given.quick,
-        "failures": failures,
-        "rows": [outcome.to_json() for outcome in outcomes],
-        "reports": reports,
-    }
-    (given.out / "gpu_suite.json").write_text(json.dumps(record, indent=1) + "\n")
     return int(bool(failures))
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from bench.offload_copies import TARGET_RATIO
-from bench.suite import run_suite
+from bench.suite import run_command
 from bench.table import Content, Outcome, Run
 from bench.tiered_decode import TARGET_BESIDE_SAVES, TARGET_OF_LINK
 
@@ -83,7 +83,7 @@ def outcomes_of(module: str, content: Content, *, has_gpu: bool) -> list[Outcome
 
 
 def main() -> int:
-    return run_suite(RUNS, partial(outcomes_of, has_gpu=torch.cuda.is_available()), title="kvferry: targets of KV offload")
+    return run_command(RUNS, partial(outcomes_of, has_gpu=torch.cuda.is_available()), title="kvferry: targets of KV offload")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Several benchmarks in one go: each in a process of its own, a table of what they reached, a record, an exit code."""
+"""Run several benchmarks, each in a separate process, and write a table of their outcomes and a record."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,16 +20,17 @@ from bench.table import Content, Outcome, Run
 from bench.timing import ROOT, Environment, argument_parser
 
 _NUM_LINES_TOLD = 4
+_LEAST_S = 15.0  # a benchmark with less time left is not started
 _SIGNS = {"at least": ">=", "below": "<", "exactly": "="}
 
 
 def run_one(run: Run, folder: Path, *, is_quick: bool, timeout_s: float) -> tuple[Content | None, str]:
-    """A benchmark's report, and why it failed, or nothing.
+    """Run a benchmark; return its report, if any, and the reason of its failure, or nothing.
 
-    One that fails or is cut off may have written a part of its report before.
+    A benchmark that fails or is cut off may have written a part of its report.
 
     Args:
-        folder: For this run alone. What it prints is in ``log`` there.
+        folder: New folder for this run. Its ``log`` gets the output.
     """
     folder.mkdir()
     file, log = folder / "report.json", folder / "log"
@@ -39,7 +39,7 @@ def run_one(run: Run, folder: Path, *, is_quick: bool, timeout_s: float) -> tupl
         command.append("--quick")
     reason = ""
     with log.open("w") as output:
-        # In a session of its own: what it started ends with it, also when it is cut off.
+        # In its own session, so that its processes end with it, also if it is cut off.
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             process.wait(timeout_s)
@@ -73,19 +73,75 @@ def print_table(outcomes: Sequence[Outcome], environment: Environment, console: 
 
 
 def run_suite(
-    runs: Sequence[Run],
+    runs: Mapping[str, Run],
     outcomes_of: Callable[[str, Content], Sequence[Outcome]],
     *,
     title: str,
-    budget_s: float = math.inf,
-) -> int:
-    """A suite's whole command: ``[--json FILE] [--quick] [--only NAME ...]``.
+    budget_s: float,
+    is_quick: bool,
+    json_file: Path | None,
+    log_file: Path | None = None,
+) -> tuple[list[Outcome], dict[str, str]]:
+    """Run benchmarks one after the other, print a table, and write a record.
+
+    A benchmark that fails or is cut off does not affect the others.
 
     Args:
-        runs: One after the other.
-        outcomes_of: The lines that the report of a module gives.
-        title: Of the record, and of the help.
-        budget_s: For all of them; the last ones get what is left.
+        runs: By name of the part.
+        outcomes_of: Returns the lines for the report of a part.
+        budget_s: Time for all of them; the last ones get the remaining time.
+        log_file: Receives the output of all benchmarks.
+
+    Returns:
+        The outcomes, and the reasons of failures by part.
+    """
+    environment, load_before, begun_s = Environment.here(), os.getloadavg(), time.monotonic()
+    outcomes: list[Outcome] = []
+    reports: dict[str, Content] = {}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder, open(log_file or os.devnull, "w") as logged:
+        for number, (name, run) in enumerate(runs.items()):
+            content: Content | None
+            left_s = budget_s - (time.monotonic() - begun_s)
+            if left_s < _LEAST_S:
+                content, reason = None, f"not begun: the budget of {budget_s:.0f} s is spent"
+            else:
+                part, part_begun_s = Path(folder) / str(number), time.monotonic()
+                content, reason = run_one(run, part, is_quick=is_quick, timeout_s=min(run.timeout_s, left_s))
+                logged.write(f"===== {name}: {' '.join([run.module, *run.arguments])}\n{(part / 'log').read_text()}\n")
+                logged.flush()
+                took = f"{time.monotonic() - part_begun_s:.0f} s"
+                print(f"{name}: {took}{', ' + reason if reason else ''}", file=sys.stderr, flush=True)
+            if reason:
+                failures[name] = reason
+            if content is None:
+                outcomes.append(Outcome.failed(name, reason))
+                continue
+            reports[name] = content
+            outcomes += outcomes_of(name, content)
+            for missing, why in content.get("facts", {}).get("not measured", {}).items():
+                print(f"  not measured: {missing}: {why}", file=sys.stderr, flush=True)
+    print_table(outcomes, environment, Console())
+    if json_file is not None:
+        record = {
+            "title": title,
+            "environment": environment.to_json(),
+            "is_quick": is_quick,
+            "load_before": load_before[0],  # of other work on the machine, one-minute average
+            "seconds": time.monotonic() - begun_s,
+            "failures": failures,
+            "rows": [outcome.to_json() for outcome in outcomes],
+            "reports": reports,
+        }
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+    return outcomes, failures
+
+
+def run_command(
+    runs: Sequence[Run], outcomes_of: Callable[[str, Content], Sequence[Outcome]], *, title: str, budget_s: float = 3600.0
+) -> int:
+    """Run the command of a suite: ``[--json FILE] [--quick] [--only NAME ...]``.
 
     Returns:
         The exit code: 1 if a benchmark fails or, without ``--quick``, a target is missed; otherwise 0.
@@ -94,34 +150,13 @@ def run_suite(
     parser = argument_parser(f"{title}, measured here")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     arguments = parser.parse_args()
-    environment = Environment.here()
-    outcomes: list[Outcome] = []
-    reports: dict[str, Content | None] = {}
-    load_before, started_s = os.getloadavg(), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        for run in runs:
-            if run.module in arguments.only:
-                print(f"{run.module} ...", file=sys.stderr, flush=True)
-                timeout_s = max(1.0, min(run.timeout_s, budget_s - (time.monotonic() - started_s)))
-                content, reason = run_one(run, Path(folder) / run.module, is_quick=arguments.quick, timeout_s=timeout_s)
-                reports[run.module] = None if reason else content
-                if reason or content is None:
-                    outcomes.append(Outcome.failed(run.module, reason))
-                else:
-                    outcomes += outcomes_of(run.module, content)
-    print_table(outcomes, environment, Console())
-    if arguments.json is not None:
-        record = {
-            "title": title,
-            "environment": environment.to_json(),
-            "is_quick": arguments.quick,
-            "load_before": load_before[0],  # of other work on the machine, one-minute average
-            "seconds": time.monotonic() - started_s,
-            "rows": [outcome.to_json() for outcome in outcomes],
-            "reports": reports,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    is_failed = any(outcome.measured is None for outcome in outcomes)
+    outcomes, failures = run_suite(
+        {run.module: run for run in runs if run.module in arguments.only},
+        outcomes_of,
+        title=title,
+        budget_s=budget_s,
+        is_quick=arguments.quick,
+        json_file=arguments.json,
+    )
     is_missed = not arguments.quick and not all(outcome.is_reached for outcome in outcomes)
-    return int(is_failed or is_missed)
+    return int(bool(failures) or is_missed)
