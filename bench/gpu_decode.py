@@ -10,52 +10,39 @@ their throughput is held against a device copy, which reads and writes.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from bench.gpu_timing import device_seconds
+from bench.llama_engine import HEAD_DIM, KV_HEADS, PAGE_SIZE, QUERY_HEADS, llama_engine, llama_layout
 from bench.timing import Report, Row, argument_parser
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.kernels.paged_decode import paged_decode_attention
-from embedded_engine.model_files import read_model_files
 from transfer.engine_types import DecodeItem
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
 
-QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-MAX_SEQ_LEN, PAGE_SIZE = 8192, 16
+MAX_SEQ_LEN = 8192
 BATCHES = (1, 8, 32, 64)
 SLEEP_CYCLES = 60_000_000  # some 30 ms, longer than the host needs to launch a step
 POOL_SHARE = 0.5  # of the free memory
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 4096,
-    "intermediate_size": 14_336, "num_attention_heads": QUERY_HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-    "max_position_embeddings": MAX_SEQ_LEN, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
 
 
 def measure(*, num_layers: int, contexts: Sequence[int], repetitions: int) -> Report:
     report = Report(title=f"Decode on {torch.cuda.get_device_name()}: a Llama of the 8B's shape with {num_layers} layers")
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
-        engine = EmbeddedEngine(
-            read_model_files(folder, dummy_seed=0),
-            shard=Shard(page_size=PAGE_SIZE),
-            num_pages=max(BATCHES) * max(contexts) // PAGE_SIZE,
-            device="cuda",
-            max_running_requests=max(BATCHES),
-            max_seq_len=MAX_SEQ_LEN,
-        )
+    engine = llama_engine(
+        "cuda",
+        num_layers=num_layers,
+        num_pages=max(BATCHES) * max(contexts) // PAGE_SIZE,
+        max_running_requests=max(BATCHES),
+        max_seq_len=MAX_SEQ_LEN,
+    )
     launched = {(batch, context): _measure_step(engine, batch, context, repetitions) for context in contexts for batch in BATCHES}
     engine.capture_cuda_graphs(BATCHES)
     report.facts["CUDA graphs"] = {"sizes": len(engine.captured_batch_sizes), "MiB": engine.cuda_graph_bytes / 2**20}
@@ -155,10 +142,7 @@ def _measure_attention(report: Report, batch: int, context: int, repetitions: in
 
 def _measure_pool(report: Report) -> None:
     """A pool of many GiB: what its pages take by the plan's arithmetic, and what the device has less afterwards."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 32}))
-        layout = read_model_files(folder, dummy_seed=0).layout()
-    shard = Shard(page_size=PAGE_SIZE)
+    layout, shard = llama_layout(32), Shard(page_size=PAGE_SIZE)
     (group,) = layer_groups(layout)
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()

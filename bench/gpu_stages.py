@@ -9,22 +9,17 @@ already; a decode step one token of each request, by a CUDA graph. ``--rehearse`
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench.gpu_decode import CONFIG, PAGE_SIZE
+from bench.llama_engine import PAGE_SIZE, llama_engine
 from bench.timing import Report, argument_parser
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.model_files import read_model_files
 from transfer.engine_types import DecodeItem, PrefillItem
-from transfer.layout import Shard
 
 NUM_LAYERS, MAX_SEQ_LEN = 32, 16_384
 PREFILLS = ((128, 0), (512, 0), (1024, 0), (2048, 0), (4096, 0), (8192, 0), (2048, 2048), (2048, 6144), (2048, 14_336))
@@ -34,10 +29,6 @@ DECODES = tuple(
     (batch, context) for context in (1024, 4096, 8192) for batch in (1, 8, 32, 64, 128) if batch * context <= MAX_TOKENS
 )
 """Requests of a step, and tokens of each."""
-TINY = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16,
-}  # fmt: skip
 
 
 def measure(*, device: str, num_layers: int, repetitions: int, is_tiny: bool) -> Report:
@@ -47,17 +38,14 @@ def measure(*, device: str, num_layers: int, repetitions: int, is_tiny: bool) ->
     decodes = [(min(batch, 4), context // 64) if is_tiny else (batch, context) for batch, context in DECODES]
     batches = sorted({batch for batch, _ in decodes})
     num_pages = max(batch * context for batch, context in decodes) // PAGE_SIZE + 1
-    config = CONFIG | {"num_hidden_layers": num_layers, "max_position_embeddings": MAX_SEQ_LEN} | (TINY if is_tiny else {})
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        engine = EmbeddedEngine(
-            read_model_files(folder, dummy_seed=0),
-            shard=Shard(page_size=PAGE_SIZE),
-            num_pages=num_pages,
-            device=device,
-            max_running_requests=max(batches),
-            max_seq_len=MAX_SEQ_LEN,
-        )
+    engine = llama_engine(
+        device,
+        num_layers=num_layers,
+        num_pages=num_pages,
+        max_running_requests=max(batches),
+        max_seq_len=MAX_SEQ_LEN,
+        is_tiny=is_tiny,
+    )
     if device == "cuda":
         engine.capture_cuda_graphs(batches)
     for tokens, before in prefills:

@@ -15,42 +15,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.llama_engine import PAGE_SIZE, llama_engine
 from bench.timing import Report, Row, argument_parser, readable_bytes, sample
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.model_files import read_model_files
 from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem
 from transfer.layer_groups import NO_PAGE
-from transfer.layout import Shard
 from transfer.pool.host_pool import HostPool
 
 TARGET_OF_LINK = 1 / 1.3
 TARGET_BESIDE_SAVES = 0.97
-PAGE_SIZE = 16
 WINDOW_PAGES = 64
 LINK = "plain copy"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 4096,
-    "intermediate_size": 14_336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-TINY = CONFIG | {
-    "vocab_size": 240, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "dtype": "float32",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +60,14 @@ class Setting:
 
 
 def make_engine(setting: Setting, *, num_pages: int, max_seq_len: int, max_running_requests: int) -> EmbeddedEngine:
-    config = (CONFIG if setting.device == "cuda" else TINY) | {"num_hidden_layers": setting.num_layers}
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        return EmbeddedEngine(
-            read_model_files(folder, dummy_seed=0),
-            shard=Shard(page_size=PAGE_SIZE),
-            num_pages=num_pages,
-            device=setting.device,
-            max_seq_len=max_seq_len,
-            max_running_requests=max_running_requests,
-        )
+    return llama_engine(
+        setting.device,
+        num_layers=setting.num_layers,
+        num_pages=num_pages,
+        max_seq_len=max_seq_len,
+        max_running_requests=max_running_requests,
+        is_tiny=setting.device == "cpu",
+    )
 
 
 def measure(setting: Setting) -> Report:
