@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,42 +165,38 @@ def lines_of(report: LoadReport) -> list[Text]:
     if (seed := report.settings.get("seed")) is not None:
         lines.append(Text(f"--seed {seed} sends the same requests again"))
     for one in report.summaries:
-        if one.is_of_survivors:
-            lines.append(
-                Text(
-                    f"at {one.offered_rate:,.2f}/s {one.failed / one.requests:.1%} of the requests failed: the times are of "
-                    "those that were served, each of them within --timeout, "
-                    f"{report.settings.get('timeout_s', 0):g} s; nobody knows how long the others would have taken",
-                    style="red",
-                )
-            )
-        if one.failed_warm_up:
-            reason = f"at {one.offered_rate:,.2f}/s {one.failed_warm_up:,} requests of the warm-up failed, such as: "
-            lines.append(Text(reason + one.warm_up_reason, style="red"))
-        if _is_cached_unasked(report, one):
-            lines.append(
-                Text(
-                    f"at {one.offered_rate:,.2f}/s {one.cached_tokens:,} of {one.prompt_tokens:,} prompt tokens were there "
-                    f"already ({one.cached_share:.1%}), though nothing shared was asked for: an earlier run with this seed has "
-                    "left them, and the times flatter",
-                    style="yellow",
-                )
-            )
-        for code, count in one.failures.items():
-            lines.append(Text(f"at {one.offered_rate:,.2f}/s {count:,} failed {code}, such as: {one.reasons[code]}", style="red"))
-        if one.lateness.is_late:
-            lateness = one.lateness
-            lines.append(
-                Text(
-                    f"at {one.offered_rate:,.2f}/s the generator could not keep up: sends {lateness.sends_s.p99 * 1e3:,.1f} ms, "
-                    f"its loop {lateness.loop_s.p99 * 1e3:,.1f} ms late (p99; --max-lateness {lateness.limit_s * 1e3:g} ms), "
-                    f"with {lateness.cpu_share:.0%} of a core: not to be quoted. Run it on another machine, or several of it",
-                    style="red",
-                )
-            )
-        if one.is_partial:
-            lines.append(Text(f"at {one.offered_rate:,.2f}/s the run was broken off: what had come by then", style="yellow"))
+        lines += [Text(f"at {one.offered_rate:,.2f}/s {text}", style) for text, style in _remarks(report, one)]
     return lines
+
+
+def _remarks(report: LoadReport, one: RateSummary) -> Iterator[tuple[str, str]]:
+    """Yield text and style of each remark about a rate."""
+    if one.is_of_survivors:
+        yield (
+            f"{one.failed / one.requests:.1%} of the requests failed: the times are of those that were served, each of them "
+            f"within --timeout, {report.settings.get('timeout_s', 0):g} s; nobody knows how long the others would have taken",
+            "red",
+        )
+    if one.failed_warm_up:
+        yield f"{one.failed_warm_up:,} requests of the warm-up failed, such as: {one.warm_up_reason}", "red"
+    if _is_cached_unasked(report, one):
+        yield (
+            f"{one.cached_tokens:,} of {one.prompt_tokens:,} prompt tokens were there already ({one.cached_share:.1%}), though "
+            "nothing shared was asked for: an earlier run with this seed has left them, and the times flatter",
+            "yellow",
+        )
+    for code, count in one.failures.items():
+        yield f"{count:,} failed {code}, such as: {one.reasons[code]}", "red"
+    if one.lateness.is_late:
+        late = one.lateness
+        yield (
+            f"the generator could not keep up: sends {late.sends_s.p99 * 1e3:,.1f} ms, its loop {late.loop_s.p99 * 1e3:,.1f} ms "
+            f"late (p99; --max-lateness {late.limit_s * 1e3:g} ms), with {late.cpu_share:.0%} of a core: not to be quoted. Run "
+            "it on another machine, or several of it",
+            "red",
+        )
+    if one.is_partial:
+        yield "the run was broken off: what had come by then", "yellow"
 
 
 def _goodput_line(report: LoadReport) -> str:
