@@ -10,6 +10,7 @@ import typer
 
 import transfer
 from kvferry.bench_serve.options import LoadOptions
+from kvferry.cli.generate import GenerateOptions, run_generate
 from kvferry.cli.node_commands import node_app
 from kvferry.cli.options import JsonFlag, Target, TlsOptions, with_options
 from kvferry.cli.text_command import TextTyper
@@ -123,34 +124,15 @@ def plan(
 @app.command()
 @with_options
 async def generate(
-    target: Target,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt, tokenised by the decode node.")] = None,
-    token_ids: Annotated[str | None, typer.Option(help="Token ids instead of a prompt, with commas between them.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus, above 0 and at most 1.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely; 0 keeps all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Same seed, same tokens.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end token.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
     *,
+    target: Target,
+    options: GenerateOptions,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
     tls: TlsOptions,
     json: JsonFlag = False,
 ) -> int:
     """Generate at a decode node; the text streams. Ctrl-C cancels the request."""
-    from kvferry.cli.generate import make_request, run_generate
-
-    request = make_request(
-        prompt=prompt,
-        token_ids=token_ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        ignore_eos=ignore_eos,
-    )
-    security = tls.security("generate", target)
+    request, security = options.request(), tls.security("generate", target)
     return await run_generate(target, request, security=security, timeout_s=timeout, is_json=json)
 
 

@@ -6,55 +6,66 @@ import contextlib
 import json
 import math
 import sys
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
 
 from kvferry.cli import exit_codes
-from kvferry.cli.node_client import NodeClient
-from kvferry.cli.options import check_timeout
+from kvferry.cli.options import check_range, check_timeout
 from transfer.errors import ConfigError, TransferError
-from transfer.pb import kvferry_pb2 as pb
-from transfer.registry.security import Security
+
+if TYPE_CHECKING:
+    from transfer.pb import kvferry_pb2 as pb
+    from transfer.registry.security import Security
 
 _MOST_DIGITS: Final = 20
 """Longest token id, with leading zeros; Python refuses to parse numbers of thousands of digits."""
 
 
-def make_request(
-    *,
-    prompt: str | None,
-    token_ids: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    seed: int,
-    ignore_eos: bool,
-) -> pb.GenerateRequest:
-    """Return the request of the command's arguments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """Options of a request. Each field is an option of the command line.
 
     Raises:
-        ConfigError: An argument cannot be sent. The node checks everything else, such as the length of the prompt.
+        ConfigError: A value cannot be sent. The node checks everything else, such as the length of the prompt.
     """
-    if (prompt is None) == (token_ids is None):
-        raise ConfigError("give either a prompt or --token-ids")
-    for name, value, least, most in (
-        ("--max-new-tokens", max_new_tokens, 1, 2**32 - 1),
-        ("--top-k", top_k, 0, 2**32 - 1),
-        ("--seed", seed, 0, 2**63 - 1),
-    ):
-        if not least <= value <= most:
-            raise ConfigError(f"{name} is {value}; it must be in [{least}, {most}]")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ConfigError(f"--temperature is {temperature}; it must be 0 (greedy) or above")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"--top-p is {top_p}; it must be above 0 and at most 1")
-    return pb.GenerateRequest(
-        prompt=prompt,
-        token_ids=None if token_ids is None else pb.TokenIds(ids=parse_token_ids(token_ids)),
-        max_new_tokens=max_new_tokens,
-        sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),
-        ignore_eos=ignore_eos,
-    )
+
+    prompt: Annotated[str | None, typer.Argument(help="The prompt, tokenised by the decode node.")] = None
+    token_ids: Annotated[str | None, typer.Option(help="Token ids instead of a prompt, with commas between them.")] = None
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_p: Annotated[float, typer.Option(help="Nucleus, above 0 and at most 1.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely; 0 keeps all.")] = 0
+    seed: Annotated[int, typer.Option(help="Same seed, same tokens.")] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end token.")] = False
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.token_ids is None):
+            raise ConfigError("give either a prompt or --token-ids")
+        check_range("--max-new-tokens", self.max_new_tokens, 1, 2**32 - 1)
+        check_range("--top-k", self.top_k, 0, 2**32 - 1)
+        check_range("--seed", self.seed, 0, 2**63 - 1)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"--temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1")
+
+    def request(self) -> pb.GenerateRequest:
+        """Return the request.
+
+        Raises:
+            ConfigError: A token id is invalid.
+        """
+        from transfer.pb import kvferry_pb2 as pb
+
+        return pb.GenerateRequest(
+            prompt=self.prompt,
+            token_ids=None if self.token_ids is None else pb.TokenIds(ids=parse_token_ids(self.token_ids)),
+            max_new_tokens=self.max_new_tokens,
+            sampling=pb.SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed),
+            ignore_eos=self.ignore_eos,
+        )
 
 
 def parse_token_ids(text: str) -> list[int]:
@@ -75,6 +86,8 @@ async def run_generate(
     target: str, request: pb.GenerateRequest, *, security: Security | None = None, timeout_s: float | None, is_json: bool
 ) -> int:
     """Send the request, print its output, and return the exit code. Cancelling this cancels the request at the node."""
+    from kvferry.cli.node_client import NodeClient
+
     token_ids: list[int] = []
     text = ""
     answer: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 import transfer
 from kvferry.__main__ import app
 from kvferry.cli import exit_codes
-from kvferry.cli.generate import make_request, parse_token_ids
+from kvferry.cli.generate import GenerateOptions, parse_token_ids
 from kvferry.cli.json_report import write_report
 from kvferry.cli.text_command import TextCommand
 from kvferry.demo.options import DemoOptions
@@ -192,9 +192,9 @@ def test_token_ids_with_commas_and_spaces() -> None:
 
 
 def test_request_carries_every_option() -> None:
-    request = make_request(
-        prompt=None, token_ids="5,6", max_new_tokens=9, temperature=0.5, top_p=0.75, top_k=4, seed=2**63 - 1, ignore_eos=True
-    )
+    request = GenerateOptions(
+        token_ids="5,6", max_new_tokens=9, temperature=0.5, top_p=0.75, top_k=4, seed=2**63 - 1, ignore_eos=True
+    ).request()
     assert request.WhichOneof("input") == "token_ids" and list(request.token_ids.ids) == [5, 6]
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.75, 4, 2**63 - 1)
@@ -203,8 +203,7 @@ def test_request_carries_every_option() -> None:
 
 
 def test_an_empty_prompt_is_sent_and_not_taken_for_none() -> None:
-    request = make_request(prompt="", token_ids=None, max_new_tokens=1, temperature=0, top_p=1, top_k=0, seed=0, ignore_eos=False)
-    assert request.WhichOneof("input") == "prompt"
+    assert GenerateOptions(prompt="").request().WhichOneof("input") == "prompt"
 
 
 def test_prompts_from_a_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.__main__ import app
 from kvferry.cli import exit_codes
-from kvferry.cli.generate import make_request, run_generate
+from kvferry.cli.generate import GenerateOptions, run_generate
 from kvferry.cli.node_client import NodeClient
 from kvferry.cli.signals import run_until_signalled
 from kvferry.cli.status_view import run_status
@@ -92,7 +92,7 @@ async def serving(node: FakeDecode | FakePrefill) -> AsyncIterator[str]:
         await server.close(grace_s=0)
 
 
-REQUEST = make_request(prompt="hi", token_ids=None, max_new_tokens=5, temperature=0, top_p=1, top_k=0, seed=0, ignore_eos=False)
+REQUEST = GenerateOptions(prompt="hi", max_new_tokens=5).request()
 ACCEPTED = pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id="r1", prompt_tokens=2))
 TOKENS = [pb.GenerateEvent(tokens=pb.GeneratedTokens(token_ids=[n], text=text)) for n, text in ((5, " a"), (6, ""), (7, " b"))]
 DONE = pb.GenerateEvent(
