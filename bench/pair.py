@@ -1,4 +1,4 @@
-"""Two processes of a benchmark: one writes, the other is written to, each on a device of its own where there are two."""
+"""Two processes of a benchmark, a writer and a target, each on its own device if there are two."""
 
 from __future__ import annotations
 
@@ -21,31 +21,24 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 class PairFailed(Exception):
-    """One of the two processes failed, or both took too long; the message says what it was."""
+    """One of the two processes failed, or both took too long."""
 
     @property
     def lacks_library(self) -> bool:
-        """Whether all that was wrong is that something optional is not installed here."""
+        """Return True if the only problem is that an optional library is not installed."""
         return any(name in str(self) for name in ("ConfigError", "ModuleNotFoundError", "ImportError"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """Where the two ends keep their bytes.
-
-    Args:
-        writer, target: Devices of the two processes. Both see all GPUs: a GPU's memory can be mapped only where both are seen.
-    """
+    """Devices of the two processes. Both see all GPUs, because a process can map the memory only of a GPU that it sees."""
 
     writer: str
     target: str
 
     @classmethod
     def of(cls, device_type: DeviceType, *, is_one_gpu: bool = False) -> Devices:
-        """Two GPUs where there are two; else both ends on the one.
-
-        Args:
-            is_one_gpu: Take one GPU all the same.
+        """Return two GPUs if there are two, and otherwise, or with `is_one_gpu`, the same GPU for both ends.
 
         Raises:
             PairFailed: `device_type` is cuda, and there is no GPU.
@@ -77,14 +70,14 @@ def bytes_on(device: str, num_bytes: int, *, is_shared: bool = False) -> Tensor:
 
 
 def synchronize(device: str) -> None:
-    """Wait for all that this process has queued on the device; nothing on the CPU."""
+    """Wait for the work that this process has queued on the device, unless it is the CPU."""
     if device != "cpu":
         torch.cuda.synchronize(device)
 
 
 End = Callable[..., Any]
-"""`end(pipe, device, *arguments)`: a process's whole work. `pipe` is joined to the other process, `device` is its own, already
-current; what it returns must be pickled."""
+"""`end(pipe, device, *arguments)`: the work of a process. `pipe` leads to the other process, and `device` is already current. The
+result must be picklable."""
 
 
 def run_pair(
@@ -95,15 +88,15 @@ def run_pair(
     timeout_s: float,
     roles: tuple[str, str] = ("writer", "target"),
 ) -> Any:
-    """Run both ends in processes of their own, and return what the first one's returned.
+    """Run both ends in separate processes, and return the result of the first one.
 
     Args:
-        write, serve: Module-level functions, for they travel by name.
-        devices: `writer` is the first one's.
-        roles: What errors call the two.
+        write, serve: Functions of a module, because they are pickled by name.
+        devices: `writer` is the device of the first end.
+        roles: Names of the ends in errors.
 
     Raises:
-        PairFailed: One of them raised or died, or the first did not return within `timeout_s`. Nothing of them is left then.
+        PairFailed: One of them raised or died, or the first did not return within `timeout_s`. Both have ended then.
     """
     context = multiprocessing.get_context("spawn")
     writer_pipe, target_pipe = context.Pipe()
@@ -114,7 +107,7 @@ def run_pair(
         with streaming_copies():  # as ranks are started
             process.start()
         for used in (pipe, far_result):
-            used.close()  # so that the end of the process is the end of its pipes
+            used.close()  # so that the end of the process closes its pipes
         results.append(result)
         processes.append(process)
     grace_s = 0.0
@@ -130,18 +123,18 @@ def run_pair(
                 process.join()
 
 
-_GRACE_S = 5.0  # for the other process to end, or to say what it failed of
+_GRACE_S = 5.0  # for the other process to end, or to report its failure
 
 
 def _first_result(waiting: dict[str, Connection], timeout_s: float) -> Any:
-    """The first one's result; the other's counts only where it is an error."""
+    """Return the result of the first end; of the other one only an error matters."""
     ends_s = time.monotonic() + timeout_s
     first = next(iter(waiting))
     while ready := wait(waiting.values(), max(0.0, ends_s - time.monotonic())):
         for role in [role for role, connection in waiting.items() if connection in ready]:
             is_good, value = _received(waiting.pop(role))
             if not is_good:
-                # The other one usually fails of it, by the end of its pipe; or the other way round.
+                # Usually the failure of one end closes the pipe, so that the other one fails, too.
                 others = [f"the {other} {_received(pipe)[1]}" for other, pipe in waiting.items() if pipe.poll(_GRACE_S)]
                 raise PairFailed("; ".join([f"the {role} {value}", *others]))
             if role == first:

@@ -1,6 +1,6 @@
-"""The numbers that `make bench` has to reach: what is run for them, and how they are read from the runs' reports.
+"""Targets of `make bench`: its benchmarks, and how their reports give the measured values.
 
-A report here is what ``--json`` of a benchmark wrote, see `bench.timing.Report`.
+A report is the JSON of a benchmark, see `bench.timing.Report`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from bench.pool_to_pool import POOL_TO_POOL, TARGET_RATIO, lane_row, memcpy_row
 Content = dict[str, Any]
 Bound = Literal["at least", "below", "exactly"]
 LARGE_BYTES = 64 * 10**6
-TARGET_OF_LIBRARY = 0.9  # of one bulk write: what driving a library from an asyncio loop may cost
-TARGET_FLATNESS = 0.7  # speed in the largest pool over that in the smallest: nothing that grows with its pages would do
+TARGET_OF_LIBRARY = 0.9  # of one bulk write: the rest is the cost of driving a library from an asyncio loop
+TARGET_FLATNESS = 0.7  # speed in the largest pool over that in the smallest: the cost must not grow with the pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A benchmark to be run in a process of its own.
+    """A benchmark that runs in a separate process.
 
     Args:
-        module: Under `bench`.
-        arguments: Besides ``--json`` and ``--quick``.
-        timeout_s: After which it is ended, and its numbers count as missed; some three times what it takes on a quiet machine.
+        module: Module under `bench`.
+        arguments: Arguments besides ``--json`` and ``--quick``.
+        timeout_s: Time limit, about three times the duration on a quiet machine.
     """
 
     module: str
@@ -43,12 +43,10 @@ class Outcome:
     """One line of the table.
 
     Args:
-        what: What was measured.
-        measured: Its value; None where the run gave none.
-        limit: What it has to reach; None where it is only told.
-        bound: What `limit` is to it.
-        unit: Of both.
-        note: What people should know besides.
+        measured: None if the run gave no value.
+        limit: Target; None if there is none.
+        bound: Relation of `measured` to `limit`.
+        unit: Unit of both.
     """
 
     what: str
@@ -60,7 +58,7 @@ class Outcome:
 
     @classmethod
     def failed(cls, what: str, reason: str) -> Outcome:
-        """Of a run that failed, and why; it reaches nothing."""
+        """Return the line of a run that failed."""
         return cls(what=what, measured=None, limit=0.0, unit="", note=reason)
 
     @property
@@ -88,7 +86,7 @@ class Outcome:
 
 
 BUDGET_S = 355.0
-"""For all of them; the last ones get what is left."""
+"""Time for all of them; the last ones get the remaining time."""
 
 RUNS = (
     Run(module="pool_to_pool", arguments=("--lanes", "ucx", "nixl", "--in-flight", "1", "4"), timeout_s=90.0),
@@ -101,7 +99,7 @@ RUNS = (
 
 
 def outcomes_of(module: str, content: Content) -> Sequence[Outcome]:
-    """The lines that a report gives."""
+    """Return the lines for a report."""
     return _READERS[module](content)
 
 
@@ -123,7 +121,7 @@ def _pool_to_pool(content: Content) -> list[Outcome]:
             Outcome(
                 what=f"pool to pool, {what}",
                 measured=row["ratio"],
-                limit=None if row["case"].endswith(", 1 in flight") else TARGET_RATIO,  # of one, no stage overlaps another's
+                limit=None if row["case"].endswith(", 1 in flight") else TARGET_RATIO,  # stages of one request do not overlap
                 unit="of one-thread memcpy",
                 note=note,
             )

@@ -1,7 +1,7 @@
-"""What every benchmark needs: where it ran, its samples, a table for people and JSON for machines.
+"""Reports of benchmarks: machine and commit, samples, a table for people and JSON for programs.
 
-A result is worth nothing without the machine and the commit, and a throughput little without what the machine could do at most in
-the same run: rows carry a ratio to another row of the same report.
+A result needs its machine and its commit. A throughput needs the limit of the machine in the same run, so rows have a ratio to
+another row of the same report.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _LIBRARIES = ("kvferry", "torch", "triton", "numpy", "cuda-bindings", "pyzmq", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where and when a benchmark ran.
+    """Place and time of a benchmark.
 
     Attributes:
-        commit: Of this checkout; of a copy without one, what the environment variable BENCH_COMMIT says.
-        gpus: Their names, by index.
-        driver: Of the GPUs.
-        nvlink: How the first two GPUs are joined, as ``nvidia-smi topo`` has it (``NV18``: eighteen links of NVLink).
+        commit: Commit of this checkout; for a copy without one, the environment variable BENCH_COMMIT.
+        gpus: Names by index.
+        driver: Driver of the GPUs.
+        nvlink: Link between the first two GPUs in the words of ``nvidia-smi topo`` (``NV18``: eighteen links of NVLink).
     """
 
     commit: str
@@ -55,7 +55,7 @@ class Environment:
 
     @classmethod
     def here(cls) -> Environment:
-        """This machine, this checkout, this command line, now."""
+        """Return the environment of this process."""
         versions = {}
         for name in _LIBRARIES:
             try:
@@ -82,7 +82,7 @@ class Environment:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def __str__(self) -> str:
-        """One line, to stand under a table."""
+        """Return one line for a table."""
         state = f"{self.commit}{' (modified)' if self.is_modified else ''}"
         gpus = [f"{len(self.gpus)} x {self.gpus[0]}, driver {self.driver}"] if self.gpus else []
         parts = [f"{self.cpu}, {self.num_cores} cores", *gpus, *([self.nvlink] if self.nvlink else [])]
@@ -95,10 +95,10 @@ class Row:
 
     Attributes:
         case: The setting (lane and size, geometry, number of grants).
-        what: What was timed in it.
+        what: The operation that was timed.
         samples_s: Seconds of each repetition.
-        num_bytes: Payload bytes of one repetition, each counted once; 0 where throughput means nothing.
-        ratio: This row's throughput (or, without bytes, its speed) over that of the row that `ratio_to` names.
+        num_bytes: Payload bytes of one repetition, each counted once; 0 if throughput has no meaning.
+        ratio: This row's throughput (or, without bytes, its speed) divided by that of the row `ratio_to`.
     """
 
     case: str
@@ -118,13 +118,13 @@ class Row:
 
     @property
     def p99_s(self) -> float:
-        """Nearest-rank 99th percentile; the maximum below 100 samples."""
+        """Return the nearest-rank 99th percentile; the maximum below 100 samples."""
         ordered = sorted(self.samples_s)
         return ordered[math.ceil(0.99 * len(ordered)) - 1]
 
     @property
     def spread(self) -> float:
-        """Half the distance of the quartiles over the median; 0 below four samples."""
+        """Return half the distance of the quartiles over the median; 0 below four samples."""
         if len(self.samples_s) < 4 or self.median_s == 0:
             return 0.0
         quartiles = statistics.quantiles(self.samples_s, n=4)
@@ -132,7 +132,7 @@ class Row:
 
     @property
     def gb_per_s(self) -> float | None:
-        """10**9 bytes a second at the median."""
+        """Return the throughput at the median, in 10**9 bytes a second."""
         return self.num_bytes / self.median_s / 1e9 if self.num_bytes and self.median_s > 0 else None
 
     def to_json(self) -> dict[str, object]:
@@ -152,11 +152,11 @@ class Row:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """The rows of one benchmark, and what else is worth knowing of them.
+    """Rows of one benchmark.
 
     Attributes:
-        facts: By case, printed below the table.
-        headline: The few numbers that people ask for first; they stand at the top of the JSON by their names.
+        facts: Further facts by case, printed below the table.
+        headline: The most important numbers, by name; they are on the top level of the JSON.
     """
 
     title: str
@@ -166,7 +166,7 @@ class Report:
     headline: dict[str, float] = field(default_factory=dict)
 
     def add(self, case: str, what: str, samples_s: Sequence[float], *, num_bytes: int = 0, against: Row | None = None) -> Row:
-        """Add a measurement; `against` is the row of the same report that it is held against."""
+        """Add a measurement; `against` is the row of the same report with which it is compared."""
         row = Row(case=case, what=what, samples_s=tuple(samples_s), num_bytes=num_bytes)
         if against is not None:
             mine, theirs = row.gb_per_s or 1 / row.median_s, against.gb_per_s or 1 / against.median_s
@@ -182,10 +182,10 @@ class Report:
         return row
 
     def print(self, console: Console | None = None) -> None:
-        """The table, and under it where it was measured."""
+        """Print the table and the environment."""
         console = Console() if console is None else console
         if not console.is_terminal:
-            console.width = max(console.width, 240)  # into a file: nothing to fit into
+            console.width = max(console.width, 240)  # a file has no width
         table = Table(title=self.title, title_justify="left")
         for name in ("case", "what"):
             table.add_column(name, no_wrap=True)
@@ -204,7 +204,7 @@ class Report:
         console.print(str(self.environment))
 
     def write_json(self, path: Path) -> None:
-        """The whole report, samples included."""
+        """Write the whole report, with its samples."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "title": self.title,
@@ -215,17 +215,17 @@ class Report:
         }
         beside = path.with_suffix(".part")
         beside.write_text(json.dumps(content, indent=1) + "\n")
-        beside.replace(path)  # whole at any time: a benchmark that is cut off may have written its first rows
+        beside.replace(path)  # complete at any time: a benchmark that is cut off may have written its first rows
 
     def finish(self, json_path: Path | None) -> None:
-        """Print, and write the JSON where it was asked for."""
+        """Print the report, and write the JSON if there is a path."""
         self.print()
         if json_path is not None:
             self.write_json(json_path)
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes: ``--json FILE`` and ``--quick``."""
+    """Return a parser with the options of every benchmark: ``--json FILE`` and ``--quick``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and environment there")
     parser.add_argument("--quick", action="store_true", help="few repetitions: to see that it runs, not to be quoted")
@@ -233,7 +233,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
 
 
 def sample(call: Callable[[], object], *, repetitions: int, warmup: int = 1) -> list[float]:
-    """Seconds of each call, after `warmup` calls that are not counted."""
+    """Return the seconds of each call, after `warmup` calls."""
     for _ in range(warmup):
         call()
     samples_s = []
@@ -245,7 +245,7 @@ def sample(call: Callable[[], object], *, repetitions: int, warmup: int = 1) -> 
 
 
 def readable_seconds(seconds: float) -> str:
-    """With three digits and a unit."""
+    """Return a time with three digits and a unit."""
     for limit, scale, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if seconds < limit:
             return f"{seconds * scale:.3g} {unit}"
@@ -253,7 +253,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def readable_bytes(num_bytes: int) -> str:
-    """In the largest binary unit that divides it, or with one digit behind the point."""
+    """Return a size in a binary unit, without digits after the point if it is a whole number."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024
@@ -267,13 +267,10 @@ def _main_module() -> str:
 
 
 def link_of(topology: str) -> str:
-    """How GPU 0 and GPU 1 are joined.
+    """Return the link between GPU 0 and GPU 1, such as ``NV18`` or ``PHB``; empty without two GPUs.
 
     Args:
-        topology: What ``nvidia-smi topo -m`` prints: a row and a column for each GPU.
-
-    Returns:
-        For example ``NV18`` or ``PHB``; empty where it has no two GPUs.
+        topology: Output of ``nvidia-smi topo -m``, with a row and a column for each GPU.
     """
     for line in topology.splitlines():
         words = line.split()
@@ -287,7 +284,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """What it prints; nothing where it cannot be run or fails."""
+    """Return the output of a command; empty if it fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

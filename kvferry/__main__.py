@@ -1,4 +1,4 @@
-"""`kvferry`: demos, model, plan, generate, status, top, node, bench, route, doctor. What a command needs is loaded late."""
+"""The commands of `kvferry`. Each command imports its own modules, so that help is fast."""
 
 from __future__ import annotations
 
