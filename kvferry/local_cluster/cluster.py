@@ -170,7 +170,7 @@ class LocalCluster:
         """
         timeout_s = self.spec.start_timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
-        refused_before = self._num_refusals()
+        refused_before = len(self._refusals())
         refused_s: float | None = None
         while True:
             for node in self.nodes:
@@ -179,10 +179,11 @@ class LocalCluster:
             if waiting_for is None:
                 return
             now_s = time.monotonic()
-            if self._num_refusals() > refused_before:
+            if len(refusals := self._refusals()) > refused_before:
                 refused_s = now_s if refused_s is None else refused_s
                 if now_s - refused_s > _REFUSAL_GRACE_S:
-                    raise self._refusal()
+                    node, why = refusals[-1]
+                    raise node.failure(why)
             if now_s > deadline_s:
                 raise waiting_for.failure(f"not ready within {timeout_s:g} s: {reason}")
             await asyncio.sleep(_POLL_S)
@@ -257,13 +258,9 @@ class LocalCluster:
                     return node, f"prefill node {apart[0].address} is {apart[0].state}: {apart[0].reason}"
         return None, ""
 
-    def _num_refusals(self) -> int:
-        return sum(1 for node in self.prefill_nodes for _ in node.log.events("join_refused"))
-
-    def _refusal(self) -> NodeFailed:
-        """Return the reason of the first prefill node that refused a decode node."""
-        node = next(node for node in self.prefill_nodes if any(node.log.events("join_refused")))
-        return node.failure(str(list(node.log.events("join_refused"))[-1].get("reason")))
+    def _refusals(self) -> list[tuple[ClusterNode, str]]:
+        """Return the prefill node and the reason of each refused join."""
+        return [(node, str(event.get("reason"))) for node in self.prefill_nodes for event in node.log.events("join_refused")]
 
     async def _until(self, is_true: Callable[[], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
