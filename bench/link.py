@@ -25,7 +25,7 @@ from bench import fused_gather, link_ends
 from bench.link_ends import LinkSamples
 from bench.link_plan import Samples, Step, steps
 from bench.pair import Devices, PairFailed, run_pair
-from bench.peers import cuda_copy, nccl, nixl, ucx
+from bench.peers import cuda_copy, nixl, ucx
 from bench.timing import Environment, Report, Row, argument_parser, sample
 from transfer.pool.staging import zeroed_bytes
 
@@ -97,7 +97,6 @@ def measures(run: Run) -> dict[str, Callable[[Measured], None]]:
         found[lane] = partial(_ours, run, lane)
     if run.devices.is_cuda:
         found["fused"] = partial(_fused, run)
-        found["nccl"] = partial(_nccl, run)
     return {name: measure for name, measure in found.items() if not run.lanes or name in run.lanes}
 
 
@@ -113,12 +112,6 @@ def _peer(run: Run, what: str, module: object, into: Measured) -> None:
     found = run.pair(module, run.one_by_one)
     assert isinstance(found, dict)
     into.add(what, found)
-
-
-def _nccl(run: Run, into: Measured) -> None:
-    if run.devices.are_same:
-        raise PairFailed("NCCL does not join two processes on one GPU")
-    _peer(run, "NCCL send", nccl, into)
 
 
 def _nixl(run: Run, into: Measured) -> None:
@@ -159,7 +152,7 @@ def measure(run: Run, *, num_passes: int, json_path: Path | None = None) -> tupl
                 one(measured)
             except PairFailed as error:
                 measured.missing[name] = str(error)
-                is_failed |= not (error.lacks_library or (name == "nccl" and run.devices.are_same))
+                is_failed |= not error.lacks_library
             if json_path is not None:
                 _report(run, measured).write_json(json_path)
     return _report(run, measured), is_failed

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-_BY_CUDA = tuple(f"{name}-cu{major}" for name in ("ucxx", "libucx", "nixl", "nvidia-nccl") for major in (13, 12))
+_BY_CUDA = tuple(f"{name}-cu{major}" for name in ("ucxx", "libucx", "nixl") for major in (13, 12))
 _LIBRARIES = ("kvferry", "torch", "triton", "numpy", "cuda-bindings", "pyzmq", "grpcio", "transformers", *_BY_CUDA)
 
 
