@@ -19,7 +19,6 @@ from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.copy import head_slice_copier
-from transfer.copy.copy_queue import open_copy_queue
 from transfer.copy.digest import digests_for
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
@@ -167,7 +166,6 @@ class PrefillEnd:
             pool=self.picker.pool,
             staging=StagingBuffer(num_bytes=setting.num_slots * slot_bytes, device=device),
             settings=SenderSettings(num_slots=setting.num_slots),
-            open_queue=open_copy_queue,
         )
         self._sessions = DecodeSessions(
             context=context,
@@ -294,7 +292,6 @@ class DecodeEnd:
             ),
             control=self._control,
             probe_bytes=probe_bytes,
-            open_queue=open_copy_queue,
         )
         self._servicer = TransferControlServicer(
             watermark=self._receiver.ring.watermark(),

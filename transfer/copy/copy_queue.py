@@ -61,10 +61,6 @@ class CopyQueue(Protocol):
         ...
 
 
-OpenCopyQueue = Callable[[str, torch.device, asyncio.AbstractEventLoop, Callable[[BaseException], None]], CopyQueue]
-"""As `open_copy_queue`."""
-
-
 def open_copy_queue(
     name: str, device: torch.device, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None]
 ) -> CopyQueue:

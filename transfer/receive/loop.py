@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from transfer.control.base import ControlServer, Received
-from transfer.copy.copy_queue import OpenCopyQueue, open_copy_queue
+from transfer.copy.copy_queue import open_copy_queue
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.event_pump import EventPump
@@ -97,7 +97,6 @@ class ReceiverLoop:
         ring_memory: StagingBuffer,
         control: ControlServer,
         probe_bytes: int = 0,
-        open_queue: OpenCopyQueue = open_copy_queue,
         host_arrivals: HostArrivals | None = None,
     ) -> None:
         self._loop = loop = context.loop
@@ -115,7 +114,7 @@ class ReceiverLoop:
         self._receiver = Receiver(ReceiverSettings(is_one_sided=transport.is_one_sided), self.ring)
         metrics.watch_ring(self.ring)
         self.driver = SessionDriver(loop)
-        self._queue = open_queue("scatter", pool.device, loop, context.on_crash)
+        self._queue = open_copy_queue("scatter", pool.device, loop, context.on_crash)
         self._sessions: dict[int, Session] = {}
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
         self._ending_timer: asyncio.TimerHandle | None = None

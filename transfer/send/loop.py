@@ -15,7 +15,7 @@ import structlog
 from torch import Tensor
 
 from transfer.control.base import ControlClient
-from transfer.copy.copy_queue import OpenCopyQueue, open_copy_queue
+from transfer.copy.copy_queue import open_copy_queue
 from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
@@ -78,7 +78,6 @@ class SenderLoop:
         pool: KVPool,
         staging: StagingBuffer,
         settings: SenderSettings,
-        open_queue: OpenCopyQueue = open_copy_queue,
     ) -> None:
         self._loop = loop = context.loop
         self._owner = owner
@@ -91,7 +90,7 @@ class SenderLoop:
         self._tracer = context.tracer
         self._spans: dict[str, Span] = {}  # of traced requests
         self.driver = SessionDriver(loop)
-        self._queue = open_queue("gather", pool.device, loop, context.on_crash)
+        self._queue = open_copy_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
         self.copier = PieceCopier(pool, is_source=True)
         """Prepares the pieces. Warm it up when a session is attached."""
