@@ -59,7 +59,6 @@ from transfer.messages import (
     GrantRequest,
     GrantsIssued,
     IssuedGrant,
-    Message,
     WriterDrained,
     clip_reason,
 )
@@ -160,8 +159,16 @@ class Receiver:
             case IncomingCancelled():
                 if (request := self._requests.get(event.request_id)) is not None and request.failure is None:
                     self._give_up(request, event.reason)
+            case MessageArrived(session=session, message=message) if self._sessions.get(session) != message.incarnation:
+                self._drop(session, "other_incarnation" if session in self._sessions else "unknown_session")
+            case MessageArrived(session=session, message=GrantRequest() as message):
+                self._on_grant_request(session, message)
+            case MessageArrived(session=session, message=ChunkReady() as message):
+                self._on_chunk_ready(session, message)
+            case MessageArrived(session=session, message=WriterDrained() as message):
+                self._on_writer_drained(session, message)
             case MessageArrived():
-                self._on_message(event.session, event.message)
+                self._drop(event.session, "unexpected_type")
             case ReceiveSettled():
                 self._on_receive_settled(event)
             case ReceiveFailed():
@@ -303,20 +310,6 @@ class Receiver:
                 self._settle(request, [piece for route in mine for piece in route.pieces.values()])
 
     # Messages
-
-    def _on_message(self, session: int, message: Message) -> None:
-        if self._sessions.get(session) != message.incarnation:
-            self._drop(session, "unknown_session" if session not in self._sessions else "other_incarnation")
-            return
-        match message:
-            case GrantRequest():
-                self._on_grant_request(session, message)
-            case ChunkReady():
-                self._on_chunk_ready(session, message)
-            case WriterDrained():
-                self._on_writer_drained(session, message)
-            case _:
-                self._drop(session, "unexpected_type")
 
     def _drop(self, session: int, reason: str) -> None:
         self._actions.append(MessageDropped(session=session, reason=reason))

@@ -66,6 +66,7 @@ from transfer.messages import (
     GrantRefused,
     GrantRequest,
     GrantsIssued,
+    Message,
     WriterDrained,
 )
 from transfer.piece import RankRequest
@@ -161,8 +162,18 @@ class Sender:
                 self._on_request_started(event.request)
             case ChunkComputed():
                 self._on_chunk_computed(event)
+            case MessageArrived(session=session, message=message) if not self._is_of_session(session, message):
+                self._drop(session, "other_incarnation" if session in self._sessions else "unknown_session")
+            case MessageArrived(session=session, message=GrantsIssued() as message):
+                self._on_grants(session, message)
+            case MessageArrived(session=session, message=GrantRefused() as message):
+                self._on_refused(session, message)
+            case MessageArrived(session=session, message=ChunkRejected() as message):
+                self._on_rejected(session, message)
+            case MessageArrived(session=session, message=AbortTransfer() as message):
+                self._on_abort(session, message)
             case MessageArrived():
-                self._on_message(event)
+                self._drop(event.session, "unexpected_type")
             case GatherFinished():
                 self._on_gather_finished(event)
             case WriteFinished():
@@ -437,23 +448,13 @@ class Sender:
 
     # Messages
 
-    def _on_message(self, event: MessageArrived) -> None:
-        session = self._sessions.get(event.session)
-        if session is None or session.view.incarnation != event.message.incarnation:
-            reason = "unknown_session" if session is None else "other_incarnation"
-            self._actions.append(MessageDropped(session=event.session, reason=reason))
-            return
-        match event.message:
-            case GrantsIssued() as message:
-                self._on_grants(event.session, message)
-            case GrantRefused() as message:
-                self._on_refused(event.session, message)
-            case ChunkRejected() as message:
-                self._on_rejected(event.session, message)
-            case AbortTransfer() as message:
-                self._on_abort(event.session, message)
-            case _:
-                self._actions.append(MessageDropped(session=event.session, reason="unexpected_type"))
+    def _is_of_session(self, number: int, message: Message) -> bool:
+        """Return whether the session is open, and the message is of its decode instance's life."""
+        session = self._sessions.get(number)
+        return session is not None and session.view.incarnation == message.incarnation
+
+    def _drop(self, session: int, reason: str) -> None:
+        self._actions.append(MessageDropped(session=session, reason=reason))
 
     def _piece_of(self, session: int, request_id: str, route_index: int, chunk: int) -> SenderPiece | None:
         request = self._requests.get(request_id)
@@ -469,7 +470,7 @@ class Sender:
             self._fail(request, message.reason)
         else:
             # The answer to a repeated question: the target has everything and has forgotten the request.
-            self._actions.append(MessageDropped(session=session, reason="nothing_asked"))
+            self._drop(session, "nothing_asked")
 
     def _on_grants(self, session: int, message: GrantsIssued) -> None:
         request = self._requests.get(message.request_id)
@@ -484,13 +485,13 @@ class Sender:
             piece = self._piece_of(session, message.request_id, message.route, issued.chunk)
             grant = Grant(issued.begin, issued.end)
             if piece is None:
-                self._actions.append(MessageDropped(session=session, reason="unknown_chunk"))
+                self._drop(session, "unknown_chunk")
             elif not state.view.can_hold(grant, piece.num_bytes):
-                self._actions.append(MessageDropped(session=session, reason="impossible_grant"))
+                self._drop(session, "impossible_grant")
             elif piece.stage is SenderStage.ASKED and state.view.is_released(grant):
-                self._actions.append(MessageDropped(session=session, reason="released_grant"))
+                self._drop(session, "released_grant")
             elif piece.grant is None and state.is_taken(issued.begin):
-                self._actions.append(MessageDropped(session=session, reason="granted_twice"))
+                self._drop(session, "granted_twice")
             elif piece.stage is SenderStage.ASKED:
                 piece.grant = grant
                 state.held.add(issued.begin)
@@ -503,7 +504,7 @@ class Sender:
 
     def _on_rejected(self, session: int, message: ChunkRejected) -> None:
         if message.attempt + 1 >= MAX_ATTEMPTS:
-            self._actions.append(MessageDropped(session=session, reason="too_many_attempts"))
+            self._drop(session, "too_many_attempts")
             return
         piece = self._piece_of(session, message.request_id, message.route, message.chunk)
         if piece is None or piece.stage is SenderStage.DROPPED:
@@ -585,7 +586,7 @@ class Sender:
         """Decline a grant that belongs to no request here, if it is possible: a peer may send anything."""
         session = self._sessions[number]
         if grant.begin in session.held or not session.view.can_hold(grant, 1):
-            self._actions.append(MessageDropped(session=number, reason="impossible_grant"))
+            self._drop(number, "impossible_grant")
         elif len(session.spent) >= MAX_SPENT_KEYS:
             reason = f"the decode rank has {len(session.spent)} unreleased grants of requests that are over"
             self._actions.append(CloseSession(session=number, reason=reason))
