@@ -40,7 +40,7 @@ from torch import Tensor
 
 from bench.pair import bytes_on, synchronize
 from bench.timing import Environment, argument_parser
-from transfer.transport.base import ByteRange, LocalMemory, Session, WriteHandle
+from transfer.transport.base import ByteRange, Handle, LocalMemory, Session
 from transfer.transport.nixl import Lane, NixlTransport
 from transfer.transport.nixl_library import Agent
 
@@ -112,7 +112,7 @@ def _hear(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def _drive(session: Session, handles: Sequence[WriteHandle]) -> None:
+def _drive(session: Session, handles: Sequence[Handle]) -> None:
     ends_s = time.monotonic() + _DEADLINE_S
     while not all([handle.poll() for handle in handles]):
         session.progress()

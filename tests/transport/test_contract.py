@@ -22,7 +22,7 @@ from tests.transport.contract import (
 )
 from tests.transport.payload import PATTERN, rng
 from transfer.errors import ConfigError, LocalProtocolError, TransportClosed, TransportError, WriteFailed
-from transfer.transport.base import ReceiveHandle, WriteHandle
+from transfer.transport.base import Handle
 from transfer.transport.inproc import InprocHub, InprocTransport
 from transfer.transport.ucx import UcxTransport
 
@@ -96,7 +96,7 @@ def test_random_schedules(kind: str) -> None:
         steps = [("send", i) for i in range(len(ranges))]
         if not pair.is_one_sided:
             steps += [("expect", i) for i in range(len(ranges))]
-        handles: list[WriteHandle | ReceiveHandle] = []
+        handles: list[Handle] = []
         first_key = base[0]
         base[0] += len(ranges)
         # Everything is drawn before anything is done: an example that is given up half way would leave handles behind,
@@ -235,7 +235,7 @@ def test_a_settled_handle_stays_settled_after_close(pair: Pair) -> None:
     pair.target.close()
     assert all(handle.poll() for handle in handles) and (pair.ring[:9] == pair.source[:9]).all()
     if not pair.is_one_sided:
-        assert handles[1].num_bytes == 9  # type: ignore[attr-defined]
+        assert handles[1].num_bytes == 9
 
 
 def test_a_closed_session_is_harmless(pair: Pair) -> None:
@@ -257,7 +257,7 @@ def test_a_closed_session_is_harmless(pair: Pair) -> None:
 def test_no_byte_lands_after_close(pair: Pair) -> None:
     """The proof of death: whatever was under way, the memory is the target's own once close() has returned."""
     size = 1 << 20
-    handles: list[WriteHandle | ReceiveHandle] = []
+    handles: list[Handle] = []
     if not pair.is_one_sided:
         handles.append(pair.target.expect(pair.ring_memory, rng(0, size), 1))
     handles.append(pair.writer.write(pair.source_memory, rng(0, size), rng(0, size), 1))

@@ -86,11 +86,11 @@ class DirectMemory(Protocol):
         ...
 
 
-class WriteHandle(Protocol):
-    """A write, or a decline, on its way."""
+class Handle(Protocol):
+    """A write, a decline, or a posted receive of a two-sided transport."""
 
     def poll(self) -> bool:
-        """Return whether the source bytes may be reused.
+        """Return whether the source bytes may be reused, or the receive is settled: filled or declined.
 
         Raises:
             WriteFailed: The transport reported an error.
@@ -98,17 +98,9 @@ class WriteHandle(Protocol):
         """
         ...
 
-
-class ReceiveHandle(Protocol):
-    """A posted receive of a two-sided transport."""
-
-    def poll(self) -> bool:
-        """Return whether it is settled: filled or declined. Raises as `WriteHandle.poll`."""
-        ...
-
     @property
     def num_bytes(self) -> int:
-        """Bytes that arrived; 0 if the writer declined. Valid once `poll()` returned True."""
+        """Of a receive: bytes that arrived; 0 if the writer declined. Valid once `poll()` returned True."""
         ...
 
 
@@ -125,7 +117,7 @@ class Session(Protocol):
         """At the target's end: why two processes of one machine go over the network. Empty if they do not, or are set to."""
         ...
 
-    def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> WriteHandle:
+    def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> Handle:
         """Start one bulk write into the memory that the target offered.
 
         Args:
@@ -138,14 +130,14 @@ class Session(Protocol):
         """
         ...
 
-    def decline(self, key: int) -> WriteHandle:
+    def decline(self, key: int) -> Handle:
         """Tell a two-sided target that nothing will come for `key`; its receive settles with 0 bytes, its memory untouched.
 
         On a one-sided transport the handle is settled at once.
         """
         ...
 
-    def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> ReceiveHandle:
+    def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> Handle:
         """Post the receive for `key`, before or after the peer's write.
 
         Raises:

@@ -12,14 +12,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from transfer.errors import LocalProtocolError, TransferError, TransportClosed, TransportTimeout
-from transfer.transport.base import ReceiveHandle, Session, WriteHandle
+from transfer.transport.base import Handle, Session
 
-Handle = WriteHandle | ReceiveHandle
-_Handle = TypeVar("_Handle", WriteHandle, ReceiveHandle)
-Callback = Callable[[_Handle, TransferError | None], None]
+Callback = Callable[[Handle, TransferError | None], None]
 
 _MAX_ROUNDS = 16  # of one session before the loop serves others
 _MAX_TURN_S = 0.001  # and the time for them
@@ -82,7 +79,7 @@ class Watch:
     """One callback that waits for one handle."""
 
     handle: Handle
-    callback: Callable[..., None]
+    callback: Callback
     is_cancelled: bool = False
 
     def cancel(self) -> None:
@@ -160,7 +157,7 @@ class SessionDriver:
             self._call(watch, TransportClosed(f"session {session.lane} was removed from its driver while a handle was pending"))
         driven.watches = []
 
-    def watch(self, session: Session, handle: _Handle, callback: Callback[_Handle]) -> Watch:
+    def watch(self, session: Session, handle: Handle, callback: Callback) -> Watch:
         """Call `callback(handle, error)` once, from the loop, when `handle` is settled (error None) or failed.
 
         Raises:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from transfer.errors import ConfigError, TransportTimeout
-from transfer.transport.base import FIRST_PROBE_KEY, ByteRange, LocalMemory, Session
-from transfer.transport.driver import Handle, SessionDriver
+from transfer.transport.base import FIRST_PROBE_KEY, ByteRange, Handle, LocalMemory, Session
+from transfer.transport.driver import SessionDriver
 
 _MAX_ROUNDS = 10_000
 _SMALL_BYTES = 4096
