@@ -22,7 +22,7 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.discovery import Discovery, Looks, Source
 from transfer.registry.discovery import watcher as found_module
 from transfer.registry.discovery.entries import MAX_FOUND, RefusedFor, sort_entries
-from transfer.registry.discovery.sources import MAX_FILE_BYTES, DnsNodes, GivenNodes, HealthGate, NodeFile
+from transfer.registry.discovery.sources import MAX_FILE_BYTES, DnsNodes, GivenNodes, NodeFile, why_not_serving
 from transfer.registry.discovery.watcher import NOT_ANSWERED
 from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer
@@ -311,20 +311,20 @@ def node(**how: object) -> AbstractAsyncContextManager[RegistryServer]:
 
 
 async def test_a_node_is_used_when_its_health_service_reports_serving() -> None:
-    gate = HealthGate(PlainText())
+    security = PlainText()
     async with node() as server:
-        assert "it does not serve" in await gate.why_not(server.address)
+        assert "it does not serve" in await why_not_serving(security, server.address)
         await server.set_serving(True)
-        assert await gate.why_not(server.address) == ""
-    assert server.address in await gate.why_not(server.address), "nobody listens there any more"
+        assert await why_not_serving(security, server.address) == ""
+    assert server.address in await why_not_serving(security, server.address), "nobody listens there any more"
     async with serving() as other:
         await other.set_serving(True)
-        assert "it is no prefill node" in await gate.why_not(other.address)
+        assert "it is no prefill node" in await why_not_serving(security, other.address)
 
 
 async def test_with_tls_a_node_proves_its_identity_before_its_answer_counts(tmp_path: Path) -> None:
     ours = Authority()
-    gate = HealthGate(tls_of(ours.files(tmp_path / "decode", "decode.example"), peers=("prefill.example",)))
+    security = tls_of(ours.files(tmp_path / "decode", "decode.example"), peers=("prefill.example",))
     for authority, name, said in (
         (ours, "prefill.example", ""),
         (ours, "other.example", "other.example"),
@@ -333,5 +333,5 @@ async def test_with_tls_a_node_proves_its_identity_before_its_answer_counts(tmp_
         files = authority.files(tmp_path / f"node-{name}-{said}", name)
         async with node(security=tls_of(files, peers=("decode.example",))) as server:
             await server.set_serving(True)
-            why_not = await gate.why_not(server.address)
+            why_not = await why_not_serving(security, server.address)
         assert said in why_not and bool(said) is bool(why_not)

@@ -6,10 +6,11 @@ A node can be at each address; whether it is there, and its identity, is known a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from transfer.config import DiscoveryConfig
-from transfer.registry.discovery.sources import DnsNodes, GivenNodes, HealthGate, NodeFile
+from transfer.registry.discovery.sources import DnsNodes, GivenNodes, NodeFile, why_not_serving
 from transfer.registry.discovery.watcher import Discovery, DiscoveryView, Looks, Source
 from transfer.registry.security import Security
 
@@ -30,7 +31,7 @@ def open_discovery(found: DiscoveryConfig, prefill_nodes: tuple[str, ...], secur
     match found.kind:
         case "dns":
             assert found.dns_name is not None
-            source, ask = DnsNodes(found.dns_name, interval_s=interval_s), HealthGate(security).why_not
+            source, ask = DnsNodes(found.dns_name, interval_s=interval_s), partial(why_not_serving, security)
         case "etcd":
             from transfer.registry.discovery.etcd import EtcdMembers, EtcdNodes
 

@@ -129,34 +129,25 @@ class DnsNodes:
             await asyncio.sleep(self._interval_s)
 
 
-class HealthGate:
-    """Ask nodes by gRPC's health protocol whether they serve as prefill nodes, before an address from DNS is used.
+async def why_not_serving(security: Security, address: str) -> str:
+    """Ask a node by gRPC's health protocol whether it serves as a prefill node, before an address from DNS is used.
 
     Args:
-        security: TLS or plain text of the calls.
+        address: One that `security` allows.
+
+    Returns:
+        One line that says why the node may not be used; empty if it serves.
     """
-
-    def __init__(self, security: Security) -> None:
-        self._security = security
-
-    async def why_not(self, address: str) -> str:
-        """Return one line that says why the node may not be used; empty if it serves."""
-        try:
-            return await self._ask(address)
-        except TransferError as error:
-            return str(error)
-
-    async def _ask(self, address: str) -> str:
-        channel = PeerChannel(address, self._security)
-        try:
-            stub = health_pb2_grpc.HealthStub(await channel.ready(timeout_s=ASK_TIMEOUT_S))
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=ASK_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return f"it is no prefill node: it does not know {SERVICE}"
-            raise error_of(error, peer=address) from error
-        finally:
-            await channel.close()
-        if answer.status == health_pb2.HealthCheckResponse.SERVING:
-            return ""
-        return "it does not serve: it is starting, or draining"
+    channel = PeerChannel(address, security)
+    try:
+        stub = health_pb2_grpc.HealthStub(await channel.ready(timeout_s=ASK_TIMEOUT_S))
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=ASK_TIMEOUT_S)
+    except TransferError as error:
+        return str(error)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            return f"it is no prefill node: it does not know {SERVICE}"
+        return str(error_of(error, peer=address))
+    finally:
+        await channel.close()
+    return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "it does not serve: it is starting, or draining"
