@@ -74,6 +74,11 @@ class Tiers:
         found = [await status_of(node) if node.exit_code is None and node.ready_file else None for node in self.nodes]
         return None if None in found else [status for status in found if status is not None]
 
+    async def is_ready(self) -> bool:
+        """Return whether the decode node accepts requests."""
+        status = await status_of(self.decode)
+        return status is not None and status.ready
+
     async def what_is_left(self) -> list[str]:
         """Return the reasons why they are not joined and idle."""
         statuses = await self.statuses()
@@ -223,6 +228,11 @@ class Scenario:
         await asyncio.gather(*(flight.task for flight in flights))
         for flight in flights:
             self._reference.check(flight.token_ids, flight.answer)
+
+    async def serves_again(self, *, within_s: float) -> None:
+        """Wait until the tiers have joined again, and send requests."""
+        await until(self._tiers.is_ready, "joined again", within_s=within_s)
+        await self.serves()
 
     # Faults and verdict
 

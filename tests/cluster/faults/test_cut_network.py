@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.local_cluster.cluster import ClusterNode
-from tests.cluster.calls import Reference, status_of, until
+from tests.cluster.calls import Reference
 from tests.cluster.faults.conftest import reached_at, warm_up
 from tests.cluster.faults.proxy import HOST, PROXY_HOST, ProxyNetwork
 from tests.cluster.faults.scenario import OK, UNAVAILABLE, Scenario, Tiers
@@ -37,10 +37,6 @@ class Proxied(Tiers):
     """A prefill node and a decode node that reach each other through relays."""
 
     network: ProxyNetwork
-
-    async def is_ready(self) -> bool:
-        status = await status_of(self.decode)
-        return status is not None and status.ready
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +77,7 @@ async def test_a_network_that_goes_silent(proxied: Proxied, reference: Reference
         scene.ends(moving, UNAVAILABLE)
         await scene.over(moving)
         proxied.network.heal()
-        await until(proxied.is_ready, "joined again", within_s=REJOIN_S)
-        await scene.serves()
+        await scene.serves_again(within_s=REJOIN_S)
     assert proxied.lives() == lives, "the same lives go on"
 
 
@@ -95,8 +90,7 @@ async def test_connections_that_are_reset(proxied: Proxied, reference: Reference
             proxied.network.reset()
         scene.ends(moving, UNAVAILABLE)
         await scene.over(moving)
-        await until(proxied.is_ready, "joined again", within_s=REJOIN_S)
-        await scene.serves()
+        await scene.serves_again(within_s=REJOIN_S)
 
 
 async def test_a_network_that_is_slow(proxied: Proxied, reference: Reference) -> None:
@@ -130,5 +124,4 @@ async def test_resets_again_and_again(proxied: Proxied, reference: Reference) ->
             await asyncio.sleep(pause_s)
             proxied.network.reset()
             await scene.over(flights)
-        await until(proxied.is_ready, "joined again", within_s=REJOIN_S)
-        await scene.serves()
+        await scene.serves_again(within_s=REJOIN_S)

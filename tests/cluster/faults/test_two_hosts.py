@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.calls import Reference, status_of, until
+from tests.cluster.calls import Reference
 from tests.cluster.faults.conftest import reached_at, warm_up
 from tests.cluster.faults.hosts import DATA, Hosts, open_hosts, why_not
 from tests.cluster.faults.scenario import OK, UNAVAILABLE, Scenario, Tiers
@@ -84,14 +84,8 @@ async def is_cut_and_heals(tiers: TwoHosts, reference: Reference, how: str) -> N
         scene.ends([refused], UNAVAILABLE, within_s=10)
         await scene.over([refused])
         tiers.hosts.heal()
-        await until(lambda: is_ready(tiers), "joined again", within_s=REJOIN_S)
-        await scene.serves()
+        await scene.serves_again(within_s=REJOIN_S)
     assert tiers.lives() == lives, "the same lives go on"
-
-
-async def is_ready(tiers: Tiers) -> bool:
-    status = await status_of(tiers.decode)
-    return status is not None and status.ready
 
 
 @pytest.mark.parametrize("how", ["both ways", "towards prefill", "towards decode", "refused"])
@@ -112,5 +106,4 @@ async def test_a_network_that_comes_and_goes(two_hosts: TwoHosts, reference: Ref
             for flight in flights:
                 flight.codes, flight.within_s = (OK, UNAVAILABLE), 60.0
             await scene.over(flights)
-        await until(lambda: is_ready(two_hosts), "joined again", within_s=REJOIN_S)
-        await scene.serves()
+        await scene.serves_again(within_s=REJOIN_S)
