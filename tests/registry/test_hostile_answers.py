@@ -13,13 +13,13 @@ import pytest
 from kvferry.cli.node_client import NodeClient
 from tests.registry.attaches import attach_request, attach_response
 from tests.registry.hostile_messages import hostile_messages
-from tests.registry.test_hostile_fields import PLAN, told
+from tests.registry.test_hostile_fields import PLAN, retell, told
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.reserve_client import ReserveClient
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.client import TransferControlClient
-from transfer.registry.convert import attach_response_to_proto, layout_from_proto, watermark_to_proto
+from transfer.registry.convert import attach_response_to_proto, watermark_to_proto
 from transfer.registry.security import PlainText
 from transfer.ring import Grant, Watermark
 
@@ -67,13 +67,6 @@ async def node() -> AsyncIterator[HostileNode]:
 
 ATTACH = attach_request(told(44), chunk_plan=PLAN)
 ANSWER = attach_response_to_proto(attach_response(told(5, tp_size=2), ring_capacity_bytes=RING_BYTES))
-
-
-def retell(message: pb.AttachResponse) -> None:
-    try:
-        message.decode.layout_fingerprint = layout_from_proto(message.decode.layout).fingerprint()
-    except TransferError:
-        return
 
 
 async def test_every_field_of_an_attachs_answer(node: HostileNode) -> None:

@@ -402,16 +402,13 @@ async def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await one.close()
 
 
-def retell(request: Any) -> None:
-    """Fingerprints that agree with what they are of; without it the other fields of an instance would hardly be looked at."""
-    told = (
-        request.decode
-        if isinstance(request, pb.JoinRequest)
-        else request.prefill
-        if isinstance(request, pb.AttachRequest)
-        else None
-    )
-    if told is None:
+def retell(message: Any) -> None:
+    """Correct the fingerprints of a message's instance. Otherwise most of its fields would not be checked."""
+    if isinstance(message, pb.JoinRequest | pb.AttachResponse):
+        told = message.decode
+    elif isinstance(message, pb.AttachRequest):
+        told = message.prefill
+    else:
         return
     try:
         told.layout_fingerprint = layout_from_proto(told.layout).fingerprint()
