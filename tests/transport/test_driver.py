@@ -117,10 +117,7 @@ async def test_close_without_remove_ends_a_wait(driver: SessionDriver, pair: Pai
 
 
 async def test_a_dead_peer_is_detected_while_sleeping(driver: SessionDriver, pair: Pair) -> None:
-    first = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
-    write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
-    await driver.wait(pair.writer, write, deadline_s=60)
-    await driver.wait(pair.target, first, deadline_s=60)
+    await arrives_while_asleep(driver, pair, 1)
     receive = pair.target.expect(pair.ring_memory, rng(0, 8), 2)
     waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=60))
     await asyncio.sleep(0.05)
