@@ -1,7 +1,7 @@
-"""The memory plan of a rank: what its device will hold, before a byte of it is allocated. docs/memory.md explains every line.
+"""The memory plan of a rank, made before any memory is allocated. docs/memory.md explains every line.
 
-`make_plan` turns `PlanInputs` into a `MemoryPlan`, whose lines add up to the device. What does not fit is a `MemoryPlanError`
-with the largest terms and the flags that would help; never an out-of-memory at run time.
+`make_plan` turns `PlanInputs` into a `MemoryPlan`, whose lines add up to the device. A model that does not fit raises a
+`MemoryPlanError` with the largest terms and the flags that would help, instead of running out of memory later.
 
 Sources: the static fraction and the number of tokens are SGLang's (``server_args``, ``model_runner.profile_max_num_token``), the
 page count is mini-sglang's (``engine._determine_num_pages``).
@@ -16,9 +16,9 @@ from typing import Final
 from planner.plan_advice import advice_on, does_not_fit
 from planner.plan_inputs import GIB, PlanInputs, Policy, Role
 from planner.plan_pools import PoolSizing
-from planner.plan_reserve import Reserve, make_reserve
-from planner.plan_values import GroupPlan, MemoryPlan, PlanLine, WorkspacePlan
-from planner.workspace import SPARSE_CHUNK_TOKENS, Strategy, Workspace, WorkspaceSizes
+from planner.plan_reserve import make_reserve
+from planner.plan_values import GroupPlan, MemoryPlan, PlanLine
+from planner.workspace import Workspace, sparse_prefill_workspaces
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import shown
 from transfer.layer_groups import PAGE_TABLE_COLUMNS, GroupKind
@@ -31,30 +31,29 @@ __all__ = [
     "PlanLine",
     "Policy",
     "Role",
-    "WorkspacePlan",
     "agree_on_free_bytes",
     "compare_with_real",
     "make_plan",
 ]
 
 MAX_DIFFERENCE_BYTES: Final = 2 * GIB
-"""Ranks whose free memory differs by more than this do not start: something else runs on one of their devices."""
+"""Ranks whose free memory differs by more do not start: another process uses one of their devices."""
 MAX_REAL_DIFFERENCE: Final = 0.05
 _INDEX_BYTES: Final = 4  # int32
 
 
 def make_plan(inputs: PlanInputs) -> MemoryPlan:
-    """Count what a rank's device will hold.
+    """Plan the memory of a rank's device.
 
     Raises:
-        ConfigError: The inputs do not go together with the model.
-        LayoutError: The model cannot be cut like that.
+        ConfigError: The inputs do not fit the model.
+        LayoutError: The model cannot be sharded like that.
         MemoryPlanError: Not one page of KV fits; the message has the largest terms and the flags that would help.
     """
     shard = inputs.fullest_shard()
     weights_bytes, weights_formula = _weights(inputs)
     page_table_bytes, page_table_formula = _page_tables(inputs)
-    workspaces = tuple(_workspace(inputs, one) for one in inputs.workspaces)
+    workspaces = _workspaces(inputs)
     used = inputs.total_bytes - inputs.free_before_bytes
     before_pool = [
         PlanLine(name="in_use", num_bytes=used, formula="device - free before"),
@@ -89,7 +88,13 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
         *before_pool,
         *sizing.lines(groups),
         reserve_line,
-        *_inside_reserve(reserve),
+        PlanLine(name="cuda_graphs", num_bytes=reserve.cuda_graph_bytes, formula=reserve.cuda_graph_formula, inside="reserve"),
+        PlanLine(
+            name="activations",
+            num_bytes=reserve.num_bytes - reserve.cuda_graph_bytes,
+            formula="the rest of the reserve: activations, and what the libraries take",
+            inside="reserve",
+        ),
         PlanLine(name="left", num_bytes=left, formula=_left_formula(inputs, num_pages, most_tokens)),
     ]
     plan = MemoryPlan(
@@ -111,7 +116,7 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
 
 
 def agree_on_free_bytes(free_by_rank: Mapping[int, int]) -> int:
-    """What every rank may count on: the least that is free on any of their devices.
+    """Return the least free memory of any rank, which every rank may count on.
 
     Raises:
         MemoryPlanError: Two ranks differ by more than 2 GiB.
@@ -129,9 +134,9 @@ def agree_on_free_bytes(free_by_rank: Mapping[int, int]) -> int:
 
 
 def compare_with_real(plan: MemoryPlan, real: Mapping[str, int]) -> list[str]:
-    """What came out otherwise than planned, by more than 5 %: one phrase for each, with both numbers.
+    """Return one phrase for each line that differs from the plan by more than 5 %, with both numbers.
 
-    Lines inside the reserve are an allowance: of those, only what takes more than its own is said.
+    A line inside the reserve is an allowance: it is reported only if it takes more.
 
     Args:
         real: Measured bytes by the name of a line, see `MemoryPlan.planned_bytes`.
@@ -178,53 +183,24 @@ def _page_tables(inputs: PlanInputs) -> tuple[int, str]:
     return rows * columns * _INDEX_BYTES * num_tables, formula
 
 
-def _workspace(inputs: PlanInputs, workspace: Workspace) -> WorkspacePlan:
+def _workspaces(inputs: PlanInputs) -> tuple[Workspace, ...]:
+    if inputs.sparse_prefill is None:
+        return ()
     specs = [layer.kv for layer in inputs.model.layers if layer.kv.kind in (LayerKind.ATTENTION, LayerKind.SLIDING_WINDOW)]
     if not specs:
         raise ConfigError(
-            f"workspace {workspace.name} is of attention with KV heads; {inputs.model.architecture} has none: "
+            f"workspace k_expanded is of attention with KV heads; {inputs.model.architecture} has none: "
             f"it must be left out, {inputs.in_names('with --sparse-prefill')}"
         )
-    if inputs.mode not in workspace.modes:
-        return WorkspacePlan(
-            name=workspace.name,
-            num_bytes=0,
-            strategy=workspace.strategy,
-            is_allocated=False,
-            reason=f"not needed: {workspace.why_skipped}",
-        )
-    tp_size = inputs.attention_tp_size
-    is_bounded = workspace.strategy is Strategy.CHUNK_BOUNDED
-    sizes = WorkspaceSizes(
-        num_tokens=min(inputs.sequence_tokens, SPARSE_CHUNK_TOKENS) if is_bounded else inputs.sequence_tokens,
-        max_seq_len=inputs.sequence_tokens,
-        num_heads=-(-inputs.model.num_query_heads // tp_size),
-        num_kv_heads=-(-specs[0].num_kv_heads // tp_size),
+    return sparse_prefill_workspaces(
+        inputs.sparse_prefill,
+        num_heads=-(-inputs.model.num_query_heads // inputs.attention_tp_size),
+        num_kv_heads=-(-specs[0].num_kv_heads // inputs.attention_tp_size),
         head_dim=specs[0].k_head_dim,
         element_bytes=inputs.layout.dtype.num_bytes,
+        max_seq_len=inputs.sequence_tokens,
+        has_kv_offload=inputs.has_kv_offload,
     )
-    num_bytes = workspace.num_bytes(sizes)
-    reason = f"{workspace.shape}, {sizes.num_heads} heads, {sizes.num_tokens:,} tokens"
-    return WorkspacePlan(
-        name=workspace.name,
-        num_bytes=num_bytes,
-        strategy=workspace.strategy,
-        is_allocated=workspace.strategy is not Strategy.LAZY and num_bytes > 0,
-        reason=reason if num_bytes else "not needed: every query head has a KV head of its own",
-    )
-
-
-def _inside_reserve(reserve: Reserve) -> tuple[PlanLine, PlanLine]:
-    graphs = PlanLine(
-        name="cuda_graphs", num_bytes=reserve.cuda_graph_bytes, formula=reserve.cuda_graph_formula, inside="reserve"
-    )
-    rest = PlanLine(
-        name="activations",
-        num_bytes=reserve.num_bytes - reserve.cuda_graph_bytes,
-        formula="the rest of the reserve: activations, and what the libraries take",
-        inside="reserve",
-    )
-    return graphs, rest
 
 
 def _left_formula(inputs: PlanInputs, num_pages: int, most_tokens: int) -> str:

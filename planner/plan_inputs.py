@@ -1,4 +1,4 @@
-"""What a memory plan is made from: the device, the model, and the flags of the engine."""
+"""Inputs of a memory plan: the device, the model, and the settings of the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from planner.model_parts import MODEL_DTYPES, ModelShape
-from planner.workspace import Mode, Workspace
+from planner.workspace import Strategy
 from transfer.errors import ConfigError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
@@ -18,7 +18,7 @@ MB: Final = 1 << 20
 """As in SGLang's formulas, whose MB are these."""
 
 UNKNOWN_FRACTION: Final = 0.88
-"""Static fraction of a device of which the heuristic knows nothing. Source: SGLang's server_args."""
+"""Static fraction where the heuristic does not apply. Source: SGLang's server_args."""
 
 _BATCHES_BY_GIB: Final = (
     # device below so many GiB, chunked prefill size, (largest CUDA-graph batch with tp below 4, with tp from 4 on)
@@ -34,8 +34,8 @@ _CPU_STEP_TOKENS: Final = 2048
 SPECULATIVE_MB: Final[Mapping[str, int]] = {
     "eagle": 2 * 1024, "eagle3": 2 * 1024, "nextn": 2 * 1024, "dflash": 2 * 1024, "standalone": 6 * 1024, "ngram": 0,
 }  # fmt: skip
-"""Speculative algorithms, by SGLang's names, and what the reserve grows by for each: its draft, with the KV of that."""
-_DRAFT_LAYER_ALGORITHMS: Final = ("eagle", "nextn")  # the others bring a draft model of their own, or none
+"""Speculative algorithm (SGLang's name) -> MiB of the reserve for its draft model and the draft's KV."""
+_DRAFT_LAYER_ALGORITHMS: Final = ("eagle", "nextn")  # the others have a separate draft model, or none
 
 _FLAGS: Final = {
     "device_bytes": "--device-memory", "free_bytes": "--free-memory", "tp_size": "--tp", "pp_size": "--pp", "dp_size": "--dp",
@@ -43,14 +43,14 @@ _FLAGS: Final = {
     "max_running_requests": "--max-running-requests", "max_seq_len": "--max-seq-len", "max_total_tokens": "--max-total-tokens",
     "weights_bytes": "--weights", "checkpoint_bytes": "checkpoint_bytes",
 }  # fmt: skip
-"""What must be from 1 to `_MOST`, by the flags of `kvferry plan`; two have none."""
+"""Fields with a range from 1 to `_MOST` -> flag of `kvferry plan`; two have no flag."""
 
 _MOST: Final = (1 << 63) - 1
-"""Of a number or a size: more than there is of anything, and products of several stay in the range of a float."""
+"""Upper bound of numbers and sizes: products of several stay in the range of a float."""
 
 
 class Policy(StrEnum):
-    """How much of the device KV may take."""
+    """Rule for the share of the device that KV may take."""
 
     STATIC_FRACTION = "static-fraction"  # SGLang: weights and KV together take a fraction of the device
     PAGE_COUNT = "page-count"  # mini-sglang: they take a fraction of what was free before
@@ -64,7 +64,7 @@ class Role(StrEnum):
 
 
 def default_batches(device_bytes: int, tp_size: int) -> tuple[int, int]:
-    """Chunked prefill size and largest CUDA-graph batch for a GPU of this size. Source: SGLang's server_args."""
+    """Return chunked prefill size and largest CUDA-graph batch for a GPU of this size. Source: SGLang's server_args."""
     is_wide = tp_size >= 4
     for below_gib, step_tokens, graphs in _BATCHES_BY_GIB:
         if device_bytes < below_gib * GIB:
@@ -75,46 +75,39 @@ def default_batches(device_bytes: int, tp_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """Everything that the plan of one rank depends on; checked when it is made.
+    """All values that the plan of one rank depends on, checked.
 
     Args:
-        model: The model.
-        role: The tier.
-        device_bytes: Size of the rank's device; None where it is unknown. Of a host that several ranks share, this rank's part.
-        free_bytes: What of it is free before anything is loaded; None: all. One of the two must be known.
-        is_cpu: Whether the device is a host's memory: the reserve's formula, which speaks of GPUs, is not used.
-        tp_size, pp_size: Parallel degrees.
-        pp_rank: The pipeline stage that is planned for.
+        device_bytes: Size of the rank's device; None if unknown. Of a host that several ranks share, this rank's part.
+        free_bytes: Free memory before anything is loaded; None means all. At least one of the two sizes must be known.
+        is_cpu: Whether the device is host memory, for which the reserve's formula of GPUs is not used.
+        pp_rank: The pipeline stage to plan for.
         dp_size: Data parallel degree inside the `tp_size` ranks, with dp-attention.
-        has_dp_attention: Attention and KV are cut over ``tp_size / dp_size`` ranks, everything else over all.
-        dtype: What the model computes in; None: what it is stored in.
-        kv_dtype: Element type of the pool; None: `dtype`.
-        page_size: Tokens per page.
-        chunked_prefill_size: Tokens of a prefill step; None: by the size of the device.
-        tokens_in_flight: See `LayerGroup.peak_pages`; None: of a prefill rank the tokens of the steps that it can have been sent,
-            each of `chunked_prefill_size`, where nobody knows how prompts are cut into chunks; of a decode rank 1.
-        max_running_requests: Requests at once.
-        max_seq_len: Tokens of the longest sequence; None: the model's context.
+        has_dp_attention: Shard attention and KV over ``tp_size / dp_size`` ranks, everything else over all.
+        dtype: Dtype that the model computes in; None takes the stored one.
+        kv_dtype: Element type of the pool; None takes `dtype`.
+        chunked_prefill_size: Tokens of a prefill step; None chooses by the size of the device.
+        tokens_in_flight: See `LayerGroup.peak_pages`. None counts one token on a decode rank, and on a prefill rank the tokens of
+            all steps that it can have been sent, each of `chunked_prefill_size`.
+        max_seq_len: Tokens of the longest sequence; None takes the model's context.
         has_page_tables: Whether page tables lie on the device, as those of decode steps on a GPU do.
-        cuda_graph_batch_sizes: Batch sizes of which CUDA graphs are captured; None: by the size of the device.
-        speculative: Speculative algorithm, one of `SPECULATIVE_MB`, however capitalised; None: none.
-        static_fraction: Share of the device for weights and KV; None: by the heuristic.
-        policy: How much KV may take.
+        cuda_graph_batch_sizes: Batch sizes with a CUDA graph; None chooses by the size of the device.
+        speculative: Speculative algorithm, a key of `SPECULATIVE_MB` in any case.
+        static_fraction: Share of the device for weights and KV; None uses the heuristic.
         memory_ratio: Share of the free memory for weights and KV, with the policy page-count.
         max_total_tokens: Upper bound of the pool's tokens.
         staging_bytes, ring_bytes: Memory of the transfer on this rank.
         offload_bytes: Buffers of a decode rank whose requests may have pages in host memory: two blocks that attention reads
-            (`EmbeddedEngine.host_block_bytes`), and what pages are packed in (`transfer.copy.page_mover.PageMover`).
-        weights_bytes: Measured size of this rank's weights; None: taken from the checkpoint, or estimated.
-        checkpoint_bytes: Size of the stored model; None: unknown.
-        checkpoint_source: Where that comes from, for people.
-        workspaces: Buffers that modes of the engine need.
+            (`EmbeddedEngine.host_block_bytes`), and the buffers of `transfer.copy.page_mover.PageMover`.
+        weights_bytes: Measured size of this rank's weights; None takes it from the checkpoint or estimates it.
+        checkpoint_bytes: Size of the stored model; None if unknown.
+        checkpoint_source: Where `checkpoint_bytes` comes from, for the formula.
+        sparse_prefill: Strategy of the workspaces of block-sparse prefill; None plans no such workspaces.
         has_kv_offload: Whether KV is offloaded to host memory during prefill.
-        names: What the flags of `kvferry plan` are called where this plan is made, for its advice and its errors.
+        names: Flag of `kvferry plan` -> name of the same setting at the caller, for advice and errors.
 
     Raises:
-        ConfigError: A value is out of its range, or the device's memory or what the model computes in is unknown. Messages speak
-            of flags, or of what `names` has for them.
+        ConfigError: A value is out of range, or the device's memory or the model's dtype is unknown.
     """
 
     model: ModelShape
@@ -147,7 +140,7 @@ class PlanInputs:
     weights_bytes: int | None = None
     checkpoint_bytes: int | None = None
     checkpoint_source: str = ""
-    workspaces: tuple[Workspace, ...] = ()
+    sparse_prefill: Strategy | None = None
     has_kv_offload: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -165,10 +158,11 @@ class PlanInputs:
         for flag, size in (("--staging", self.staging_bytes), ("--ring", self.ring_bytes), ("offload_bytes", self.offload_bytes)):
             if size < 0:
                 raise self._wrong(f"{flag} is {size}; it must be at least 0")
-        if min(self.cuda_graph_batch_sizes or (1,)) < 1:
-            raise self._wrong(f"--cuda-graph-bs is {list(self.cuda_graph_batch_sizes or ())}; each must be at least 1")
-        if max(self.cuda_graph_batch_sizes or (1,)) > _MOST:
-            raise self._wrong(f"--cuda-graph-bs is {list(self.cuda_graph_batch_sizes or ())}; each must be at most {_MOST}")
+        graphs = self.cuda_graph_batch_sizes or (1,)
+        if min(graphs) < 1:
+            raise self._wrong(f"--cuda-graph-bs is {list(graphs)}; each must be at least 1")
+        if max(graphs) > _MOST:
+            raise self._wrong(f"--cuda-graph-bs is {list(graphs)}; each must be at most {_MOST}")
         for flag, share in (("--static-fraction", self.static_fraction), ("--memory-ratio", self.memory_ratio)):
             if share is not None and not 0 < share < 1:
                 raise self._wrong(f"{flag} is {share}; it must be between 0 and 1")
@@ -185,7 +179,7 @@ class PlanInputs:
         self._check_model()
 
     def _check_model(self) -> None:
-        """What goes together with no plan of this model."""
+        """Refuse values that do not fit the model."""
         if self.dtype is None and self.model.dtype is None:
             raise self._wrong(
                 f"config.json does not say what the model is stored in; give --dtype, one of {', '.join(MODEL_DTYPES)}"
@@ -201,14 +195,14 @@ class PlanInputs:
         return ConfigError(self.in_names(text))
 
     def in_names(self, text: str) -> str:
-        """A text that speaks of flags, in the words of whoever plans."""
+        """Replace the flags in `text` by the caller's names."""
         for flag in sorted(self.names, key=len, reverse=True):
             text = text.replace(flag, self.names[flag])
         return text
 
     @property
     def total_bytes(self) -> int:
-        """Size of the device; what is free of it, where no more is known."""
+        """Size of the device, or its free memory if the size is unknown."""
         known = self.device_bytes if self.device_bytes is not None else self.free_bytes
         assert known is not None  # __post_init__
         return known
@@ -219,14 +213,14 @@ class PlanInputs:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a prefill step, which those who speak of chunked prefill call a chunk."""
+        """Tokens of a prefill step."""
         if self.chunked_prefill_size is not None:
             return self.chunked_prefill_size
         return _CPU_STEP_TOKENS if self.is_cpu else default_batches(self.total_bytes, self.tp_size)[0]
 
     @property
     def cuda_graph_max_bs(self) -> int:
-        """The largest batch of which a CUDA graph is captured; 0: none."""
+        """Largest batch with a CUDA graph; 0 means no graphs."""
         if self.cuda_graph_batch_sizes is not None:
             return max(self.cuda_graph_batch_sizes, default=0)
         return 0 if self.is_cpu else default_batches(self.total_bytes, self.tp_size)[1]
@@ -243,16 +237,12 @@ class PlanInputs:
 
     @property
     def loads_draft_layers(self) -> bool:
-        """Whether the model's own layers for further tokens are loaded."""
+        """Whether the model's own draft layers are loaded."""
         return self.speculative is not None and self.speculative.lower() in _DRAFT_LAYER_ALGORITHMS
 
     @property
     def attention_tp_size(self) -> int:
         return self.tp_size // self.dp_size
-
-    @property
-    def mode(self) -> Mode:
-        return Mode.OFFLOAD if self.has_kv_offload else Mode.DEVICE
 
     @property
     def layout(self) -> KVLayout:
@@ -263,7 +253,7 @@ class PlanInputs:
         return layer_groups(self.layout)
 
     def fullest_shard(self) -> Shard:
-        """The cut of the rank of the stage that has the most KV heads, where they do not divide evenly."""
+        """Return the shard of the stage's rank with the most KV heads, where they do not divide evenly."""
         layout = self.layout
         shards = [
             Shard(

@@ -1,11 +1,12 @@
-"""What a memory plan consists of: lines that add up to the device, the pool of each layer group, the workspaces."""
+"""Values of a memory plan: lines that add up to the device, the pool of each layer group, the workspaces."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from planner.plan_inputs import PlanInputs
-from planner.workspace import Strategy
+from planner.workspace import Workspace
 from transfer.errors import ConfigError
 from transfer.layer_groups import GroupKind
 
@@ -15,10 +16,9 @@ class PlanLine:
     """One line of the plan.
 
     Args:
-        name: Names it; `compare_with_real` and metrics go by it.
-        num_bytes: Its size.
+        name: Key for `compare_with_real` and for metrics.
         formula: How the size came about.
-        inside: The line that it is part of; empty for those that add up to the device.
+        inside: Name of the line that contains this one; empty for lines that add up to the device.
     """
 
     name: str
@@ -33,13 +33,9 @@ class GroupPlan:
 
     Args:
         name: The group's name, unique in a model.
-        kind: For how long it keeps tokens.
         layers: Its layers on this stage, as global numbers.
         cell_bytes: Bytes of one token over those layers; of a state group, of one request.
         num_tokens: Tokens that its pages hold; of a state group, requests.
-        num_pages: Its pages.
-        page_size: Tokens per page.
-        num_bytes: Bytes of all its pages.
     """
 
     name: str
@@ -53,42 +49,18 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkspacePlan:
-    """A workspace as it comes out.
-
-    Args:
-        name: Its name.
-        num_bytes: What it takes: at start, or later where it is lazy; 0 where nothing needs it.
-        strategy: When it is allocated.
-        is_allocated: Whether it is allocated at start.
-        reason: How the size came about, or why it is not there.
-    """
-
-    name: str
-    num_bytes: int
-    strategy: Strategy
-    is_allocated: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a rank's device will hold. Made by `make_plan`.
+    """The memory of a rank's device. Made by `make_plan`.
 
     Args:
-        inputs: What it was made from.
-        static_fraction: Share of the device for weights and KV; with the policy page-count, what its reserve comes to.
-        reserved_bytes: What stays free of weights and KV.
-        weights_bytes: This rank's weights.
-        cell_bytes: KV of one token on this rank, of the group that decides how many tokens fit.
-        max_total_tokens: Tokens that the pool holds.
-        num_pages: Pages of the group that decides how many tokens fit.
-        page_table_bytes: All page tables.
+        static_fraction: Share of the device for weights and KV; with the policy page-count, the share that its reserve leaves.
+        reserved_bytes: Bytes that weights and KV leave free.
+        cell_bytes: KV of one token on this rank, in the group that limits the number of tokens.
+        max_total_tokens, num_pages: Tokens and pages of that group.
         groups: The pools, in the order of `transfer.layer_groups.layer_groups`.
-        workspaces: The buffers of the engine's modes.
-        free_bytes: What is expected to be free once the node runs: the reserve and what the pools leave over, less CUDA graphs.
-        lines: Every line; those that are inside no other one add up to the device.
-        advice: What could be set better.
+        free_bytes: Expected free memory of a running node: the reserve and the rest that the pools leave, less CUDA graphs.
+        lines: All lines; those that are not inside another one add up to the device.
+        advice: Settings that could be better.
     """
 
     inputs: PlanInputs
@@ -100,7 +72,7 @@ class MemoryPlan:
     num_pages: int
     page_table_bytes: int
     groups: tuple[GroupPlan, ...]
-    workspaces: tuple[WorkspacePlan, ...]
+    workspaces: tuple[Workspace, ...]
     free_bytes: int
     lines: tuple[PlanLine, ...]
     advice: tuple[str, ...]
@@ -115,11 +87,11 @@ class MemoryPlan:
 
     @property
     def group_pages(self) -> tuple[int, ...]:
-        """Pages of each group's pool: what `KVPool` is made with."""
+        """Pages of each group's pool, for `KVPool`."""
         return tuple(group.num_pages for group in self.groups)
 
     def planned_bytes(self, name: str) -> int:
-        """Size of the line `name`, or of all pools together (``pool``), or of what stays free (``free``).
+        """Return the size of the line `name`, of all pools together (``pool``), or of the free memory (``free``).
 
         Raises:
             ConfigError: There is no such line.
@@ -130,7 +102,7 @@ class MemoryPlan:
         return sizes[name]
 
     def as_json(self) -> dict[str, object]:
-        """The plan in plain numbers, texts, lists and objects."""
+        """Return the plan in plain numbers, texts, lists and objects."""
         inputs = self.inputs
         return {
             "architecture": inputs.model.architecture,
@@ -160,32 +132,15 @@ class MemoryPlan:
             "staging_bytes": inputs.staging_bytes,
             "ring_bytes": inputs.ring_bytes,
             "free_bytes": self.free_bytes,
-            "groups": [
-                {
-                    "name": group.name,
-                    "kind": str(group.kind),
-                    "layers": list(group.layers),
-                    "cell_bytes": group.cell_bytes,
-                    "num_tokens": group.num_tokens,
-                    "num_pages": group.num_pages,
-                    "page_size": group.page_size,
-                    "bytes": group.num_bytes,
-                }
-                for group in self.groups
-            ],
-            "workspaces": [
-                {
-                    "name": one.name,
-                    "bytes": one.num_bytes,
-                    "strategy": str(one.strategy),
-                    "allocated": one.is_allocated,
-                    "reason": one.reason,
-                }
-                for one in self.workspaces
-            ],
-            "lines": [
-                {"name": line.name, "bytes": line.num_bytes, "formula": line.formula, "inside": line.inside}
-                for line in self.lines
-            ],
+            "groups": [_as_json(group) for group in self.groups],
+            "workspaces": [_as_json(one) for one in self.workspaces],
+            "lines": [_as_json(line) for line in self.lines],
             "advice": list(self.advice),
         }
+
+
+def _as_json(value: GroupPlan | Workspace | PlanLine) -> dict[str, Any]:
+    """Return the fields of a value. Names in JSON have no ``num_`` or ``is_`` where that is unambiguous."""
+    names = {"num_bytes": "bytes", "is_allocated": "allocated"}
+    plain = {name: list(one) if isinstance(one, tuple) else one for name, one in asdict(value).items()}
+    return {names.get(name, name): str(one) if isinstance(one, str) else one for name, one in plain.items()}

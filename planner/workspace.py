@@ -1,59 +1,29 @@
-"""Workspaces: memory that a mode of an engine needs besides weights and KV, declared so that the plan knows of it.
+"""Workspaces: buffers that a block-sparse prefill policy needs besides weights and KV, declared so that the plan counts them.
 
-Each says how large it is, which modes need it, and when it is allocated. The set for a block-sparse prefill policy is here
-because it killed a server: its buffers for expanded heads take 8 GiB each for a model with a context of a million tokens, and
-they were allocated at start even where KV is offloaded and nothing ever reads them.
+They once stopped a server. For a context of a million tokens each of two copies of expanded heads takes 8 GiB, and both were
+allocated at start even where KV is offloaded and nothing reads them.
 
-Source: the policy's buffers are those of nano-vllm's XAttention (``alloc_policy_metadata``) and its account of that failure.
+Source: the buffers of nano-vllm's XAttention (``alloc_policy_metadata``) and its report of that failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-SPARSE_CHUNK_TOKENS: Final = 16_384
-"""Tokens that the block-sparse policy looks at in one go."""
+_CHUNK_TOKENS: Final = 16_384  # tokens that the policy looks at in one go
 _BLOCK: Final = 128  # tokens of a block of its masks
-_STRIDE: Final = 16  # it keeps one row of statistics for so many queries
+_STRIDE: Final = 16  # queries for each row of statistics
 _KV_CHUNK: Final = 4096  # tokens of a chunk of keys, for the statistics
-
-
-class Mode(StrEnum):
-    """Where the KV of a request being prefilled lies."""
-
-    DEVICE = "device"
-    OFFLOAD = "offload"  # in host memory, brought in chunk by chunk
 
 
 class Strategy(StrEnum):
     """When a workspace is allocated, and how much of it."""
 
     EAGER = "eager"  # whole, at start
-    LAZY = "lazy"  # whole, when it is first used: at start it must only be known that it will fit
+    LAZY = "lazy"  # whole, on first use: at start it is only checked that it will fit
     CHUNK_BOUNDED = "chunk_bounded"  # at start, for the tokens of one chunk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkspaceSizes:
-    """The flags that the size of a workspace depends on.
-
-    Args:
-        num_tokens: Tokens that it holds: a whole sequence, or a chunk.
-        max_seq_len: Tokens of the longest sequence, whatever it holds.
-        num_heads, num_kv_heads: Heads of this rank.
-        head_dim: Elements of a head.
-        element_bytes: Bytes of an element of what the model computes in.
-    """
-
-    num_tokens: int
-    max_seq_len: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    element_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,57 +31,66 @@ class Workspace:
     """One buffer.
 
     Args:
-        name: Names it in the plan.
-        shape: How its size comes about, for people.
-        num_bytes: Its size; 0 where the flags leave nothing to hold.
-        modes: The modes that need it.
-        strategy: When it is allocated.
-        why_skipped: Why the other modes do not need it.
+        num_bytes: Its size; 0 if nothing needs it.
+        is_allocated: Whether it is allocated at start.
+        reason: How the size came about, or why the buffer is not needed.
     """
 
     name: str
-    shape: str
-    num_bytes: Callable[[WorkspaceSizes], int]
-    modes: frozenset[Mode] = frozenset(Mode)
-    strategy: Strategy = Strategy.EAGER
-    why_skipped: str = ""
+    num_bytes: int
+    strategy: Strategy
+    is_allocated: bool
+    reason: str
 
 
-def sparse_prefill_workspaces(strategy: Strategy = Strategy.CHUNK_BOUNDED) -> tuple[Workspace, ...]:
-    """What the block-sparse prefill policy allocates. `strategy` is that of its two expanded copies of K and V."""
-    expanded = [
-        Workspace(
-            name=name,
-            shape="(1, num_heads, tokens, head_dim)",
-            num_bytes=_expanded_bytes,
-            modes=frozenset({Mode.DEVICE}),
-            strategy=strategy,
-            why_skipped="with KV offload prefill goes chunk by chunk and never expands heads",
-        )
-        for name in ("k_expanded", "v_expanded")
-    ]
+def sparse_prefill_workspaces(
+    strategy: Strategy,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element_bytes: int,
+    max_seq_len: int,
+    has_kv_offload: bool,
+) -> tuple[Workspace, ...]:
+    """Return the buffers of the block-sparse prefill policy on one rank.
+
+    Args:
+        strategy: Strategy of the two expanded copies of K and V; the other buffers are eager.
+        element_bytes: Bytes of an element in the model's dtype.
+        has_kv_offload: Whether prefill goes chunk by chunk through host memory, which never expands heads.
+    """
+    num_tokens = min(max_seq_len, _CHUNK_TOKENS) if strategy is Strategy.CHUNK_BOUNDED else max_seq_len
+    expanded_bytes = 0
+    if has_kv_offload:
+        reason = "not needed: with KV offload prefill goes chunk by chunk and never expands heads"
+    elif num_heads == num_kv_heads:
+        reason = "not needed: every query head has a KV head of its own"
+    else:
+        expanded_bytes = num_heads * num_tokens * head_dim * element_bytes
+        reason = f"(1, num_heads, tokens, head_dim), {num_heads} heads, {num_tokens:,} tokens"
+    is_allocated = strategy is not Strategy.LAZY and expanded_bytes > 0
+    blocks = num_heads * (_CHUNK_TOKENS // _BLOCK) * -(-max_seq_len // _BLOCK)
+    statistics = (max_seq_len // _KV_CHUNK + 1) * num_heads * (_CHUNK_TOKENS // _STRIDE) * 4
+    others = (
+        ("prefill_mask", blocks, "(1, num_heads, query blocks, key blocks) of 1 byte"),
+        ("m_partial", statistics, "(key chunks + 1, 1, num_heads, query rows) of 4 bytes"),
+        ("l_partial", statistics, "(key chunks + 1, 1, num_heads, query rows) of 4 bytes"),
+        ("block_sums", blocks * element_bytes, "(1, num_heads, query blocks, key blocks)"),
+    )
     return (
-        *expanded,
-        Workspace(name="prefill_mask", shape="(1, num_heads, query blocks, key blocks) of 1 byte", num_bytes=_blocks),
-        Workspace(name="m_partial", shape="(key chunks + 1, 1, num_heads, query rows) of 4 bytes", num_bytes=_statistics_bytes),
-        Workspace(name="l_partial", shape="(key chunks + 1, 1, num_heads, query rows) of 4 bytes", num_bytes=_statistics_bytes),
-        Workspace(
-            name="block_sums",
-            shape="(1, num_heads, query blocks, key blocks)",
-            num_bytes=lambda sizes: _blocks(sizes) * sizes.element_bytes,
+        *(
+            Workspace(name=name, num_bytes=expanded_bytes, strategy=strategy, is_allocated=is_allocated, reason=reason)
+            for name in ("k_expanded", "v_expanded")
+        ),
+        *(
+            Workspace(
+                name=name,
+                num_bytes=num_bytes,
+                strategy=Strategy.EAGER,
+                is_allocated=True,
+                reason=f"{shape}, {num_heads} heads, {max_seq_len:,} tokens",
+            )
+            for name, num_bytes, shape in others
         ),
     )
-
-
-def _expanded_bytes(sizes: WorkspaceSizes) -> int:
-    if sizes.num_heads == sizes.num_kv_heads:
-        return 0  # every query head has a KV head of its own
-    return sizes.num_heads * sizes.num_tokens * sizes.head_dim * sizes.element_bytes
-
-
-def _blocks(sizes: WorkspaceSizes) -> int:
-    return sizes.num_heads * (SPARSE_CHUNK_TOKENS // _BLOCK) * -(-sizes.max_seq_len // _BLOCK)
-
-
-def _statistics_bytes(sizes: WorkspaceSizes) -> int:
-    return (sizes.max_seq_len // _KV_CHUNK + 1) * sizes.num_heads * (SPARSE_CHUNK_TOKENS // _STRIDE) * 4

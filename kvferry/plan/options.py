@@ -12,7 +12,7 @@ from planner.model_directory import ModelDirectory
 from planner.model_parts import MODEL_DTYPES
 from planner.plan import MemoryPlan, PlanInputs, make_plan
 from planner.plan_inputs import MB, Policy, Role
-from planner.workspace import Strategy, sparse_prefill_workspaces
+from planner.workspace import Strategy
 from transfer.errors import ConfigError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind
 from transfer.layout import DType
@@ -105,6 +105,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
     for name, tier in _TIERS.items():
         if role is not tier and sizes.get(name, getattr(options, name)):
             raise ConfigError(f"{_flag(name)} is given and --role is {role}; only a {tier} node has it")
+    strategy = _choice("workspace_strategy", options.workspace_strategy, Strategy)
     return PlanInputs(
         model=directory.shape,
         role=role,
@@ -134,7 +135,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         weights_bytes=sizes["weights"],
         checkpoint_bytes=directory.checkpoint_bytes,
         checkpoint_source=directory.checkpoint_source,
-        workspaces=_workspaces(options),
+        sparse_prefill=strategy if options.sparse_prefill else None,
         has_kv_offload=options.kv_offload,
     )
 
@@ -148,11 +149,6 @@ def _chunk_tokens(options: PlanOptions) -> int:
     if options.chunk_tokens < 1:
         raise ConfigError(f"--chunk-tokens is {options.chunk_tokens}; it must be at least 1")
     return options.chunk_tokens
-
-
-def _workspaces(options: PlanOptions) -> tuple[Any, ...]:
-    strategy = _choice("workspace_strategy", options.workspace_strategy, Strategy)
-    return sparse_prefill_workspaces(strategy) if options.sparse_prefill else ()
 
 
 def _batch_sizes(options: PlanOptions) -> tuple[int, ...] | None:

@@ -25,7 +25,7 @@ from planner.plan import (
     compare_with_real,
     make_plan,
 )
-from planner.workspace import Strategy, sparse_prefill_workspaces
+from planner.workspace import Strategy
 from transfer.errors import ConfigError, LayoutError, MemoryPlanError
 from transfer.layer_groups import GroupKind
 from transfer.layout import DType
@@ -122,7 +122,7 @@ def test_glm_4_9b_1m_expanding_heads_eagerly_does_not_fit() -> None:
     expanded = 1 * 32 * 1_048_576 * 128 * 2
     assert expanded == 8 * GIB
     with pytest.raises(MemoryPlanError) as caught:
-        make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, workspaces=sparse_prefill_workspaces(Strategy.EAGER)))
+        make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=Strategy.EAGER))
     assert str(caught.value) == (
         "no page of KV fits: of 24.0 GiB the largest terms are weights 17.7 GiB, k_expanded 8.0 GiB, v_expanded 8.0 GiB; it is "
         "13.5 GiB too little. What would help: a larger --tp or --pp, or a quantised model; --workspace-strategy chunk_bounded"
@@ -142,8 +142,7 @@ def test_glm_4_9b_1m_expanding_heads_eagerly_does_not_fit() -> None:
 def test_glm_4_9b_1m_with_sparse_prefill(
     strategy: Strategy, has_offload: bool, expanded: int, at_start: int, num_pages: int
 ) -> None:
-    workspaces = sparse_prefill_workspaces(strategy)
-    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, workspaces=workspaces, has_kv_offload=has_offload))
+    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=strategy, has_kv_offload=has_offload))
     found = {one.name: one for one in plan.workspaces}
     for name in ("k_expanded", "v_expanded"):
         assert (found[name].num_bytes, found[name].is_allocated) == (expanded, at_start > 0)
@@ -159,7 +158,7 @@ def test_glm_4_9b_1m_with_sparse_prefill(
 def test_heads_that_are_not_shared_need_no_expansion() -> None:
     config = json.loads((CONFIGS / "glm-4-9b-chat-1m.json").read_text(encoding="utf-8")) | {"multi_query_group_num": 32}
     plan = make_plan(
-        PlanInputs(model=read_model_shape(config), role=Role.PREFILL, device_bytes=H200, workspaces=sparse_prefill_workspaces())
+        PlanInputs(model=read_model_shape(config), role=Role.PREFILL, device_bytes=H200, sparse_prefill=Strategy.CHUNK_BOUNDED)
     )
     assert [one.reason for one in plan.workspaces[:2]] == ["not needed: every query head has a KV head of its own"] * 2
     assert not plan.workspaces[0].is_allocated
@@ -167,7 +166,7 @@ def test_heads_that_are_not_shared_need_no_expansion() -> None:
 
 def test_workspaces_of_kv_heads_are_refused_for_a_model_without() -> None:
     with pytest.raises(ConfigError, match="workspace k_expanded is of attention with KV heads; DeepseekV3ForCausalLM has none"):
-        make_plan(inputs_of("deepseek-v3.1", tp_size=8, device_bytes=H200, workspaces=sparse_prefill_workspaces()))
+        make_plan(inputs_of("deepseek-v3.1", tp_size=8, device_bytes=H200, sparse_prefill=Strategy.CHUNK_BOUNDED))
 
 
 def test_buffers_for_pages_in_host_memory_are_taken_from_the_pool() -> None:
@@ -390,7 +389,7 @@ def test_what_differs_by_more_than_a_twentieth_is_a_warning() -> None:
 
 
 def test_json_has_every_key_in_plain_values() -> None:
-    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, workspaces=sparse_prefill_workspaces(), staging_bytes=2048))
+    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=Strategy.CHUNK_BOUNDED, staging_bytes=2048))
     content = plan.as_json()
     assert json.loads(json.dumps(content)) == content
     assert content["max_total_tokens"] == plan.max_total_tokens and content["page_size"] == 16
