@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from planner.model_families import FAMILIES
+from planner.model_families import READERS
 from planner.model_shape import read_model_shape
 from transfer.layout import DType, KVLayout
 
@@ -58,11 +58,9 @@ def layouts() -> dict[str, KVLayout]:
         ConfigError: A family needs a field that `_FIELDS` lacks; it is named.
     """
     found = {}
-    for family in FAMILIES:
-        config = {**_FIELDS, "architectures": [family.architecture]}
-        found[family.architecture] = read_model_shape(config, source=f"bench/loop_models.py ({family.architecture})").layout(
-            DType.BFLOAT16
-        )
+    for model_type in READERS:
+        shape = read_model_shape({**_FIELDS, "model_type": model_type}, source=f"bench/loop_models.py ({model_type})")
+        found[shape.architecture] = shape.layout(DType.BFLOAT16)
     return found
 
 

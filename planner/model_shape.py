@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Final, TypeGuard
 
 from planner.config_fields import ConfigFields
-from planner.model_families import FAMILIES, Family
+from planner.model_families import MODEL_TYPES, READERS
 from planner.model_parts import MODEL_DTYPES, ModelShape, Part, Quantisation, VisionSizes, Weights
 from transfer.layout import MAX_LAYERS, DType
 
@@ -34,11 +34,11 @@ def read_model_shape(config: Mapping[str, object], *, source: str = "config.json
     """
     whole = ConfigFields(config, f"{source}: ")
     text = whole.part("text_config")
-    family = _family(whole) if text is None else _family_of_text(text)
+    model_type = _model_type(whole) if text is None else _model_type_of_text(text)
     fields = whole if text is None else _with_outer(text, whole)
     shape = replace(
-        family.read(fields),
-        architecture=_architecture(whole) or family.architecture,
+        READERS[model_type](fields),
+        architecture=_architecture(whole) or next(name for name, known in MODEL_TYPES.items() if known == model_type),
         dtype=_dtype(fields),
         quantisation=_quantisation(fields),
     )
@@ -63,24 +63,21 @@ def _is_name(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and value.isascii() and value.isidentifier()
 
 
-def _family(fields: ConfigFields) -> Family:
+def _model_type(fields: ConfigFields) -> str:
     architecture = _architecture(fields)
     if architecture is None:
-        return _family_of_text(fields)
-    for family in FAMILIES:
-        if architecture in (family.architecture, *family.aliases):
-            return family
-    known = ", ".join(name for family in FAMILIES for name in (family.architecture, *family.aliases))
-    raise fields.wrong("architectures", f"one of {known}, or a multimodal model with the text_config of one of them")
+        return _model_type_of_text(fields)
+    if architecture not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise fields.wrong("architectures", f"one of {known}, or a multimodal model with the text_config of one of them")
+    return MODEL_TYPES[architecture]
 
 
-def _family_of_text(fields: ConfigFields) -> Family:
+def _model_type_of_text(fields: ConfigFields) -> str:
     model_type = fields.text("model_type")
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
-    known = ", ".join(name for family in FAMILIES for name in family.model_types)
-    raise fields.wrong("model_type", f"one of {known}")
+    if model_type not in READERS:
+        raise fields.wrong("model_type", f"one of {', '.join(READERS)}")
+    return model_type
 
 
 def _with_outer(text: ConfigFields, whole: ConfigFields) -> ConfigFields:
