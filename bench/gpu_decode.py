@@ -22,6 +22,7 @@ from bench.gpu_timing import device_seconds
 from bench.llama_engine import HEAD_DIM, KV_HEADS, PAGE_SIZE, QUERY_HEADS, llama_engine, llama_layout
 from bench.timing import Report, Row, argument_parser
 from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.kernels.arguments import DecodeCall
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from transfer.engine_types import DecodeItem
 from transfer.layer_groups import layer_groups
@@ -118,7 +119,7 @@ def _measure_attention(report: Report, batch: int, context: int, repetitions: in
     scale = HEAD_DIM**-0.5
 
     def paged() -> Tensor:
-        return paged_decode_attention(query, k, v, slots=slots, rows=rows, lengths=lengths, scale=scale)[0]
+        return paged_decode_attention(DecodeCall(query=query, k=k, v=v, slots=slots, rows=rows, lengths=lengths, scale=scale))[0]
 
     calls: dict[str, Callable[[], Tensor]] = {
         "torch, gathered": lambda: functional.scaled_dot_product_attention(grouped, keys, values, scale=scale),

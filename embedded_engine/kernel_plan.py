@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embedded_engine.attention import Scores
+from embedded_engine.kernels.arguments import DecodeCall, WriteCall
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.write_rows import write_rows
 from embedded_engine.paged_attention import Advance, LatentHeads
@@ -93,22 +94,24 @@ class KernelDecodePlan:
     ) -> Tensor:
         group = self._groups[self._pool.group_of(layer)]
         k = self._pool.buffer(layer, is_v=False)
-        write_rows(k, v, new_k, new_v, group.new_slots, order=self._pool.order)
+        order = self._pool.order
+        write_rows(WriteCall(k=k, v=v, new_k=new_k, new_v=new_v, slots=group.new_slots, order=order))
         rows = query[0].transpose(0, 1)
-        attended, lse = paged_decode_attention(
-            rows,
-            k,
-            v,
+        call = DecodeCall(
+            query=rows,
+            k=k,
+            v=v,
             slots=group.slots,
             rows=group.rows,
             lengths=self._lengths,
             scale=scores.scale,
             v_dim=v_dim,
-            order=self._pool.order,
+            order=order,
             window_tokens=group.window_tokens,
             sinks=scores.sinks,
             softcap=scores.softcap,
         )
+        attended, lse = paged_decode_attention(call)
         return self._merged(layer, rows, attended, lse, scores, v_dim).unsqueeze(0)
 
     def _merged(self, layer: int, query: Tensor, out: Tensor, lse: Tensor, scores: Scores, v_dim: int | None) -> Tensor:
@@ -127,7 +130,8 @@ class KernelDecodePlan:
         # As heads of few elements, for the kernel keeps the elements of a head in registers.
         piece = _piece_elements(buffer[0].numel())
         new_rows = states.reshape(len(states), -1, piece)
-        write_rows(buffer.view(len(buffer), 1, -1, piece), None, new_rows, None, self._state_slots)
+        k = buffer.view(len(buffer), 1, -1, piece)
+        write_rows(WriteCall(k=k, v=None, new_k=new_rows, new_v=None, slots=self._state_slots))
         return output.transpose(0, 1)
 
 

@@ -23,6 +23,7 @@ from embedded_engine.attention import Scores
 from embedded_engine.host_fetcher import NUM_BUFFERS, HostFetcher
 from embedded_engine.host_tier import PARTS_ALIGNMENT, HostBlock, HostBlocks, cut_into_blocks
 from embedded_engine.kernel_plan import KernelDecodePlan
+from embedded_engine.kernels.arguments import DecodeCall
 from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.paged_decode import MIN_SPLIT_TOKENS, paged_decode_attention
 from embedded_engine.paged_attention import on_device
@@ -211,10 +212,10 @@ class TieredDecodePlan(KernelDecodePlan):
         total = out.float()
         for block, buffer in self._reader.fetcher.blocks_of(layer):
             rows, parts = slice(block.first_row, block.end_row), slice(block.first_part, block.end_part)
-            part, part_lse = paged_decode_attention(
-                query[rows],
-                buffer.k,
-                buffer.v,
+            call = DecodeCall(
+                query=query[rows],
+                k=buffer.k,
+                v=buffer.v,
                 slots=self._reader.slots,
                 rows=self._blocks.first_tokens[parts],
                 lengths=self._blocks.num_tokens[parts],
@@ -222,8 +223,8 @@ class TieredDecodePlan(KernelDecodePlan):
                 v_dim=v_dim,
                 order=self._pool.order,
                 softcap=scores.softcap,
-                num_splits=self._blocks.num_splits,
             )
+            part, part_lse = paged_decode_attention(call, num_splits=self._blocks.num_splits)
             merge_partial(total[rows], lse[rows], part, part_lse)
         return total.to(out.dtype)
 

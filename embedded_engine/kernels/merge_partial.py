@@ -1,4 +1,4 @@
-"""Partial results of attention over different tokens of the same requests, merged by their log-sum-exp: one small launch."""
+"""Merge partial attention results over different tokens of the same requests by their log-sum-exp, in one small launch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from embedded_engine.kernels.arguments import MODEL_DTYPES, check_tensor
 from embedded_engine.kernels.launch import IS_INTERPRETED, launch
 from transfer.errors import LayoutError
 
@@ -25,18 +26,15 @@ def merge_partial(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tens
     Raises:
         LayoutError: A tensor has the wrong shape, dtype, stride or device.
     """
-    for name, tensor, shape in (
-        ("total_lse", total_lse, total.shape[:2]),
-        ("part", part, total.shape),
-        ("part_lse", part_lse, total.shape[:2]),
+    for name, tensor, shape, dtypes in (
+        ("total", total, (None, None, None), (torch.float32,)),
+        ("part", part, total.shape, MODEL_DTYPES),
+        ("total_lse", total_lse, total.shape[:2], (torch.float32,)),
+        ("part_lse", part_lse, total.shape[:2], (torch.float32,)),
     ):
-        if tensor.shape != shape or tensor.device != total.device or tensor.stride(-1) != 1:
-            raise LayoutError(
-                f"{name} is {tuple(tensor.shape)}, stride {tensor.stride()}, on {tensor.device}; "
-                f"must be {tuple(shape)} on {total.device}, its last elements adjacent"
-            )
-    if total.dtype is not torch.float32 or not (total_lse.is_contiguous() and part_lse.is_contiguous()):
-        raise LayoutError(f"total is {total.dtype}; must be torch.float32, and both log-sum-exps contiguous")
+        check_tensor(name, tensor, shape, dtypes, total.device)
+    if not (total_lse.is_contiguous() and part_lse.is_contiguous()):
+        raise LayoutError("total_lse and part_lse must be contiguous")
     if not IS_INTERPRETED and total.device.type != "cuda":
         raise LayoutError(f"total is on {total.device}; must be on a GPU (elsewhere: reference_merge_partial)")
     num_rows, num_heads, dim = total.shape
@@ -79,7 +77,7 @@ def merge_row(  # type: ignore[no-untyped-def]  # Triton gives the parameters th
     new = tl.load(part_lse + at_lse)
     if new == float("-inf"):
         return
-    # Nothing was there: its weight is none, and not that of infinities' difference. What is no number stays one.
+    # An old value of -inf gets weight 0, not the difference of two infinities. NaN stays NaN.
     largest = tl.where(old > new, old, new)
     both = largest + tl.log(tl.exp(old - largest) + tl.exp(new - largest))
     column = tl.arange(0, BLOCK)

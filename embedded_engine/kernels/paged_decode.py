@@ -24,7 +24,6 @@ from embedded_engine.kernels.arguments import DecodeCall
 from embedded_engine.kernels.launch import IS_INTERPRETED, launch
 from transfer.copy.elements import widened
 from transfer.errors import ConfigError, LayoutError
-from transfer.layout import TokenOrder
 
 MIN_SPLIT_TOKENS = 128
 """A split has at least so many tokens: below, writing and merging its partial result costs more than it saves."""
@@ -38,64 +37,32 @@ MAX_SPLITS = 128
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def paged_decode_attention(
-    query: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    *,
-    slots: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
-    scale: float,
-    v_dim: int | None = None,
-    order: TokenOrder = TokenOrder.NHD,
-    window_tokens: int = 0,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    out: Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend with one query token per request to the tokens that it has in the pool, the new one included.
+def paged_decode_attention(call: DecodeCall, *, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
+    """Attend with one query token per request to its tokens in the pool, the new one included.
 
     Queued on the current stream of the tensors' device, without a synchronisation. The result agrees with
     `reference_decode_attention`; float32 is computed as float32 (no TF32).
 
     Args:
-        query, k, v, slots, rows, lengths, scale, v_dim, order, window_tokens, sinks, softcap, out: See `DecodeCall`.
         num_splits: Splits of a request's tokens; None chooses from the shapes.
 
     Returns:
-        The output [B, query heads, v_dim] in the query's dtype (`out`, where that is given), and float32 [B, query heads]: the
-        logarithm of the softmax's denominator, -inf where there is nothing to attend to. The engine's own steps leave it alone;
-        it is for KV in several tiers, by which outputs over different tokens of the same request are merged. A sink is part of
-        it: give it to one of the calls that are merged.
+        The output [B, query heads, v_dim] in the query's dtype, and float32 [B, query heads]: the logarithm of the softmax's
+        denominator, -inf if there is nothing to attend to. The latter merges outputs over different tokens of a request, for KV
+        in several tiers. It contains the sink: give the sink to only one of the merged calls.
 
     Raises:
-        LayoutError: A tensor has the wrong shape, dtype, stride or device.
-        ConfigError: A number is out of its range.
+        LayoutError: The tensors are not on a GPU, or the pool has more tokens than an int32 slot can name.
+        ConfigError: `num_splits` is less than 1.
     """
-    call = DecodeCall(
-        query=query,
-        k=k,
-        v=v,
-        v_dim=v_dim,
-        order=order,
-        slots=slots,
-        rows=rows,
-        lengths=lengths,
-        scale=scale,
-        window_tokens=window_tokens,
-        sinks=sinks,
-        softcap=softcap,
-        out=out,
-    )
+    query = call.query
     if num_splits is not None and num_splits < 1:
         raise ConfigError(f"num_splits is {num_splits}; must be at least 1")
     if not IS_INTERPRETED and query.device.type != "cuda":
         raise LayoutError(f"query is on {query.device}; must be on a GPU (elsewhere: reference_decode_attention)")
     if call.k_view.shape[0] * call.k_view.shape[1] > 2**31:
         raise LayoutError(f"k has {call.k_view.shape[0]} pages of {call.k_view.shape[1]} tokens; int32 slots reach 2**31 tokens")
-    output = torch.empty(call.out_shape, dtype=query.dtype, device=query.device) if out is None else out
+    output = torch.empty(call.out_shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if query.shape[0]:
         with torch.cuda.device_of(query):

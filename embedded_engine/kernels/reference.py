@@ -17,7 +17,7 @@ def reference_decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
         denominator, the sink's share included; -inf where there is nothing to attend to.
     """
     query = call.query
-    out = torch.empty(call.out_shape, dtype=query.dtype, device=query.device) if call.out is None else call.out
+    out = torch.empty(call.out_shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     for request in range(query.shape[0]):
         slots = _visible_slots(call, request)

@@ -14,32 +14,20 @@ from embedded_engine.kernels.arguments import WriteCall
 from embedded_engine.kernels.launch import IS_INTERPRETED, launch
 from transfer.copy.elements import narrowed, widened
 from transfer.errors import LayoutError
-from transfer.layout import TokenOrder
 
 # As integers, because they are converted by hand: see transfer.copy.elements.
 _ELEMENTS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 
-def write_rows(
-    k: Tensor,
-    v: Tensor | None,
-    new_k: Tensor,
-    new_v: Tensor | None,
-    slots: Tensor,
-    *,
-    order: TokenOrder = TokenOrder.NHD,
-) -> None:
+def write_rows(call: WriteCall) -> None:
     """Store one new row of K and V per request, converted to the pool's dtype as `transfer.pool.kv_pool.convert` does.
 
     Queued on the current stream of the tensors' device. A row whose slot is outside the pool is skipped.
 
-    Args:
-        k, v, new_k, new_v, slots, order: See `WriteCall`.
-
     Raises:
-        LayoutError: A tensor has the wrong shape, dtype, stride or device.
+        LayoutError: The tensors are not on a GPU.
     """
-    call = WriteCall(k=k, v=v, new_k=new_k, new_v=new_v, slots=slots, order=order)
+    k, new_k, new_v, slots = call.k, call.new_k, call.new_v, call.slots
     if not IS_INTERPRETED and k.device.type != "cuda":
         raise LayoutError(f"k is on {k.device}; must be on a GPU (elsewhere: PagedKVPool.write)")
     if not slots.numel():

@@ -118,9 +118,9 @@ def assert_attends(case: DecodeCase, device: str = "cpu", num_splits: int | None
     """The kernel's output and log-sum-exp are the reference's; requests without tokens give exact zeros."""
     from embedded_engine.kernels.paged_decode import paged_decode_attention
 
-    arguments = case.arguments(device)
-    expected, expected_lse = reference_decode_attention(DecodeCall(**arguments))
-    out, lse = paged_decode_attention(**arguments, num_splits=num_splits)
+    call = DecodeCall(**case.arguments(device))
+    expected, expected_lse = reference_decode_attention(call)
+    out, lse = paged_decode_attention(call, num_splits=num_splits)
     tolerance = TOLERANCES[out.dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
@@ -180,9 +180,8 @@ def assert_writes(dtype: DType, pool_dtype: DType, order: TokenOrder, *, has_v: 
         news.append(wide.to(getattr(torch, dtype.value)).to(device)[:, 1:-1])
     found, expected = ([to_device(old, device) if device != "cpu" else _copy(old) for old in olds] for _ in range(2))
     new_v, slots = (news[1] if has_v else None), slots.to(device)
-    write_rows(found[0], found[1] if has_v else None, news[0], new_v, slots, order=order)
-    k, v = expected[0], expected[1] if has_v else None
-    reference_write_rows(WriteCall(k=k, v=v, new_k=news[0], new_v=new_v, slots=slots, order=order))
+    for write, (k, v) in ((write_rows, found), (reference_write_rows, expected)):
+        write(WriteCall(k=k, v=v if has_v else None, new_k=news[0], new_v=new_v, slots=slots, order=order))
     for ours, theirs in zip(found, expected, strict=True):
         ours, theirs = _whole(ours), _whole(theirs)
         is_nan = theirs.float().isnan()

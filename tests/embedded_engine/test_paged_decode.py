@@ -10,7 +10,6 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall, WriteCall
-from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.reference import reference_decode_attention, reference_write_rows
 from tests.embedded_engine.decode_cases import GQA, MHA, DecodeCase
 from transfer.errors import ConfigError, LayoutError
@@ -85,7 +84,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("query", torch.zeros(4, 4, 32, dtype=torch.float64), "query is torch.float64"),
     ("query", torch.zeros(4, 7, 32), "query has 7 heads; must be a multiple of k's 2"),
     ("slots", torch.zeros(4, 544, dtype=torch.int64), "slots is torch.int64"),
-    ("out", torch.zeros(4, 32, 4).transpose(1, 2), "out is .*head by head"),
+    ("rows", torch.zeros(8, dtype=torch.int32)[::2], "rows is .*stride .2,.*adjacent"),
 ]
 
 
@@ -93,4 +92,4 @@ WRONG: list[tuple[str, Any, str]] = [
 def test_an_attention_call_that_does_not_fit_is_refused(name: str, value: Any, message: str) -> None:
     arguments = DecodeCase(lengths=(20, 5)).arguments()
     with pytest.raises((LayoutError, ConfigError), match=message):
-        paged_decode_attention(**arguments | {name: value})
+        DecodeCall(**arguments | {name: value})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from embedded_engine.kernels.arguments import DecodeCall, WriteCall
 from embedded_engine.sampling import sample_on_device
 from tests.embedded_engine.decode_cases import (
     MODEL_DTYPES,
@@ -91,7 +92,8 @@ def test_offsets_beyond_32_bits() -> None:
     from embedded_engine.kernels.write_rows import write_rows
 
     new = torch.full((1, 8, 128), 2.0, device="cuda", dtype=torch.bfloat16)
-    write_rows(k, v, new, new, torch.tensor([num_slots - 1], dtype=torch.int32, device="cuda"))
+    last = torch.tensor([num_slots - 1], dtype=torch.int32, device="cuda")
+    write_rows(WriteCall(k=k, v=v, new_k=new, new_v=new, slots=last))
     assert k[-1, -1].float().eq(2).all() and v[-1, -1].float().eq(2).all() and k[0, 0].float().eq(0).all()
 
 
@@ -124,7 +126,7 @@ def test_sampling_waits_for_nothing_and_agrees_with_the_cpu() -> None:
 def attend(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     from embedded_engine.kernels.paged_decode import paged_decode_attention
 
-    return paged_decode_attention(**arguments)
+    return paged_decode_attention(DecodeCall(**arguments))
 
 
 def call(

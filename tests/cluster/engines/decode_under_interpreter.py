@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from embedded_engine.kernels.arguments import DecodeCall
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from tests.embedded_engine.decode_cases import (
     COLUMNS,
@@ -35,11 +36,11 @@ def test_any_number_of_splits_gives_the_same(num_splits: int) -> None:
 
 def test_lengths_are_cut_at_the_columns() -> None:
     arguments = DecodeCase(lengths=(COLUMNS,)).arguments()
-    right = paged_decode_attention(**arguments)[0][0]
+    right = paged_decode_attention(DecodeCall(**arguments))[0][0]
     arguments["lengths"][0] = COLUMNS + 100
-    assert torch.equal(paged_decode_attention(**arguments)[0][0], right)
+    assert torch.equal(paged_decode_attention(DecodeCall(**arguments))[0][0], right)
     arguments["lengths"][0] = -3
-    assert paged_decode_attention(**arguments)[0][0].eq(0).all()
+    assert paged_decode_attention(DecodeCall(**arguments))[0][0].eq(0).all()
 
 
 def test_a_number_that_is_none_stays_one() -> None:
@@ -47,7 +48,7 @@ def test_a_number_that_is_none_stays_one() -> None:
     arguments = DecodeCase(lengths=(200, 20)).arguments()
     slot = int(arguments["slots"][1, 50])
     arguments["k"][slot // 16, slot % 16, 1, 3] = float("nan")
-    out = paged_decode_attention(**arguments)[0]
+    out = paged_decode_attention(DecodeCall(**arguments))[0]
     assert out[0, 2:].isnan().all() and not out[0, :2].isnan().any() and not out[1].isnan().any()
 
 
