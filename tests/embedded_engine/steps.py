@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.model_files import read_model_files
 from transfer.engine_types import GREEDY, DecodeItem, PrefillItem, SamplingParams
-from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup
+from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, layer_groups
+from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
+
+
+def make_engine(
+    directory: Path,
+    shard: Shard,
+    *,
+    num_tokens: int = 640,
+    num_states: int = 8,
+    dummy_seed: int | None = None,
+    **settings: Any,
+) -> EmbeddedEngine:
+    """Return an engine whose pool has room for `num_tokens` in each group of layers with pages."""
+    files = read_model_files(directory, dummy_seed=dummy_seed)
+    num_pages = pages_for(layer_groups(files.layout()), num_tokens // shard.page_size, num_states)
+    return EmbeddedEngine(files, shard=shard, num_pages=num_pages, **settings)
 
 
 def bind_pages(num_pages: int, page_size: int, lengths: Mapping[str, int], seed: int = 0) -> dict[str, list[int]]:
@@ -79,6 +98,23 @@ class PageBook:
                         fill_with_nan(self.pool, group.layers, table[entry])
                     table[entry] = NO_PAGE
         return tuple(list(tables[request_id]) for tables in self._tables)
+
+
+def copy_kv(source: KVPool, source_tables: Any, target: KVPool, tables: Any, num_tokens: int) -> None:
+    """Copy the KV that a transfer moves: the last tokens of a window, a recurrent layer's state after the last token."""
+    for layer in range(source.layout.num_layers):
+        index = source.group_of(layer)
+        group = source.groups[index]
+        tokens = range(1) if group.kind is GroupKind.STATE else range(group.first_travelling_token(num_tokens), num_tokens)
+        slots = [
+            slots_of(table, tokens, pool.part_of(layer).page_size)
+            for pool, table in ((source, source_tables[index]), (target, tables[index]))
+        ]
+        target.write(layer, slots[1], *source.read(layer, slots[0]))
+
+
+def slots_of(table: Sequence[int], tokens: Sequence[int], page_size: int) -> torch.Tensor:
+    return torch.tensor([table[token // page_size] * page_size + token % page_size for token in tokens])
 
 
 def fill_with_nan(pool: KVPool, layers: Sequence[int] | None = None, page: int | None = None) -> None:

@@ -13,10 +13,9 @@ from embedded_engine.dummy_weights import DummyTensor
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
 from tests.embedded_engine.families import FAMILIES
-from tests.embedded_engine.steps import PageBook, decode_all, pages_for, prefill_all
+from tests.embedded_engine.steps import PageBook, decode_all, make_engine, prefill_all
 from tests.embedded_engine.test_model_files import edit_config
 from transfer.errors import ConfigError
-from transfer.layer_groups import layer_groups
 from transfer.layout import DType, Shard
 
 
@@ -38,8 +37,7 @@ def test_a_seed_is_a_model(demo_dir: Path, tmp_path: Path) -> None:
 
 
 def generated(directory: Path, seed: int) -> list[int]:
-    files = read_model_files(directory, dummy_seed=seed)
-    engine = EmbeddedEngine(files, shard=Shard(), num_pages=pages_for(layer_groups(files.layout()), 20))
+    engine = make_engine(directory, Shard(), dummy_seed=seed)
     assert engine.model_fields["weights"] == f"dummy:{seed}"
     book = PageBook.of(engine, {"a": 40})
     first = prefill_all(engine, {"a": tuple(range(3, 23))}, book)

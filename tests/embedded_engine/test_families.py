@@ -6,29 +6,20 @@ bound or a state's first step gets wrong shows as a request without tokens.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.model_files import read_model_files
-from planner.model_shape import read_model_shape
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.families import FAMILIES
-from tests.embedded_engine.steps import PageBook, decode_all, fill_with_nan, pages_for, prefill_all
-from tests.embedded_engine.test_model_files import edit_config
+from tests.embedded_engine.steps import PageBook, copy_kv, decode_all, fill_with_nan, make_engine, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
-from transfer.layer_groups import GroupKind, layer_groups
-from transfer.layout import DType, LayerKind, Shard, TokenOrder
-from transfer.pool.kv_pool import KVPool
+from transfer.layout import DType, Shard, TokenOrder
 
 NUM_TOKENS = 24
 LENGTHS = (1, 5, 17, 64, 129)
@@ -46,11 +37,6 @@ Directory = Callable[[str], Path]
 Prompts = dict[int, tuple[int, ...]]
 
 
-def make_engine(directory: Path, shard: Shard, num_tokens: int = 640) -> EmbeddedEngine:
-    groups = layer_groups(read_model_files(directory).layout())
-    return EmbeddedEngine(directory, shard=shard, num_pages=pages_for(groups, num_tokens // shard.page_size))
-
-
 def generated(engine: EmbeddedEngine, prompts: Mapping[str, tuple[int, ...]], chunk_tokens: int) -> dict[str, list[int]]:
     lengths = {name: len(tokens) for name, tokens in prompts.items()}
     book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in lengths.items()})
@@ -61,47 +47,6 @@ def generated(engine: EmbeddedEngine, prompts: Mapping[str, tuple[int, ...]], ch
 def test_there_is_a_model_of_every_architecture() -> None:
     covered = {f"{stem}ForCausalLM" for stem, _ in FAMILIES.values()} | {"LlamaForCausalLM", "Qwen3ForCausalLM"}
     assert covered == set(ARCHITECTURES)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_layout_is_what_transformers_builds(family_dir: Directory, family: str) -> None:
-    """As config.json says it, as the configuration class completes it, and as the layers are in the end: all the same."""
-    directory = family_dir(family)
-    layout = read_model_files(directory).layout()
-    raw = json.loads((directory / "config.json").read_text())
-    assert read_model_shape(raw).layout(layout.dtype) == layout
-    architecture = f"{FAMILIES[family][0]}ForCausalLM"
-    model: Any = getattr(transformers, architecture).from_pretrained(directory, local_files_only=True)
-    for spec, layer in zip(layout.layers, model.model.layers, strict=True):
-        if spec.kind is LayerKind.RECURRENT_STATE:
-            net = layer.linear_attn
-            state = net.num_v_heads * net.head_k_dim * net.head_v_dim + net.conv_dim * net.conv_kernel_size
-            assert spec.num_kv_heads == net.num_k_heads and spec.num_kv_heads * spec.k_head_dim == state
-        elif spec.kind is LayerKind.MLA:
-            assert spec.k_head_dim == layer.self_attn.kv_a_proj_with_mqa.out_features
-        else:
-            attention = layer.self_attn
-            window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-            assert spec.window_tokens == (window or 0)
-            assert spec.num_kv_heads * spec.k_head_dim == attention.k_proj.out_features
-            assert spec.num_kv_heads * spec.v_head_dim == attention.v_proj.out_features
-
-
-@pytest.mark.parametrize(
-    ("family", "values", "field"),
-    [
-        ("gemma3", {"sliding_window": 20}, "sliding_window"),
-        ("deepseek_v3_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
-        ("qwen3_next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim"),
-    ],
-)
-def test_what_two_sides_must_have_in_common_names_what_decides_the_numbers(
-    family_dir: Directory, tmp_path: Path, family: str, values: dict[str, Any], field: str
-) -> None:
-    copied = Path(shutil.copytree(family_dir(family), tmp_path / "copy"))
-    edit_config(copied, **values)
-    ours, theirs = read_model_files(family_dir(family)).fields, read_model_files(copied).fields
-    assert {name for name in ours if ours[name] != theirs[name]} == {field}
 
 
 @pytest.mark.parametrize(
@@ -147,19 +92,6 @@ def test_requests_join_and_leave_between_steps(family_dir: Directory, generate: 
     assert found == {name: generate(directory, prompts[int(name)], NUM_TOKENS) for name in ("129", "17", "33")}
 
 
-def copy_kv(source: KVPool, source_tables: Any, target: KVPool, tables: Any, num_tokens: int) -> None:
-    """What a transfer moves: of a window its last tokens, of a recurrent layer its state after the last of them."""
-    for layer in range(source.layout.num_layers):
-        index = source.group_of(layer)
-        group = source.groups[index]
-        tokens = range(1) if group.kind is GroupKind.STATE else range(group.first_travelling_token(num_tokens), num_tokens)
-        slots = []
-        for pool, table in ((source, source_tables[index]), (target, tables[index])):
-            size = pool.part_of(layer).page_size
-            slots.append(torch.tensor([table[token // size] * size + token % size for token in tokens]))
-        target.write(layer, slots[1], *source.read(layer, slots[0]))
-
-
 @pytest.mark.parametrize("family", OF_EACH_KIND)
 def test_what_a_transfer_moves_is_all_that_decode_needs(
     family_dir: Directory, generate: Generate, prompts: Prompts, family: str
@@ -182,8 +114,7 @@ def test_what_a_transfer_moves_is_all_that_decode_needs(
 
 def test_half_precision_keeps_states_whole(family_dir: Directory, prompts: Prompts) -> None:
     directory = family_dir("qwen3_next")
-    groups = layer_groups(read_model_files(directory).layout())
-    engine = EmbeddedEngine(directory, shard=Shard(dtype=DType.FLOAT16), num_pages=pages_for(groups, 40), dtype=DType.BFLOAT16)
+    engine = make_engine(directory, Shard(dtype=DType.FLOAT16), dtype=DType.BFLOAT16)
     assert engine.pool.buffer(0, is_v=False).dtype is torch.float32
     assert engine.pool.buffer(1, is_v=False).dtype is torch.float16
     assert len(generated(engine, {"64": prompts[64], "5": prompts[5]}, 30)["5"]) == NUM_TOKENS

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from embedded_engine.engine import EmbeddedEngine
 from kvferry.demo.model import make_demo_model
-from tests.embedded_engine.steps import decode_all, prefill_all
+from tests.embedded_engine.steps import copy_kv, decode_all, prefill_all, slots_of
 from transfer.errors import ConfigError
 from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
@@ -31,16 +31,6 @@ TEXTS = (
     "Once upon a time, far away, a bell rang seven times. " * 6,
 )
 Damage = Callable[[KVPool, Sequence[int]], None]
-
-
-def slots_of(table: Sequence[int], begin: int, end: int, page_size: int) -> torch.Tensor:
-    return torch.tensor([table[token // page_size] * page_size + token % page_size for token in range(begin, end)])
-
-
-def copy_kv(source: KVPool, source_table: Sequence[int], target: KVPool, table: Sequence[int], tokens: int) -> None:
-    for layer in range(source.layout.num_layers):
-        k, v = source.read(layer, slots_of(source_table, 0, tokens, source.page_size))
-        target.write(layer, slots_of(table, 0, tokens, target.page_size), k, v)
 
 
 class Patient:
@@ -61,7 +51,7 @@ class Patient:
         for index, (name, damage) in enumerate(damages.items()):
             begin = (index + 1) * self.num_pages
             tables[name] = list(range(begin, begin + self.num_pages))
-            copy_kv(pool, self.table, pool, tables[name], self.length)
+            copy_kv(pool, (self.table,), pool, (tables[name],), self.length)
             damage(pool, tables[name])
         left = list(damages)
         for step, (last, right) in enumerate(pairwise(self.tokens)):
@@ -100,8 +90,8 @@ def shifted(begin: int, end: int) -> Damage:
 
     def damage(pool: KVPool, table: Sequence[int]) -> None:
         for layer in range(pool.layout.num_layers):
-            k, v = pool.read(layer, slots_of(table, begin, end, pool.page_size))
-            pool.write(layer, slots_of(table, begin + 1, end + 1, pool.page_size), k, v)
+            k, v = pool.read(layer, slots_of(table, range(begin, end), pool.page_size))
+            pool.write(layer, slots_of(table, range(begin + 1, end + 1), pool.page_size), k, v)
 
     return damage
 

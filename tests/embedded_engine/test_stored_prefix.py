@@ -14,13 +14,12 @@ from embedded_engine.engine import EmbeddedEngine
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.stored_prefix import StoredPrefix
 from tests.embedded_engine.conftest import Generate
-from tests.embedded_engine.steps import PageBook, decode_all, pages_for, prefill_all
+from tests.embedded_engine.steps import PageBook, decode_all, make_engine, prefill_all
 from tests.prefill.stored_pages import cut, prefix_of
 from tests.storage.stores import Seen
 from transfer.breaker import BreakerSettings
 from transfer.engine_types import PrefillItem
 from transfer.instance import Instance
-from transfer.layer_groups import layer_groups
 from transfer.layout import Shard, TokenOrder
 from transfer.storage.base import Outcome
 from transfer.storage.client import StoreClient, StoreClientSettings
@@ -37,10 +36,6 @@ SETTINGS = StoreClientSettings(
     threads=2,
     breaker=BreakerSettings(failures=3, window_s=60.0, pause_s=1.0, max_pause_s=1.0),
 )
-
-
-def make_engine(directory: Path, shard: Shard) -> EmbeddedEngine:
-    return EmbeddedEngine(directory, shard=shard, num_pages=lambda weights: pages_for(layer_groups(weights.layout), 80))
 
 
 def store_prompt(engine: EmbeddedEngine, tokens: tuple[int, ...], instance: Instance, store: DirectoryStore) -> StoredPrefix:

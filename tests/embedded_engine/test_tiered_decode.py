@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.host_tier import cut_into_blocks
-from embedded_engine.model_files import read_model_files
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.families import FAMILIES
-from tests.embedded_engine.steps import PageBook, pages_for, prefill_all
+from tests.embedded_engine.steps import PageBook, make_engine, prefill_all
 from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem
 from transfer.errors import ConfigError, EngineError
-from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
+from transfer.layer_groups import NO_PAGE, GroupKind
 from transfer.layout import Shard, TokenOrder
 from transfer.pool.host_pool import HostPool
 
@@ -37,11 +36,6 @@ SHARDS = {
     "pages of 16, HND": Shard(page_size=16, order=TokenOrder.HND),
     "pages of 1": Shard(page_size=1),
 }
-
-
-def make_engine(directory: Path, shard: Shard, num_tokens: int = 320) -> EmbeddedEngine:
-    groups = layer_groups(read_model_files(directory).layout())
-    return EmbeddedEngine(directory, shard=shard, num_pages=pages_for(groups, num_tokens // shard.page_size))
 
 
 def tiered_tokens(

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from embedded_engine import device_decode
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.model_files import read_model_files
 from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
-from tests.embedded_engine.steps import fill_with_nan, pages_for
+from tests.embedded_engine.steps import fill_with_nan, make_engine
 from transfer.engine_types import DecodeItem
-from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
 
@@ -75,23 +73,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Relaunched]:
     return relaunch_graphs(monkeypatch)
 
 
-def make_engine(
-    directory: Path, *, shard: Shard, batch_sizes: Sequence[int] = (), has_decode_kernels: bool = True
-) -> EmbeddedEngine:
-    files = read_model_files(directory)
-    return EmbeddedEngine(
-        files,
-        shard=shard,
-        num_pages=pages_for(layer_groups(files.layout()), 320 // shard.page_size, num_states=5),
+def made(directory: Path, *, batch_sizes: Sequence[int] = (), has_decode_kernels: bool = True) -> EmbeddedEngine:
+    return make_engine(
+        directory,
+        Shard(page_size=4),
+        num_tokens=320,
+        num_states=5,
         max_seq_len=MAX_SEQ_LEN,
         max_running_requests=MAX_RUNNING,
         cuda_graph_batch_sizes=batch_sizes,
         has_decode_kernels=has_decode_kernels,
     )
-
-
-def made_on_cpu(directory: Path, *, shard: Shard) -> EmbeddedEngine:
-    return make_engine(directory, shard=shard, has_decode_kernels=False)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
@@ -100,33 +92,32 @@ def test_tokens_are_those_of_the_cpu_s_path(
 ) -> None:
     """Steps of 3, 2, 4 and 1 requests, padded to 4, 2, 4 and 2."""
     directory = family_dir(family)
-    made = make_engine(directory, shard=Shard(page_size=4), batch_sizes=(2, 4))
-    found = tokens_of_a_life(made, prompts, NUM_STEPS)
-    assert found == tokens_of_a_life(made_on_cpu(directory, shard=Shard(page_size=4)), prompts, NUM_STEPS)
+    found = tokens_of_a_life(made(directory, batch_sizes=(2, 4)), prompts, NUM_STEPS)
+    assert found == tokens_of_a_life(made(directory, has_decode_kernels=False), prompts, NUM_STEPS)
     assert graphs[0].replayed == [size for size in (4, 2, 4, 2) for _ in range(NUM_STEPS)]
 
 
 @pytest.mark.usefixtures("graphs")
 def test_padding_touches_no_state_and_no_page(family_dir: Directory) -> None:
     """One request in a step of four: what the pool holds of others stays, also in the rows that come first."""
-    made = make_engine(family_dir("qwen3_next"), shard=Shard(page_size=4), batch_sizes=(4,))
-    for layer in range(made.layout.num_layers):
-        made.pool.buffer(layer, is_v=False).fill_(0.5)  # not what a padded step of the capture may have left
-    before = contents(made.pool)
-    made.decode([DecodeItem(request_id="a", token_id=5, position=9, page_tables=([7, 8, 9], [3]))])
-    after = contents(made.pool)
+    engine = made(family_dir("qwen3_next"), batch_sizes=(4,))
+    for layer in range(engine.layout.num_layers):
+        engine.pool.buffer(layer, is_v=False).fill_(0.5)  # not what a padded step of the capture may have left
+    before = contents(engine.pool)
+    engine.decode([DecodeItem(request_id="a", token_id=5, position=9, page_tables=([7, 8, 9], [3]))])
+    after = contents(engine.pool)
     for layer, (old, new) in enumerate(zip(before, after, strict=True)):
-        is_state = made.layout.layers[layer].v_head_dim == 0
+        is_state = engine.layout.layers[layer].v_head_dim == 0
         changed = {int(page) for page in (old != new).flatten(1).any(1).nonzero()}
         assert changed == ({3} if is_state else {9})
 
 
 @pytest.mark.usefixtures("graphs")
 def test_a_request_begins_without_a_state(family_dir: Directory) -> None:
-    made = make_engine(family_dir("qwen3_next"), shard=Shard(page_size=4), batch_sizes=(2,))
-    fill_with_nan(made.pool)
+    engine = made(family_dir("qwen3_next"), batch_sizes=(2,))
+    fill_with_nan(engine.pool)
     item = DecodeItem(request_id="a", token_id=5, position=0, page_tables=([7], [3]))
-    assert made.decode([item]) == made.decode([item])
+    assert engine.decode([item]) == engine.decode([item])
 
 
 def contents(pool: KVPool) -> list[Tensor]:

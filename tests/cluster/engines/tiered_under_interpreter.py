@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.model_files import read_model_files
 from tests.cluster.engines.device_decode_under_interpreter import relaunch_graphs
 from tests.embedded_engine.decode_cases import assert_merges
-from tests.embedded_engine.steps import PageBook, pages_for, prefill_all
+from tests.embedded_engine.steps import PageBook, make_engine, prefill_all
 from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
-from transfer.layer_groups import layer_groups
 from transfer.layout import DType, Shard, TokenOrder
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -41,11 +38,11 @@ def tokens_by(
     lengths = {name: LENGTHS[name] for name in names}
     with pytest.MonkeyPatch.context() as patch:
         graphs = relaunch_graphs(patch)
-        groups = layer_groups(read_model_files(directory).layout())
-        engine = EmbeddedEngine(
+        engine = make_engine(
             directory,
-            shard=shard,
-            num_pages=pages_for(groups, 160 // shard.page_size, num_states=4),
+            shard,
+            num_tokens=160,
+            num_states=4,
             max_seq_len=64,
             max_running_requests=4,
             cuda_graph_batch_sizes=batch_sizes,
