@@ -1,4 +1,4 @@
-"""The memory plan: what a rank's device will hold, counted before a byte of it is allocated.
+"""The memory plan of a rank's device, made before any memory is allocated, without torch.
 
-`model_shape` reads sizes off a model's configuration, `model_directory` reads the files, `plan` counts. None of them needs torch.
+`model_shape` reads sizes from a model's configuration, `model_directory` reads the files, `plan` makes the plan.
 """

@@ -1,7 +1,7 @@
-"""Typed access to a parsed ``config.json``: whatever is missing or of the wrong kind is named, with its value and what is right.
+"""Typed access to a parsed ``config.json``. Errors name the field, its value, and what would be right.
 
-A field that is absent and one that is ``null`` are two cases, as they are for the configuration classes of transformers: an
-absent one takes the class's default, ``null`` often means "none" or "as the other field says".
+As in the configuration classes of transformers, an absent field is not the same as ``null``: an absent field has the class's
+default, ``null`` often means "none" or "as another field says".
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import Final
 from transfer.errors import ConfigError
 
 REQUIRED: Final = -1
-"""Default of a field that has none."""
+"""In place of the default of a field that has none."""
 
 MAX_COUNT: Final = 1 << 40
-"""Most that a size may be: far above every model, and what is made of a few such sizes still is a number to reckon with."""
+"""Upper bound of sizes, far above every model; products of a few such sizes stay finite as floats."""
 
 _SHORT: Final = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: short, however long or deep it is."""
+    """Return a value as a short text for messages."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # Python does not write out an integer of more than some thousand digits
+    except ValueError:  # Python does not print an integer of more than some thousand digits
         return "a number of thousands of digits"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
-    """The fields of one mapping. `source` is what messages call it, for example ``config.json: text_config.``."""
+    """The fields of one mapping. `source` is its name in messages, for example ``config.json: text_config.``."""
 
     values: Mapping[str, object]
     source: str
 
     def wrong(self, name: str, right: str) -> ConfigError:
-        """The error of a field that is not as it must be."""
+        """Return the error for a wrong field."""
         found = f"is {shown(self.values[name])}" if name in self.values else "is missing"
         return ConfigError(f"{self.source}{name} {found}; must be {right}")
 
     def count(self, name: str, *, absent: int = REQUIRED, null: int = REQUIRED, least: int = 1, most: int = MAX_COUNT) -> int:
-        """A whole number from `least` to `most`; `absent` and `null` say what stands for a field that is so."""
+        """Return an integer from `least` to `most`; `absent` and `null` are the defaults of an absent and a null field."""
         right = "a positive integer" if least == 1 else f"an integer of at least {least}"
         if name not in self.values and absent != REQUIRED:
             return absent
@@ -64,14 +64,14 @@ class ConfigFields:
         return value
 
     def text(self, name: str) -> str | None:
-        """A text; None where it is absent or null."""
+        """Return a text; None if the field is absent or null."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, "a text")
         return value
 
     def part(self, name: str) -> ConfigFields | None:
-        """The fields of a nested mapping; None where it is absent or null."""
+        """Return the fields of a nested mapping; None if the field is absent or null."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -80,7 +80,7 @@ class ConfigFields:
         return ConfigFields(value, f"{self.source}{name}.")
 
     def layer_numbers(self, name: str) -> frozenset[int]:
-        """A list of layer numbers; empty where it is absent or null."""
+        """Return a list of layer numbers; empty if the field is absent or null."""
         value = self.values.get(name)
         if value is None:
             return frozenset()
@@ -89,7 +89,7 @@ class ConfigFields:
         return frozenset(value)
 
     def layer_types(self, num_layers: int, known: Sequence[str]) -> tuple[str, ...] | None:
-        """``layer_types``, one of `known` for each layer; None where it is absent or null."""
+        """Return ``layer_types``, one of `known` for each layer; None if the field is absent or null."""
         value = self.values.get("layer_types")
         if value is None:
             return None

@@ -1,4 +1,4 @@
-"""What the memory plan needs of a Hugging Face directory: the model's shape, and the size of its weights where files tell it."""
+"""Read a Hugging Face directory for the memory plan: the model's shape, and the size of its weights."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from transfer.errors import ConfigError
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 
-# Beside the weights that transformers loads, some directories hold the same in their author's own format: consolidated*.
+# Some directories also hold the weights in their author's format, consolidated*, which transformers does not load.
 _WEIGHT_NAMES: Final = (WEIGHTS_NAME, "model-*-of-*.safetensors", "*.safetensors")
 _MOST_BYTES: Final = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDirectory:
-    """A model directory, as far as it is there: a plan can be made of a ``config.json`` alone.
+    """A model directory; a ``config.json`` alone is enough for a plan.
 
     Args:
-        shape: The model's sizes.
-        checkpoint_bytes: Size of its weights as they are stored; None where the directory holds none.
-        checkpoint_source: Where that comes from: the index, or the files.
+        checkpoint_bytes: Size of the stored weights; None if the directory has none.
+        checkpoint_source: Source of that size: the index, or the files.
     """
 
     shape: ModelShape
@@ -39,7 +38,7 @@ def read_model_directory(directory: Path | str) -> ModelDirectory:
     """Read ``config.json`` and the size of the weights; opens no weights.
 
     Raises:
-        ConfigError: The directory or its ``config.json`` is missing, damaged, or of a model that is not known.
+        ConfigError: The directory or its ``config.json`` is missing or damaged, or the model is unknown.
     """
     try:
         return _read_directory(Path(directory))
@@ -78,22 +77,18 @@ def _total_size(path: Path) -> int:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The object in config.json of a model directory.
-
-    Raises:
-        ConfigError: It is missing, unreadable, or no JSON object.
-    """
+    """Read config.json of a model directory; raises as `read_json`."""
     return read_json(directory / "config.json", hint="a Hugging Face model directory has one")
 
 
 def read_json(path: Path, *, hint: str = "") -> dict[str, Any]:
-    """The JSON object in a file of a model directory.
+    """Read a JSON object.
 
     Args:
-        hint: What to say of a file that is missing.
+        hint: Added to the error of a missing file.
 
     Raises:
-        ConfigError: It is missing, unreadable, or no JSON object.
+        ConfigError: The file is missing, unreadable, or has no JSON object.
     """
     try:
         content = json.loads(path.read_bytes())

@@ -1,13 +1,10 @@
-"""What a model is made of: its layers, the KV that each keeps, and its weights by the pieces in which they are cut.
-
-The values that `planner.model_shape.read_model_shape` makes.
-"""
+"""A model's layers with their KV, and its weights by the pieces in which they are sharded; read by `read_model_shape`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 from typing import Final
@@ -16,11 +13,11 @@ from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, LayerSpec, Shard
 
 MODEL_DTYPES: Final = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
-"""What a model may compute in: torch's name for it -> ours."""
+"""Dtypes that a model may compute in: torch's name -> ours."""
 
 
 class Part(StrEnum):
-    """What weights belong to; quantisation goes by it."""
+    """Part of a model that weights belong to; quantisation depends on it."""
 
     ATTENTION = "attention"
     MLP = "mlp"
@@ -30,10 +27,10 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """`units` equal pieces of `unit_params` weights; tensor parallelism deals out whole pieces.
+    """`units` equal pieces of `unit_params` weights; tensor parallelism distributes whole pieces.
 
-    The fullest of `n` ranks has ``ceil(units / n)`` of them. Query heads, MLP columns and rows of the head are pieces; so are KV
-    heads, of which every rank keeps at least one; what is replicated is a single piece.
+    The fullest of `n` ranks has ``ceil(units / n)`` of them. Query heads, MLP columns and rows of the head are pieces, and KV
+    heads, of which every rank keeps at least one. Replicated weights are a single piece.
     """
 
     part: Part
@@ -58,13 +55,6 @@ class VisionSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantisation:
-    """How quantised weights are stored: bits of an element, by part of the model; the parts left out are not quantised."""
-
-    bits: Mapping[Part, Fraction]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """One layer: its KV and its weights."""
 
@@ -74,19 +64,17 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A model, before any cut. Made by `read_model_shape`.
+    """A whole model. Made by `read_model_shape`.
 
     Args:
         architecture: Name of the model class.
-        dtype: What the weights are stored in, as far as they are not quantised; None where the configuration does not say.
-        hidden_size: As named.
+        dtype: Dtype of the stored weights that are not quantised; None if the configuration does not say.
         num_query_heads: Query heads of an attention layer.
         max_context_tokens: Longest sequence that the model was made for.
-        layers: The layers, in order.
         first_stage, last_stage: Weights that only the first and the last pipeline stage have.
         draft: Weights of the layers that predict further tokens (MTP); loaded only for speculative decoding.
-        draft_copies: What a checkpoint stores a second time for them: embeddings and head.
-        vision, quantisation: None where the model has none.
+        draft_copies: Embeddings and head, which a checkpoint stores a second time for the draft layers.
+        quantised_bits: Bits of an element, by part of the model; parts that are not quantised are absent.
     """
 
     architecture: str
@@ -100,18 +88,18 @@ class ModelShape:
     draft: tuple[Weights, ...] = ()
     draft_copies: tuple[Weights, ...] = ()
     vision: VisionSizes | None = None
-    quantisation: Quantisation | None = None
+    quantised_bits: Mapping[Part, Fraction] = field(default_factory=dict)
 
     @property
     def num_params(self) -> int:
-        """All weights, draft layers apart. Exact for the language model, an estimate for a vision tower."""
+        """Number of weights without draft layers; exact for the language model, an estimate for a vision tower."""
         return sum(weights.num_params for weights in self._all_weights())
 
     def layout(self, dtype: DType | None = None) -> KVLayout:
-        """The model's KV, computed in `dtype` (the stored one where None).
+        """Return the model's KV, computed in `dtype`; None means the stored dtype.
 
         Raises:
-            ConfigError: Neither is known.
+            ConfigError: The dtype is unknown.
         """
         return KVLayout(layers=tuple(layer.kv for layer in self.layers), dtype=self._computed_in(dtype))
 
@@ -125,12 +113,12 @@ class ModelShape:
         dtype: DType | None = None,
         with_draft: bool = False,
     ) -> int:
-        """Bytes of the weights on the fullest rank of a pipeline stage.
+        """Return the bytes of the weights on the fullest rank of a pipeline stage.
 
         Args:
-            attention_tp_size: Ranks over which attention is cut, where that is fewer than `tp_size` (dp-attention).
-            dtype: What the model computes in; the stored one where None. Quantised weights stay as they are.
-            with_draft: Whether draft layers are loaded, which lie on the last stage.
+            attention_tp_size: Ranks over which attention is sharded, if fewer than `tp_size` (dp-attention).
+            dtype: Dtype that the model computes in; None means the stored one. Quantised weights are not converted.
+            with_draft: Whether draft layers are loaded, on the last stage.
         """
         stage = Shard(pp_size=pp_size, pp_rank=pp_rank).layers(self.layout(dtype))
         held = [weights for layer in self.layers[stage.begin : stage.end] for weights in layer.weights]
@@ -144,7 +132,7 @@ class ModelShape:
         return self._bytes_of(params, dtype)
 
     def checkpoint_bytes(self, dtype: DType | None = None) -> int:
-        """Bytes of a checkpoint of the whole model, draft layers and all; `dtype` is taken where the stored one is unknown."""
+        """Return the bytes of a checkpoint with draft layers; `dtype` is used if the stored one is unknown."""
         params: dict[Part, int] = {}
         for weights in (*self._all_weights(), *self.draft, *self.draft_copies):
             params[weights.part] = params.get(weights.part, 0) + weights.num_params
@@ -158,8 +146,7 @@ class ModelShape:
 
     def _bytes_of(self, params: Mapping[Part, int], dtype: DType | None) -> int:
         plain = Fraction(8 * self._computed_in(dtype).num_bytes)
-        bits = {} if self.quantisation is None else self.quantisation.bits
-        return math.ceil(sum(count * bits.get(part, plain) for part, count in params.items()) / 8)
+        return math.ceil(sum(count * self.quantised_bits.get(part, plain) for part, count in params.items()) / 8)
 
     def _computed_in(self, dtype: DType | None) -> DType:
         found = dtype or self.dtype

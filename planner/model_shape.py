@@ -1,7 +1,7 @@
-"""A model's sizes, read off its parsed ``config.json``: what KV each layer keeps, and how many weights a rank holds.
+"""Read a model's sizes from its parsed ``config.json``: the KV of each layer, and the weights.
 
-Pure: no file is read and no library is asked. The embedded engine takes its KV layout from here, so `ModelShape.layout` is
-exact. The weights are counted tensor by tensor too, but how they are cut is a rule of the engine's: see `Weights`.
+Pure: it reads no file and uses no library. The embedded engine takes its KV layout from here, so `ModelShape.layout` is exact.
+Weights are counted tensor by tensor, too, but an engine may shard them by another rule than `Weights` has.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Final, TypeGuard
 
 from planner.config_fields import ConfigFields
 from planner.model_families import MODEL_TYPES, READERS
-from planner.model_parts import MODEL_DTYPES, ModelShape, Part, Quantisation, VisionSizes, Weights
+from planner.model_parts import MODEL_DTYPES, ModelShape, Part, VisionSizes, Weights
 from transfer.layout import MAX_LAYERS, DType
 
 __all__ = ["ModelShape", "read_model_shape"]
 
-_MXFP4_BITS: Final = Fraction(17, 4)  # 4 bits, and a scale of 8 bits for each 32 of them
+_MXFP4_BITS: Final = Fraction(17, 4)  # 4 bits, and a scale of 8 bits for each 32 weights
 _MOST_BITS: Final = 32
 
 
 def read_model_shape(config: Mapping[str, object], *, source: str = "config.json") -> ModelShape:
-    """The shape of the model that a parsed ``config.json`` describes. Of a multimodal model, the language model's.
+    """Read the shape of a model; of a multimodal model, the shape of its language model.
 
     Args:
-        source: What messages call the configuration, for example its path.
+        config: The parsed ``config.json``.
+        source: Name of the configuration in messages, for example its path.
 
     Raises:
-        ConfigError: An architecture that is not known, or a field that is missing or wrong; the message names it, its value and
-            what would be right.
+        ConfigError: The architecture is unknown, or a field is missing or wrong.
     """
     whole = ConfigFields(config, f"{source}: ")
     text = whole.part("text_config")
@@ -40,7 +40,7 @@ def read_model_shape(config: Mapping[str, object], *, source: str = "config.json
         READERS[model_type](fields),
         architecture=_architecture(whole) or next(name for name, known in MODEL_TYPES.items() if known == model_type),
         dtype=_dtype(fields),
-        quantisation=_quantisation(fields),
+        quantised_bits=_quantised_bits(fields),
     )
     vision = _vision(whole, shape.hidden_size)
     if vision is None:
@@ -59,7 +59,7 @@ def _architecture(fields: ConfigFields) -> str | None:
 
 
 def _is_name(value: object) -> TypeGuard[str]:
-    """Whether it can name a class: an outer architecture, which no family knows, is printed as it is."""
+    """Return whether the value can name a class; an outer architecture, which no family has, is printed unchanged."""
     return isinstance(value, str) and value.isascii() and value.isidentifier()
 
 
@@ -81,7 +81,7 @@ def _model_type_of_text(fields: ConfigFields) -> str:
 
 
 def _with_outer(text: ConfigFields, whole: ConfigFields) -> ConfigFields:
-    """The language model's fields, and those that multimodal configurations keep on the outside."""
+    """Return the language model's fields, and its fields that multimodal configurations keep outside."""
     outer = {
         name: whole.values[name]
         for name in ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
@@ -100,23 +100,23 @@ def _dtype(fields: ConfigFields) -> DType | None:
     return MODEL_DTYPES[value]
 
 
-def _quantisation(fields: ConfigFields) -> Quantisation | None:
+def _quantised_bits(fields: ConfigFields) -> dict[Part, Fraction]:
     part = fields.part("quantization_config")
     if part is None:
-        return None
+        return {}
     method = part.text("quant_method")
     linears = (Part.ATTENTION, Part.MLP, Part.EXPERTS)
     if method == "fp8":
-        return Quantisation(bits=dict.fromkeys(linears, Fraction(8)))
+        return dict.fromkeys(linears, Fraction(8))
     if method == "mxfp4":
-        return Quantisation(bits={Part.EXPERTS: _MXFP4_BITS})
+        return {Part.EXPERTS: _MXFP4_BITS}
     if method in ("awq", "gptq"):
-        return Quantisation(bits=dict.fromkeys(linears, Fraction(part.count("bits", most=_MOST_BITS))))
+        return dict.fromkeys(linears, Fraction(part.count("bits", most=_MOST_BITS)))
     raise part.wrong("quant_method", "fp8, mxfp4, awq or gptq")
 
 
 def _vision(whole: ConfigFields, text_hidden_size: int) -> VisionSizes | None:
-    """The vision tower: its layers are counted, patches and what else it has are left out, the projection is a single matrix."""
+    """Estimate the vision tower from its layers and a projection of one matrix; patches and the rest are left out."""
     fields = whole.part("vision_config")
     if fields is None:
         return None

@@ -1,4 +1,4 @@
-"""The memory plan of a daemon's rank: from its settings, and from what its device says, to `PlanInputs`."""
+"""From a daemon's settings and a rank's device to the inputs of its memory plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SETTINGS_OF_ROLE: Final = {
 
 
 def settings_for_flags(config: NodeConfig) -> dict[str, str]:
-    """What a node calls what `kvferry plan` has flags for."""
+    """Return flag of `kvferry plan` -> name of the same setting of a node."""
     names = _SETTINGS | _SETTINGS_OF_ROLE[config.role]
     if config.memory.device_memory is not None:
         names["What would help: "] = "What would help: a larger memory.device_memory; "
@@ -51,13 +51,7 @@ def settings_for_flags(config: NodeConfig) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What a rank can see of its device.
-
-    Args:
-        total_bytes: Its size; of a host, this rank's part of what is available.
-        free_bytes: What of it is free now.
-        is_cpu: Whether it is a host's memory.
-    """
+    """The memory of a rank's device: a GPU, or this rank's part of a host's available memory."""
 
     total_bytes: int
     free_bytes: int
@@ -69,20 +63,20 @@ class DeviceMemory:
 
     @classmethod
     def of_host(cls, num_ranks: int) -> DeviceMemory:
-        """A rank's part of what this host has available; what others hold of a host is no part of it.
+        """Return a rank's part of this host's available memory.
 
         Raises:
-            ConfigError: This system does not say.
+            ConfigError: The system does not report its memory.
         """
         _, available = host_memory()
         part = max(1, available // num_ranks)
         return cls(total_bytes=part, free_bytes=part, is_cpu=True)
 
     def limited_to(self, num_bytes: int | None) -> DeviceMemory:
-        """As a device of `num_bytes` of which as much is in use, where a setting says how much of this one to count on.
+        """Return a device of `num_bytes` with as much memory in use; None means this device.
 
         Raises:
-            MemoryPlanError: There is not so much.
+            MemoryPlanError: The device is smaller.
         """
         if num_bytes is None:
             return self
@@ -97,8 +91,7 @@ class DeviceMemory:
 
 
 def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
-    """Decode batches of which a CUDA graph is captured: fine where a batch is small, then in steps of eight; up to the largest
-    batch that there can be."""
+    """Return the decode batches with a CUDA graph: 1, 2 and 4, then steps of eight up to the largest possible batch."""
     running, asked = config.limits.max_running_requests, config.cuda_graph_max_bs
     most = running if asked is None else min(asked, running)
     sizes = (1, 2, 4, *range(8, most, 8), most)
@@ -108,16 +101,14 @@ def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
 def node_plan_inputs(
     config: NodeConfig, model: ModelDirectory, shard: Shard, device: DeviceMemory, *, weights_bytes: int | None = None
 ) -> PlanInputs:
-    """What the plan of one rank is made from.
+    """Return the inputs of one rank's plan.
 
     Args:
-        model: Its model directory.
-        shard: The rank's cut.
-        device: What is free before the weights are loaded.
-        weights_bytes: This rank's weights, once they are loaded.
+        device: Memory before the weights are loaded.
+        weights_bytes: This rank's weights, if they are loaded.
 
     Raises:
-        ConfigError: The settings do not go together with the model.
+        ConfigError: The settings do not fit the model.
         MemoryPlanError: `staging.slot_bytes` is too small.
     """
     dtype = None if config.dtype is None else DType(config.dtype)
@@ -130,8 +121,8 @@ def node_plan_inputs(
         staging_bytes = config.staging.num_slots * staging_slot_bytes(
             config.chunk, config.staging, model.shape.layout(dtype), shard
         )
-        staging_bytes += config.transport.probe_bytes  # what probes send lies on the same device
-        step_tokens = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)  # at least one chunk is always taken
+        staging_bytes += config.transport.probe_bytes  # the buffers of probes are on the same device
+        step_tokens = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)  # a step has at least one chunk
     elif isinstance(config, DecodeNodeConfig):
         ring_bytes = ring_capacity_bytes(config.ring, counted.total_bytes, device=config.device) + config.transport.probe_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
@@ -178,16 +169,16 @@ def _tokens_in_flight(config: NodeConfig) -> int:
 
 
 def check_fits(config: NodeConfig) -> None:
-    """Refuse a model that cannot fit, before any rank is started; on a GPU only where a setting says how large it is.
+    """Refuse a model that cannot fit, before any rank is started; on a GPU only if a setting gives its size.
 
     Raises:
-        ConfigError: The model directory is damaged, of a model that is not known, or does not go together with the settings.
-        LayoutError: The model cannot be cut like that.
+        ConfigError: The model directory is damaged, or its model is unknown or does not fit the settings.
+        LayoutError: The model cannot be sharded like that.
         MemoryPlanError: Not one page of KV fits.
     """
     model = read_model_directory(config.model)
     if model.shape.dtype is None and config.dtype is None:
-        return  # only the weights say what they are stored in
+        return  # only the weights have the dtype
     tp_size, size = config.parallel.tp_size, config.memory.device_memory
     if config.device == "cpu":
         device = DeviceMemory.of_host(tp_size)

@@ -1,4 +1,4 @@
-"""What a memory plan says beside its numbers: what would help where nothing fits, and what could be set better."""
+"""Advice beside the numbers of a memory plan: settings that help if nothing fits, and settings that could be better."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transfer.layer_groups import GroupKind
 
 _NAMED_TERMS: Final = 3
 _LEAST_SHARE: Final = 0.01
-"""What is a smaller part of what is missing is not named: doing without it would not help."""
+"""Terms that are a smaller share of the missing bytes are not named: they would not help."""
 _ADVISED_DEVICE: Final = 20 * GIB
-"""The advice on what stays free is for devices of this size or more; on smaller ones its figures shrink with the device."""
+"""The advice on free memory is for devices of at least this size; its numbers shrink with smaller devices."""
 _FLAGS: Final = {
     "in_use": "end what else runs on the device",
     "weights": "a larger --tp or --pp, or a quantised model",
@@ -29,11 +29,11 @@ _FLAGS: Final = {
 
 
 def does_not_fit(inputs: PlanInputs, lines: list[PlanLine], missing: int) -> MemoryPlanError:
-    """The error of a plan without room for a page.
+    """Return the error of a plan without room for a page.
 
     Args:
-        lines: What the device would hold, one page of KV included.
-        missing: Bytes that it is short of.
+        lines: The lines of the plan with one page of KV.
+        missing: Bytes that the device is too small.
     """
     largest = sorted(lines, key=lambda line: -line.num_bytes)[:_NAMED_TERMS]
     named = [line for line in largest if line.num_bytes >= _LEAST_SHARE * missing]
@@ -54,7 +54,7 @@ def does_not_fit(inputs: PlanInputs, lines: list[PlanLine], missing: int) -> Mem
 
 
 def advice_on(plan: MemoryPlan, *, is_memory_the_limit: bool) -> list[str]:
-    """What could be set better.
+    """Return advice on settings that could be better.
 
     Args:
         is_memory_the_limit: Whether more memory would make the pools larger.
@@ -77,7 +77,7 @@ def advice_on(plan: MemoryPlan, *, is_memory_the_limit: bool) -> list[str]:
 
 
 def _advice_on_windows(plan: MemoryPlan) -> list[str]:
-    """Windows are kept for as many requests as may run; where they take most of the pools, fewer would leave longer ones room."""
+    """Advise fewer requests if their windows take most of the pools."""
     windows = sum(group.num_bytes for group in plan.groups if group.kind is GroupKind.WINDOW)
     requests = plan.inputs.max_running_requests
     has_room_for_all = plan.max_total_tokens >= requests * plan.inputs.sequence_tokens

@@ -1,4 +1,4 @@
-"""How many pages each layer group's pool gets, within a budget."""
+"""Pages of each layer group's pool within a budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transfer.layout import Shard
 
 
 class PoolSizing:
-    """How many pages each group gets, as a function of one number: the pages of the group that keeps every token."""
+    """Pages of each group, as a function of one number: the pages of the group that keeps every token."""
 
     def __init__(self, inputs: PlanInputs, shard: Shard) -> None:
         self._inputs = inputs
@@ -20,13 +20,13 @@ class PoolSizing:
         self._needed = [self._needed_pages(group) for group in self._groups]
 
     def _needed_pages(self, group: LayerGroup) -> int:
-        """Pages that `max_running_requests` requests of the greatest length can hold at once."""
+        """Return the pages that `max_running_requests` requests of the greatest length can hold at once."""
         inputs = self._inputs
         peak = group.peak_pages(inputs.sequence_tokens, page_size=inputs.page_size, tokens_in_flight=inputs.most_tokens_in_flight)
         return inputs.max_running_requests * peak
 
     def pages(self, index: int, num_pages: int) -> int:
-        """Pages of a group: states, one for each request; windows, what the requests can need, within the pool's tokens."""
+        """Return the pages of a group: one for each request's state; for windows the peak of all requests, up to `num_pages`."""
         group = self._groups[index]
         if group.kind is GroupKind.FULL:
             return num_pages
@@ -36,11 +36,11 @@ class PoolSizing:
         return sum(size * self.pages(index, num_pages) for index, size in enumerate(self._page_bytes))
 
     def most_pages(self, budget: int) -> int:
-        """The most pages of which all groups' pools fit the budget; 0 where not even one does."""
+        """Return the most pages whose pools fit the budget; 0 if not one page fits."""
         full = [size for group, size in zip(self._groups, self._page_bytes, strict=True) if group.kind is GroupKind.FULL]
         if any(full):
             high = max(0, budget) // sum(full)
-        else:  # nothing grows with every token: no more than all requests can use
+        else:  # no group keeps every token: as many as all requests can use
             high = max((self._needed[i] for i, group in enumerate(self._groups) if group.kind is not GroupKind.STATE), default=0)
             high = high or self._inputs.max_running_requests * -(-self._inputs.sequence_tokens // self._inputs.page_size)
         low = 0  # the answer is in [low, high]

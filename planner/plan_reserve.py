@@ -1,4 +1,4 @@
-"""What a plan leaves free for activations, CUDA graphs and the libraries: the two published policies.
+"""The memory that a plan leaves free for activations, CUDA graphs and libraries, by one of two published policies.
 
 Sources: SGLang, ``server_args._handle_gpu_memory_settings`` and ``adjust_mem_fraction_for_vlm``; mini-sglang,
 ``engine._determine_num_pages``. All of SGLang's figures are MB of 2**20 bytes.
@@ -15,14 +15,12 @@ from transfer.errors import MemoryPlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """What stays free.
+    """The memory that stays free.
 
     Args:
         static_fraction: Share of the device that weights and KV may take.
         num_bytes: The rest of the device.
-        formula: How it came about.
         cuda_graph_bytes: Part of it that CUDA graphs are expected to take.
-        cuda_graph_formula: How that came about.
     """
 
     static_fraction: float
@@ -33,7 +31,7 @@ class Reserve:
 
 
 def make_reserve(inputs: PlanInputs) -> Reserve:
-    """The reserve by the policy of the inputs.
+    """Return the reserve by the policy of the inputs.
 
     Raises:
         MemoryPlanError: The heuristic asks for more than the device has.
@@ -105,6 +103,6 @@ def _cuda_graph_mb(inputs: PlanInputs) -> tuple[float, str]:
 
 
 def _vision_factor(vision: VisionSizes) -> float:
-    """0.95, and a tenth less for each time that the tower is as large as ViT-L/14 again; between 0.8 and 1.05 of that."""
+    """Return 0.95 for a tower of the size of ViT-L/14, a tenth less for each further such size; from 0.8 to 1.05 of 0.95."""
     size = vision.num_layers * vision.hidden_size**2 / (24 * 1024**2)
     return 0.95 * max(0.8, min(1.05, 1.0 - 0.1 * (size - 1.0)))

@@ -1,4 +1,4 @@
-"""`kvferry plan`: what a node's devices would hold, without a device, a weight or torch."""
+"""`kvferry plan`: plan the memory of a node's devices without a device, weights or torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from transfer.errors import ConfigError, MemoryPlanError, TransferError
 
 
 def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | None, compare: str | None) -> int:
-    """Make the plan and print it; returns the exit code.
+    """Make the plan, print it, and return the exit code.
 
     Raises:
-        TransferError: The model, a flag or the plan itself is wrong; nothing has been printed.
+        TransferError: The model, a flag or the plan is wrong; nothing has been printed.
     """
     directory = read_model_directory(model)
     config = read_config(model)
@@ -34,7 +34,7 @@ def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | No
     plans = [(name, *_plan(directory, config, one, name if one is not options else "")) for name, one in asked]
     _, plan, device = plans[0]
     if png is not None:
-        from kvferry.plan.picture import write_picture
+        from kvferry.plan.view import write_picture
 
         write_picture([(name if len(plans) > 1 else "", one) for name, one, _ in plans], png)
     if is_json:
@@ -52,7 +52,7 @@ def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | No
 
 
 def _plan(directory: ModelDirectory, config: Mapping[str, Any], options: PlanOptions, change: str) -> tuple[MemoryPlan, Device]:
-    """The plan and its device. What is wrong is said with the setting that it comes from, and with a device that was detected."""
+    """Return the plan and its device. Errors name the change that caused them, and a device that was detected."""
     device = device_for(options)
     try:
         plan = make_plan_for(options, directory, device)
@@ -78,7 +78,7 @@ def _refusals(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
     if named[0] not in ARCHITECTURES:
         return [f"it does not run {named[0]}"]
     reasons = []
-    if inputs.model.quantisation is not None:
+    if inputs.model.quantised_bits:
         reasons.append("its weights must be plain ones, not quantised")
     if inputs.pp_size > 1 or inputs.has_dp_attention:
         reasons.append("it is cut by --tp alone")

@@ -1,4 +1,4 @@
-"""What device a plan is for, where nobody says: the GPUs that `nvidia-smi` finds, or else this host's memory."""
+"""The device of a plan: from flags, else the GPUs that `nvidia-smi` finds, else this host's memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Device:
     """A rank's device.
 
     Args:
-        text: What it is and how that is known, for people.
-        total_bytes: Its size; None where only what is free was given.
-        free_bytes: What is free of it; None: all.
+        text: Description with the source of the sizes.
+        total_bytes: Its size; None if only the free memory was given.
+        free_bytes: Its free memory; None means all.
         is_cpu: Whether it is host memory.
     """
 
@@ -33,7 +33,7 @@ class Device:
 
 
 def given_device(device_bytes: int | None, free_bytes: int | None) -> Device | None:
-    """The device of the flags; None where they say nothing."""
+    """Return the device of the flags; None if they give no size."""
     if device_bytes is None and free_bytes is None:
         return None
     text = f"{shown(device_bytes)}, as given" if device_bytes is not None else "of unknown size"
@@ -43,12 +43,12 @@ def given_device(device_bytes: int | None, free_bytes: int | None) -> Device | N
 
 
 def detect_device(num_ranks: int, query: Callable[[], str | None] | None = None, root: Path = Path("/")) -> Device:
-    """The least of the GPUs that the ranks would take, or this rank's part of what the host has available.
+    """Return the smallest of the GPUs that the ranks would use, or this rank's part of the host's available memory.
 
     Args:
         num_ranks: Ranks on this machine.
-        query: Asks for the GPUs, one line each: name, MiB in all, MiB free; None asks nvidia-smi.
-        root: Where /proc and /sys lie.
+        query: Returns a line for each GPU: name, total MiB, free MiB; None asks nvidia-smi.
+        root: Directory of /proc and /sys.
     """
     gpus = [_parse(line) for line in ((query or ask_nvidia_smi)() or "").splitlines() if line.strip()]
     found = [gpu for gpu in gpus if gpu is not None]
@@ -67,7 +67,7 @@ def detect_device(num_ranks: int, query: Callable[[], str | None] | None = None,
 
 
 def ask_nvidia_smi() -> str | None:
-    """Its answer; None where there is no such program, no driver, or no answer in time."""
+    """Return the output of nvidia-smi; None without the program, without a driver, or after a time-out."""
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -76,7 +76,7 @@ def ask_nvidia_smi() -> str | None:
 
 
 def _parse(line: str) -> tuple[str, int, int] | None:
-    """Name, bytes in all and bytes free; None for a GPU that does not say, for example one that is cut in instances."""
+    """Return name, total and free bytes; None for a GPU without numbers, such as one in MIG mode."""
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != 3 or not (fields[1].isdecimal() and fields[2].isdecimal()):
         return None

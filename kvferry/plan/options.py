@@ -1,4 +1,4 @@
-"""The flags of `kvferry plan`, and the plan that they ask for."""
+"""The flags of `kvferry plan`, and the plan that they describe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind
 from transfer.layout import DType
 
 _LARGEST_GIB: Final = 2048
-"""A size without a unit that is smaller is taken to be meant in GiB, a larger one in MiB, as nvidia-smi gives it."""
+"""The hint for a size without unit suggests GiB below this number, and MiB, the unit of nvidia-smi, above."""
 _TIERS: Final = {
     "sparse_prefill": Role.PREFILL,
     "chunk_tokens": Role.PREFILL,
@@ -27,14 +27,14 @@ _TIERS: Final = {
     "cuda_graph_max_bs": Role.DECODE,
     "cuda_graph_bs": Role.DECODE,
 }
-"""Flags for what only one tier has."""
+"""Flags that only one tier has."""
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The flags as given; `inputs_for` explains them. Names are those of the flags, with underscores."""
+    """The values of the flags, by their names with underscores. `inputs_for` checks them."""
 
     role: str = "decode"
     device_memory: str | None = None
@@ -65,7 +65,7 @@ class PlanOptions:
     workspace_strategy: str = "chunk_bounded"
 
     def changed(self, text: str) -> PlanOptions:
-        """These options with those of ``"tp=4,page_size=64"`` in their place; a flag without a value is ``name=true``."""
+        """Return these options with changes such as ``"tp=4,page_size=64"``; a flag without a value is ``name=true``."""
         kinds = {field.name: str(field.type) for field in fields(self)}
         changes: dict[str, Any] = {}
         for part in filter(None, (one.strip() for one in text.split(","))):
@@ -78,9 +78,9 @@ class PlanOptions:
 
 
 def make_plan_for(options: PlanOptions, directory: ModelDirectory, device: Device) -> MemoryPlan:
-    """The plan of the rank that has the least room: of the pipeline stages, the one with the fewest tokens.
+    """Return the plan of the pipeline stage with the fewest tokens.
 
-    Stages of windows and states alone hold any number of tokens; they count only where there are no others.
+    Stages of windows and states alone hold any number of tokens; they count only if there are no others.
     """
     inputs = inputs_for(options, directory, device)
     plans = [make_plan(replace(inputs, pp_rank=pp_rank)) for pp_rank in range(inputs.pp_size)]
@@ -89,16 +89,16 @@ def make_plan_for(options: PlanOptions, directory: ModelDirectory, device: Devic
 
 
 def device_for(options: PlanOptions) -> Device:
-    """The device that the options name, or that this machine has."""
+    """Return the device that the options name, or else this machine's."""
     given = given_device(_size("device_memory", options.device_memory), _size("free_memory", options.free_memory))
     return given or detect_device(max(1, options.tp * options.pp))
 
 
 def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) -> PlanInputs:
-    """What the plan is made from.
+    """Return the inputs of the plan.
 
     Raises:
-        ConfigError: A flag's value is wrong; the message names it, the value, and what would be right.
+        ConfigError: A flag's value is wrong.
     """
     role = _choice("role", options.role, Role)
     sizes = {name: _size(name, getattr(options, name)) for name in ("staging", "ring", "weights")}
@@ -124,7 +124,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         max_running_requests=options.max_running_requests,
         max_seq_len=options.max_seq_len,
         cuda_graph_batch_sizes=_batch_sizes(options) if role is Role.DECODE else (),
-        has_page_tables=role is Role.DECODE and not device.is_cpu,  # what decode steps look up on the device
+        has_page_tables=role is Role.DECODE and not device.is_cpu,  # decode steps read them on the device
         speculative=options.speculative,
         static_fraction=options.static_fraction,
         policy=_choice("policy", options.policy, Policy),
@@ -141,7 +141,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
 
 
 def _chunk_tokens(options: PlanOptions) -> int:
-    """Tokens of a chunk of a prompt; what a node takes where nobody says."""
+    """Return the tokens of a chunk of a prompt, by default those of a node."""
     if options.chunk_tokens is None:
         from transfer.config import ChunkConfig
 
@@ -152,7 +152,7 @@ def _chunk_tokens(options: PlanOptions) -> int:
 
 
 def _batch_sizes(options: PlanOptions) -> tuple[int, ...] | None:
-    """The batch sizes of CUDA graphs: a list, or the largest (0: none); None: by the device."""
+    """Return the batch sizes of CUDA graphs: a list, or only the largest; empty for none; None to choose by the device."""
     if options.cuda_graph_bs is not None:
         if options.cuda_graph_max_bs is not None:
             raise ConfigError("--cuda-graph-bs and --cuda-graph-max-bs are both given; it must be one of them")
@@ -186,7 +186,7 @@ def _choice(name: str, value: str, choices: type[_Choice]) -> _Choice:
 
 
 def _size(name: str, value: str | None) -> int | None:
-    """Bytes of a flag such as ``80GiB``. A bare number that is no size of anything lacks its unit."""
+    """Return the bytes of a flag such as ``80GiB``. Refuse a bare number that is too small to be bytes."""
     if value is None:
         return None
     from transfer.config import parse_size
@@ -203,7 +203,7 @@ def _size(name: str, value: str | None) -> int | None:
 
 
 def _converted(name: str, value: str, kind: str) -> Any:
-    """The value of an option as text, as what the option takes."""
+    """Convert the text of an option to its type."""
     if value.lower() in ("none", "auto") and "None" in kind:
         return None
     if kind == "bool":

@@ -1,10 +1,11 @@
-"""A memory plan for people: the device as a bar, every line with its formula, and two plans side by side."""
+"""A memory plan as text: a bar, every line with its formula, two plans side by side; and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.text import Text
@@ -12,33 +13,29 @@ from rich.text import Text
 from kvferry.cli.text_bars import text_table
 from kvferry.plan.device import Device
 from node_runtime.view_cells import CellTable, Row, table_of
+from planner.plan_inputs import GIB
 from planner.plan_values import MemoryPlan, PlanLine
+from transfer.errors import ConfigError
 from transfer.host_memory import shown
 from transfer.layer_groups import GroupKind
 
-LABELS: Final = {
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+
+_LABELS: Final = {
     "in_use": "in use before",
-    "weights": "weights",
-    "staging": "staging",
-    "ring": "ring",
     "page_tables": "page tables",
-    "reserve": "reserve",
     "cuda_graphs": "CUDA graphs",
-    "activations": "activations",
     "left": "left over",
 }
+"""Lines whose label is not their name."""
+
+_MIN_SHARE_WITH_TEXT: Final = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarSegment:
-    """A stretch of the bar: lines of one kind.
-
-    Args:
-        letter: Marks it where there is no colour.
-        label: Its name.
-        colour: Of the terminal and of the picture.
-        num_bytes: Its size.
-    """
+    """A part of the bar: lines of one kind. Its letter marks it without colour."""
 
     letter: str
     label: str
@@ -47,7 +44,7 @@ class BarSegment:
 
 
 def segments(plan: MemoryPlan) -> list[BarSegment]:
-    """The device from its beginning to its end, without what is empty."""
+    """Return the parts of the device in order, without empty ones."""
     allocated = sum(one.num_bytes for one in plan.workspaces if one.is_allocated)
     sizes = {"pool": plan.pool_bytes, "workspaces": allocated + plan.inputs.offload_bytes}
     sizes["transfer"] = plan.inputs.staging_bytes + plan.inputs.ring_bytes
@@ -69,14 +66,14 @@ def segments(plan: MemoryPlan) -> list[BarSegment]:
 
 
 def label(line: PlanLine) -> str:
-    """Name of a line, for people."""
+    """Return the label of a line."""
     if line.name.startswith("pool_"):
         return f"KV, {line.name.removeprefix('pool_').replace('_', ' ')}"
-    return LABELS.get(line.name, line.name)
+    return _LABELS.get(line.name, line.name)
 
 
 def print_plan(console: Console, plan: MemoryPlan, device: Device) -> None:
-    """Print it whole."""
+    """Print the whole plan."""
     _say(console, headline(plan))
     _say(console, f"device: {device.text}")
     console.print()
@@ -100,7 +97,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def headline(plan: MemoryPlan) -> str:
-    """The model and the cut, in one line."""
+    """Return the model and its parallel sizes in one line."""
     inputs = plan.inputs
     cut = f"tp {inputs.tp_size}" + (f", pp {inputs.pp_size} (stage {inputs.pp_rank})" if inputs.pp_size > 1 else "")
     cut += f", dp-attention over {inputs.dp_size}" if inputs.has_dp_attention else ""
@@ -108,7 +105,7 @@ def headline(plan: MemoryPlan) -> str:
 
 
 def _counted(number: int) -> str:
-    """``27.4 billion``, ``1.3 million``."""
+    """Return a number as ``27.4 billion`` or ``1.3 million``."""
     for unit, name in ((10**9, "billion"), (10**6, "million")):
         if number >= unit:
             return f"{number / unit:,.1f} {name}"
@@ -116,7 +113,7 @@ def _counted(number: int) -> str:
 
 
 def capacity(plan: MemoryPlan) -> str:
-    """How many tokens, and in which pools."""
+    """Return the tokens and the pools in one line."""
     text = f"{plan.max_total_tokens:,} tokens: {plan.num_pages:,} pages of {plan.inputs.page_size}, {plan.cell_bytes:,} B a token"
     for group in plan.groups:
         if group.kind is GroupKind.STATE:
@@ -127,7 +124,7 @@ def capacity(plan: MemoryPlan) -> str:
 
 
 def bar(plan: MemoryPlan, width: int) -> Text:
-    """The device, `width` columns wide; each kind has a letter, so that it reads without colour."""
+    """Return the device as a bar of `width` columns."""
     parts = segments(plan)
     columns = shares([part.num_bytes for part in parts], max(10, width - 2))
     text = Text("[")
@@ -137,7 +134,7 @@ def bar(plan: MemoryPlan, width: int) -> Text:
 
 
 def shares(sizes: Sequence[int], width: int) -> list[int]:
-    """`width` columns dealt out by size, to the last: the largest remainders are rounded up."""
+    """Distribute `width` columns by size; the largest remainders are rounded up."""
     total = sum(sizes)
     columns = [size * width // total for size in sizes]
     by_remainder = sorted(range(len(sizes)), key=lambda index: -(sizes[index] * width % total))
@@ -147,7 +144,7 @@ def shares(sizes: Sequence[int], width: int) -> list[int]:
 
 
 def legend(plan: MemoryPlan) -> list[Text]:
-    """Letter, name and size of each stretch."""
+    """Return letter, label and size of each part."""
     lines = []
     for part in segments(plan):
         share = 100 * part.num_bytes / plan.device_bytes
@@ -173,7 +170,7 @@ def _workspace_table(plan: MemoryPlan) -> CellTable:
 
 
 def print_comparison(console: Console, plan: MemoryPlan, other: MemoryPlan, change: str) -> None:
-    """Two plans side by side: their bars, and every figure that there is to compare."""
+    """Print two plans side by side: their bars, and every number that differs or not."""
     for name, one in (("as given", plan), (change, other)):
         _say(console, name)
         console.print(bar(one, console.width))
@@ -209,3 +206,43 @@ def _sides(name: str, left: float, right: float) -> tuple[str, str, str]:
     if name in ("tokens", "pages", "bytes a token"):
         return f"{left:,.0f}", f"{right:,.0f}", change
     return shown(int(left)), shown(int(right)), change
+
+
+def write_picture(plans: Sequence[tuple[str, MemoryPlan]], file: Path) -> None:
+    """Write one bar for each named plan to a PNG file. Loads matplotlib only here.
+
+    Raises:
+        ConfigError: The name does not end in .png, matplotlib is not installed, or the file cannot be written.
+    """
+    if file.suffix.lower() not in ("", ".png"):
+        raise ConfigError(f"--png is {file}; its name must end in .png, for that is what is written")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--png needs matplotlib; pip install 'kvferry[plot]'") from None
+    figure = Figure(figsize=(10, 1.7 + 0.8 * len(plans)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    named: dict[str, Artist] = {}
+    for row, (_, plan) in enumerate(plans):
+        begin = 0
+        for part in segments(plan):
+            patch = axes.barh(row, part.num_bytes / GIB, left=begin / GIB, color=part.colour, edgecolor="white", height=0.7)
+            if part.num_bytes >= _MIN_SHARE_WITH_TEXT * plan.device_bytes:
+                middle = (begin + part.num_bytes / 2) / GIB
+                axes.text(middle, row, f"{part.label}\n{shown(part.num_bytes)}", ha="center", va="center", fontsize=9)
+            named.setdefault(part.label if len(plans) > 1 else f"{part.label}, {shown(part.num_bytes)}", patch[0])
+            begin += part.num_bytes
+    axes.set_yticks(range(len(plans)), [name for name, _ in plans])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, max(plan.device_bytes for _, plan in plans) / GIB)
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of the device")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title("\n".join((headline(plans[0][1]), *(capacity(plan) for _, plan in plans))), fontsize=10, loc="left")
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    try:
+        figure.savefig(file, format="png", metadata={"Software": None})
+    except OSError as error:
+        raise ConfigError(f"--png is {file}; it cannot be written: {error.strerror}") from error

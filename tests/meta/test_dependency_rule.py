@@ -102,7 +102,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpc_health": ("grpcio-health-checking", GRPC_FILES),
     "grpc_reflection": ("grpcio-reflection", GRPC_FILES),
     "grpc_status": ("grpcio-status", GRPC_FILES),
-    "matplotlib": ("matplotlib", ("deploy/monitoring/pictures.py", "kvferry/plan/picture.py", "kvferry/bench_serve/picture.py")),
+    "matplotlib": ("matplotlib", ("deploy/monitoring/pictures.py", "kvferry/plan/view.py", "kvferry/bench_serve/picture.py")),
     "msgpack": ("msgpack", ("transfer/messages.py", "transfer/transport/*", "node_runtime/*")),
     "nixl_cu12": ("nixl-cu12", ("transfer/transport/nixl_library.py",)),
     "nixl_cu13": ("nixl-cu13", ("transfer/transport/nixl_library.py",)),

@@ -248,7 +248,7 @@ def test_bits_of_quantised_weights(quantisation: dict[str, object], bits: float)
     quantised = read_model_shape({**config, "quantization_config": quantisation})
     saved = read_model_shape(config).weights_bytes() - quantised.weights_bytes()
     assert saved == num_quantised * (32 - bits) / 8
-    assert quantised.quantisation is not None and quantised.quantisation.bits[Part.EXPERTS] == bits
+    assert quantised.quantised_bits[Part.EXPERTS] == bits
 
 
 LLAMA = _config("llama")
