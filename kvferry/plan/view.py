@@ -170,7 +170,7 @@ def _workspace_table(plan: MemoryPlan) -> CellTable:
 
 
 def print_comparison(console: Console, plan: MemoryPlan, other: MemoryPlan, change: str) -> None:
-    """Print two plans side by side: their bars, and every number that differs or not."""
+    """Print two plans side by side: their bars and their numbers."""
     for name, one in (("as given", plan), (change, other)):
         _say(console, name)
         console.print(bar(one, console.width))
