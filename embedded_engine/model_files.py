@@ -1,14 +1,13 @@
-"""What a local Hugging Face directory says about itself, checked before any weight is loaded.
+"""Read and check a local Hugging Face directory before any weight is loaded.
 
-Everything that can be wrong with a model directory or a parallel size is found here and said in one line, because the
-libraries below answer the same mistakes with pages of text, with randomly initialised weights, or by asking the network.
+A mistake in the directory or in a parallel size is reported here in one line. The libraries below answer the same mistakes with
+pages of text, with randomly initialised weights, or by asking the network.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,22 +16,20 @@ from typing import Any
 
 import transformers
 import xxhash
+from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from embedded_engine.architectures import ARCHITECTURES, Architecture, check_cut
 from embedded_engine.model_config import architecture_of, check_is_plain, no_weights, one_line
-from planner.config_fields import shown
+from planner.config_fields import ConfigFields, shown
 from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config, read_json
-from planner.model_shape import read_model_shape
+from planner.model_shape import ModelShape, read_model_shape
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Shard
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
-"""Kinds of layers that the embedded engine runs."""
-
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angle of a position never depends on what else is in the batch. "dynamic" and "longrope" change the
-angles with the longest sequence seen, which a paged cache that outlives the step cannot follow."""
+"""Rotary embeddings whose angle depends on the position alone. "dynamic" and "longrope" change the angles with the longest
+sequence so far, which a paged cache that outlives the step cannot follow."""
 
 WEIGHT_DTYPES: Mapping[str, DType] = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
 """Element types that a model may be stored in: the safetensors name -> ours."""
@@ -48,18 +45,17 @@ MODEL_FIELDS = (
     "num_experts_per_tok", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor", "swiglu_alpha",
     "swiglu_limit",
 )  # fmt: skip
-"""What of a configuration decides which numbers a model computes, in any family."""
+"""Fields of a configuration that decide which numbers a model computes, in any family."""
 
 WHOLE_DIGEST_LIMIT_BYTES = 64 * 1024 * 1024
 SAMPLES_PER_TENSOR = 16
 SAMPLE_BYTES = 4096
-MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors format itself
 MAX_FILE_NAME_BYTES = 255  # the limit of Linux file systems; messages contain the name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where one tensor lies in a safetensors file; `begin` and `end` are offsets in bytes from the start of the file."""
+    """The place of one tensor in a safetensors file; `begin` and `end` are bytes from the start of the file."""
 
     name: str
     dtype: str
@@ -75,14 +71,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """A checked model directory: its configuration and where its tensors lie. Made by `read_model_files`.
+    """A checked model directory: its configuration and the places of its tensors. Made by `read_model_files`.
 
-    With a `dummy_seed` there are no tensors: the weights are made up from it, see `embedded_engine.dummy_weights`.
+    With a `dummy_seed` there are no tensors: the weights are generated, see `embedded_engine.dummy_weights`.
     """
 
     directory: Path
     architecture: str
     config: PretrainedConfig
+    shape: ModelShape
     tensors: tuple[StoredTensor, ...]
     eos_token_ids: tuple[int, ...]
     dummy_seed: int | None = None
@@ -101,7 +98,7 @@ class ModelFiles:
 
     @cached_property
     def stored_dtype(self) -> DType:
-        """Element type that most of the model's bytes are stored in; of dummy weights, the one that config.json names."""
+        """Element type of most of the model's bytes; for dummy weights, the dtype in config.json."""
         if self.dummy_seed is not None:
             named = str(self.config.dtype).removeprefix("torch.")
             if named not in WEIGHT_DTYPES.values():
@@ -117,10 +114,8 @@ class ModelFiles:
         return WEIGHT_DTYPES[name]
 
     def layout(self, dtype: DType | None = None) -> KVLayout:
-        """The model's KV, computed in `dtype` (the stored one where None)."""
-        # Of the configuration as transformers has understood it, which is what it will build.
-        shape = read_model_shape(self.config.to_dict(), source=str(self.directory / "config.json"))
-        return shape.layout(self.stored_dtype if dtype is None else dtype)
+        """Return the model's KV, computed in `dtype`; None means the stored dtype."""
+        return self.shape.layout(self.stored_dtype if dtype is None else dtype)
 
     @cached_property
     def weights_digest(self) -> str:
@@ -130,7 +125,7 @@ class ModelFiles:
 
     @cached_property
     def fields(self) -> dict[str, str]:
-        """What must be equal on both sides of a transfer, as name -> text; does not depend on where the directory is."""
+        """Fields that must be equal on both sides of a transfer, as name -> text; the directory's path does not matter."""
         named = {name: str(getattr(self.config, name)) for name in MODEL_FIELDS if getattr(self.config, name, None) is not None}
         named["architecture"] = self.architecture
         named["rope"] = json.dumps(_without_none(self.config.rope_parameters), sort_keys=True)
@@ -139,10 +134,10 @@ class ModelFiles:
         return named
 
     def check_shard(self, shard: Shard) -> None:
-        """Refuse a cut that the embedded engine cannot serve.
+        """Refuse a shard that the embedded engine cannot serve.
 
         Raises:
-            ConfigError: Pipeline parallelism, or a TP size that does not divide what it cuts; the message names both.
+            ConfigError: Pipeline parallelism, or a TP size that does not divide a sharded size; the message names both.
         """
         if shard.pp_size != 1:
             raise ConfigError(
@@ -155,9 +150,8 @@ def read_model_files(directory: Path | str, *, dummy_seed: int | None = None) ->
     """Read and check a local Hugging Face model directory; loads no weights and never asks the network.
 
     Args:
-        directory: Where config.json and the safetensors files are.
-        dummy_seed: Make the weights up from this seed: config.json alone is then enough. Of a quantised model the plain one of
-            the same shape is made up.
+        dummy_seed: Generate the weights from this seed; then config.json is enough. A quantised model is generated as a plain one
+            of the same shape.
 
     Raises:
         ConfigError: The directory, its config.json or its safetensors files are missing, damaged, or of a model that the
@@ -169,90 +163,52 @@ def read_model_files(directory: Path | str, *, dummy_seed: int | None = None) ->
     raw = read_config(directory)
     if dummy_seed is not None:
         raw.pop("quantization_config", None)
-    architecture = _architecture(directory, raw)
+    architecture = architecture_of(directory, raw)
     config = _config(directory, architecture, raw)
     _check_supported(directory, config)
     return ModelFiles(
         directory=directory,
         architecture=architecture,
         config=config,
+        # From the configuration as transformers reads it, which is what it builds.
+        shape=read_model_shape(config.to_dict(), source=str(directory / "config.json")),
         tensors=tuple(stored_tensors(directory)) if dummy_seed is None else (),
         eos_token_ids=_eos_token_ids(directory, raw),
         dummy_seed=dummy_seed,
     )
 
 
-def _architecture(directory: Path, raw: dict[str, Any]) -> str:
-    architecture = architecture_of(directory, raw)
-    expected = ARCHITECTURES[architecture].model_type
-    if raw.get("model_type", expected) != expected:
-        raise ConfigError(
-            f"{directory / 'config.json'}: model_type is {raw['model_type']!r}; must be {expected!r} for {architecture}"
-        )
-    check_is_plain(directory, raw)
-    return architecture
-
-
 def _config(directory: Path, architecture: str, raw: dict[str, Any]) -> PretrainedConfig:
     path = directory / "config.json"
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        value = raw.get(name)
-        if value is None and name not in sizes:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{path}: {name} is {value!r}; must be a positive integer")
+    family = ARCHITECTURES[architecture]
+    if raw.get("model_type", family.model_type) != family.model_type:
+        raise ConfigError(f"{path}: model_type is {raw['model_type']!r}; must be {family.model_type!r} for {architecture}")
+    check_is_plain(directory, raw)
+    fields = ConfigFields(raw, f"{path}: ")
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        fields.count(name)  # transformers would take its default for a missing one
     try:
-        config_class: type[PretrainedConfig] = getattr(transformers, ARCHITECTURES[architecture].config_class)
+        config_class: type[PretrainedConfig] = getattr(transformers, family.config_class)
         config = config_class.from_dict(raw)
-    except Exception as error:  # a config class raises whatever its validators do; all of it means: this file is wrong
+    except Exception as error:  # the validators of a configuration class raise errors of any type
         raise ConfigError(f"{path} does not describe a {architecture}: {one_line(error)}") from error
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ConfigError(
-            f"{path}: num_key_value_heads is {config.num_key_value_heads}; must divide num_attention_heads "
-            f"{config.num_attention_heads}"
-        )
     return config
 
 
 def _check_supported(directory: Path, config: PretrainedConfig) -> None:
     path = directory / "config.json"
-    for rope in _rope_parameters(config):
-        rope_type = rope.get("rope_type", "default")
+    rope: dict[str, Any] = config.rope_parameters
+    nested = [value for value in rope.values() if isinstance(value, dict)]  # one for each layer type, if they differ
+    for rope_type in (one.get("rope_type", "default") for one in nested or [rope]):
         if rope_type not in STATIC_ROPE_TYPES:
             raise ConfigError(f"{path}: rope_type is {rope_type!r}; must be one of {', '.join(STATIC_ROPE_TYPES)}")
-    kinds = _layer_types(config)
-    if len(kinds) != config.num_hidden_layers:
-        raise ConfigError(f"{path}: layer_types has {len(kinds)} entries; num_hidden_layers is {config.num_hidden_layers}")
-    unknown = sorted(set(kinds) - set(LAYER_TYPES))
-    if unknown:
-        raise ConfigError(f"{path}: layer_types has {', '.join(unknown)}; must be {', '.join(LAYER_TYPES)}")
-    if "sliding_attention" in kinds and not (isinstance(config.sliding_window, int) and config.sliding_window > 0):
-        raise ConfigError(f"{path}: sliding_window is {config.sliding_window!r}; must be a positive integer")
     if getattr(config, "use_bidirectional_attention", None):
         raise ConfigError(f"{path}: use_bidirectional_attention is set; must be a model that attends to earlier tokens only")
-
-
-def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The rotary embedding of the model, or of each layer type where they differ."""
-    rope: dict[str, Any] = config.rope_parameters
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return nested or [rope]
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     plain = {name: _without_none(value) if isinstance(value, dict) else value for name, value in values.items()}
     return {name: value for name, value in plain.items() if value is not None}
-
-
-def _layer_types(config: PretrainedConfig) -> tuple[str, ...]:
-    """One of `LAYER_TYPES` for every layer, in transformers' words."""
-    named = getattr(config, "layer_types", None)
-    if named is not None:
-        return tuple(named)
-    # Mistral has one window for all of its layers, or none.
-    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    return (kind,) * int(config.num_hidden_layers)
 
 
 def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
@@ -269,9 +225,9 @@ def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
 def weights_digest(tensors: Iterable[StoredTensor]) -> str:
     """32 hex digits (xxh3-128) of the weights; the same however the files are named or split.
 
-    Models up to 64 MiB are read whole. Of larger ones every tensor's name, dtype and shape is taken and 16 blocks of 4 KiB
-    spread evenly over it, first and last bytes included: enough to tell two models or two fine-tunes apart in a second, not
-    enough to notice one flipped bit in a terabyte.
+    Models up to 64 MiB are read whole. Of larger models the digest covers each tensor's name, dtype and shape, and 16 blocks of
+    4 KiB spread evenly over it, with its first and last bytes. That distinguishes two models or two fine-tunes in a second, but
+    misses one flipped bit in a terabyte.
     """
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     digest = xxhash.xxh3_128()
@@ -286,7 +242,7 @@ def weights_digest(tensors: Iterable[StoredTensor]) -> str:
 
 
 def stored_tensors(directory: Path) -> Iterator[StoredTensor]:
-    """Where the tensors of a model directory's safetensors files lie.
+    """Yield the tensors of a model directory's safetensors files.
 
     Raises:
         ConfigError: There are no such files, or one of them is damaged.
@@ -318,60 +274,35 @@ def _is_file_name(value: object) -> bool:
 
 
 def _file_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of one safetensors file, every range checked against the file's size.
+    """Return the tensors of one safetensors file. The library checks the header, and every range against the file's size.
 
-    Source: the format's description in the safetensors README: u64 little-endian header size, JSON header, tensor bytes.
+    The library does not say where a tensor lies, so the header is read once more: u64 little-endian size, then JSON.
     """
     try:
-        with path.open("rb") as file:
-            size_bytes = path.stat().st_size
-            prefix = file.read(8)
-            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size_bytes - 8):
-                raise ConfigError(f"{path} is not a safetensors file: header of {header_bytes} bytes in a file of {size_bytes}")
-            header = json.loads(file.read(header_bytes))
+        with path.open("rb") as file, safe_open(path, framework="numpy"):
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(header_bytes))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is not a safetensors file: its header is nested too deeply") from None
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is not a safetensors file: its header is not valid JSON: {one_line(error)}") from error
-    try:
-        data_begin = 8 + header_bytes
-        if not all(map(str.isprintable, header)):
-            raise ValueError("a name that cannot be printed")
-        tensors = [
-            StoredTensor(
-                name=name,
-                dtype=str(entry["dtype"]),
-                shape=tuple(_whole(size) for size in entry["shape"]),
-                file=path,
-                begin=data_begin + _whole(entry["data_offsets"][0]),
-                end=data_begin + _whole(entry["data_offsets"][1]),
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is not a safetensors file: its header is damaged: {one_line(error)}") from error
-    for tensor in tensors:
-        if not data_begin <= tensor.begin <= tensor.end <= size_bytes:
-            raise ConfigError(
-                f"{path} is damaged: tensor {shown(tensor.name)} ends at byte {shown(tensor.end)}, the file has {size_bytes}; "
-                "it must be copied again"
-            )
-    if not tensors:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or one_line(error)}") from error
+    except (SafetensorError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged or not a safetensors file: {one_line(error)}; it must be copied again") from error
+    header.pop("__metadata__", None)
+    if not all(map(str.isprintable, header)):
+        raise ConfigError(f"{path} is not a safetensors file: its header has a name that cannot be printed")
+    if not header:
         raise ConfigError(f"{path} holds no tensors; must hold the model's weights")
-    return tensors
-
-
-def _whole(value: object) -> int:
-    """A size or an offset; JSON as Python reads it also has fractions, infinities and texts in their places."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.100} where a size or an offset belongs")
-    return value
+    begin = 8 + header_bytes
+    return [
+        StoredTensor(
+            name=name,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            file=path,
+            begin=begin + entry["data_offsets"][0],
+            end=begin + entry["data_offsets"][1],
+        )
+        for name, entry in header.items()
+    ]
 
 
 def _digested_ranges(tensor: StoredTensor, *, is_whole: bool) -> list[tuple[int, int]]:
