@@ -1,8 +1,8 @@
-"""Host blocks on their way to a GPU: layer after layer through two device buffers, while others compute.
+"""Fetch host blocks to a GPU, layer after layer through two device buffers, while other layers compute.
 
-A kernel on a stream of its own reads pinned host memory over the link; of a page a layer's K and V lie together. Fetches of a
-step follow each other in one known order, the blocks of one layer and then those of the next, so the first blocks of a layer come
-while the layer before is still at its MLP: the stream waits only for a buffer to be free, and a reader only for its own block.
+A kernel on a separate stream reads pinned host memory over the link; a page's K and V of a layer are adjacent. The fetches of a
+step have a fixed order, the blocks of one layer and then those of the next. So the first blocks of a layer arrive while the
+previous layer still computes its MLP: the stream waits only for a free buffer, and a reader only for its own block.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockBuffer:
-    """A layer's view of a device buffer: pages as a small pool has them, and what fetches them.
+    """A layer's view of a device buffer, as a small pool, and the copier that fills it.
 
     Args:
-        k, v: [pages, ...] in the shapes of the pool's buffers; `v` is None where the layer has none.
-        copier: From the layer's part of host pages.
+        k, v: [pages, ...] in the shapes of the pool's buffers; `v` is None if the layer has none.
+        copier: Copies from the layer's part of host pages.
     """
 
     k: Tensor
@@ -36,13 +36,9 @@ class BlockBuffer:
 
 
 class HostFetcher:
-    """Brings the host blocks of a step, once per layer. Not thread-safe: it has one owner.
+    """Fetch the host blocks of a step, once per layer. Not thread-safe: it has one owner.
 
-    With TRITON_INTERPRET=1 it also works on a CPU, where everything runs at once.
-
-    Args:
-        pool: The engine's pool.
-        tier: Its host tier.
+    With TRITON_INTERPRET=1 it also works on a CPU, where every fetch ends at once.
     """
 
     def __init__(self, pool: KVPool, tier: HostBlocks) -> None:
@@ -52,7 +48,7 @@ class HostFetcher:
         num_bytes = tier.pages_per_block * max(tier.slice_bytes.values())
         self._memory = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self._buffers = [{layer: _block_buffer(tier, layer, memory) for layer in self._layers} for memory in self._memory]
-        # Before whatever else the device could run: a fetch takes few of its multiprocessors, and the link must not wait.
+        # High priority: a fetch takes few multiprocessors, and the link must not wait.
         self._stream = torch.cuda.Stream(device, priority=-1) if is_gpu else None
         self._fetched = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if is_gpu else []
         self._used = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if is_gpu else []
@@ -64,16 +60,16 @@ class HostFetcher:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that both buffers take."""
+        """Bytes of both buffers on the device."""
         return sum(memory.numel() for memory in self._memory)
 
     def begin(self, blocks: Sequence[HostBlock], pages: Tensor, counts: Tensor | None = None) -> None:
-        """Begin a step: its first blocks are on their way.
+        """Begin a step, and fetch its first blocks.
 
         Args:
-            blocks: Of the step, at least one.
-            pages: Their host pages, int64 on the device, behind what is queued on the current stream.
-            counts: int64 [blocks] on the device, like `pages`: how many of a block's first pages are there; None: all.
+            blocks: At least one.
+            pages: Their host pages, int64 on the device, written by work on the current stream.
+            counts: int64 [blocks] on the device, like `pages`: pages in use of each block; None means all.
         """
         self._blocks, self._pages, self._counts = blocks, pages, counts
         self._num_fetched = self._num_used = 0
@@ -84,9 +80,9 @@ class HostFetcher:
             self._fetch_next()
 
     def blocks_of(self, layer: int) -> Iterator[tuple[HostBlock, BlockBuffer]]:
-        """Each block of a layer, in a buffer that is good until the next one is asked for.
+        """Yield each block of a layer, in a buffer that is valid until the next iteration.
 
-        What reads it is to be queued on the current stream. Layers must be asked for in ascending order, each once.
+        Queue the work that reads it on the current stream. Ask for each layer once, in ascending order.
         """
         for block in self._blocks:
             if self._layers[self._num_used // len(self._blocks)] != layer:
@@ -102,12 +98,12 @@ class HostFetcher:
             self._fetch_next()
 
     def end(self) -> None:
-        """End the step: what is queued from here on comes after its fetches, also for a graph that is captured of it."""
+        """End the step: later work on the current stream runs after its fetches, also in a graph that is captured."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _fetch_next(self) -> None:
-        """Queue the next fetch of the step, if there is one; its buffer is free by what the stream waits for."""
+        """Queue the next fetch of the step, if there is one; the stream already waits for its buffer."""
         if self._num_fetched == len(self._layers) * len(self._blocks):
             return
         index = self._num_fetched % len(self._blocks)

@@ -1,4 +1,4 @@
-"""The host tier of an engine: which pages it may attend to in host memory, and in what blocks it reads them."""
+"""The host tier of an engine: the pages in host memory that it may attend to, and the blocks in which it reads them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from transfer.layer_groups import GroupKind
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 
-PARTS_ALIGNMENT = 4  # int32 numbers: where a block's parts begin, Triton's variants are those for 16 bytes
+PARTS_ALIGNMENT = 4  # int32 numbers: a block's parts begin at 16 bytes, so Triton compiles one variant
 
 
 class HostBlocks:
-    """A host pool as an engine reads it: layer by layer, in blocks of whole pages.
+    """A host pool that an engine reads layer by layer, in blocks of whole pages.
 
     Args:
         pool: The engine's pool.
-        host: Host pages over the same layout.
-        block_bytes: Most bytes of one layer's part of the pages that are read together.
+        host: Host pages of the same layout.
+        block_bytes: Most bytes of one layer's part of a block.
 
     Attributes:
-        host: The host pool.
-        group: Index of the one group whose pages may be there: full attention.
-        page_size: Tokens of a page.
-        slice_bytes: Bytes of a page of each layer of the group, its K then its V.
+        group: Index of the only group whose pages may be there, full attention.
+        slice_bytes: Layer of the group -> bytes of a page, K then V.
         pages_per_block: Most pages of a block.
 
     Raises:
-        ConfigError: The model has no full attention, the host pool no pages of it or another layout, or a block holds no page.
+        ConfigError: The model has no full attention, the host pool has no pages of it or another layout, or a block is smaller
+            than a page.
     """
 
     def __init__(self, pool: KVPool, host: HostPool, *, block_bytes: int) -> None:
@@ -63,12 +62,12 @@ class HostBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBlock:
-    """Host pages that are read and attended to together, of one row of a step or more.
+    """Host pages of one or more rows that are read and attended to together.
 
     Args:
         begin, end: Its pages among those of the step.
-        first_row, end_row: The rows of the step that have pages in it, and any between them.
-        first_part: Where the rows' parts begin in the step's arrays.
+        first_row, end_row: The rows of the step that have pages in it, and any rows between them.
+        first_part: Index of the first row's part in the step's arrays.
     """
 
     begin: int
@@ -88,11 +87,11 @@ class HostBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBlocks:
-    """The host pages of a step, cut into blocks: the same for all layers.
+    """The host pages of a step, cut into blocks that are the same for all layers.
 
     Args:
         pages: int64 [n], host pages of all rows, one row after the other.
-        first_tokens, num_tokens: int32 [parts]: of each row of each block, its first token in the block and how many it has
+        first_tokens, num_tokens: int32 [parts]: for each row of each block, its first token in the block and its number of tokens
             there; 0 for a row that only lies between others.
         blocks: In the order of `pages`.
     """
@@ -104,12 +103,10 @@ class StepBlocks:
 
 
 def cut_into_blocks(tables: Sequence[Sequence[int]], *, pages_per_block: int, page_size: int) -> StepBlocks:
-    """Cut the host pages of a step into blocks, each full but for the last.
+    """Cut the host pages of a step into blocks; all but the last are full.
 
     Args:
-        tables: Host pages of each row of the step, in order; of one row at least one.
-        pages_per_block: Most pages of a block.
-        page_size: Tokens of a page.
+        tables: Host pages of each row of the step, in order; at least one page in all.
     """
     ends = np.cumsum([len(table) for table in tables])
     begins = ends - np.array([len(table) for table in tables])

@@ -1,17 +1,17 @@
-"""Decode steps on a GPU of which some requests have pages in host memory: see `device_decode`, whose steps these are otherwise.
+"""Decode steps on a GPU in which some requests have pages in host memory; otherwise they are the steps of `device_decode`.
 
-Attention of full layers is computed over what is on the device, as in any step, and over one host block after the other, each by
-the same kernel as over a small pool; results are merged by their log-sum-exp in float32. A sink takes part once, on the device's
-side.
+Full layers attend over the tokens on the device, as in any step, and over one host block after the other. A block is attended by
+the same kernel as a small pool; results are merged by their log-sum-exp in float32. A sink takes part once, on the device's side.
 
-How many blocks there are changes with a step's requests, and with it what is launched. A CUDA graph holds a step of as many
-blocks as there are buffers, each of all rows: `HostReader.load` puts a step's pages there, where they fit. So a batch does not
-fall back to launching, which takes milliseconds a layer, for one request that has begun to leave the device; where there is more
-to read than that, and the buffers are of the default size, the link takes longer than the launches.
+The number of blocks, and with it the launches, changes with a step's requests. A CUDA graph holds a step of as many blocks as
+there are buffers, each of all rows: `HostReader.load` puts a step's pages there, if they fit. So one request that begins to leave
+the device does not force the whole batch back to launches, which take milliseconds a layer. If there is more to read, and the
+buffers have the default size, the link takes longer than the launches.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -31,13 +31,13 @@ from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_table import PageTable
 
 MAX_BLOCK_SPLITS: Final = 32
-"""Splits of a row's tokens in a block, at most: its attention only has to be over long before the next block is there. The same
-for any number of rows, for each number is a variant of the kernel to compile, in the middle of serving."""
+"""Upper bound of the splits of a row's tokens in a block: its attention must only end long before the next block arrives. It does
+not depend on the number of rows, because each number of splits is a variant of the kernel to compile while serving."""
 
 MIN_LOADED_SPLITS: Final = 4
 MAX_LOADED_ROW_SPLITS: Final = 1024
-"""Splits of a row, at least, and of all rows of a step that is captured, at most: it has all rows in each block, though most have
-no tokens there, and partial results of each take memory."""
+"""Bounds of the splits of a captured step: at least of one row, at most of all rows. A captured step has all rows in each block,
+though most have no tokens there, and partial results of each take memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,12 +45,11 @@ class DeviceBlocks:
     """`StepBlocks` on the device.
 
     Args:
-        tables: What they were made of.
-        blocks: Pages and parts of each.
+        tables: Host tables of the rows.
         pages: int64 [n].
         first_tokens, num_tokens: int32 [parts].
         num_splits: Splits of a row's tokens in a block.
-        counts: int64 [blocks], how many pages of a block are there; None: all.
+        counts: int64 [blocks], pages in use of each block; None means all.
     """
 
     tables: tuple[Sequence[int], ...]
@@ -63,11 +62,13 @@ class DeviceBlocks:
 
 
 class HostReader:
-    """What tiered steps share: the fetcher, the blocks of the last step, and memory for the blocks of captured steps.
+    """State that tiered steps share: the fetcher, the blocks of the last launched step, and memory for those of captured steps.
+
+    The memory of captured steps does not move. It has one block for each buffer of the fetcher: the number of its pages, room for
+    the pages of a full block, and a part of every row, mostly without tokens.
 
     Args:
         pool: The engine's pool.
-        tier: Its host tier.
         max_rows: Most rows of a captured step.
     """
 
@@ -78,10 +79,14 @@ class HostReader:
         self._known: DeviceBlocks | None = None
         tokens = tier.pages_per_block * tier.page_size
         self._num_splits = max(1, min(MAX_BLOCK_SPLITS, tokens // MIN_SPLIT_TOKENS))
-        self._loaded = LoadedBlocks(tier, max_rows=max_rows, device=pool.device)
         # A row of a block lies in its pages without gaps: its slots are those from its first token on. So every row's table is
         # a part of one: row r, column t is slot r + t.
         self.slots = torch.arange(2 * tokens, dtype=torch.int32, device=pool.device).as_strided((tokens, tokens), (1, 1))
+        self._pitch = -(-max_rows // PARTS_ALIGNMENT) * PARTS_ALIGNMENT
+        self._num_pages = NUM_BUFFERS * tier.pages_per_block
+        size = NUM_BUFFERS + self._num_pages + NUM_BUFFERS * self._pitch
+        self._memory = torch.zeros(size, dtype=torch.int64, device=pool.device)
+        self._loaded_tables: tuple[Sequence[int], ...] = ()
 
     def begin(self, tables: Sequence[Sequence[int]]) -> DeviceBlocks:
         """Begin a step whose rows have these host pages, at least one of them.
@@ -89,8 +94,7 @@ class HostReader:
         Tables that are the same objects as in the last step are neither cut nor uploaded again.
         """
         known = self._known
-        is_known = known is not None and len(known.tables) == len(tables) and all(map(_is_same, known.tables, tables))
-        if known is None or not is_known:
+        if known is None or not _are_same(known.tables, tables):
             cut = cut_into_blocks(tables, pages_per_block=self.tier.pages_per_block, page_size=self.tier.page_size)
             known = self._known = DeviceBlocks(
                 tables=tuple(tables),
@@ -104,51 +108,21 @@ class HostReader:
         return known
 
     def load(self, tables: Sequence[Sequence[int]]) -> bool:
-        """Queue the host pages of a step into the memory that captured steps read; False: they are too many for it.
+        """Queue the host pages of a step into the memory of captured steps. Return False if they do not fit.
+
+        Tables that are the same objects as in the last call are not uploaded again.
 
         Args:
-            tables: Of its first rows, at least one page; further rows have none.
+            tables: Of the step's first rows, with at least one page; further rows have none.
         """
-        return self._loaded.load(tables)
-
-    def begin_loaded(self, num_rows: int) -> DeviceBlocks:
-        """Begin a step of so many rows over whatever is loaded when it runs."""
-        splits = max(MIN_LOADED_SPLITS, 1 << (MAX_LOADED_ROW_SPLITS // num_rows).bit_length() - 1)  # few variants to compile
-        blocks = self._loaded.blocks_of(num_rows, num_splits=min(self._num_splits, splits))
-        self.fetcher.begin(blocks.blocks, blocks.pages, blocks.counts)
-        return blocks
-
-
-class LoadedBlocks:
-    """A block for each buffer of the fetcher, in memory that stays where it is: what captured steps read.
-
-    A block has room for a full block's pages, a number that says how many are there, and a part of every row, mostly without
-    tokens.
-
-    Args:
-        tier: The engine's host tier.
-        max_rows: Most rows of a step.
-        device: The GPU.
-    """
-
-    def __init__(self, tier: HostBlocks, *, max_rows: int, device: torch.device) -> None:
-        self._tier = tier
-        self._pitch = -(-max_rows // PARTS_ALIGNMENT) * PARTS_ALIGNMENT
-        self._num_pages = NUM_BUFFERS * tier.pages_per_block
-        size = NUM_BUFFERS + self._num_pages + NUM_BUFFERS * self._pitch
-        self._memory = torch.zeros(size, dtype=torch.int64, device=device)
-        self._tables: tuple[Sequence[int], ...] = ()
-
-    def load(self, tables: Sequence[Sequence[int]]) -> bool:
-        """See `HostReader.load`. Tables that are the same objects as in the last call are not uploaded again."""
-        if len(tables) == len(self._tables) and all(map(_is_same, tables, self._tables)):
+        if _are_same(self._loaded_tables, tables):
             return True
         # Evenly, so that one buffer is filled while the other is read, however little there is.
         pages_per_block = -(-sum(map(len, tables)) // NUM_BUFFERS)
-        if pages_per_block > self._tier.pages_per_block:
+        if pages_per_block > self.tier.pages_per_block:
             return False
-        cut = cut_into_blocks(tables, pages_per_block=pages_per_block, page_size=self._tier.page_size)
-        is_gpu = self._memory.device.type == "cuda"
+        cut = cut_into_blocks(tables, pages_per_block=pages_per_block, page_size=self.tier.page_size)
+        is_gpu = self._device.type == "cuda"
         # New memory each time: see `DeviceDecoder`.
         host = torch.zeros_like(self._memory, device="cpu", pin_memory=is_gpu)
         counts, pages, first_tokens, num_tokens = self._parts(host)
@@ -159,14 +133,15 @@ class LoadedBlocks:
             for own, found in ((first_tokens, cut.first_tokens), (num_tokens, cut.num_tokens)):
                 own[index, block.first_row : block.end_row] = torch.from_numpy(found[parts][:num_rows])
         self._memory.copy_(host, non_blocking=is_gpu)
-        self._tables = tuple(tables)
+        self._loaded_tables = tuple(tables)
         return True
 
-    def blocks_of(self, num_rows: int, *, num_splits: int) -> DeviceBlocks:
-        """What is loaded, for a step of so many rows."""
+    def begin_loaded(self, num_rows: int) -> DeviceBlocks:
+        """Begin a step of `num_rows` rows over the pages that are loaded when it runs."""
+        splits = max(MIN_LOADED_SPLITS, 1 << (MAX_LOADED_ROW_SPLITS // num_rows).bit_length() - 1)  # few variants to compile
         counts, pages, first_tokens, num_tokens = self._parts(self._memory)
-        size = self._tier.pages_per_block
-        return DeviceBlocks(
+        size = self.tier.pages_per_block
+        blocks = DeviceBlocks(
             tables=(),
             blocks=tuple(
                 HostBlock(
@@ -177,24 +152,25 @@ class LoadedBlocks:
             pages=pages.view(-1),
             first_tokens=first_tokens.reshape(-1),
             num_tokens=num_tokens.reshape(-1),
-            num_splits=num_splits,
+            num_splits=min(self._num_splits, splits),
             counts=counts,
         )
+        self.fetcher.begin(blocks.blocks, blocks.pages, counts)
+        return blocks
 
     def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views: int64 counts of pages [blocks], pages [blocks, pages]; int32 first tokens, counts of tokens [blocks, rows]."""
+        """Return views: int64 page counts [blocks], pages [blocks, pages]; int32 first tokens and token counts [blocks, rows]."""
         counts, pages, parts = memory.split([NUM_BUFFERS, self._num_pages, NUM_BUFFERS * self._pitch])
         first_tokens, num_tokens = parts.view(torch.int32).view(2, NUM_BUFFERS, self._pitch)
         return counts, pages.view(NUM_BUFFERS, -1), first_tokens, num_tokens
 
 
 class TieredDecodePlan(KernelDecodePlan):
-    """See `StepPlan`.
+    """A decode step that also reads host pages, see `StepPlan`.
 
     Args:
         pool, tables, inputs: See `KernelDecodePlan`.
-        reader: Of the engine.
-        blocks: What its `begin` gave for this step.
+        blocks: Result of the reader's `begin` or `begin_loaded` for this step.
     """
 
     def __init__(
@@ -205,7 +181,7 @@ class TieredDecodePlan(KernelDecodePlan):
         self._blocks = blocks
 
     def _merged(self, layer: int, query: Tensor, out: Tensor, lse: Tensor, scores: Scores, v_dim: int | None) -> Tensor:
-        """The attention over the device's tokens and those of the host blocks, where the layer has any."""
+        """Merge the attention over the host blocks into `out`, if the layer has any."""
         tier = self._reader.tier
         if self._pool.group_of(layer) != tier.group:
             return out
@@ -229,5 +205,5 @@ class TieredDecodePlan(KernelDecodePlan):
         return total.to(out.dtype)
 
 
-def _is_same(one: Sequence[int], other: Sequence[int]) -> bool:
-    return one is other
+def _are_same(known: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> bool:
+    return len(known) == len(tables) and all(map(operator.is_, known, tables))
