@@ -1,22 +1,21 @@
 """`EmbeddedEngine`: one rank of a Hugging Face model over kvferry's paged pool, for either tier.
 
-Importing this module pays for torch and transformers, but starts no thread and no process group, so that a fork server may
-import it once and fork ranks from it.
+Importing this module loads torch and transformers, but starts no thread and no process group, so that a fork server can import
+it once and fork ranks from it.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 import torch.nn.functional as functional
-import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,18 +24,26 @@ from embedded_engine.architectures import Hook
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
 from embedded_engine.graphs import CAPTURE_ADVICE
 from embedded_engine.host_tier import HostBlocks
-from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
+from embedded_engine.latent_attention import hook_latent_attention
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
-from embedded_engine.paged_attention import ATTENTION_NAME, GatherDecodePlan, PrefillPlan, StepPlan, Tables, on_device
+from embedded_engine.paged_attention import (
+    ATTENTION_NAME,
+    LATENT_ATTENTION_NAME,
+    GatherDecodePlan,
+    PrefillPlan,
+    StepPlan,
+    Tables,
+    on_device,
+)
 from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
-from embedded_engine.step_checks import CheckedTables, StepChecks
+from embedded_engine.step_checks import StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from planner.plan import MemoryPlan
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError, OutOfMemory
-from transfer.layer_groups import LayerGroup, layer_groups
+from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.out_of_memory import allocating
 from transfer.pool.host_pool import HostPool
@@ -46,6 +53,8 @@ if TYPE_CHECKING:
     from embedded_engine.device_decode import DeviceDecoder
 
 OnLayersWritten = Callable[[int, Any], None]
+PlanPages = Callable[[int], Sequence[int]]
+"""(bytes of the loaded weights) -> pages of each layer group."""
 
 NO_TOKEN = -1
 """In place of a token whose logits are not finite."""
@@ -53,42 +62,16 @@ NO_TOKEN = -1
 _PREFILL_ADVICE: Final = "lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens"
 _DECODE_ADVICE: Final = "lower memory.static_fraction or limits.max_running_requests"
 _HOST_BLOCKS_ADVICE: Final = "lower offload.buffer_bytes, cuda_graph_max_bs or memory.static_fraction"
-
-_ATTENTION_NAMES = {
-    Hook.ATTENTION: ATTENTION_NAME,
-    Hook.LATENT: LATENT_ATTENTION_NAME,
-    Hook.GATED_DELTA_NET: ATTENTION_NAME,
-}
-_HOOKS: Mapping[Hook, Callable[[PreTrainedModel], None]] = {
-    Hook.LATENT: hook_latent_attention,
-    Hook.GATED_DELTA_NET: hook_gated_delta_nets,
-}
+_PAGE_TABLES_ADVICE: Final = "lower limits.max_seq_len, limits.max_running_requests or memory.static_fraction"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedWeights:
-    """What is known once a rank's weights are where they will stay, and its pool is not yet: what the pool's size hangs on.
-
-    Args:
-        num_bytes: Bytes of the rank's weights.
-        device: Where they are.
-        layout: The KV of the whole model.
-        shard: The rank's cut.
-    """
-
-    num_bytes: int
-    device: torch.device
-    layout: KVLayout
-    shard: Shard
-
-
-PlanPages = Callable[[LoadedWeights], Sequence[int]]
-"""Pages of each layer group, asked for after the weights are loaded."""
+class BadLogits(RequestFault):
+    """The model computed NaN or infinity for the requests that the message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """A row of the step whose next token is asked for."""
+    """A row of the step whose next token is wanted, and the position of that token."""
 
     request_id: str
     row: int
@@ -101,11 +84,11 @@ class ForwardBatch:
     """One step, checked and planned. Made by `EmbeddedEngine.prefill_batch` and `decode_batch`.
 
     Args:
-        wanted: Rows whose next token is asked for.
-        token_ids, positions: Of each row.
-        plan: What the layers do.
-        decode_items: The items of a decode step, their tables cut to what was checked. On a GPU they take the place of a plan:
-            it is planned there when it runs, in memory that all such steps share.
+        wanted: Rows whose next token is wanted.
+        token_ids, positions: int64 [rows].
+        plan: The work of the layers; None for a decode step on a GPU, which is planned when it runs, in memory that all such
+            steps share.
+        decode_items: The items of a decode step, their tables cut to the checked entries.
     """
 
     wanted: tuple[_Wanted, ...]
@@ -117,13 +100,13 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
-    """What a step chose; on the group's first rank only, the other ranks choose nothing.
+    """The tokens of a step, on the group's first rank; empty on the other ranks.
 
     Args:
-        request_ids: Whose tokens they are, in order.
-        next_tokens: int64 [requests] on the engine's device, `NO_TOKEN` where the logits are not finite.
-        next_tokens_host: The same on the CPU (pinned, where the device is a GPU); valid once `copied` has happened.
-        copied: Event after the copy; None where there is nothing to wait for.
+        request_ids: The requests of the tokens, in order.
+        next_tokens: int64 [requests] on the engine's device, `NO_TOKEN` if the logits are not finite.
+        next_tokens_host: The same on the CPU (pinned, if the device is a GPU); valid after `copied`.
+        copied: Event after the copy; None if there is nothing to wait for.
     """
 
     request_ids: tuple[str, ...]
@@ -132,10 +115,10 @@ class ForwardOutput:
     copied: torch.cuda.Event | None
 
     def tokens(self) -> dict[str, int]:
-        """request_id -> token; waits for the step.
+        """Wait for the step and return request_id -> token.
 
         Raises:
-            BadLogits: Some requests have no token; the error has the others'.
+            BadLogits: Some requests have no token; the error has the tokens of the others.
         """
         if self.copied is not None:
             self.copied.synchronize()
@@ -151,37 +134,34 @@ class ForwardOutput:
 class EmbeddedEngine:
     """One rank; implements `PrefillEngine` and `DecodeEngine`.
 
-    Driven by one thread. A step that finds no memory fails alone; after an error of the GPU, which comes back at whatever is
-    asked of it next, the engine refuses further steps.
+    Driven by one thread. A step that finds no memory fails alone. After an error of the GPU the engine refuses further steps,
+    because CUDA reports the error again at each later call.
 
-    The ranks of a group must be given the same steps in the same order; what an item gets wrong is found on every rank before the
-    first collective. After any failed step of a group the engine refuses further ones: the ranks may have stopped at different
-    places.
+    The ranks of a group must be given the same steps in the same order. Every rank finds a wrong item before the first
+    collective. After any failed step of a group the engine refuses further steps: the ranks may have stopped at different places.
 
-    Its parts come into being in the order in which they need memory: weights, page count, pool, page tables, CUDA graphs. The
-    last two are a GPU's alone: there a decode step attends by kernels, see `embedded_engine.device_decode`; elsewhere, and where
-    `max_running_requests` is not given, it goes by torch's attention, as a prefill step does.
+    Memory is allocated in this order: weights, pool (whose size may depend on the weights), page tables, CUDA graphs. Only a GPU
+    has the last two: its decode steps attend by kernels, see `embedded_engine.device_decode`. Other devices, and engines without
+    `max_running_requests`, use torch's attention, as prefill steps do.
 
     Args:
-        directory: A local Hugging Face directory of a family in `ARCHITECTURES`, or its already checked `ModelFiles`.
-        shard: This rank's cut; `tp_size` and `tp_rank` must be those of `group`.
-        num_pages: Pages of each layer group of this rank's pool (one number where there is one group), or what says so once
-            the weights are loaded.
-        device: Where the rank computes and keeps its pool.
-        dtype: What the model computes in; None takes the type that its weights are stored in.
-        group: The rank's TP group (`init_distributed`); None for TP 1. The engine leaves it on `close()`.
-        layers_per_group: How many layers `prefill` reports at a time; None reports them all at once.
-        num_threads: CPU threads of a torch operation in this process; None leaves them as they are.
-        max_seq_len: Longest request, prompt and generation together; None is the model's context.
-        max_running_requests: Most requests of a decode step; None where there are no decode steps, or no page tables for them.
-        cuda_graph_batch_sizes: Decode steps of which CUDA graphs are captured; a smaller one is padded to the next of them.
-        has_decode_kernels: Whether decode steps attend by kernels; None means on a GPU only. Triton's interpreter runs the
-            kernels on a CPU as well.
+        directory: A local Hugging Face directory of a family in `ARCHITECTURES`, or its checked `ModelFiles`.
+        shard: This rank's shard; `tp_size` and `tp_rank` must be those of `group`.
+        num_pages: Pages of each layer group of this rank's pool (one number if there is one group), or a function that returns
+            them after the weights are loaded.
+        dtype: Dtype that the model computes in; None takes the dtype of the stored weights.
+        group: The rank's TP group (`init_distributed`); None for TP 1. `close()` leaves it.
+        layers_per_group: Layers that `prefill` reports at a time; None reports all at once.
+        num_threads: CPU threads of a torch operation in this process; None leaves the number unchanged.
+        max_seq_len: Tokens of the longest request, prompt and generation together; None means the model's context.
+        max_running_requests: Most requests of a decode step; None if there are no decode steps, or no page tables for them.
+        cuda_graph_batch_sizes: Decode steps to capture as CUDA graphs; a smaller step is padded to the next of them.
+        has_decode_kernels: Whether decode steps attend by kernels; None means on a GPU only. Triton's interpreter can run the
+            kernels on a CPU.
 
     Attributes:
-        layers_per_group: How many layers `prefill` reports at a time.
-        memory_plan: What the pool's size was taken from, where a plan was made.
-        memory_warnings: What of that plan's estimates was wrong.
+        memory_plan: The plan that sized the pool, if there is one.
+        memory_warnings: Estimates of that plan that were wrong.
         weights_bytes: Bytes of this rank's weights.
 
     Raises:
@@ -209,66 +189,89 @@ class EmbeddedEngine:
         self.memory_plan: MemoryPlan | None = None
         self.memory_warnings: tuple[str, ...] = ()
         self.files = directory if isinstance(directory, ModelFiles) else read_model_files(directory)
-        self.files.check_shard(shard)
         self.layout: KVLayout = self.files.layout(dtype)
-        counts = {"num_threads": num_threads, "layers_per_group": layers_per_group, "max_running_requests": max_running_requests}
-        _check_settings(shard, group, **counts)
-        _check_batch_sizes(cuda_graph_batch_sizes, max_running_requests or 0)
-        if not callable(num_pages):
-            _check_num_pages(num_pages, layer_groups(self.layout))
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self.shard = shard
         self.model_fields: Mapping[str, str] = self.files.fields
-        self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
         self.vocab_size = self.files.vocab_size
         self.eos_token_ids = self.files.eos_token_ids
+        self._group = group
+        self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes)
+        if not callable(num_pages):
+            self._page_counts(num_pages)  # before the weights are loaded, which may take minutes
+        if num_threads is not None:
+            _check_is_positive("num_threads", num_threads)
+            torch.set_num_threads(num_threads)
         self._device = torch.device(device)
         self._dtype: torch.dtype = getattr(torch, self.layout.dtype.value)
-        self._group = group
         self._has_decode_kernels = self._device.type == "cuda" if has_decode_kernels is None else has_decode_kernels
-        self.layers_per_group = layers_per_group or self.layout.num_layers
         self._logit_softcap: float | None = getattr(self.files.config, "final_logit_softcapping", None)
         self._failure: str | None = None
         self._model: PreTrainedModel | None = self._load_model()
         self.weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
         self._open_pool(num_pages, max_running_requests, cuda_graph_batch_sizes)
 
+    def _configure(
+        self,
+        shard: Shard,
+        layers_per_group: int | None,
+        max_seq_len: int | None,
+        max_running_requests: int | None,
+        graph_batch_sizes: Sequence[int],
+    ) -> None:
+        """Check and keep the settings that do not depend on the weights."""
+        self.files.check_shard(shard)
+        rank, size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
+        if (shard.tp_rank, shard.tp_size) != (rank, size):
+            raise ConfigError(
+                f"shard is rank {shard.tp_rank} of {shard.tp_size}, the process group rank {rank} of {size}; they must be equal"
+            )
+        if shard.dtype is DType.INT8:
+            raise ConfigError("shard dtype is int8; the embedded engine's pool must have a floating point dtype")
+        _check_is_positive("layers_per_group", layers_per_group)
+        _check_is_positive("max_running_requests", max_running_requests)
+        _check_batch_sizes(graph_batch_sizes, max_running_requests or 0)
+        self.shard = shard
+        self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
+        self.layers_per_group = layers_per_group or self.layout.num_layers
+
+    def _page_counts(self, num_pages: int | Sequence[int]) -> tuple[int, ...]:
+        """Return the pages of each layer group, checked."""
+        groups = layer_groups(self.layout)
+        counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
+        if len(counts) != len(groups) or min(counts) < 1:
+            names = ", ".join(group.name for group in groups)
+            raise ConfigError(f"num_pages is {num_pages}; must be at least 1 for each group of layers ({names})")
+        return counts
+
     def _open_pool(
         self, num_pages: int | Sequence[int] | PlanPages, max_running_requests: int | None, graph_batch_sizes: Sequence[int]
     ) -> None:
-        """Everything that comes after the weights."""
-        if callable(num_pages):
-            loaded = LoadedWeights(num_bytes=self.weights_bytes, device=self._device, layout=self.layout, shard=self.shard)
-            num_pages = num_pages(loaded)
-        with self._allocating_pool(num_pages):
-            self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=num_pages, device=self._device)
+        """Allocate everything that comes after the weights."""
+        counts = self._page_counts(num_pages(self.weights_bytes) if callable(num_pages) else num_pages)
+        groups = layer_groups(self.layout)
+        with allocating(
+            f"allocating the KV pool of {', '.join(map(str, counts))} pages",
+            device=self._device,
+            advice="lower memory.static_fraction or pool.num_pages",
+            num_bytes=sum(count * group.page_bytes(self.layout, self.shard) for count, group in zip(counts, groups, strict=True)),
+        ):
+            self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=counts, device=self._device)
         self._checks = self._make_checks()
         self._tier: HostBlocks | None = None
         self._decoder: DeviceDecoder | None = None
         if max_running_requests is not None and self._has_decode_kernels:
-            advice = "lower limits.max_seq_len, limits.max_running_requests or memory.static_fraction"
-            with allocating("allocating the page tables", device=self._device, advice=advice):
+            with allocating("allocating the page tables", device=self._device, advice=_PAGE_TABLES_ADVICE):
                 self._decoder = self._make_decoder(max_running_requests)
             self.capture_cuda_graphs(graph_batch_sizes)
 
-    def _allocating_pool(self, num_pages: int | Sequence[int]) -> AbstractContextManager[None]:
-        groups = layer_groups(self.layout)
-        counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
-        num_bytes = sum(count * group.page_bytes(self.layout, self.shard) for count, group in zip(counts, groups, strict=False))
-        doing = f"allocating the KV pool of {', '.join(map(str, counts))} pages"
-        advice = "lower memory.static_fraction or pool.num_pages"
-        return allocating(doing, device=self._device, advice=advice, num_bytes=num_bytes)
-
     def release_pool(self) -> None:
-        """Give back all that came after the weights: pool, page tables, CUDA graphs. `open_pool` follows, or `close`.
+        """Release pool, page tables and CUDA graphs. Then call `open_pool` or `close`; until then no step can run.
 
-        Until then no step can run. What others still hold of the pool is not given back.
+        Parts of the pool that others still reference stay allocated.
         """
         for name in ("pool", "_checks"):
             self.__dict__.pop(name, None)
         self._decoder = self._tier = None
-        gc.collect()  # the graphs' plans and the pool hold each other
+        gc.collect()  # the graphs' plans and the pool reference each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -282,20 +285,16 @@ class EmbeddedEngine:
         max_running_requests: int | None = None,
         cuda_graph_batch_sizes: Sequence[int] = (),
     ) -> None:
-        """After `release_pool`: begin anew with the weights that are loaded; arguments as of the class. The ranks of a group do
-        this together.
+        """Start again with the loaded weights, after `release_pool`. The ranks of a group do this together.
+
+        Args: See the class.
 
         Raises:
             ConfigError: The shard is another rank's, or a count is wrong.
             OutOfMemory: There is no memory for pool, page tables or CUDA graphs.
             EngineError: The engine is closed or broken.
         """
-        self.files.check_shard(shard)
-        _check_settings(shard, self._group, layers_per_group=layers_per_group, max_running_requests=max_running_requests)
-        _check_batch_sizes(cuda_graph_batch_sizes, max_running_requests or 0)
-        self.shard = shard
-        self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
-        self.layers_per_group = layers_per_group or self.layout.num_layers
+        self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes)
         if self._failure is not None:
             raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
         try:
@@ -310,22 +309,22 @@ class EmbeddedEngine:
 
     @property
     def cuda_graph_bytes(self) -> int:
-        """What the CUDA graphs took of the device's memory."""
+        """Bytes of the device that the CUDA graphs took."""
         return 0 if self._decoder is None else self._decoder.cuda_graph_bytes
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes of decode steps that are replayed, ascending."""
+        """Sizes of decode steps with a CUDA graph, ascending."""
         return () if self._decoder is None else self._decoder.captured_batch_sizes
 
     def capture_cuda_graphs(self, batch_sizes: Sequence[int]) -> None:
-        """Capture decode steps of these sizes, in place of any captured before; on a GPU, where there are page tables.
+        """Capture decode steps of these sizes, in place of earlier ones, if the engine has page tables on a GPU.
 
-        A model that waits for the device in mid-step, as experts do that are looked up one by one, is named in the log, and runs
-        without.
+        A model that waits for the device within a step, such as one that looks experts up one by one, runs without graphs, and
+        the log names it.
 
         Raises:
-            ConfigError: A size is not that of a decode step.
+            ConfigError: A size is not one of a decode step.
             OutOfMemory: The device has too little memory left.
             EngineError: The capture failed.
         """
@@ -342,16 +341,15 @@ class EmbeddedEngine:
     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None:
         """Let decode steps attend to pages in host memory, see `DecodeItem.host_tables`; once, before any step.
 
-        On a GPU it takes two buffers of up to `block_bytes` of the device, runs a step for the dummy request, to compile what
-        such steps launch, and captures steps of the sizes that others are captured of; so the ranks of a group do this together.
+        On a GPU this allocates two buffers of up to `block_bytes`, runs a step for the dummy request, so that its kernels are
+        compiled, and captures steps of the same sizes as the other graphs. The ranks of a group do this together.
 
         Args:
             host: Host pages of this engine's pool.
-            block_bytes: Most bytes of a layer's K and V that are read together; twice as much is what replayed steps can read.
+            block_bytes: Most bytes of a layer's K and V that are read together; replayed steps can read twice as much.
 
         Raises:
-            ConfigError: The engine has a host pool already, the model has no full attention, the host pool no pages of it or
-                another layout, or a block holds no page.
+            ConfigError: The engine has a host pool already, or `HostBlocks` refuses this one.
             OutOfMemory: The device has too little memory left.
             EngineError: The capture failed.
         """
@@ -373,7 +371,7 @@ class EmbeddedEngine:
         return self._tokens_of(self.decode_batch(items)) if items else {}
 
     def prefill_batch(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> ForwardBatch:
-        """Check and plan a prefill step of one item or more.
+        """Check and plan a prefill step of at least one item.
 
         Raises:
             EngineError: An item does not fit the model or the pool.
@@ -401,48 +399,44 @@ class EmbeddedEngine:
         return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan)
 
     def decode_batch(self, items: Sequence[DecodeItem]) -> ForwardBatch:
-        """Check and plan a decode step of one item or more.
+        """Check and plan a decode step of at least one item.
 
         Raises:
             EngineError: An item does not fit the model or the pool.
         """
-        tables = self._checks.check_decode(items)
-        token_ids = np.array([item.token_id for item in items], dtype=np.int64)
-        positions = np.array([item.position for item in items], dtype=np.int64)
+        items = self._checks.check_decode(items)
         if self._decoder is not None and len(items) > self._decoder.max_running_requests:
             most = self._decoder.max_running_requests
             raise EngineError(f"the step has {len(items)} requests; max_running_requests is {most}")
-        # As they were checked: what is behind the entries that this step reads, or is changed meanwhile, concerns it no more.
-        items = tuple(
-            replace(item, page_tables=own, host_tables=in_host)
-            for item, own, in_host in zip(items, tables, self._checks.check_host_tables(items), strict=True)
-        )
+        token_ids = np.array([item.token_id for item in items], dtype=np.int64)
+        positions = np.array([item.position for item in items], dtype=np.int64)
         plan: StepPlan | None = None
         if self._decoder is None:
             with self._step(f"planning a decode step of {len(items)} requests", _DECODE_ADVICE):
-                plan = GatherDecodePlan(items, _as_arrays(tables), self.pool, self._dtype, self._tier)
+                tables = _as_arrays([item.page_tables for item in items])
+                plan = GatherDecodePlan(items, tables, self.pool, self._dtype, self._tier)
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=row, sampling=item.sampling, position=item.position + 1)
             for row, item in enumerate(items)
         )
-        return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan, decode_items=items)
+        return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan, decode_items=tuple(items))
 
     def forward_batch(self, batch: ForwardBatch) -> ForwardOutput:
         """Run a planned step; does not wait for the device.
 
         Raises:
             OutOfMemory: There is no memory for the step. None of its kernels runs any more, and the next step can succeed.
-            EngineError: The step failed; of a group, the engine is then of no further use.
+            EngineError: The step failed; the engine of a group then refuses further steps.
         """
         with self._step(*_use_of(batch)):
             logits = self._forward(batch)
             if logits is None:
                 none = torch.empty(0, dtype=torch.int64)
-                # Of a decode step something to wait for all the same: who hears that it is over frees the pages that it reads.
+                # A decode step has an event all the same: when the step is over, its pages are freed.
                 over = self._recorded_event() if batch.decode_items else None
                 return ForwardOutput(request_ids=(), next_tokens=none.to(self._device), next_tokens_host=none, copied=over)
             is_finite = torch.isfinite(logits).all(dim=-1)
-            # Looking at the rows that are not would wait for the device; they are drawn from zeros and then crossed out.
+            # Looking for rows that are not finite would wait for the device. They are sampled from zeros and then replaced.
             drawn = sample_on_device(
                 torch.where(is_finite.unsqueeze(-1), logits, 0),
                 [one.sampling for one in batch.wanted],
@@ -462,8 +456,8 @@ class EmbeddedEngine:
         """Run a planned step without choosing tokens, for comparisons of engines; does not wait for the device.
 
         Returns:
-            [wanted rows, vocabulary], valid until the next step; None on the other ranks of a group than the first, and for
-            a step that wants no token.
+            [wanted rows, vocabulary], valid until the next step. None for a step that wants no token, and on all ranks of a group
+            but the first.
 
         Raises:
             OutOfMemory, EngineError: As `forward_batch`.
@@ -472,7 +466,7 @@ class EmbeddedEngine:
             return self._forward(batch)
 
     def close(self) -> None:
-        """Drop the model and leave the TP group; the pool stays readable for transfers under way. May be called twice."""
+        """Release the model and leave the TP group; transfers under way can still read the pool. May be called twice."""
         self._model = None
         self._decoder = None
         if self._group is not None:
@@ -490,16 +484,12 @@ class EmbeddedEngine:
 
     def _load_model(self) -> PreTrainedModel:
         hook = self.files.family.hook
-        model = load_causal_lm(
-            _model_class(self.files.architecture),
-            self.files,
-            dtype=self._dtype,
-            device=self._device,
-            attention=_ATTENTION_NAMES[hook],
-            group=self._group,
-        )
-        if hook in _HOOKS:
-            _HOOKS[hook](model)
+        attention = LATENT_ATTENTION_NAME if hook is Hook.LATENT else ATTENTION_NAME
+        model = load_causal_lm(self.files, dtype=self._dtype, device=self._device, attention=attention, group=self._group)
+        if hook is Hook.LATENT:
+            hook_latent_attention(model)
+        elif hook is Hook.GATED_DELTA_NET:
+            hook_gated_delta_nets(model)
         return model
 
     def _tokens_of(self, batch: ForwardBatch) -> dict[str, int]:
@@ -508,7 +498,7 @@ class EmbeddedEngine:
             return output.tokens()
 
     def _forward(self, batch: ForwardBatch) -> Tensor | None:
-        """Run the model over the rows of a step; logits [wanted rows, vocab], on TP rank 0 only."""
+        """Run the model over the rows of a step; return logits [wanted rows, vocab] on TP rank 0 only."""
         logits: Tensor | None
         if batch.plan is None:
             assert self._decoder is not None  # decode_batch
@@ -528,19 +518,19 @@ class EmbeddedEngine:
         return logits
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
-        """[rows, dim] behind the last layer, of one flat row of tokens [1, rows]."""
+        """Return [rows, dim] behind the last layer, from tokens [1, rows]."""
         assert self._model is not None  # _step() refuses a closed engine
         output = self._model.model(input_ids=token_ids, position_ids=positions, use_cache=False, paged_plan=plan)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab], of this rank's part of the vocabulary."""
+        """Return [rows, vocab] of this rank's part of the vocabulary."""
         assert self._model is not None
         return functional.linear(hidden, self._model.lm_head.weight)
 
     def _make_decoder(self, max_running_requests: int) -> DeviceDecoder:
-        from embedded_engine.device_decode import DeviceDecoder  # imports Triton, which a CPU can do without
+        from embedded_engine.device_decode import DeviceDecoder  # imports Triton, which a CPU does not need
 
         return DeviceDecoder(
             self.pool,
@@ -571,7 +561,10 @@ class EmbeddedEngine:
             is_complete = True
             raise
         except (RuntimeError, MemoryError) as error:  # from torch: no memory, a closed connection, a deadline
-            failure = self._failed(error, doing, advice)
+            rank = f"rank {self.shard.tp_rank} of {self.shard.tp_size}"
+            failure = end_failed_step(error, doing, advice, rank=rank, device=self._device, is_alone=self._group is None)
+            if isinstance(failure, EngineBroken):
+                self._failure = str(failure)
             if not isinstance(failure, OutOfMemory):
                 raise failure from error
         finally:
@@ -580,41 +573,10 @@ class EmbeddedEngine:
         if failure is not None:
             raise failure
 
-    def _failed(self, error: RuntimeError | MemoryError, doing: str, advice: str) -> EngineError:
-        """End a step that failed, and return the error to report."""
-        rank = f"rank {self.shard.tp_rank} of {self.shard.tp_size}"
-        failure = end_failed_step(error, doing, advice, rank=rank, device=self._device, is_alone=self._group is None)
-        if isinstance(failure, EngineBroken):
-            self._failure = str(failure)
-        return failure
-
     def _recorded_event(self) -> Any:
         if self._device.type != "cuda":
             return None
         return torch.cuda.current_stream(self._device).record_event()
-
-
-class BadLogits(RequestFault):
-    """The model computed something that is not a number, for the requests that the message names."""
-
-
-def _model_class(architecture: str) -> type[PreTrainedModel]:
-    # Looked up by name: transformers imports a model's module when its class is first asked for.
-    found: type[PreTrainedModel] = getattr(transformers, architecture)
-    return found
-
-
-def _check_settings(shard: Shard, group: TensorParallelGroup | None, **counts: int | None) -> None:
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
-    if (shard.tp_rank, shard.tp_size) != (rank, size):
-        raise ConfigError(
-            f"shard is rank {shard.tp_rank} of {shard.tp_size}, the process group rank {rank} of {size}; they must be equal"
-        )
-    if shard.dtype is DType.INT8:
-        raise ConfigError("shard dtype is int8; the embedded engine's pool must have a floating point dtype")
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; must be at least 1")
 
 
 def _use_of(batch: ForwardBatch) -> tuple[str, str]:
@@ -624,8 +586,13 @@ def _use_of(batch: ForwardBatch) -> tuple[str, str]:
     return f"computing a prefill step of {len(batch.token_ids)} tokens", _PREFILL_ADVICE
 
 
-def _as_arrays(tables: Sequence[CheckedTables]) -> list[Tables]:
+def _as_arrays(tables: Sequence[Sequence[Sequence[int]]]) -> list[Tables]:
     return [tuple(np.array(table, dtype=np.int64) for table in own) for own in tables]
+
+
+def _check_is_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} is {value}; must be at least 1")
 
 
 def _check_batch_sizes(batch_sizes: Sequence[int], max_running_requests: int) -> None:
@@ -634,11 +601,3 @@ def _check_batch_sizes(batch_sizes: Sequence[int], max_running_requests: int) ->
         raise ConfigError(
             f"cuda_graph_batch_sizes has {wrong[0]}; a decode step has between 1 and max_running_requests, {max_running_requests}"
         )
-
-
-def _check_num_pages(num_pages: int | Sequence[int], groups: Sequence[LayerGroup]) -> None:
-    """Before the weights are loaded, which may take minutes."""
-    counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
-    if len(counts) != len(groups) or min(counts) < 1:
-        names = ", ".join(group.name for group in groups)
-        raise ConfigError(f"num_pages is {num_pages}; must be at least 1 for each group of layers ({names})")

@@ -1,4 +1,4 @@
-"""The plan of a decode step on a GPU: where its rows write and what they attend to, all of it in tensors. See `device_decode`."""
+"""The plan of a decode step on a GPU, all of it in tensors: where its rows write and attend. See `device_decode`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from embedded_engine.attention import Scores
 from embedded_engine.kernels.arguments import DecodeCall, WriteCall
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.write_rows import write_rows
-from embedded_engine.paged_attention import Advance, LatentHeads
+from embedded_engine.latent_attention import LatentHeads
+from embedded_engine.paged_attention import Advance
 from transfer.layer_groups import GroupKind
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_table import PageTable
@@ -22,20 +23,20 @@ from transfer.pool.page_table import PageTable
 TOKEN_IDS: Final = 0
 POSITIONS: Final = 1
 FIRST_GROUP: Final = 2
-"""Rows of a step's inputs; behind them one row for each group of layers."""
+"""Rows of a step's inputs, followed by one row for each group of layers."""
 
 _MAX_PIECE_ELEMENTS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupRows:
-    """What the layers of one paged group share in a step.
+    """The part of a step that the layers of one paged group share.
 
     Args:
         slots: The group's page table.
-        rows: int32 [requests], whose row each request has.
-        new_slots: int32 [requests], where the new token of each goes.
-        window_tokens: Tokens that attention reaches; 0 for all.
+        rows: int32 [requests], each request's row of `slots`.
+        new_slots: int32 [requests], slot of each request's new token.
+        window_tokens: Tokens that attention reaches; 0 means all.
     """
 
     slots: Tensor
@@ -45,10 +46,9 @@ class _GroupRows:
 
 
 class KernelDecodePlan:
-    """One token of each request, by kernels; see `StepPlan`. All that it knows of the step is in tensors, made of the inputs.
+    """One token of each request, by kernels; see `StepPlan`. The whole plan is in tensors that are computed from the inputs.
 
     Args:
-        pool: Where K, V and states are written and read.
         tables: Page table of each paged group of the pool.
         inputs: int64 [2 + groups, requests], see `embedded_engine.device_decode.DeviceDecoder`.
     """
@@ -78,7 +78,7 @@ class KernelDecodePlan:
         return self._attend(layer, query, key[0].transpose(0, 1), v, value[0].transpose(0, 1), scores)
 
     def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
-        """As in `GatherDecodePlan`: all heads read a token's latent once, and V is its beginning."""
+        """Attend as `GatherDecodePlan` does: all heads read a token's latent once, and V is its beginning."""
         absorbed = heads.absorb(query)
         return heads.values(self._attend(layer, absorbed, latents, None, None, scores, v_dim=heads.compressed_dim))
 
@@ -115,7 +115,7 @@ class KernelDecodePlan:
         return self._merged(layer, rows, attended, lse, scores, v_dim).unsqueeze(0)
 
     def _merged(self, layer: int, query: Tensor, out: Tensor, lse: Tensor, scores: Scores, v_dim: int | None) -> Tensor:
-        """What a layer attends to besides the pool, merged into `out`; here nothing, see `tiered_decode`.
+        """Merge attention outside the pool into `out`; here there is none, see `tiered_decode`.
 
         Args:
             query, out: [rows, query heads, dim].
@@ -127,7 +127,7 @@ class KernelDecodePlan:
         buffer = self._pool.buffer(layer, is_v=False)  # [states, 1, heads, elements]
         states = buffer[:, 0].index_select(0, self._state_rows).masked_fill_(self._is_without_state, 0)
         output, states = advance(hidden.transpose(0, 1), states)
-        # As heads of few elements, for the kernel keeps the elements of a head in registers.
+        # As heads of few elements, because the kernel keeps the elements of a head in registers.
         piece = _piece_elements(buffer[0].numel())
         new_rows = states.reshape(len(states), -1, piece)
         k = buffer.view(len(buffer), 1, -1, piece)
@@ -137,5 +137,5 @@ class KernelDecodePlan:
 
 @functools.cache
 def _piece_elements(num_elements: int) -> int:
-    """The largest divisor of a state's elements that the kernel takes as one row."""
+    """Return the largest divisor of a state's elements that the kernel takes as one row."""
     return max(size for size in range(1, _MAX_PIECE_ELEMENTS + 1) if num_elements % size == 0)

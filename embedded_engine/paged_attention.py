@@ -1,8 +1,8 @@
 """Attention of one step over the paged pool.
 
-transformers calls one function per layer; it finds the step's plan in the keyword arguments that the model passes through.
+transformers calls one function per layer, with the step's plan in the keyword arguments that the model passes through.
 A plan is made once per step (slots, masks), so that a layer costs a write, a read and one attention call per group of rows.
-Layers that keep their tokens for equally long share what is planned, as they share the page table: see `transfer.layer_groups`.
+The layers of a layer group share the planned slots and masks, as they share the page table.
 """
 
 from __future__ import annotations
@@ -19,46 +19,22 @@ from transformers import AttentionInterface
 
 from embedded_engine.attention import ATTENTION_BYTES, RunningSoftmax, Scores, attention
 from embedded_engine.host_tier import HostBlocks
+from embedded_engine.latent_attention import LatentHeads
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.pool.kv_pool import KVPool, PagedKVPool
 
 ATTENTION_NAME = "kvferry_paged"
+LATENT_ATTENTION_NAME = "kvferry_paged_latent"
 
 QUERY_BLOCK_TOKENS = 128
-"""Prefill attends this many query tokens at a time, each block over the keys up to its own end: about half of a chunk's own
-masked triangle is never computed (600 tokens on one core: 8.8 ms against 11.2 ms), and a mask is never larger than block x
-context."""
+"""Query tokens that prefill attends at a time, each block over the keys up to its own end.
+
+About half of a chunk's masked triangle is never computed (600 tokens on one core: 8.8 ms against 11.2 ms), and a mask is at most
+block x context."""
 
 Tables = tuple[NDArray[np.int64], ...]
 """Page tables of one request, one per layer group of the pool."""
-
-
-class LatentHeads(Protocol):
-    """What the heads of an MLA layer make of latents, see `latent_attention`."""
-
-    @property
-    def value_dim(self) -> int:
-        """Elements of a head's value."""
-        ...
-
-    @property
-    def compressed_dim(self) -> int:
-        """Elements at the beginning of a latent that values are made of; the rest is the rotary key."""
-        ...
-
-    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [1, query heads, tokens, dim] of every head, from latents [tokens, 1, latent dim]."""
-        ...
-
-    def absorb(self, query: Tensor) -> Tensor:
-        """Queries [1, query heads, rows, dim] such that their products with latents are those with the heads' own keys."""
-        ...
-
-    def values(self, attended: Tensor) -> Tensor:
-        """[1, rows, query heads, value dim], from weighted sums of latents [1, rows, query heads, latent dim]; of their beginning
-        at least."""
-        ...
 
 
 Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -66,16 +42,15 @@ Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class StepPlan(Protocol):
-    """One step, as its layers need it. Rows are the tokens of the step, in the order of its items."""
+    """The work of the layers in one step. Rows are the tokens of the step, in the order of its items."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Write this step's K and V of `layer` into the pool, then attend.
+        """Write this step's K and V of a layer into the pool, then attend.
 
         Args:
             layer: Global layer.
             query: [1, query heads, rows, dim], rotated.
             key, value: [1, KV heads, rows, dim], rotated.
-            scores: How the layer weighs.
 
         Returns:
             [1, rows, query heads, dim].
@@ -87,7 +62,7 @@ class StepPlan(Protocol):
         ...
 
     def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
-        """Lead a recurrent layer's states over this step's tokens, from the pool and back into it.
+        """Advance a recurrent layer's states over this step's tokens, in the pool.
 
         Args:
             layer: Global layer.
@@ -113,23 +88,41 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers' models call in place of their own attention."""
+    """Attention function of transformers' models with K and V."""
     scores = Scores(scale=scaling, softcap=softcap, sinks=s_aux)
     return paged_plan.attend(module.layer_idx, query, key, value, scores), None
 
 
-# No mask function is registered under this name: transformers then builds no mask at all.
+def paged_latent_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    paged_plan: StepPlan,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers' MLA layers; `key` and `value` are the parts of the latents that the hook left."""
+    latents = torch.cat((key, value), dim=-1)[0].transpose(0, 1)
+    scores = Scores(scale=scaling)
+    return paged_plan.attend_latent(module.layer_idx, query, latents, LatentHeads(module), scores), None
+
+
+# No mask function is registered under these names, so transformers builds no mask.
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
+AttentionInterface.register(LATENT_ATTENTION_NAME, paged_latent_attention)
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """An array as a tensor on a device; on a GPU without waiting for what is queued there."""
+    """Copy an array to a device; on a GPU without waiting for queued work."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def token_slots(page_table: NDArray[np.int64], begin: int, end: int, page_size: int) -> NDArray[np.int64]:
-    """Slots of the tokens [begin, end) of a request, int64 [end - begin]; entries of other pages are not looked at."""
+    """Return the slots of the tokens [begin, end) of a request, int64 [end - begin]; other pages are not read."""
     if page_size == 1:
         return page_table[begin:end]
     first_page = begin // page_size
@@ -140,7 +133,7 @@ def token_slots(page_table: NDArray[np.int64], begin: int, end: int, page_size: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """One request's rows [begin, end) of the step, and the slots of the tokens [first_context, ...) that they look at."""
+    """One request's rows [begin, end) of the step, and the slots of the tokens [first_context, ...) that they attend to."""
 
     begin: int
     end: int
@@ -149,7 +142,7 @@ class _Chunk:
     context_slots: Tensor
 
     def blocks(self, window_tokens: int) -> list[tuple[int, int, int, int]]:
-        """(first row, end row, first and end index into the context) of each block of rows that attend in one call."""
+        """Return (first row, end row, first and end index into the context) of each block of rows that attend in one call."""
         found = []
         for begin in range(self.begin, self.end, QUERY_BLOCK_TOKENS):
             end = min(begin + QUERY_BLOCK_TOKENS, self.end)
@@ -160,7 +153,7 @@ class _Chunk:
 
 
 class _ChunkGroup:
-    """What the layers of one group share in a prefill step: where new tokens go, what each chunk reads, and the mask."""
+    """The part of a prefill step that the layers of one group share: slots of new tokens, context of each chunk, mask."""
 
     def __init__(
         self,
@@ -192,10 +185,10 @@ class _ChunkGroup:
         self._mask = self._band(items, dtype, part.device)
 
     def _band(self, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[rows, context] with -inf where the key is later than the query or has left its window.
+        """Return [rows, context] with -inf where the key is later than the query or has left its window.
 
-        It is the last rows and keys of a full block. Counted from the lower right corner every block of every request is a
-        part of this one matrix.
+        It covers the last rows and keys of a full block. Aligned at the lower right corner, every block of every request is a
+        part of this matrix.
         """
         rows = min(QUERY_BLOCK_TOKENS, max(item.num_tokens for item in items))
         context = max(item.end_token for item in items)
@@ -206,7 +199,7 @@ class _ChunkGroup:
         return mask + blocked.tril(context - rows - self.window_tokens) if self.window_tokens else mask
 
     def mask(self, rows: int, context: int) -> Tensor:
-        """The mask of `rows` queries whose last one is the last of `context` keys."""
+        """Return the mask of `rows` queries, the last of which is the last of `context` keys."""
         mask_rows, mask_context = self._mask.shape
         return self._mask[mask_rows - rows :, mask_context - context :]
 
@@ -215,11 +208,9 @@ class PrefillPlan:
     """A ragged batch of chunks; see `StepPlan`.
 
     Args:
-        items: The step's items, already checked.
-        tables: Their page tables.
-        pool: Where K, V and states are written and read.
-        dtype: What the model computes in.
-        on_written: Called with each layer after its share of all items is in the pool.
+        items: The step's checked items, with `tables`.
+        dtype: Dtype that the model computes in.
+        on_written: Called with each layer after its part of all items is in the pool.
     """
 
     def __init__(
@@ -255,12 +246,12 @@ class PrefillPlan:
         return output
 
     def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
-        """Every head's K and V are made of the latents for the time of the call: many queries share that work."""
+        """Compute every head's K and V from the latents for this call only: many queries share that work."""
         group = self._groups[self._pool.group_of(layer)]
         self._pool.write(layer, group.new_slots, latents, latents[..., :0])
         self._on_written(layer)
         output = _output_of(query, heads.value_dim)
-        # A head's K and V, and the product that both are taken out of.
+        # A head's K and V, and the product that both are parts of.
         token_bytes = query.shape[1] * 2 * (query.shape[3] + heads.value_dim) * query.element_size()
         block_tokens = max(1, ATTENTION_BYTES // token_bytes)
         for chunk in group.chunks:
@@ -293,7 +284,7 @@ def _output_of(query: Tensor, value_dim: int) -> Tensor:
 
 
 def _attend(group: _ChunkGroup, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scores: Scores, output: Tensor) -> None:
-    """Attend with a chunk's rows to its context, K and V [1, heads, context, dim]; into the rows of `output`."""
+    """Attend with a chunk's rows to its context, K and V [1, heads, context, dim], and store the rows in `output`."""
     for begin, end, first_key, end_key in chunk.blocks(group.window_tokens):
         mask = group.mask(end - begin, end_key - first_key)
         attended = attention(query[:, :, begin:end], k[:, :, first_key:end_key], v[:, :, first_key:end_key], mask, scores)
@@ -303,7 +294,7 @@ def _attend(group: _ChunkGroup, chunk: _Chunk, query: Tensor, k: Tensor, v: Tens
 def _attend_in_parts(
     group: _ChunkGroup, chunk: _Chunk, query: Tensor, parts: Iterable[tuple[int, Tensor, Tensor]], scores: Scores, output: Tensor
 ) -> None:
-    """As `_attend`, over parts of the context of which only one is there at a time: where each begins, its K and its V."""
+    """As `_attend`, over parts of the context (begin, K, V) that are computed one at a time."""
     blocks = chunk.blocks(group.window_tokens)
     running = [RunningSoftmax(query[:, :, begin:end], query.shape[1], output.shape[-1], scores) for begin, end, _, _ in blocks]
     for begin_part, k, v in parts:
@@ -318,7 +309,7 @@ def _attend_in_parts(
 
 
 _Pages = KVPool | PagedKVPool
-"""Where K and V of a layer are read by slot: the pool, or the host pool's part."""
+"""A pool from which K and V of a layer are read by slot: the device's, or a part of the host pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,9 +317,9 @@ class _RowGroup:
     """Rows of the step that attend in one call.
 
     Args:
-        rows: Which rows, int64; None for all of them.
+        rows: int64 row numbers; None means all.
         context_slots: [rows, longest context]; a shorter row repeats its own first slot, which holds finite numbers.
-        mask: [rows, 1, 1, longest context], -inf where a row repeats; None where all are equally long.
+        mask: [rows, 1, 1, longest context], -inf where a row repeats; None if all rows are equally long.
     """
 
     rows: Tensor | None
@@ -341,8 +332,7 @@ class _TieredRow:
     """A row of the step whose first tokens are in host memory.
 
     Args:
-        row: Which row.
-        device_slots: int64 [tokens], of those on the device.
+        device_slots: int64 [tokens], slots of the tokens on the device.
         host_blocks: int64 [tokens] each: slots of the host pool that are read together.
     """
 
@@ -352,10 +342,10 @@ class _TieredRow:
 
 
 class _TokenGroup:
-    """What the layers of one group share in a decode step: where the new tokens go and what each row reads.
+    """The part of a decode step that the layers of one group share: slots of new tokens, and the context of each row.
 
-    Requests attend together, padded to the longest of their row group; none is padded to more than twice its own length. Those
-    with pages in host memory attend by themselves.
+    Requests attend together, padded to the longest of their row group, at most to twice their own length. Requests with pages in
+    host memory attend alone.
 
     Args:
         hosts: Host pages of each item.
@@ -415,14 +405,12 @@ class _TokenGroup:
 
 
 class GatherDecodePlan:
-    """One token of each request, from K and V that are gathered out of the pool; see `StepPlan`.
+    """One token of each request, from K and V that are gathered from the pool; see `StepPlan`.
 
     Args:
-        items: The step's items, already checked.
-        tables: Their page tables.
-        pool: Where K, V and states are written and read.
-        dtype: What the model computes in.
-        tier: Where host pages are read; needed where an item has any.
+        items: The step's checked items, with `tables`.
+        dtype: Dtype that the model computes in.
+        tier: The host tier; needed if an item has host pages.
     """
 
     def __init__(
@@ -458,12 +446,12 @@ class GatherDecodePlan:
         return self._attend(group, query, value.shape[-1], read, scores)
 
     def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
-        """The heads' keys and values are never made: each row reads its latents once, as one KV head that all heads share."""
+        """Attend without the heads' keys and values: each row reads its latents once, as one KV head that all heads share."""
         group = self._groups[self._pool.group_of(layer)]
         self._pool.write(layer, group.new_slots, latents, latents[..., :0])
 
         def read(pages: _Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
-            # The rotary part is carried along among the values and dropped: values as wide as keys keep the fast path.
+            # The values contain the rotary part, which is dropped later: values as wide as keys keep the fast path.
             context = pages.read(layer, slots)[0].to(self._dtype).transpose(1, 2)
             return context, context
 
@@ -489,8 +477,8 @@ class GatherDecodePlan:
             else:
                 output[rows.rows] = attended
         for tiered in group.tiered_rows:
-            assert self._host is not None  # without a host pool the step's checks let none through
-            # One of the pool's own pages at least, that of the newest token.
+            assert self._host is not None  # the step's checks refuse such items without a host pool
+            # At least the page of the newest token is in the pool.
             k, v = read(self._pool, tiered.device_slots.unsqueeze(0))
             running = RunningSoftmax(queries[tiered.row : tiered.row + 1], k.shape[1], value_dim, scores)
             running.add(k, v, None)
@@ -508,9 +496,9 @@ class GatherDecodePlan:
 
 
 def rows_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows in groups whose longest is at most twice as long as their shortest; ascending inside a group.
+    """Group the rows such that the longest of a group is at most twice as long as its shortest.
 
-    Ascending, because a group of all rows is not indexed at all: it takes and gives the step's own order.
+    Rows ascend in a group, because a group of all rows is not indexed: it has the step's order.
     """
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

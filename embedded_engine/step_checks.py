@@ -1,15 +1,13 @@
-"""What a step must fulfil before it is planned: every check that needs neither the model nor the device.
+"""Checks of a step before it is planned; they need neither the model nor the device.
 
-What is wrong with an item is found here, on every rank of a group alike, before anything is launched; what is handed on holds
-nothing that was not looked at.
+Every rank of a group finds a wrong item here, before anything is launched. The returned tables hold checked entries only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from embedded_engine.host_tables import HostTableChecks, HostTables
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup
@@ -24,8 +22,8 @@ class _Checked:
 
     Args:
         given: The table as it came.
-        table: What of it was handed on.
-        first: The first entry that was looked at.
+        table: The table that was returned.
+        first: The first entry that was checked.
     """
 
     given: tuple[int, ...]
@@ -34,18 +32,16 @@ class _Checked:
 
 
 class StepChecks:
-    """Refuses steps that do not fit the model or the pool.
+    """Refuse steps that do not fit the model or the pool.
 
-    Page tables are long and hardly change from one decode step to the next: of those that took part in the last one, only new
-    entries are looked at, and a tuple that is the same object costs nothing. Not thread-safe: it has one owner.
+    Tables are long and hardly change from one decode step to the next. So only new entries are checked of a page table that was
+    in the last step, and a tuple that is the same object is not read again. Not thread-safe: it has one owner.
 
     Args:
         groups: The pool's groups of layers.
-        num_pages: Pages of each.
-        page_size: Tokens of a page.
+        num_pages: Pages of each group.
         max_context_tokens: Most tokens of a request.
-        vocab_size: Tokens that there are.
-        num_host_pages: Host pages of each group; None where there is no host pool.
+        num_host_pages: Host pages of each group; None if there is no host pool.
     """
 
     def __init__(
@@ -58,64 +54,67 @@ class StepChecks:
         vocab_size: int,
         num_host_pages: Sequence[int] | None = None,
     ) -> None:
-        self._hosts = HostTableChecks(groups, page_size, num_host_pages)
         self._groups = tuple(groups)
         self._num_pages = tuple(num_pages)
+        self._page_size = page_size
         self._page_sizes = tuple(group.page_size(page_size) for group in groups)
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
-        self._last_decode: dict[str, tuple[_Checked, ...]] = {}
-        self._nothing_in_host = (0,) * len(self._groups)
+        self._num_host_pages = None if num_host_pages is None else tuple(num_host_pages)
+        self._no_host_tables: CheckedTables = ((),) * len(self._groups)
+        self._last_tables: dict[str, tuple[_Checked, ...]] = {}
+        self._last_items: dict[str, DecodeItem] = {}
 
     def check_prefill(self, items: Sequence[PrefillItem]) -> list[CheckedTables]:
-        """The items' page tables.
+        """Return the items' page tables.
 
         Raises:
             EngineError: An item does not fit the model or the pool.
         """
         spans = [(item.first_token, item.end_token) for item in items]
-        checked = self._check(items, spans, [self._nothing_in_host] * len(items), {})
+        checked = self._check(items, spans, [self._no_host_tables] * len(items), {})
         for item in items:
             self._check_tokens(item.request_id, item.token_ids)
         return [tuple(one.table for one in own) for own in checked]
 
-    def check_decode(self, items: Sequence[DecodeItem]) -> list[CheckedTables]:
-        """As `check_prefill`; the same objects as in the last step where nothing of a table has changed."""
-        spans = [(item.position, item.position + 1) for item in items]
-        host_ends = [tuple(map(len, own)) for own in self.check_host_tables(items)]
-        checked = self._check(items, spans, host_ends, self._last_decode)
-        for item in items:
-            self._check_tokens(item.request_id, (item.token_id,))
-        self._last_decode = {item.request_id: own for item, own in zip(items, checked, strict=True)}
-        return [tuple(one.table for one in own) for own in checked]
+    def check_decode(self, items: Sequence[DecodeItem]) -> list[DecodeItem]:
+        """Return the items with their checked page tables and host tables, one of each for each group.
 
-    def check_host_tables(self, items: Sequence[DecodeItem]) -> list[HostTables]:
-        """The items' host pages, one table for each group; again the same objects where nothing has changed.
+        The tables are the same objects as in the last step, if nothing in them has changed.
 
         Raises:
-            EngineError: One does not fit the host pool or the item's page tables.
+            EngineError: An item does not fit the model, the pool or the host pool.
         """
-        return self._hosts.check(items)
+        hosts = [self._checked_hosts(item) if item.host_tables else self._no_host_tables for item in items]
+        self._last_items = {item.request_id: item for item in items if item.host_tables}
+        spans = [(item.position, item.position + 1) for item in items]
+        checked = self._check(items, spans, hosts, self._last_tables)
+        for item in items:
+            self._check_tokens(item.request_id, (item.token_id,))
+        self._last_tables = {item.request_id: own for item, own in zip(items, checked, strict=True)}
+        return [
+            replace(item, page_tables=tuple(one.table for one in own), host_tables=host)
+            for item, own, host in zip(items, checked, hosts, strict=True)
+        ]
 
     def _check(
         self,
         items: Sequence[PrefillItem | DecodeItem],
         spans: Sequence[tuple[int, int]],
-        host_ends: Sequence[tuple[int, ...]],
+        hosts: Sequence[CheckedTables],
         known: dict[str, tuple[_Checked, ...]],
     ) -> list[tuple[_Checked, ...]]:
-        """The tables of each item.
+        """Check the page tables of each item.
 
         Args:
-            items: The step.
-            spans: Of each item, how many tokens of the request are in the pool before the step, and how many after it.
-            host_ends: Of each item, how many entries of each table are in host memory.
+            spans: Tokens of each item's request in the pool, before the step and after it.
+            hosts: Host tables of each item.
             known: request_id -> tables that passed before.
         """
         if len({item.request_id for item in items}) != len(items):
             raise EngineError("a request_id is in the step twice; a step has at most one item of a request")
         checked: list[tuple[_Checked, ...]] = []
-        for item, (begin, end), ends in zip(items, spans, host_ends, strict=True):
+        for item, (begin, end), host in zip(items, spans, hosts, strict=True):
             if end > self._max_context_tokens:
                 raise EngineError(
                     f"request {item.request_id!r} ends at token {end}; the model's context is {self._max_context_tokens} tokens"
@@ -126,7 +125,7 @@ class StepChecks:
                     f"request {item.request_id!r} has {len(item.page_tables)} page tables; the model has one for each of: {names}"
                 )
             before = known.get(item.request_id, (None,) * len(self._groups))
-            tables = enumerate(zip(item.page_tables, before, ends, strict=True))
+            tables = enumerate(zip(item.page_tables, before, map(len, host), strict=True))
             checked.append(tuple(self._checked(item.request_id, index, *table, begin, end) for index, table in tables))
         self._check_states(items, checked)
         return checked
@@ -134,7 +133,7 @@ class StepChecks:
     def _checked(
         self, request_id: str, index: int, pages: Sequence[int], known: _Checked | None, host_end: int, begin: int, end: int
     ) -> _Checked:
-        """One table, after a check of the entries that a step over the tokens [begin, end) looks at."""
+        """Check the entries of one table that a step over the tokens [begin, end) reads."""
         group, page_size = self._groups[index], self._page_sizes[index]
         num_entries = group.num_pages(end, page_size)
         first = max(group.first_needed_token(begin) // page_size, host_end)
@@ -146,12 +145,12 @@ class StepChecks:
             raise EngineError(
                 f"{self._name(request_id, index)} has {len(pages)} pages of {page_size} tokens; {end} tokens need {num_entries}"
             )
-        given = tuple(pages)  # of a tuple, itself: what may still change is not kept
+        given = tuple(pages)  # a tuple stays the same object; a list can change later and is not kept
         table = (NO_PAGE,) * first + given[first:num_entries]
         new = first
         if known is not None:
             both = min(len(known.table), num_entries)
-            # The allocator's own numbers, which are the same objects: compared without a look at them.
+            # Fast: these are the allocator's numbers, so Python compares objects by identity.
             if table[first:both] == known.table[first:both]:
                 new = max(first, both)
         entries = table[new:]
@@ -164,7 +163,7 @@ class StepChecks:
         return _Checked(given=given, table=table, first=first)
 
     def _check_states(self, items: Sequence[PrefillItem | DecodeItem], checked: Sequence[tuple[_Checked, ...]]) -> None:
-        """Refuse two requests with one state: each would go on from the other's."""
+        """Refuse two requests with one state: each would continue the other's."""
         for index, group in enumerate(self._groups):
             if group.kind is not GroupKind.STATE:
                 continue
@@ -182,3 +181,39 @@ class StepChecks:
 
     def _name(self, request_id: str, index: int) -> str:
         return f"request {request_id!r}" + (f", {self._groups[index].name}" if len(self._groups) > 1 else "")
+
+    def _checked_hosts(self, item: DecodeItem) -> CheckedTables:
+        """Check that the item's host pages fit the host pool and its page tables."""
+        name = f"request {item.request_id!r}"
+        if len(item.host_tables) != len(self._groups):
+            names = ", ".join(group.name for group in self._groups)
+            raise EngineError(f"{name} has {len(item.host_tables)} host tables; the model has one for each of: {names}")
+        if not any(map(len, item.host_tables)):
+            return self._no_host_tables
+        if self._num_host_pages is None:
+            raise EngineError(f"{name} has pages in host memory; the engine has no host pool (use_host_pool)")
+        for index, table in enumerate(item.host_tables):
+            if table:
+                self._check_hosts(item, index, self._num_host_pages[index])
+        return tuple(map(tuple, item.host_tables))
+
+    def _check_hosts(self, item: DecodeItem, index: int, num_host_pages: int) -> None:
+        group, table = self._groups[index], item.host_tables[index]
+        name = f"request {item.request_id!r}, {group.name}"
+        if group.kind is not GroupKind.FULL:
+            raise EngineError(f"{name} has {len(table)} host pages; only full attention can leave the device")
+        newest = item.position // self._page_size
+        if len(table) > newest:
+            raise EngineError(
+                f"{name} has {len(table)} host pages; position {item.position} is written on the device, so at most {newest}"
+            )
+        pages = item.page_tables[index] if index < len(item.page_tables) else ()
+        last = self._last_items.get(item.request_id)
+        if last is not None and index < len(last.page_tables):
+            pairs = ((table, last.host_tables[index]), (pages, last.page_tables[index]))
+            if all(now is before and isinstance(now, tuple) for now, before in pairs):
+                return  # passed in the last step
+        if not 0 <= min(table) <= max(table) < num_host_pages:
+            raise EngineError(f"{name} has host pages {min(table)} to {max(table)}; the host pool's are in [0, {num_host_pages})")
+        if tuple(pages[: len(table)]).count(NO_PAGE) != len(table):
+            raise EngineError(f"{name} has {len(table)} host pages; so many entries of its page table must begin it as {NO_PAGE}")

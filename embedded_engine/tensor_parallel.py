@@ -1,8 +1,8 @@
-"""Tensor parallelism over real processes: one group per instance, and a model cut over it by transformers' own plan.
+"""Tensor parallelism over processes: one group per instance, and a model that transformers' plan shards over it.
 
-transformers shards the weights while it loads them (each rank keeps its part) and wraps every sharded layer so that it can
-also train. For inference the wrapping is taken off again: what is left of a rank is plain modules over plain local tensors,
-and one all-reduce behind each row-wise layer, in a group whose deadline is ours.
+transformers shards the weights while it loads them and wraps every sharded layer so that it can also train. For inference the
+wrapping is removed: a rank has plain modules over plain local tensors, and one all-reduce behind each row-wise layer, in a group
+with our deadline.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -38,7 +39,7 @@ _WEIGHTS_ADVICE = "raise parallel.tp_size, or end what else uses that memory"
 
 
 class TensorParallelGroup:
-    """The processes of one instance, as this rank sees them. Made by `init_distributed`; `close()` leaves the group."""
+    """The process group of one instance. Made by `init_distributed`; `close()` leaves it."""
 
     def __init__(self, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
@@ -51,12 +52,12 @@ class TensorParallelGroup:
         """Replace `tensor` by its sum over the ranks, in place.
 
         Raises:
-            RuntimeError: A rank is gone (at once where its connection closed), or the deadline passed.
+            RuntimeError: A rank is gone, or the deadline passed.
         """
         dist.all_reduce(tensor)
 
     def gather_columns(self, local: Tensor) -> Tensor | None:
-        """Join every rank's [rows, columns] by columns, in rank order. On rank 0; None on the others."""
+        """Join every rank's [rows, columns] by columns, in rank order, on rank 0; return None on the others."""
         local = local.contiguous()
         if self.rank:
             dist.gather(local, dst=0)
@@ -80,7 +81,7 @@ class TensorParallelGroup:
         return [int(one) for one in found]
 
     def close(self) -> None:
-        """Leave the group; does not wait for the others. May be called twice."""
+        """Leave the group without waiting for the others. May be called twice."""
         if self._is_open:
             self._is_open = False
             dist.destroy_process_group()
@@ -94,14 +95,13 @@ def init_distributed(
     device: torch.device | str = "cpu",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> TensorParallelGroup:
-    """Join the group of one instance; returns once every rank has.
+    """Join the group of one instance, and wait until every rank has joined.
 
     Args:
-        rank: This process's TP rank.
         world_size: TP size, at least 2 (a single rank needs no group).
         init_method: Where the ranks meet: ``file:///path`` (a fresh file) or ``tcp://127.0.0.1:port``.
         device: The rank's device: gloo on CPU, NCCL on CUDA.
-        timeout_s: How long joining, and later each collective, may take before the group counts as broken.
+        timeout_s: Deadline of joining and of each collective.
 
     Raises:
         ConfigError: A value is wrong.
@@ -130,7 +130,6 @@ def init_distributed(
 
 
 def load_causal_lm(
-    model_class: type[PreTrainedModel],
     files: ModelFiles,
     *,
     dtype: torch.dtype,
@@ -138,20 +137,17 @@ def load_causal_lm(
     attention: str,
     group: TensorParallelGroup | None,
 ) -> PreTrainedModel:
-    """Load a model's weights through transformers, cut over `group` where there is one.
+    """Load a model's weights through transformers, sharded over `group` if there is one.
 
     Args:
-        model_class: The architecture's class.
         files: The checked directory.
-        dtype: What the model computes in.
-        device: Where it computes.
         attention: Name of a registered attention function.
-        group: The TP group, or None for a whole model.
 
     Raises:
         EngineError: The weights do not fit the configuration: unreadable, missing, or of another shape.
         OutOfMemory: The weights do not fit the memory that is free.
     """
+    model_class: type[PreTrainedModel] = getattr(transformers, files.architecture)  # imports the module of the class
     doing = "loading the weights" + ("" if group is None else f" of rank {group.rank} of {group.size}")
     num_ooms_before = num_ooms(device)
     options: dict[str, Any] = {}
@@ -174,12 +170,12 @@ def load_causal_lm(
                 ignore_mismatched_sizes=True,  # reported below, in one line that names the tensor
                 **options,
             )
-    except Exception as error:  # whatever the loaders below raise means: these weights cannot be loaded
+    except Exception as error:  # the loaders below raise errors of any type
         # transformers catches errors while it joins the tensors of experts, and raises an error without their cause.
         if is_out_of_memory(error) or num_ooms(device) > num_ooms_before:
             raise out_of_memory(error, doing, device=device, advice=_WEIGHTS_ADVICE) from error
         raise EngineError(f"{files.directory}: the weights cannot be loaded: {one_line(error)}") from error
-    # transformers fills what it does not find with random numbers and only logs it.
+    # transformers fills missing tensors with random numbers and only logs it.
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         if report.get(problem):
             first = sorted(map(str, report[problem]))[0]
@@ -199,7 +195,7 @@ def load_causal_lm(
 
 @dataclass(frozen=True, slots=True)
 class _TensorParallelMesh:
-    """What transformers asks of its mesh holder, where tensor parallelism is the only axis."""
+    """The mesh holder of transformers, with tensor parallelism as its only axis."""
 
     mesh: DeviceMesh
 
@@ -210,10 +206,10 @@ class _TensorParallelMesh:
 def _meshed(
     model_class: type[PreTrainedModel], tp_styles: Mapping[str, str], device: torch.device, size: int
 ) -> type[PreTrainedModel]:
-    """`model_class`, loading onto our device, and with `tp_styles` in its plan.
+    """Return a subclass that loads onto our device, with `tp_styles` in its plan.
 
-    transformers takes the machine's accelerator and an environment variable instead: CPU ranks could then not run on a machine
-    that has a GPU, and its sub-groups would have a deadline of their own.
+    transformers would use the machine's accelerator and an environment variable: CPU ranks could then not run on a machine with a
+    GPU, and its sub-groups would have another deadline.
     """
 
     def init_parallel_plans(self: Any) -> None:
@@ -235,11 +231,11 @@ def _meshed(
 
 
 _LOCAL_STYLES = (None, "colwise", "packed_colwise", "colwise_gather_output", "replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""Styles whose layers need nothing of other ranks: the module's own forward over its part of the weights."""
+"""Styles whose layers need no other rank: the module's own forward over its part of the weights."""
 
 
 def _unwrap(model: PreTrainedModel, group: TensorParallelGroup) -> None:
-    """Turn sharded parameters into this rank's plain tensors, and wrapped layers into plain ones with one collective each."""
+    """Replace sharded parameters by this rank's plain tensors, and wrapped layers by plain ones with one collective each."""
     plan: dict[str, str] = model.tp_plan
     local: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -261,7 +257,7 @@ def _unwrap(model: PreTrainedModel, group: TensorParallelGroup) -> None:
 
 
 def _reduce_rows(module: nn.Module, group: TensorParallelGroup) -> None:
-    """The layer's input features are cut: its partial outputs are added up, then the bias once."""
+    """Sum the partial outputs of a layer whose input features are sharded, then add the bias once."""
     weight: Tensor = module.get_parameter("weight")
     bias = module._parameters.get("bias")
 
@@ -274,7 +270,7 @@ def _reduce_rows(module: nn.Module, group: TensorParallelGroup) -> None:
 
 
 def _reduce_experts(module: Any, group: TensorParallelGroup) -> None:
-    """Every expert is cut, as a dense MLP is: the ranks' partial outputs of the experts are added up."""
+    """Sum the partial outputs of experts that are sharded like a dense MLP."""
     compute = module.forward  # of the class
 
     def forward(*routed: Tensor) -> Tensor:
@@ -286,11 +282,11 @@ def _reduce_experts(module: Any, group: TensorParallelGroup) -> None:
 
 
 def _reduce_vocabulary(module: Any, group: TensorParallelGroup) -> None:
-    """The vocabulary is cut: each rank looks up the tokens that it holds, the others' rows are zero, and all are added up."""
+    """Look up a sharded vocabulary: each rank looks its own tokens up, other rows are zero, and the ranks' results are summed."""
     num_rows = module.get_parameter("weight").shape[0]
     first = group.rank * num_rows
-    look_up = module.forward  # of the class: some families scale what they find
-    module.padding_idx = None  # matters to training alone, and may be a row that this rank does not have
+    look_up = module.forward  # of the class: some families scale the embeddings
+    module.padding_idx = None  # only matters for training, and may be another rank's row
 
     def forward(token_ids: Tensor) -> Tensor:
         rows = token_ids - first
@@ -305,7 +301,7 @@ def _reduce_vocabulary(module: Any, group: TensorParallelGroup) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no warnings on a rank's stderr while it loads; what matters is checked and raised instead."""
+    """Load without progress bars and warnings on stderr; important problems are checked and raised instead."""
     settings: Any = transformers_logging
     verbosity = settings.get_verbosity()
     has_bars = settings.is_progress_bar_enabled()

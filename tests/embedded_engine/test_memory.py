@@ -12,9 +12,8 @@ import torch
 from structlog.testing import capture_logs
 
 from embedded_engine import engine as engine_module
-from embedded_engine.engine import EmbeddedEngine, LoadedWeights
-from embedded_engine.loading import load_engine
-from embedded_engine.memory import MemoryPlanner
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.loading import MemoryPlanner, load_engine
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import TensorParallelGroup
 from planner.node_plan import check_fits
@@ -81,12 +80,10 @@ def test_ranks_whose_devices_differ_by_a_little_have_the_same_pages(demo_dir: Pa
     files = read_model_files(demo_dir)
     config = decode_config(demo_dir, pool={"num_pages": 100_000}, memory={"device_memory": 200 * MIB})
     planner = MemoryPlanner(config, files, Shard(tp_size=2), torch.device("cpu"), group)
-    loaded = LoadedWeights(
-        num_bytes=planner.plan.weights_bytes, device=torch.device("cpu"), layout=planner.plan.inputs.layout, shard=Shard()
-    )
-    (alone,) = planner(loaded)
+    loaded_bytes = planner.plan.weights_bytes
+    (alone,) = planner(loaded_bytes)
     fewer[alone * 16] = (alone - 7) * 16  # of the other rank's tokens; everything else is alike
-    assert planner(loaded) == (alone - 7,)
+    assert planner(loaded_bytes) == (alone - 7,)
     assert planner.plan.max_total_tokens == (alone - 7) * 16
 
 
