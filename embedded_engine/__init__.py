@@ -1,16 +1,15 @@
 """The embedded engine: a Hugging Face model whose attention reads and writes kvferry's own paged pool.
 
-- `architectures`: the model families that it runs, and what is special about each.
-- `model_config`: what config.json alone already forbids, for a node that has not started yet.
-- `model_files`: what a local model directory says about itself, checked before anything is loaded.
-- `tensor_parallel`: the process group of one instance, and loading a model cut over it.
-- `dummy_weights`: a model out of config.json alone.
+- `architectures`: the model families that it runs.
+- `model_config`, `model_files`: checks of a model directory, before a node starts and before weights are loaded.
+- `tensor_parallel`: the process group of one instance, and loading a model sharded over it.
+- `dummy_weights`: weights generated from config.json alone.
 - `attention`: softmax attention in bounded memory.
-- `paged_attention`: one step's attention over the pool; `latent_attention` and `recurrent_state`: layers that keep something else
-  than K and V.
-- `step_checks`: what a step must fulfil before it runs.
-- `sampling`: from logits to a token, reproducible wherever it is done.
-- `engine`: `EmbeddedEngine`, which is both a `PrefillEngine` and a `DecodeEngine`.
+- `paged_attention`: one step's attention over the pool; `latent_attention`, `recurrent_state`: layers without K and V.
+- `device_decode`, `tiered_decode`: decode steps by kernels, without and with pages in host memory.
+- `step_checks`: checks of a step before it runs.
+- `sampling`: from logits to a token, reproducible on both tiers.
+- `engine`: `EmbeddedEngine`, which is a `PrefillEngine` and a `DecodeEngine`; `loading` creates it from a node's settings.
 
-This package imports nothing by itself: `embedded_engine.engine` is the one that pulls in torch and transformers.
+The package imports nothing by itself: only `embedded_engine.engine` loads torch and transformers.
 """

@@ -1,8 +1,7 @@
-"""The model families that the embedded engine runs: one entry each, and one file more where a family's layers need a hook.
+"""The model families that the embedded engine runs.
 
-Model code, tokenizers and weights stay with transformers. What the engine takes over is where a layer keeps what it must know of
-earlier tokens; `Hook` names the ways to get there, the modules of those names do it. Plain Python: a node asks this table
-before it starts any rank.
+Model code, tokenizers and weights stay with transformers. The engine replaces only the place of a layer's cache; `Hook` names the
+ways to do so. Plain Python: a node reads this table before it starts any rank.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from transfer.errors import ConfigError
 from transfer.layout import MAX_RANKS
 
 CUT_SIZES: Final = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
-"""What tensor parallelism divides among the ranks, in most families."""
+"""Sizes that tensor parallelism divides among the ranks, in most families."""
 
 _EXPERT_SIZES: Final = ("moe_intermediate_size", "shared_expert_intermediate_size")
 
@@ -34,12 +33,11 @@ class Architecture:
     """One family.
 
     Args:
-        model_type: What config.json must call it.
+        model_type: Its name in config.json.
         config_class: Name of its configuration class in transformers.
-        hook: How its layers reach the pool.
-        cut_sizes: Names in config.json of what tensor parallelism divides.
-        tp_styles: Styles of tensor parallelism that differ from, or are missing in, transformers' own plan: module -> style.
-        is_cut: Whether tensor parallelism is possible at all.
+        cut_sizes: Names in config.json of the sizes that tensor parallelism divides.
+        tp_styles: Styles of tensor parallelism that transformers' plan lacks or has wrong: module -> style.
+        is_cut: Whether tensor parallelism is possible.
     """
 
     model_type: str
@@ -51,24 +49,24 @@ class Architecture:
 
     @property
     def module(self) -> str:
-        """Where transformers has its model classes."""
+        """The module of transformers with its model classes."""
         name = self.model_type.removesuffix("_text")
         return f"transformers.models.{name}.modeling_{name}"
 
 
-# transformers gathers the joined gate and up projections whole on every rank; cut in both halves, no rank needs another's part.
+# transformers gathers the joined gate and up projections on every rank; with both halves sharded, no rank needs another's part.
 _JOINED_MLP: Final = {
     "model.layers.*.mlp.gate_up_proj": "packed_colwise",
     "model.layers.*.mlp.down_proj": "rowwise",
 }
-# Query heads are cut, the latent that all of them read is the same on every rank.
+# Query heads are sharded; the latent that all of them read is the same on every rank.
 _LATENT: Final = {
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.q_b_proj": "colwise",
     "model.layers.*.self_attn.kv_b_proj": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
 }
-# The rows of both input projections lie key head by key head; `recurrent_state` cuts the small tensors that do not.
+# The rows of both input projections lie key head by key head; `recurrent_state` shards the small tensors that do not.
 _GATED_DELTA_NET: Final = {
     "model.layers.*.linear_attn.in_proj_qkvz": "colwise",
     "model.layers.*.linear_attn.in_proj_ba": "colwise",
@@ -111,19 +109,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         tp_styles=_GATED_DELTA_NET,
     ),
 }
-"""By the name that config.json gives in `architectures`."""
+"""Name in `architectures` of config.json -> family."""
 
 
 def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
-    """Refuse a TP size that does not fit a model. Of a config.json that leaves values to its class, what is known is checked.
-
-    Args:
-        name: A name in `ARCHITECTURES`.
-        tp_size: Ranks of an instance.
-        config: Fields of the configuration.
+    """Refuse a TP size that does not fit a model; sizes that config.json leaves to its class are not checked.
 
     Raises:
-        ConfigError: The message names what the size does not divide, and the sizes that would do.
+        ConfigError: The message names the size that is not divisible, and the TP sizes that fit.
     """
     architecture = ARCHITECTURES[name]
     if tp_size == 1:
@@ -143,7 +136,7 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
 
 
 def _has_experts(architecture: Architecture, config: Mapping[str, Any]) -> bool:
-    """Whether a layer is known to have experts: a configuration names their sizes also where all layers are dense."""
+    """Return whether a layer is known to have experts: a configuration has their sizes even if all layers are dense."""
     num_layers = config.get("num_hidden_layers")
     if type(num_layers) is not int:
         return False

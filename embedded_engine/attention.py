@@ -1,7 +1,7 @@
-"""Softmax attention in plain torch, of memory that does not grow with the context.
+"""Softmax attention in plain torch, in memory that does not grow with the context.
 
-Scores that are only scaled are torch's own attention, which never holds them. It knows neither a cap nor sinks, and it does not
-say by how much two of its results weigh in a common one; `RunningSoftmax` does all that, block by block of the keys.
+Scores that are only scaled use torch's attention, which never stores them. It supports neither a cap nor sinks, and it does not
+return the weights for merging two results. `RunningSoftmax` supports all three, block by block of the keys.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 ATTENTION_BYTES: Final = 256 << 20
-"""What an attention call may take besides its arguments and its result, however long the context: scores, weights, repeated
-masks, and keys and values that were made for the call. It comes out of the plan's reserve; blocks of so much fill a GPU."""
+"""Upper bound of an attention call's temporary memory, for any context: scores, weights, repeated masks, and keys and values that
+are computed for the call. It comes from the plan's reserve; blocks of this size keep a GPU busy."""
 
-_SCORE_BYTES: Final = 8  # of a score: float32, and as a weight in the values' type
-_ELEMENT_BYTES: Final = 8  # of a key's or value's element: made adjacent, and in float32
+_SCORE_BYTES: Final = 8  # a score in float32, and as a weight in the values' type
+_ELEMENT_BYTES: Final = 8  # an element of a key or value: a contiguous copy, and in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """How a layer turns the products of queries and keys into weights.
+    """From products of queries and keys to weights.
 
     Args:
         scale: Factor of the products.
-        softcap: Bound that scores approach by tanh; None for none.
-        sinks: [query heads], a score per head that takes its share of the softmax and adds no value; None for none.
+        softcap: Bound that scores approach by tanh; None means no bound.
+        sinks: [query heads], a score per head that takes part in the softmax without a value; None means no sinks.
     """
 
     scale: float
@@ -39,15 +39,13 @@ class Scores:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, *, takes_shared_heads: bool | None = None
 ) -> Tensor:
-    """Softmax attention; K and V of a KV head are read where they are by all query heads that share it, never repeated.
+    """Attend without a copy of the K and V that query heads share.
 
     Args:
         query: [batch, query heads, rows, dim].
         key, value: [batch, KV heads, context, dim].
-        mask: Added to the scores: [rows, context], or of single rows [batch, 1, 1, context].
-        scores: How to weigh.
-        takes_shared_heads: Whether torch's attention may get a mask together with heads that share a KV head; None means on
-            a CPU only.
+        mask: Added to the scores: [rows, context], or [batch, 1, 1, context] for single rows.
+        takes_shared_heads: Whether torch's attention may get a mask together with shared KV heads; None means on a CPU only.
 
     Returns:
         [batch, query heads, rows, dim of the values].
@@ -58,8 +56,8 @@ def attention(
         running.add(key, value, mask)
         return running.result()
     num_heads, rows = query.shape[1:3]
-    # A single row per head: the query heads of a KV head take the place of rows, which is one product and not many. On a GPU
-    # always: its fast kernels take a mask or heads that are shared, not both.
+    # With a single row per head the query heads of a KV head become rows: one product, not many. On a GPU always, because its
+    # fast kernels take a mask or shared heads, not both.
     if rows > 1 and (query.device.type == "cpu" if takes_shared_heads is None else takes_shared_heads):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scores.scale, enable_gqa=num_heads != num_kv_heads
@@ -76,7 +74,7 @@ def attention(
 
 
 def _joined_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The rows of the heads that share a KV head as rows of one head; `mask` has a row for each of them, or one for all."""
+    """Attend with the rows of the heads that share a KV head as rows of one head; `mask` has a row for each, or one for all."""
     batch, num_heads, rows, dim = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, dim)
     attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
@@ -84,15 +82,13 @@ def _joined_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 class RunningSoftmax:
-    """Attention of some rows whose keys come one block after the other; in float32 between them.
+    """Attention of some rows over keys that come block by block; the state between blocks is float32.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 
     Args:
         query: [batch, query heads, rows, dim].
-        num_kv_heads: KV heads of the keys.
         value_dim: Elements of a head's value.
-        scores: How to weigh.
     """
 
     def __init__(self, query: Tensor, num_kv_heads: int, value_dim: int, scores: Scores) -> None:
@@ -129,7 +125,7 @@ class RunningSoftmax:
         if mask is not None:
             weights.view(*self._shape, -1).add_(mask)
         largest = torch.maximum(self._largest, weights.amax(dim=-1, keepdim=True))
-        origin = largest.masked_fill(largest == float("-inf"), 0)  # of a row that has seen no key yet
+        origin = largest.masked_fill(largest == float("-inf"), 0)  # a row that has attended to no key yet
         weights.sub_(origin).exp_()
         shrunk = torch.exp(self._largest - origin)
         self._sum = self._sum * shrunk + weights.sum(dim=-1, keepdim=True)
@@ -137,12 +133,12 @@ class RunningSoftmax:
         self._largest = largest
 
     def result(self) -> Tensor:
-        """[batch, query heads, rows, dim of the values], in the query's dtype."""
+        """Return [batch, query heads, rows, dim of the values], in the query's dtype."""
         return (self._total / self._sum).to(self._dtype).view(*self._shape, -1)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """[n, a, c] in float32 of [n, a, b] and [n, b, c]."""
+    """Return the product [n, a, c] in float32 of [n, a, b] and [n, b, c]."""
     if right.device.type == "cuda" and right.dtype is not torch.float32:
         return torch.bmm(left.to(right.dtype), right, out_dtype=torch.float32)
     return torch.matmul(left.float(), right.float())

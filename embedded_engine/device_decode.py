@@ -1,12 +1,12 @@
-"""Decode steps on a GPU: page tables and inputs that stay where they are, attention and writes by kernels.
+"""Decode steps on a GPU: page tables and inputs in fixed memory, attention and writes by kernels.
 
-Nothing that a step launches depends on how long its requests are, only on how many there are. So a step of a given size can be
-captured into a CUDA graph once and replayed from then on; what changes between steps is what the input tensors hold. Steps that
-read host memory (`tiered_decode`) have graphs of their own, for what both buffers hold of a layer. Larger steps than any that was
-captured, and those that read more, are launched kernel by kernel, of the same inputs.
+The launches of a step depend on the number of its requests, not on their lengths. So a step of a given size is captured into a
+CUDA graph once and then replayed; only the contents of the input tensors change. Steps that read host memory (`tiered_decode`)
+have separate graphs, for as much of a layer as both buffers hold. Larger steps, and steps that read more, are launched kernel by
+kernel from the same inputs.
 
-A batch is padded to a captured size with the dummy request: its position is -1, it has the dummy row of every page table and no
-row of states, so it attends to nothing, and nothing is written of it.
+A batch is padded to a captured size with the dummy request: its position is -1, and it has the dummy row of every page table and
+no row of states. So it attends to nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -36,23 +36,17 @@ Compute = Callable[[Tensor, Tensor, StepPlan], Tensor]
 """(token ids [1, rows], positions [1, rows], plan) -> logits [rows, vocabulary]."""
 
 DUMMY_POSITION: Final = -1
-"""Of the dummy request, which so has no token."""
+"""Position of the dummy request, which therefore has no token."""
 
 _DUMMY_HOST_PAGES: Final = (0,)
-"""What a step reads of host memory that is run for what it compiles."""
+"""Host pages of a step that runs only to compile its kernels."""
 
 
 class DeviceDecoder:
-    """Runs decode steps from static memory, by a CUDA graph where there is one of a fitting size.
+    """Run decode steps from static memory, by a CUDA graph if one has a fitting size.
 
     The inputs of a step are one int64 tensor [2 + groups, requests]: token ids, positions, and for each group of layers the
-    requests' rows: of its page table, or of its states.
-
-    Args:
-        pool: The engine's pool.
-        max_running_requests: Most requests of a step.
-        max_seq_len: Most tokens of a request.
-        compute: The model.
+    requests' rows in its page table or its states.
     """
 
     def __init__(self, pool: KVPool, *, max_running_requests: int, max_seq_len: int, compute: Compute) -> None:
@@ -80,12 +74,12 @@ class DeviceDecoder:
 
     @property
     def cuda_graph_bytes(self) -> int:
-        """What the CUDA graphs took of the device's memory."""
+        """Bytes of the device that the CUDA graphs took."""
         return sum(graphs.num_bytes for graphs in (self._graphs, self._tiered_graphs) if graphs is not None)
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes of steps that are replayed, ascending."""
+        """Sizes of steps with a CUDA graph, ascending."""
         return () if self._graphs is None else self._graphs.batch_sizes
 
     def capture(self, batch_sizes: Sequence[int]) -> None:
@@ -100,10 +94,10 @@ class DeviceDecoder:
         self._capture_tiered()
 
     def logits(self, items: Sequence[DecodeItem]) -> Tensor:
-        """[items, vocabulary] of a step of at most `max_running_requests`, queued on the current stream; until the next step."""
+        """Queue a step on the current stream; return logits [items, vocabulary] that are valid until the next step."""
         size = None if self._graphs is None else self._graphs.size_for(len(items))
         if self._host is not None and any(any(item.host_tables) for item in items):
-            # Padded like a replayed step: of those sizes all that is launched has been compiled.
+            # Padded like a replayed step: the kernels of those sizes are compiled.
             num_rows, group = size or len(items), self._host.tier.group
             self._load(items, num_rows)
             host_tables = [item.host_tables[group] if item.host_tables else () for item in items]
@@ -122,14 +116,14 @@ class DeviceDecoder:
         return 0 if self._host is None else self._host.fetcher.num_bytes
 
     def use_host_tier(self, tier: HostBlocks) -> None:
-        """Have steps read host pages, see `EmbeddedEngine.use_host_pool`; one for the dummy request compiles what they launch."""
+        """Let steps read host pages, see `EmbeddedEngine.use_host_pool`; a step of the dummy request compiles their kernels."""
         self._host = HostReader(self._pool, tier, max_rows=self.max_running_requests)
         self._load((), 1)
         self._tiered_step([_DUMMY_HOST_PAGES], self._host)
         self._capture_tiered()
 
     def _capture_tiered(self) -> None:
-        """Capture steps that read host memory, of the sizes of those that do not, where there are both."""
+        """Capture steps that read host memory, in the sizes of the other graphs, if there are both."""
         host, graphs = self._host, self._graphs
         if host is None or graphs is None:
             return
@@ -147,7 +141,7 @@ class DeviceDecoder:
             log.warning("no_tiered_cuda_graphs", reason=str(error))
 
     def _tiered_step(self, host_tables: Sequence[Sequence[int]], host: HostReader) -> Tensor:
-        """Launch a step over what the inputs hold and the host pages of its rows, of which there are some."""
+        """Launch a step over the inputs and its rows' host pages, of which there is at least one."""
         return self._tiered(len(host_tables), host, host.begin(host_tables))
 
     def _tiered(self, num_rows: int, host: HostReader, blocks: DeviceBlocks) -> Tensor:
@@ -155,10 +149,10 @@ class DeviceDecoder:
         try:
             return self._computed(inputs, TieredDecodePlan(self._pool, self._tables, inputs, host, blocks))
         finally:
-            host.fetcher.end()  # also of a step that failed: a replayed one knows nothing of what is still on its way
+            host.fetcher.end()  # also of a failed step: a replayed step does not wait for fetches under way
 
     def _step(self, num_rows: int) -> Tensor:
-        """Launch a step over what the inputs hold."""
+        """Launch a step over the inputs."""
         inputs = self._inputs_of(num_rows)
         return self._computed(inputs, KernelDecodePlan(self._pool, self._tables, inputs))
 
@@ -166,13 +160,13 @@ class DeviceDecoder:
         return self._compute(inputs[TOKEN_IDS].unsqueeze(0), inputs[POSITIONS].unsqueeze(0), plan)
 
     def _inputs_of(self, num_rows: int) -> Tensor:
-        """The inputs of a step of this size: the beginning of the memory that all sizes share, so that one copy fills it."""
+        """Return the inputs of a step of this size, the beginning of the memory that all sizes share: one copy fills it."""
         return self._inputs[: len(self._dummy) * num_rows].view(-1, num_rows)
 
     def _load(self, items: Sequence[DecodeItem], num_rows: int) -> None:
-        """Queue a step's inputs and what changed of its page tables, behind whatever still reads those of the step before."""
+        """Queue the copy of a step's inputs and of changed page tables, after all work that reads the previous ones."""
         is_gpu = self._inputs.device.type == "cuda"
-        # New memory each time: the allocator of pinned memory hands a block out again only when the copy from it is done.
+        # New memory each time: the allocator of pinned memory reuses a block only after the copy from it has finished.
         host = torch.empty((len(self._dummy), num_rows), dtype=torch.int64, pin_memory=is_gpu)
         values: NDArray[np.int64] = host.numpy()
         values[:] = self._dummy

@@ -1,7 +1,7 @@
-"""Weights out of nothing but config.json: to try sizes and speed where the real ones are not at hand.
+"""Weights generated from config.json alone, to try sizes and speed without the real weights.
 
-Every weight is a function of (seed, its name, its place in the whole tensor), so that a rank of any cut has its part of the same
-model. They are not trained: what such a model says is noise, but finite noise, the same in every run.
+Every weight is a function of (seed, name, place in the whole tensor), so that every rank of any TP size has its part of the same
+model. The output of such a model is noise, but finite and the same in every run.
 """
 
 from __future__ import annotations
@@ -16,18 +16,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 BLOCK_ELEMENTS = 262_139
-"""Random numbers drawn per tensor; larger ones repeat them, for drawing 70 billion would take minutes and show nothing more. A
-prime, so that the rows of a matrix do not repeat with them."""
+"""Random numbers drawn per tensor; larger tensors repeat them, because drawing 70 billion takes minutes. It is a prime, so that
+the rows of a matrix differ."""
 
 
 class DummyTensor:
-    """One tensor that is made when it is read, part by part, as transformers reads a safetensors file.
-
-    Args:
-        name: Its name in the model.
-        shape: Its whole shape.
-        seed: Seed of the model.
-    """
+    """One tensor that is generated when it is read, part by part, as transformers reads a safetensors file."""
 
     def __init__(self, name: str, shape: Sequence[int], seed: int) -> None:
         self._name = name
@@ -38,10 +32,10 @@ class DummyTensor:
         return list(self._shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The part that `index` (``...`` or a slice of each dimension) names, float32, on the CPU.
+        """Return the part at `index` (``...`` or a slice of each dimension), float32, on the CPU.
 
-        A 1-dimensional tensor is a norm's weight (1) or a bias (0). Others are normal, scaled such that a layer keeps the size
-        of what it is given.
+        A 1-dimensional tensor is a norm's weight (1) or a bias (0). Others are normal, scaled such that a layer's output has the
+        size of its input.
         """
         if len(self._shape) < 2:
             return torch.full(self._shape, 1.0 if "norm" in self._name else 0.0)[index]
@@ -53,7 +47,7 @@ class DummyTensor:
         return part if part.shape == whole_rows.shape else part.clone()  # a view would keep the whole rows alive
 
     def _elements(self, begin: int, count: int) -> Tensor:
-        """Elements [begin, begin + count) of the tensor as one row."""
+        """Return the elements [begin, begin + count) of the tensor as one row."""
         block, elements, done = self._block(), torch.empty(count), 0
         while done < count:
             offset = (begin + done) % BLOCK_ELEMENTS
@@ -69,7 +63,7 @@ class DummyTensor:
 
 
 def dummy_state(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> dict[str, DummyTensor]:
-    """All weights of a model by name, none of them made yet."""
+    """Return all weights of a model by name; none is generated yet."""
     with torch.device("meta"):
         model: Any = model_class(config)
     tied = set(model.all_tied_weights_keys)

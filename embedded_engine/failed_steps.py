@@ -1,4 +1,4 @@
-"""What a failed step means: which error its caller gets, and whether the engine can go on."""
+"""End a failed step: choose the error for the caller, and decide whether the engine can go on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_A_GPU: Final = re.compile("CUDA|CUBLAS|cuBLAS|CUDNN|cuDNN|NCCL")
 
 
 class EngineBroken(EngineError):
-    """The device, or the group's other ranks, can no longer be worked with."""
+    """The device, or the group's other ranks, can no longer be used."""
 
     is_fatal = True
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one per batch size, in one memory pool, replayed in place of some hundred launches."""
+"""CUDA graphs of decode steps: one per batch size, in one memory pool. A replay takes the place of some hundred launches."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ CAPTURE_ADVICE: Final = "lower cuda_graph_max_bs (0 runs without graphs) or memo
 
 
 class CannotBeCaptured(EngineError):
-    """The step waits for the device somewhere, as experts do that are looked up one by one: no graph can hold it."""
+    """The step waits for the device, for example to look experts up one by one, so no graph can hold it."""
 
 
 class DecodeGraphs:
     """A captured step for each of some batch sizes.
 
-    Largest first, so that the smaller ones find the memory of their intermediate results in the pool already: steps never
-    overlap, and what is kept of one is copied out of the pool by the graph itself.
+    The largest is captured first, so that smaller ones reuse the memory of its intermediate results: steps never overlap, and the
+    graph copies its logits out of the pool.
 
     Args:
         batch_sizes: Sizes to capture, at least one.
-        load: Fills a step's inputs with dummy requests.
-        step: Launches a step of that many rows from its inputs; logits [rows, vocabulary]. Whatever of the inputs' contents it
-            looks at on the host is captured as it was.
-        device: The GPU.
-        beside: Graphs of as many rows whose memory these share: a step of one kind is over before the next one of either begins.
+        load: Fills the inputs of a step of this size with dummy requests.
+        step: Launches a step of this size from its inputs; returns logits [rows, vocabulary]. Values of the inputs that it reads
+            on the host are captured as constants.
+        beside: Graphs of the same sizes whose memory these share: a step of either kind ends before the next one begins.
 
     Attributes:
         batch_sizes: The sizes, ascending.
-        num_bytes: What the graphs took of the device's memory through torch's allocator. Not what the driver keeps of each, nor
-            their kernels' code: other processes' memory would be in any number that has them.
+        num_bytes: Bytes that the graphs took through torch's allocator. The driver's own memory and the kernels' code are not
+            counted: any number that has them would also contain other processes' memory.
 
     Raises:
-        CannotBeCaptured: The step waits for the device. Found before anything is captured, and alike on all ranks of a group.
+        CannotBeCaptured: The step waits for the device. Found before anything is captured, on all ranks of a group alike.
         OutOfMemory: The device has too little memory left.
         EngineError: The capture failed.
     """
@@ -64,8 +63,8 @@ class DecodeGraphs:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 with _allocating("running decode steps before their CUDA graphs are captured", device):
-                    # A capture first allocates two small tensors for the random generator, and torch 2.11 ends the process when
-                    # that fails and the graph is destroyed. A live tensor of this stream keeps room for them in its segment.
+                    # A capture first allocates two small tensors for the random generator. If that fails, torch 2.11 ends the
+                    # process when the graph is destroyed. A live tensor of this stream keeps room for them in its segment.
                     self._segment = torch.empty(1, device=device)
                     shape, dtype = self._warm_up(load, step)
                     before = _reserved_bytes(device)
@@ -79,17 +78,17 @@ class DecodeGraphs:
             torch.cuda.current_stream().wait_stream(stream)
 
     def size_for(self, num_rows: int) -> int | None:
-        """The smallest captured size that holds so many rows; None where there is none."""
+        """Return the smallest captured size of at least `num_rows`; None if there is none."""
         place = bisect_left(self.batch_sizes, num_rows)
         return self.batch_sizes[place] if place < len(self.batch_sizes) else None
 
     def replay(self, size: int) -> Tensor:
-        """Queue the captured step of `size` rows; its logits, in memory that all sizes share."""
+        """Queue the captured step of `size` rows; return its logits, in memory that all sizes share."""
         self._graphs[size].replay()
         return self._logits[:size]
 
     def _warm_up(self, load: Callable[[int], None], step: Callable[[int], Tensor]) -> tuple[torch.Size, torch.dtype]:
-        """Run every size, so that nothing is compiled or loaded during a capture; shape and type of the largest's logits."""
+        """Run every size, so that a capture compiles and loads nothing; return shape and dtype of the largest logits."""
         logits = torch.empty(0)
         for size in self.batch_sizes:
             load(size)
@@ -110,7 +109,7 @@ class DecodeGraphs:
     def _captured(self, size: int, step: Callable[[int], Tensor], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads of the process may go on to use the device, as that which watches over NCCL does.
+            # Other threads of the process, such as NCCL's watchdog, may go on to use the device.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 self._logits[:size].copy_(step(size))
         except RuntimeError as error:
@@ -129,12 +128,12 @@ def _allocating(doing: str, device: torch.device) -> AbstractContextManager[None
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures of a process: for each stream that multiplies torch keeps 32 MiB (on Hopper) for cuBLAS, for ever."""
+    """Return the stream of all captures of a process: torch keeps 32 MiB (on Hopper) for cuBLAS per stream, for ever."""
     return torch.cuda.Stream(device)
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """What this process has of the device, the graphs' pool included, without what it could give back."""
+    """Return the bytes that this process holds on the device, with the graphs' pool, after it released what it can."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)

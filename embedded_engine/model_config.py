@@ -1,4 +1,4 @@
-"""What a model's config.json alone already forbids. Plain JSON: it loads neither torch nor transformers, which take seconds."""
+"""Checks of a model's config.json, without torch and transformers, which take seconds to load."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _ENGINE: Final = ("embedded_engine.loading",)
 
 
 def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> None:
-    """Refuse what no rank could load, before any is started. A size that config.json leaves to its class is left to the ranks.
+    """Refuse a model that no rank could load, before any is started. The ranks check sizes that config.json does not have.
 
     Raises:
-        ConfigError: config.json is damaged, of a model that is not served, or the TP size does not fit it; or there are no
-            weights.
+        ConfigError: config.json is damaged or of an unknown model, the TP size does not fit, or there are no weights.
     """
     config = read_config(model)
     if not dummy_weights:
@@ -30,7 +29,7 @@ def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> Non
 
 
 def modules_of(model: Path, tp_size: int) -> tuple[str, ...]:
-    """Modules that a rank imports to run the model. Of a directory that `check_before_start` refuses, only the engine's."""
+    """Return the modules that a rank imports to run the model; only the engine's if `check_before_start` refuses the model."""
     try:
         architecture = ARCHITECTURES[architecture_of(model, read_config(model))]
     except ConfigError:
@@ -40,11 +39,7 @@ def modules_of(model: Path, tp_size: int) -> tuple[str, ...]:
 
 
 def check_is_plain(directory: Path, config: dict[str, Any]) -> None:
-    """Refuse quantised weights.
-
-    Raises:
-        ConfigError: config.json says that the weights are quantised.
-    """
+    """Raise `ConfigError` if config.json says that the weights are quantised."""
     if config.get("quantization_config") is not None:
         raise ConfigError(f"{directory / 'config.json'}: quantization_config is set; must be a model with plain weights")
 
@@ -54,7 +49,7 @@ def no_weights(directory: Path) -> ConfigError:
 
 
 def architecture_of(directory: Path, config: dict[str, Any]) -> str:
-    """The one architecture that config.json names.
+    """Return the architecture in config.json.
 
     Raises:
         ConfigError: It names none, several, or one that the embedded engine does not run.
@@ -67,6 +62,6 @@ def architecture_of(directory: Path, config: dict[str, Any]) -> str:
 
 
 def one_line(error: BaseException, limit: int = 240) -> str:
-    """An exception of a foreign library as one line of bounded length, for our own messages."""
+    """Return an exception of another library as one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."

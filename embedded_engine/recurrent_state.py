@@ -1,8 +1,8 @@
-"""Recurrent state: gated delta nets (Qwen3-Next) whose states lie in the pool, one row per request.
+"""Recurrent state: gated delta nets (Qwen3-Next) with their states in the pool, one row per request.
 
-transformers' layer reads and writes its states through a cache object; here that object holds the states of one request, or in
-a decode step of all of them. A row of the pool has, for each key head, the recurrent state of the value heads that it serves
-and the last inputs of the convolution of its channels, in float32.
+transformers' layer reads and writes its states through a cache object. Here that object holds the states of one request, or of
+all requests of a decode step. A row of the pool has, for each key head, the recurrent state of its value heads and the last
+inputs of the convolution of its channels, in float32.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from embedded_engine.paged_attention import StepPlan
 from transfer.errors import EngineError
 
 NEEDED_TRANSFORMERS = "5.21"
-"""The first release whose gated delta nets ask their cache for their states, and so can be given others'."""
+"""The first release whose gated delta nets read their states from their cache object."""
 
 
 class _States:
-    """What a gated delta net asks of its cache, over the states of one call.
+    """The cache interface of a gated delta net, over the states of one call.
 
     Args:
         convolution: [requests, channels, width], the last inputs of the convolution; changed in place by the layer.
@@ -44,7 +44,7 @@ class _States:
         return False
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, **_: Any) -> Tensor:
-        """Keep the newest inputs; all of them, with the ones kept before in front."""
+        """Keep the newest inputs; return all inputs, with the earlier ones in front."""
         joined = torch.cat((self.convolution.to(inputs.dtype), inputs), dim=-1)
         self.convolution = joined[..., -self.convolution.shape[-1] :]
         return joined
@@ -55,10 +55,10 @@ class _States:
 
 
 class PooledDeltaNet:
-    """One gated delta net of this rank, its states in the pool.
+    """One gated delta net of this rank, with its states in the pool.
 
     Args:
-        module: transformers' layer, already cut.
+        module: transformers' layer, already sharded.
     """
 
     def __init__(self, module: Any) -> None:
@@ -81,7 +81,7 @@ class PooledDeltaNet:
         return output, self._pack(states)
 
     def _unpack(self, rows: Tensor) -> _States:
-        """States of `rows` [requests, key heads, elements] in the layer's own shapes."""
+        """Return the states of `rows` [requests, key heads, elements] in the layer's shapes."""
         module, num_requests = self._module, rows.shape[0]
         value_dim = self._value_heads_each * module.head_v_dim
         recurrent, queries, keys, values = rows.split(
@@ -107,10 +107,10 @@ class PooledDeltaNet:
 
 
 def hook_gated_delta_nets(model: PreTrainedModel) -> None:
-    """Have every gated delta net of a model keep its states in the pool.
+    """Make every gated delta net of a model keep its states in the pool.
 
     Raises:
-        EngineError: transformers is so old that its layers reach into a cache of its own for them.
+        EngineError: transformers is older than `NEEDED_TRANSFORMERS`.
     """
     if not hasattr(Cache, "get_conv_state"):
         raise EngineError(
@@ -123,10 +123,10 @@ def hook_gated_delta_nets(model: PreTrainedModel) -> None:
 
 
 def cut_gated_delta_nets(model: PreTrainedModel, tp_rank: int, tp_size: int) -> None:
-    """Leave each gated delta net this rank's key heads, where its input projections are cut by them already.
+    """Reduce each gated delta net to this rank's key heads; its input projections are sharded already.
 
-    What is cut here is small, or lies such that no plan of transformers' can cut it: the channels of the convolution are those
-    of all queries, then all keys, then all values.
+    The tensors here are small, or no plan of transformers can shard them: the channels of the convolution are those of all
+    queries, then all keys, then all values.
     """
     for layer in model.model.layers:
         if not hasattr(layer, "linear_attn"):

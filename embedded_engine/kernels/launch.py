@@ -1,4 +1,4 @@
-"""What the launchers of the kernels share."""
+"""Shared by the launchers of the kernels."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ IS_INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Queue a kernel on the current stream; in one place, because Triton's types say nothing of what a kernel takes."""
+    """Queue a kernel on the current stream; one place for arguments that Triton does not type."""
     kernel[grid](*arguments, **constants)

@@ -1,9 +1,9 @@
 """Decode attention over the paged pool: a Triton kernel that reads each KV head once for all the query heads that share it.
 
-Flash decoding: the tokens of a request are cut into splits that attend at the same time, each by an online softmax; a second
-kernel merges what they found. How many splits there are, and so the launch, follows from shapes alone, so that a step can be
-captured into a CUDA graph and replayed while the requests grow: how many tokens a split takes is worked out on the device from
-the request's length, and splits that are left without tokens return at once.
+Flash decoding: the tokens of a request are cut into splits that attend in parallel, each by an online softmax; a second kernel
+merges them. The number of splits, and so the launch, depends on shapes only, so that a step can be captured into a CUDA graph and
+replayed while the requests grow. The device computes the tokens of a split from the request's length; splits without tokens
+return at once.
 
 The output depends on the number of splits in its last bits, and so on the size of the batch.
 
@@ -26,11 +26,12 @@ from transfer.copy.elements import widened
 from transfer.errors import ConfigError, LayoutError
 
 MIN_SPLIT_TOKENS = 128
-"""A split has at least so many tokens: below, writing and merging its partial result costs more than it saves."""
+"""Least tokens of a split: with fewer, writing and merging its partial result costs more than it saves."""
 
 TARGET_PROGRAMS = 512
-"""Splits are added until a launch has about so many programs: four for each multiprocessor of an H200, and the fastest of 256 to
-4096 that were tried there (1 to 128 requests of 1,024 and 8,192 tokens, GQA and MLA), within a tenth."""
+"""Programs of a launch that splits aim at: four for each multiprocessor of an H200.
+
+The fastest of 256 to 4096 there, within a tenth (1 to 128 requests of 1,024 and 8,192 tokens, GQA and MLA)."""
 
 MAX_SPLITS = 128
 
@@ -265,7 +266,7 @@ def merge_splits(  # type: ignore[no-untyped-def]  # Triton gives the parameters
         total = total * shrink + values * weight
         running_sum = running_sum * shrink + tl.load(partial_sum + first + split) * weight
         running_max = new_max
-    # A sum that is not a number must stay one: damaged KV is told by its logits.
+    # NaN must stay NaN: the engine finds damaged KV by its logits.
     result = tl.where(running_sum == 0.0, 0.0, total / tl.where(running_sum == 0.0, 1.0, running_sum))
     at_out = out + request * out_stride + head * out_head_stride + at_v
     tl.store(at_out, result.to(out.dtype.element_ty), mask=at_v < V_DIM)
@@ -274,7 +275,7 @@ def merge_splits(  # type: ignore[no-untyped-def]  # Triton gives the parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How the work of a call is cut: heads and tokens of a program, and the blocks that cover a row of K and of V."""
+    """The tiles of a call: heads and tokens of a program, and the blocks that cover a row of K and of V."""
 
     block_heads: int
     block_tokens: int
@@ -285,7 +286,7 @@ class Tiles:
 
 
 def tiles_of(group_heads: int, k_dim: int, v_dim: int, element_bytes: int) -> Tiles:
-    """The tiles of a call; a tensor core takes no fewer than 16 rows, heads beyond the group are padding."""
+    """Return the tiles of a call; a tensor core takes at least 16 rows, so heads beyond the group are padding."""
     k_main = max(16, 1 << (k_dim.bit_length() - 1))
     k_rest = max(16, triton.next_power_of_2(k_dim - k_main)) if k_dim > k_main else 0
     if k_rest > k_main // 2:
@@ -305,7 +306,7 @@ def tiles_of(group_heads: int, k_dim: int, v_dim: int, element_bytes: int) -> Ti
 
 
 def num_splits_of(num_programs: int, num_columns: int) -> int:
-    """Splits that fill the GPU, from the programs that one split has and the longest request there can be.
+    """Return the number of splits that fills the GPU, from the programs of one split and the longest possible request.
 
     At least two: on an H200 one split of 64 requests over 8,192 tokens takes 677 us, two take 495, and four as long as two.
     """

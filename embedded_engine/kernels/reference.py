@@ -1,4 +1,4 @@
-"""The kernels in plain torch: slow, obviously right, on every device, and the definition of correct for the others."""
+"""The kernels in plain torch, slow and obviously right, on every device: the definition of correct for the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reference_decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         logits = scores if call.sinks is None else torch.cat([scores, call.sinks.float()[:, None]], dim=1)
         lse[request] = torch.logsumexp(logits, dim=1)
-        weights = torch.exp(scores - lse[request][:, None])  # of no score at all: an empty row, the product's zeros
+        weights = torch.exp(scores - lse[request][:, None])  # without scores an empty row, so the product is zeros
         grouped = weights.view(k.shape[1], call.group_heads, -1)
         out[request] = torch.einsum("hgn,nhd->hgd", grouped, v).reshape(query.shape[1], -1).to(query.dtype)
     return out, lse
@@ -48,7 +48,7 @@ def reference_write_rows(call: WriteCall) -> None:
 
 
 def _visible_slots(call: DecodeCall, request: int) -> Tensor:
-    """int64 [n]: the slots that the request's query attends to."""
+    """Return int64 [n], the slots that the request's query attends to."""
     num_rows, num_columns = call.slots.shape
     row, end = int(call.rows[request]), min(int(call.lengths[request]), num_columns)
     if not 0 <= row < num_rows or end <= 0:
@@ -59,7 +59,7 @@ def _visible_slots(call: DecodeCall, request: int) -> Tensor:
 
 
 def _tokens(view: Tensor, slots: Tensor) -> Tensor:
-    """[n, KV heads, dim] of the slots, in the pool's dtype."""
+    """Return [n, KV heads, dim] of the slots, in the pool's dtype."""
     page_size = view.shape[1]
     return as_words(view)[slots // page_size, slots % page_size].view(view.dtype)
 

@@ -1,6 +1,6 @@
-"""A decode step's new K and V rows into their slots, as one launch that a CUDA graph can capture.
+"""Write a decode step's new K and V rows into their slots, in one launch that a CUDA graph can capture.
 
-`PagedKVPool.write` does the same for a prefill chunk; it indexes by tensors and allocates on the way, and knows no rows to skip.
+`PagedKVPool.write` does the same for a prefill chunk; it indexes by tensors, allocates memory, and cannot skip rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from embedded_engine.kernels.launch import IS_INTERPRETED, launch
 from transfer.copy.elements import narrowed, widened
 from transfer.errors import LayoutError
 
-# As integers, because they are converted by hand: see transfer.copy.elements.
+# As integers, because transfer.copy.elements converts them.
 _ELEMENTS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 
