@@ -1,10 +1,11 @@
-"""Small models for tests on a GPU; and what a run there found out beside passed and failed."""
+"""Marks and small models for tests on a GPU, and a summary of what a run there found out beside passed and failed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from embedded_engine.recurrent_state import NEEDED_TRANSFORMERS
@@ -14,6 +15,16 @@ from tests.gpu.small_engines import Directory
 
 GATED_DELTA_NETS = {"qwen3_next", "qwen3_next_moe", "hybrid"}
 """Families, and the kind of the demo model."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests/conftest.py looks for the mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder as `gpu`, and skip it if torch sees no device."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs CUDA: this torch sees no device"))
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.model_files import read_model_files
+from tests.embedded_engine import steps
 from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN
-from tests.embedded_engine.steps import pages_for
-from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
 
 Directory = Callable[[str], Path]
@@ -30,11 +28,11 @@ def make_engine(
     **settings: Any,
 ) -> EmbeddedEngine:
     """An engine whose pool has room for so many tokens, on pages of four unless the shard says otherwise."""
-    files, shard = read_model_files(directory), shard or Shard(page_size=4)
-    return EmbeddedEngine(
-        files,
-        shard=shard,
-        num_pages=pages_for(layer_groups(files.layout()), num_tokens // shard.page_size, num_states=5),
+    return steps.make_engine(
+        directory,
+        shard or Shard(page_size=4),
+        num_tokens=num_tokens,
+        num_states=5,
         device=device,
         max_seq_len=max_seq_len,
         max_running_requests=MAX_RUNNING,

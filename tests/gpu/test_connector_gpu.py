@@ -14,8 +14,6 @@ from tests.gpu.busy import occupy
 from transfer.layout import Shard, TokenOrder
 from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView
 
-pytestmark = pytest.mark.gpu
-
 PROMPT = prompt_of(300)
 BUSY_CYCLES = 200_000_000  # a tenth of a second: whoever does not wait for the event reads what was there before
 

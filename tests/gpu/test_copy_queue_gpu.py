@@ -17,11 +17,6 @@ from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.pool.kv_pool import KVPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
-]
-
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16)
 PAGES = [5, 2, 7, 0]
 BUSY_CYCLES = 400_000_000  # 0.2 s of an H200

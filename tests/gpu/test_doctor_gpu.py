@@ -7,8 +7,6 @@ import pytest
 from kvferry.doctor.command import State, check_transfer
 from kvferry.doctor.loopback import measure_loopback
 
-pytestmark = pytest.mark.gpu
-
 
 def test_bytes_travel_between_two_processes_over_cuda_ipc() -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")

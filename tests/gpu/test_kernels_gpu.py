@@ -17,11 +17,6 @@ from transfer.copy.request_tables import RequestTables
 from transfer.layout import DType, HeadSlice, KVLayout, Range, Route, Shard, TokenOrder, WireBuffer, wire_buffers
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool, as_words
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
-]
-
 FLOATS = [dtype for dtype in DType if dtype is not DType.INT8]
 
 

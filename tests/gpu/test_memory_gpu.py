@@ -6,13 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
-]
 CODE = """
 import torch
 from transfer.transport.registered_memory import wait_for_devices

@@ -18,10 +18,6 @@ from transfer.pool.staging import zeroed_bytes
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.nixl import NixlTransport
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
-]
 SIZE = 64 << 20
 WHOLE = ByteRange(begin=0, end=SIZE)
 PAIRS = [("cuda", "cuda"), ("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")]

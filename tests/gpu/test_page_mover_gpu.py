@@ -17,11 +17,6 @@ from transfer.pool import host_pool
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
-]
-
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
 BUFFER_BYTES = 8 << 20
 

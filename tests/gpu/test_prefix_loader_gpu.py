@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.prefill.stored_pages import Prompt, cut
 from tests.prefill.test_prefix_loader import LATENT, MIXED, NUM_TOKENS, PLAIN, SCALES, rank_of, shard
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
 from transfer.storage.directory import DirectoryStore
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
-]
 
 EIGHT_BITS = {"kv_scales": SCALES}
 

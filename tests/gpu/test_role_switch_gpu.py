@@ -16,11 +16,7 @@ from tests.gpu.small_engines import Directory
 from transfer.plain_text import ANYWHERE
 from transfer.registry.security import PlainText
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs CUDA: this torch sees no device"),
-]
+pytestmark = pytest.mark.timeout(300)
 
 DEVICE = "cuda"
 TRANSPORT = "cuda_ipc"

@@ -23,7 +23,6 @@ from transfer.layout import Shard
 from transfer.worker_thread import WorkerThread
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: this torch sees fewer"),
 ]
