@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from transfer.engine_types import GREEDY, DecodeItem, PrefillItem, SamplingParam
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, layer_groups
 from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
+
+Directory = Callable[[str], Path]
+"""Name of a family -> directory of its model."""
+Prompts = dict[int, tuple[int, ...]]
+"""Prompts by length."""
 
 
 def make_engine(

@@ -6,8 +6,7 @@ bound or a state's first step gets wrong shows as a request without tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.engine import EmbeddedEngine
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.families import FAMILIES
-from tests.embedded_engine.steps import PageBook, copy_kv, decode_all, fill_with_nan, make_engine, prefill_all
+from tests.embedded_engine.steps import Directory, PageBook, Prompts, copy_kv, decode_all, fill_with_nan, make_engine, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
 from transfer.layout import DType, Shard, TokenOrder
@@ -32,9 +31,6 @@ SETTINGS: Mapping[str, tuple[int, Shard]] = {
 MODELS = ("llama", "qwen3", *FAMILIES)
 OF_EACH_KIND = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Full attention alone; windows with a cap; windows with sinks; latents; states."""
-
-Directory = Callable[[str], Path]
-Prompts = dict[int, tuple[int, ...]]
 
 
 def generated(engine: EmbeddedEngine, prompts: Mapping[str, tuple[int, ...]], chunk_tokens: int) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from embedded_engine import device_decode
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
+from tests.embedded_engine.test_failed_steps import NO_MEMORY
 from transfer.engine_types import DecodeItem
 from transfer.errors import EngineError, OutOfMemory
 from transfer.layout import Shard
@@ -137,13 +138,6 @@ def test_a_capture_that_fails_names_the_setting(cuda: FakeCuda) -> None:
     with pytest.raises(EngineError, match=r"a decode step of 2 requests could not be captured: .* cuda_graph_max_bs 0") as failed:
         captured(cuda, 1, 2)
     assert not isinstance(failed.value, CannotBeCaptured)
-
-
-NO_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    torch.AcceleratorError("CUDA error: out of memory", 2),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-]
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=repr)

@@ -10,12 +10,11 @@ import torch
 
 from embedded_engine.engine import NO_TOKEN, EmbeddedEngine
 from tests.embedded_engine.conftest import Generate
-from tests.embedded_engine.steps import bind_pages, decode_all, generate_all, prefill_all
+from tests.embedded_engine.steps import Prompts, bind_pages, decode_all, generate_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault
 from transfer.layout import DType, Shard
 
 NUM_TOKENS = 8
-Prompts = dict[int, tuple[int, ...]]
 
 
 def make_engine(directory: Path, **shard: Any) -> EmbeddedEngine:

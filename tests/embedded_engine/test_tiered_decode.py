@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.host_tier import cut_into_blocks
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.families import FAMILIES
-from tests.embedded_engine.steps import PageBook, make_engine, prefill_all
+from tests.embedded_engine.steps import Directory, PageBook, Prompts, make_engine, prefill_all
 from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem
@@ -23,8 +22,6 @@ from transfer.layer_groups import NO_PAGE, GroupKind
 from transfer.layout import Shard, TokenOrder
 from transfer.pool.host_pool import HostPool
 
-Directory = Callable[[str], Path]
-Prompts = dict[int, tuple[int, ...]]
 LENGTHS = {"a": 64, "b": 5, "c": 33, "d": 17}
 NUM_TOKENS = 12
 ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "b": HALF, "d": NOTHING}  # and c, which knows of no host memory

@@ -11,7 +11,7 @@ import transformers
 from embedded_engine.recurrent_state import NEEDED_TRANSFORMERS
 from kvferry.demo.model import make_demo_model
 from tests.embedded_engine.families import make_family
-from tests.gpu.small_engines import Directory
+from tests.embedded_engine.steps import Directory
 
 GATED_DELTA_NETS = {"qwen3_next", "qwen3_next_moe", "hybrid"}
 """Families, and the kind of the demo model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,8 @@ import torch
 from embedded_engine.engine import EmbeddedEngine
 from tests.embedded_engine import steps
 from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN
+from tests.embedded_engine.steps import Prompts
 from transfer.layout import Shard
-
-Directory = Callable[[str], Path]
-Prompts = dict[int, tuple[int, ...]]
 
 
 def make_engine(

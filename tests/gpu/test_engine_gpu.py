@@ -17,9 +17,9 @@ from embedded_engine.model_files import read_model_files
 from node_runtime.rank_engine import rank_memory
 from tests.embedded_engine.decode_scenario import PROMPTS, tokens_of_a_life
 from tests.embedded_engine.families import FAMILIES
-from tests.embedded_engine.steps import bind_pages, pages_for, prefill_all
+from tests.embedded_engine.steps import Directory, Prompts, bind_pages, pages_for, prefill_all
 from tests.gpu.busy import occupy
-from tests.gpu.small_engines import Directory, Prompts, make_engine, prompts_of
+from tests.gpu.small_engines import make_engine, prompts_of
 from tests.runtime.instances import decode_config
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layer_groups import layer_groups

@@ -16,7 +16,8 @@ import torch
 
 from embedded_engine.engine import EmbeddedEngine
 from kvferry.local_cluster.spec import child_environment
-from tests.gpu.small_engines import Directory, make_engine, prompts_of
+from tests.embedded_engine.steps import Directory
+from tests.gpu.small_engines import make_engine, prompts_of
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import OutOfMemory
 from transfer.layout import Shard

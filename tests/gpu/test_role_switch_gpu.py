@@ -12,7 +12,7 @@ from kvferry.cli.node_client import NodeClient
 from kvferry.local_cluster.cluster import ClusterNode
 from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.open_nodes import open_nodes
-from tests.gpu.small_engines import Directory
+from tests.embedded_engine.steps import Directory
 from transfer.plain_text import ANYWHERE
 from transfer.registry.security import PlainText
 

@@ -17,7 +17,8 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.tensor_parallel import init_distributed
 from tests.embedded_engine.decode_scenario import PROMPTS, tokens_of_a_life
 from tests.embedded_engine.families import make_family
-from tests.gpu.small_engines import Prompts, make_engine, prompts_of
+from tests.embedded_engine.steps import Prompts
+from tests.gpu.small_engines import make_engine, prompts_of
 from tests.gpu.tiered_requests import LAUNCHED, LENGTHS, NUM_ROWS, NUM_TOKENS, REPLAYED, note_replays, roomy_engine, tiered_tokens
 from transfer.layout import Shard
 from transfer.worker_thread import WorkerThread

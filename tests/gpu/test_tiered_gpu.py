@@ -15,10 +15,10 @@ from embedded_engine.engine import EmbeddedEngine, ForwardBatch
 from embedded_engine.model_files import read_model_files
 from kvferry.demo.model import make_demo_model
 from tests.embedded_engine.families import FAMILIES
-from tests.embedded_engine.steps import pages_for
+from tests.embedded_engine.steps import Directory, Prompts, pages_for
 from tests.embedded_engine.test_tiered_decode import WITHOUT_FULL_ATTENTION
 from tests.embedded_engine.tiers import full_group, largest_slice
-from tests.gpu.small_engines import Directory, Prompts, prompts_of
+from tests.gpu.small_engines import prompts_of
 from tests.gpu.tiered_requests import LAUNCHED, LENGTHS, NUM_ROWS, NUM_TOKENS, REPLAYED, note_replays, roomy_engine, tiered_tokens
 from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import DecodeItem

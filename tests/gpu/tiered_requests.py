@@ -10,9 +10,9 @@ from torch import Tensor
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import DecodeGraphs
-from tests.embedded_engine.steps import PageBook, prefill_all
+from tests.embedded_engine.steps import PageBook, Prompts, prefill_all
 from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
-from tests.gpu.small_engines import Prompts, make_engine
+from tests.gpu.small_engines import make_engine
 
 LENGTHS = {"a": 129, "b": 5, "c": 64, "d": 33}
 ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "c": HALF, "d": ALL_BUT_NEWEST}

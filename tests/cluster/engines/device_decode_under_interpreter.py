@@ -16,15 +16,13 @@ from torch import Tensor
 from embedded_engine import device_decode
 from embedded_engine.engine import EmbeddedEngine
 from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
-from tests.embedded_engine.steps import fill_with_nan, make_engine
+from tests.embedded_engine.steps import Directory, Prompts, fill_with_nan, make_engine
 from transfer.engine_types import DecodeItem
 from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
-Directory = Callable[[str], Path]
-Prompts = dict[int, tuple[int, ...]]
 NUM_STEPS = 2  # of each phase; an interpreted kernel takes as long as thousands of compiled ones
 
 

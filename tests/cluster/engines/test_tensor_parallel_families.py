@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from embedded_engine.model_files import read_model_files
 from tests.cluster.engines.ranks import GroupOfRanks, Ranks, RankServer
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.families import FAMILIES
-from tests.embedded_engine.steps import PageBook, decode_all, pages_for, prefill_all
+from tests.embedded_engine.steps import Directory, PageBook, decode_all, pages_for, prefill_all
 from transfer.engine_types import PrefillItem
 from transfer.errors import ConfigError
 from transfer.layer_groups import GroupKind, layer_groups
@@ -41,8 +40,6 @@ CUTS = {
     "qwen3_next_moe": (2,),
 }
 CASES = [(family, size) for family, sizes in CUTS.items() for size in sizes]
-
-Directory = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,12 @@ import torch
 
 from tests.cluster.engines.device_decode_under_interpreter import relaunch_graphs
 from tests.embedded_engine.decode_cases import assert_merges
-from tests.embedded_engine.steps import PageBook, make_engine, prefill_all
+from tests.embedded_engine.steps import Directory, PageBook, Prompts, make_engine, prefill_all
 from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from transfer.layout import DType, Shard, TokenOrder
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
-Directory = Callable[[str], Path]
-Prompts = dict[int, tuple[int, ...]]
 LENGTHS = {"a": 33, "b": 5, "c": 17, "d": 15}
 ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "c": HALF, "d": ALL_BUT_NEWEST}  # b lies between them, without any
 NUM_TOKENS = 4
