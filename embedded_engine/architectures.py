@@ -21,7 +21,7 @@ _EXPERT_SIZES: Final = ("moe_intermediate_size", "shared_expert_intermediate_siz
 
 
 class Hook(StrEnum):
-    """How a family's layers reach the pool."""
+    """Way of a family's layers to the pool."""
 
     ATTENTION = "attention"  # K and V, through the attention function: `paged_attention`
     LATENT = "latent"  # MLA latents: `latent_attention`

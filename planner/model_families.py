@@ -1,4 +1,4 @@
-"""How each family of models writes its sizes into ``config.json``, and what its layers are made of.
+"""Read the sizes and layers of each family of models from its ``config.json``.
 
 `READERS` has one entry for each configuration class of transformers. A test compares every entry with the class and with the
 tensors of the model. An absent field has the default of the class; the sizes that decide everything must be there.
@@ -20,7 +20,7 @@ _SLIDING: Final = "sliding_attention"
 _LINEAR: Final = "linear_attention"
 
 _Mixer = tuple[LayerSpec, tuple[Weights, ...]]
-"""What mixes the tokens of one layer (attention or a delta net): its KV and its weights."""
+"""Attention or a delta net of one layer: its KV and its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
