@@ -14,10 +14,11 @@ from typing import Any, Final
 from transfer.errors import ConfigError
 from transfer.layout import MAX_RANKS
 
-CUT_SIZES: Final = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
-"""Sizes that tensor parallelism divides among the ranks, in most families."""
-
 _EXPERT_SIZES: Final = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_CUT_SIZES: Final = (
+    "num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size", "linear_num_key_heads", *_EXPERT_SIZES,
+)  # fmt: skip
+"""Names in config.json of the sizes that tensor parallelism divides among the ranks, if a family has them."""
 
 
 class Hook(StrEnum):
@@ -35,7 +36,6 @@ class Architecture:
     Args:
         model_type: Its name in config.json.
         config_class: Name of its configuration class in transformers.
-        cut_sizes: Names in config.json of the sizes that tensor parallelism divides.
         tp_styles: Styles of tensor parallelism that transformers' plan lacks or has wrong: module -> style.
         is_cut: Whether tensor parallelism is possible.
     """
@@ -43,7 +43,6 @@ class Architecture:
     model_type: str
     config_class: str
     hook: Hook = Hook.ATTENTION
-    cut_sizes: tuple[str, ...] = CUT_SIZES
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     is_cut: bool = True
 
@@ -78,9 +77,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "MistralForCausalLM": Architecture(model_type="mistral", config_class="MistralConfig"),
     "Qwen2ForCausalLM": Architecture(model_type="qwen2", config_class="Qwen2Config"),
     "Qwen3ForCausalLM": Architecture(model_type="qwen3", config_class="Qwen3Config"),
-    "Qwen3MoeForCausalLM": Architecture(
-        model_type="qwen3_moe", config_class="Qwen3MoeConfig", cut_sizes=(*CUT_SIZES, "moe_intermediate_size")
-    ),
+    "Qwen3MoeForCausalLM": Architecture(model_type="qwen3_moe", config_class="Qwen3MoeConfig"),
     "MixtralForCausalLM": Architecture(model_type="mixtral", config_class="MixtralConfig"),
     "Gemma2ForCausalLM": Architecture(model_type="gemma2", config_class="Gemma2Config"),
     "Gemma3ForCausalLM": Architecture(model_type="gemma3_text", config_class="Gemma3TextConfig"),
@@ -88,24 +85,15 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "Glm4ForCausalLM": Architecture(model_type="glm4", config_class="Glm4Config", tp_styles=_JOINED_MLP),
     "GptOssForCausalLM": Architecture(model_type="gpt_oss", config_class="GptOssConfig", is_cut=False),
     "DeepseekV2ForCausalLM": Architecture(
-        model_type="deepseek_v2",
-        config_class="DeepseekV2Config",
-        hook=Hook.LATENT,
-        cut_sizes=(*CUT_SIZES, "moe_intermediate_size"),
-        tp_styles=_LATENT,
+        model_type="deepseek_v2", config_class="DeepseekV2Config", hook=Hook.LATENT, tp_styles=_LATENT
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        model_type="deepseek_v3",
-        config_class="DeepseekV3Config",
-        hook=Hook.LATENT,
-        cut_sizes=(*CUT_SIZES, "moe_intermediate_size"),
-        tp_styles=_LATENT,
+        model_type="deepseek_v3", config_class="DeepseekV3Config", hook=Hook.LATENT, tp_styles=_LATENT
     ),
     "Qwen3NextForCausalLM": Architecture(
         model_type="qwen3_next",
         config_class="Qwen3NextConfig",
         hook=Hook.GATED_DELTA_NET,
-        cut_sizes=(*CUT_SIZES, "linear_num_key_heads", "moe_intermediate_size", "shared_expert_intermediate_size"),
         tp_styles=_GATED_DELTA_NET,
     ),
 }
@@ -124,7 +112,7 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
     if not architecture.is_cut:
         raise ConfigError(f"tp_size is {tp_size}; must be 1, the embedded engine does not cut a {name}")
     unused = () if _has_experts(architecture, config) else _EXPERT_SIZES
-    names = (name for name in architecture.cut_sizes if name not in unused)
+    names = (name for name in _CUT_SIZES if name not in unused)
     sizes = {name: config[name] for name in names if type(config.get(name)) is int and config[name] > 0}
     for size_name, value in sizes.items():
         if value % tp_size:

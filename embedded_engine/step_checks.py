@@ -195,7 +195,7 @@ class StepChecks:
         for index, table in enumerate(item.host_tables):
             if table:
                 self._check_hosts(item, index, self._num_host_pages[index])
-        return tuple(map(tuple, item.host_tables))
+        return tuple(tuple(table) for table in item.host_tables)
 
     def _check_hosts(self, item: DecodeItem, index: int, num_host_pages: int) -> None:
         group, table = self._groups[index], item.host_tables[index]

@@ -41,11 +41,10 @@ _WEIGHTS_ADVICE = "raise parallel.tp_size, or end what else uses that memory"
 class TensorParallelGroup:
     """The process group of one instance. Made by `init_distributed`; `close()` leaves it."""
 
-    def __init__(self, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
         self.device = device
-        self.timeout_s = timeout_s
         self._is_open = True
 
     def sum(self, tensor: Tensor) -> None:
@@ -126,7 +125,7 @@ def init_distributed(
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"rank {rank} of {world_size} did not meet the others at {init_method}: {one_line(error)}") from error
-    return TensorParallelGroup(rank=rank, size=world_size, device=device, timeout_s=timeout_s)
+    return TensorParallelGroup(rank=rank, size=world_size, device=device)
 
 
 def load_causal_lm(

@@ -26,13 +26,11 @@ def merge_partial(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tens
     Raises:
         LayoutError: A tensor has the wrong shape, dtype, stride or device.
     """
-    for name, tensor, shape, dtypes in (
-        ("total", total, (None, None, None), (torch.float32,)),
-        ("part", part, total.shape, MODEL_DTYPES),
-        ("total_lse", total_lse, total.shape[:2], (torch.float32,)),
-        ("part_lse", part_lse, total.shape[:2], (torch.float32,)),
-    ):
-        check_tensor(name, tensor, shape, dtypes, total.device)
+    device = total.device
+    check_tensor("total", total, (None, None, None), (torch.float32,), device)
+    check_tensor("part", part, total.shape, MODEL_DTYPES, device)
+    check_tensor("total_lse", total_lse, total.shape[:2], (torch.float32,), device)
+    check_tensor("part_lse", part_lse, total.shape[:2], (torch.float32,), device)
     if not (total_lse.is_contiguous() and part_lse.is_contiguous()):
         raise LayoutError("total_lse and part_lse must be contiguous")
     if not IS_INTERPRETED and total.device.type != "cuda":

@@ -56,7 +56,7 @@ class Group(TensorParallelGroup):
     """Two ranks; `answers` returns what each of them gave, from the number that this one gave."""
 
     def __init__(self, answers: Callable[[int], list[int]]) -> None:
-        super().__init__(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
+        super().__init__(rank=0, size=2, device=torch.device("cpu"))
         self.gather_number = answers  # type: ignore[method-assign]
 
 
