@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.text import Text
@@ -175,37 +175,30 @@ def print_comparison(console: Console, plan: MemoryPlan, other: MemoryPlan, chan
         _say(console, name)
         console.print(bar(one, console.width))
     console.print()
-    rows = (Row(cells=(name, *_sides(name, left, right))) for name, left, right in _compared(plan, other))
-    console.print(text_table(table_of("", ("", ">as given", f">{change}", ">change"), rows)))
+    console.print(text_table(table_of("", ("", ">as given", f">{change}", ">change"), _compared(plan, other))))
     for name, one in (("as given", plan), (change, other)):
         for advice in one.advice:
             _say(console, f"advice, {name}: {advice}")
 
 
-def _compared(plan: MemoryPlan, other: MemoryPlan) -> list[tuple[str, float, float]]:
+def _compared(plan: MemoryPlan, other: MemoryPlan) -> Iterator[Row]:
+    """Yield a row for each number of two plans: both values, and the change."""
+
+    def row(name: str, left: float, right: float, text: Callable[[Any], str] = shown) -> Row:
+        change = "" if left == right else f"{100 * (right - left) / left:+.1f} %" if left else "new"
+        return Row(cells=(name, text(left), text(right), change))
+
+    yield row("tokens", plan.max_total_tokens, other.max_total_tokens, "{:,}".format)
+    yield row("pages", plan.num_pages, other.num_pages, "{:,}".format)
+    yield row("bytes a token", plan.cell_bytes, other.cell_bytes, "{:,}".format)
+    yield row("static fraction", plan.static_fraction, other.static_fraction, "{:.4g}".format)
+    yield row("stays free", plan.free_bytes, other.free_bytes)
     mine, yours = ({line.name: line for line in one.lines} for one in (plan, other))
-    rows: list[tuple[str, float, float]] = [
-        ("tokens", plan.max_total_tokens, other.max_total_tokens),
-        ("pages", plan.num_pages, other.num_pages),
-        ("bytes a token", plan.cell_bytes, other.cell_bytes),
-        ("static fraction", plan.static_fraction, other.static_fraction),
-        ("stays free", plan.free_bytes, other.free_bytes),
-    ]
     for name in dict.fromkeys([*mine, *yours]):
         line = mine.get(name) or yours[name]
-        sizes = [side[name].num_bytes if name in side else 0 for side in (mine, yours)]
-        if any(sizes) and not line.inside:
-            rows.append((label(line), sizes[0], sizes[1]))
-    return rows
-
-
-def _sides(name: str, left: float, right: float) -> tuple[str, str, str]:
-    change = f"{100 * (right - left) / left:+.1f} %" if left and left != right else ("" if left == right else "new")
-    if name == "static fraction":
-        return f"{left:.4g}", f"{right:.4g}", change
-    if name in ("tokens", "pages", "bytes a token"):
-        return f"{left:,.0f}", f"{right:,.0f}", change
-    return shown(int(left)), shown(int(right)), change
+        left, right = (side[name].num_bytes if name in side else 0 for side in (mine, yours))
+        if (left or right) and not line.inside:
+            yield row(label(line), left, right)
 
 
 def write_picture(plans: Sequence[tuple[str, MemoryPlan]], file: Path) -> None:
