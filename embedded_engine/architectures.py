@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from planner.model_families import MODEL_TYPES
 from transfer.errors import ConfigError
 from transfer.layout import MAX_RANKS
 
@@ -34,23 +35,15 @@ class Architecture:
     """One family.
 
     Args:
-        model_type: Its name in config.json.
         config_class: Name of its configuration class in transformers.
         tp_styles: Styles of tensor parallelism that transformers' plan lacks or has wrong: module -> style.
         is_cut: Whether tensor parallelism is possible.
     """
 
-    model_type: str
     config_class: str
     hook: Hook = Hook.ATTENTION
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     is_cut: bool = True
-
-    @property
-    def module(self) -> str:
-        """The module of transformers with its model classes."""
-        name = self.model_type.removesuffix("_text")
-        return f"transformers.models.{name}.modeling_{name}"
 
 
 # transformers gathers the joined gate and up projections on every rank; with both halves sharded, no rank needs another's part.
@@ -73,31 +66,32 @@ _GATED_DELTA_NET: Final = {
 }
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
-    "LlamaForCausalLM": Architecture(model_type="llama", config_class="LlamaConfig"),
-    "MistralForCausalLM": Architecture(model_type="mistral", config_class="MistralConfig"),
-    "Qwen2ForCausalLM": Architecture(model_type="qwen2", config_class="Qwen2Config"),
-    "Qwen3ForCausalLM": Architecture(model_type="qwen3", config_class="Qwen3Config"),
-    "Qwen3MoeForCausalLM": Architecture(model_type="qwen3_moe", config_class="Qwen3MoeConfig"),
-    "MixtralForCausalLM": Architecture(model_type="mixtral", config_class="MixtralConfig"),
-    "Gemma2ForCausalLM": Architecture(model_type="gemma2", config_class="Gemma2Config"),
-    "Gemma3ForCausalLM": Architecture(model_type="gemma3_text", config_class="Gemma3TextConfig"),
-    "GlmForCausalLM": Architecture(model_type="glm", config_class="GlmConfig", tp_styles=_JOINED_MLP),
-    "Glm4ForCausalLM": Architecture(model_type="glm4", config_class="Glm4Config", tp_styles=_JOINED_MLP),
-    "GptOssForCausalLM": Architecture(model_type="gpt_oss", config_class="GptOssConfig", is_cut=False),
-    "DeepseekV2ForCausalLM": Architecture(
-        model_type="deepseek_v2", config_class="DeepseekV2Config", hook=Hook.LATENT, tp_styles=_LATENT
-    ),
-    "DeepseekV3ForCausalLM": Architecture(
-        model_type="deepseek_v3", config_class="DeepseekV3Config", hook=Hook.LATENT, tp_styles=_LATENT
-    ),
+    "LlamaForCausalLM": Architecture(config_class="LlamaConfig"),
+    "MistralForCausalLM": Architecture(config_class="MistralConfig"),
+    "Qwen2ForCausalLM": Architecture(config_class="Qwen2Config"),
+    "Qwen3ForCausalLM": Architecture(config_class="Qwen3Config"),
+    "Qwen3MoeForCausalLM": Architecture(config_class="Qwen3MoeConfig"),
+    "MixtralForCausalLM": Architecture(config_class="MixtralConfig"),
+    "Gemma2ForCausalLM": Architecture(config_class="Gemma2Config"),
+    "Gemma3ForCausalLM": Architecture(config_class="Gemma3TextConfig"),
+    "GlmForCausalLM": Architecture(config_class="GlmConfig", tp_styles=_JOINED_MLP),
+    "Glm4ForCausalLM": Architecture(config_class="Glm4Config", tp_styles=_JOINED_MLP),
+    "GptOssForCausalLM": Architecture(config_class="GptOssConfig", is_cut=False),
+    "DeepseekV2ForCausalLM": Architecture(config_class="DeepseekV2Config", hook=Hook.LATENT, tp_styles=_LATENT),
+    "DeepseekV3ForCausalLM": Architecture(config_class="DeepseekV3Config", hook=Hook.LATENT, tp_styles=_LATENT),
     "Qwen3NextForCausalLM": Architecture(
-        model_type="qwen3_next",
         config_class="Qwen3NextConfig",
         hook=Hook.GATED_DELTA_NET,
         tp_styles=_GATED_DELTA_NET,
     ),
 }
 """Name in `architectures` of config.json -> family."""
+
+
+def model_module(name: str) -> str:
+    """Return the module of transformers with the model classes of an architecture."""
+    model = MODEL_TYPES[name].removesuffix("_text")
+    return f"transformers.models.{model}.modeling_{model}"
 
 
 def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from embedded_engine.architectures import ARCHITECTURES, check_cut
+from embedded_engine.architectures import ARCHITECTURES, check_cut, model_module
 from planner.config_fields import shown
 from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 from transfer.errors import ConfigError
@@ -31,11 +31,11 @@ def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> Non
 def modules_of(model: Path, tp_size: int) -> tuple[str, ...]:
     """Return the modules that a rank imports to run the model; only the engine's if `check_before_start` refuses the model."""
     try:
-        architecture = ARCHITECTURES[architecture_of(model, read_config(model))]
+        architecture = architecture_of(model, read_config(model))
     except ConfigError:
         return _ENGINE
     lean = _LEAN if tp_size > 1 else ("embedded_engine.without_accelerate", *_LEAN)
-    return (*lean, *_ENGINE, architecture.module)
+    return (*lean, *_ENGINE, model_module(architecture))
 
 
 def check_is_plain(directory: Path, config: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from embedded_engine.architectures import ARCHITECTURES, Architecture, check_cut
 from embedded_engine.model_config import architecture_of, check_is_plain, no_weights, one_line
 from planner.config_fields import ConfigFields, shown
 from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config, read_json
+from planner.model_families import MODEL_TYPES
 from planner.model_shape import ModelShape, read_model_shape
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Shard
@@ -180,15 +181,15 @@ def read_model_files(directory: Path | str, *, dummy_seed: int | None = None) ->
 
 def _config(directory: Path, architecture: str, raw: dict[str, Any]) -> PretrainedConfig:
     path = directory / "config.json"
-    family = ARCHITECTURES[architecture]
-    if raw.get("model_type", family.model_type) != family.model_type:
-        raise ConfigError(f"{path}: model_type is {raw['model_type']!r}; must be {family.model_type!r} for {architecture}")
+    model_type = MODEL_TYPES[architecture]
+    if raw.get("model_type", model_type) != model_type:
+        raise ConfigError(f"{path}: model_type is {raw['model_type']!r}; must be {model_type!r} for {architecture}")
     check_is_plain(directory, raw)
     fields = ConfigFields(raw, f"{path}: ")
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         fields.count(name)  # transformers would take its default for a missing one
     try:
-        config_class: type[PretrainedConfig] = getattr(transformers, family.config_class)
+        config_class: type[PretrainedConfig] = getattr(transformers, ARCHITECTURES[architecture].config_class)
         config = config_class.from_dict(raw)
     except Exception as error:  # the validators of a configuration class raise errors of any type
         raise ConfigError(f"{path} does not describe a {architecture}: {one_line(error)}") from error

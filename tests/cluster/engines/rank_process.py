@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 
 from embedded_engine import engine as engines
-from embedded_engine.architectures import ARCHITECTURES
+from embedded_engine.architectures import ARCHITECTURES, model_module
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from tests.embedded_engine.steps import fill_with_nan, pages_for
@@ -100,8 +100,8 @@ def serve(directory: Path, group: str, rank: int, tp_size: int, timeout_s: float
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    for architecture in ARCHITECTURES.values():
-        importlib.import_module(architecture.module)
+    for architecture in ARCHITECTURES:
+        importlib.import_module(model_module(architecture))
     num_ranks = 0
     for line in sys.stdin:
         group, tp_size, timeout_s, model = line.strip().split(":")
