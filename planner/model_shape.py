@@ -75,7 +75,7 @@ def _model_type(fields: ConfigFields) -> str:
 
 def _model_type_of_text(fields: ConfigFields) -> str:
     model_type = fields.text("model_type")
-    if model_type not in READERS:
+    if model_type is None or model_type not in READERS:
         raise fields.wrong("model_type", f"one of {', '.join(READERS)}")
     return model_type
 
