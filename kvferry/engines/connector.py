@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
+from node_runtime.loop_thread import LoopThread
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_messages import RankLogLevel
 from transfer.config import ConnectorConfig
@@ -53,8 +53,8 @@ __all__ = [
     "SideReport",
     "Sides",
     "Wanted",
+    "close_on",
     "security_for",
-    "wait_for_close",
 ]
 
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -63,10 +63,10 @@ log = structlog.get_logger(__name__)
 
 
 class Sides(Flag):
-    """What an instance does with KV."""
+    """Sides of an instance."""
 
-    PREFILL = auto()  # computes prompts, and sends their KV
-    DECODE = auto()  # receives KV, and generates
+    PREFILL = auto()  # computes prompts and sends their KV
+    DECODE = auto()  # receives KV and generates
 
 
 PREFILL, DECODE = Sides.PREFILL, Sides.DECODE
@@ -74,16 +74,16 @@ PREFILL, DECODE = Sides.PREFILL, Sides.DECODE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorEngine:
-    """What a rank's engine says of itself.
+    """The engine of one rank.
 
     Args:
-        layout: The KV of the whole model.
-        shard: This rank's cut of it.
-        pool: The engine's own tensors, as a `transfer.pool.kv_pool.PoolView`, or a pool of that layout and shard.
-        model_fields: Everything of the model that must be equal on both sides, by name.
+        layout: KV of the whole model.
+        shard: This rank's shard of it.
+        pool: View of the engine's own tensors (`transfer.pool.kv_pool.PoolView`), or a pool of that layout and shard.
+        model_fields: Fields of the model that must be equal on both sides, by name.
         max_context_tokens: Longest prompt.
-        vocab_size: Token ids are below it.
-        kv_scales: For pools of 8-bit floats; see `transfer.instance.Instance`.
+        vocab_size: Upper bound of token ids, exclusive.
+        kv_scales: Scales of 8-bit floats; see `transfer.instance.Instance`.
     """
 
     layout: KVLayout
@@ -97,7 +97,7 @@ class ConnectorEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWaiting:
-    """Rank -> leader: the rank is there, and needs to know which life this is."""
+    """Rank -> leader: the rank runs and needs the incarnation."""
 
     rank: int
 
@@ -140,7 +140,7 @@ FROM_DECODE = (PrefillRankLost, LinkProbed, *INCOMING_MESSAGES)
 
 
 def security_for(config: ConnectorConfig, sides: Sides) -> Security:
-    """How the other tier is spoken to. Raises ConfigError when TLS, or plain text, cannot be had as set."""
+    """Return TLS or plain text for calls to the other tier. Raises ConfigError if the settings cannot be used."""
     named: list[tuple[str, str | None]] = [
         ("server.host", config.server.host),
         ("server.advertise_host", config.server.advertise_host),
@@ -150,9 +150,11 @@ def security_for(config: ConnectorConfig, sides: Sides) -> Security:
     return security_of_tier(config.tls, other_tier="decode" if PREFILL in sides else "prefill", named=named)
 
 
-def wait_for_close(future: Future[None]) -> None:
-    """Some seconds, and no longer: an engine that shuts down has other things to end."""
+def close_on(thread: LoopThread, closing: Coroutine[Any, Any, None]) -> None:
+    """Run `closing` on the loop for at most `CLOSE_TIMEOUT_S`, because the engine has more to end, and release the thread."""
     try:
-        future.result(CLOSE_TIMEOUT_S)
+        thread.start(closing).result(CLOSE_TIMEOUT_S)
     except TimeoutError:
         log.warning("close_took_too_long", seconds=CLOSE_TIMEOUT_S)
+    finally:
+        thread.release()

@@ -1,29 +1,28 @@
-"""kvferry inside an engine that schedules by itself: what its processes call, from their own threads.
+"""kvferry inside an engine that schedules by itself. The engine's processes call it from their own threads.
 
 One process of an instance has the `ConnectorLeader`, each rank's process a `ConnectorRank` (a process may have both). They find
-each other by the instance's name. No call waits for the network, but for `ConnectorLeader.start`, `pause` and `close`.
+each other by the instance's name. Only `ConnectorLeader.start`, `ConnectorRank.pause` and `close` wait for the network.
 
     rank = ConnectorRank(config, instance="i-1", rank=0, sides=PREFILL, engine=ConnectorEngine(...))  # each rank
     leader = ConnectorLeader(config, instance="i-1", num_ranks=1, sides=PREFILL)                   # one of them
     leader.start()
-    leader.offer("a", "transfer-1", token_ids)      # the engine was given the prompt
-    leader.begin("a")                               # ... begins to compute it
+    leader.offer("a", "transfer-1", token_ids)      # the engine received the prompt
+    leader.begin("a")                               # ... starts to compute it
     rank.progress("a", [pages], 128, event)         # ... has computed 128 tokens of it
-    rank.finish("a"); leader.finish("a")            # ... is done with it
-    rank.poll_events() -> [Free(name="a", ...)]     # its pages may be used for something else
+    rank.finish("a"); leader.finish("a")            # ... has computed all of it
+    rank.poll_events() -> [Free(name="a", ...)]     # its pages can be reused
 
-and on the other side
+and on the decode side
 
     leader.want("b", "transfer-1", "host:port", token_ids, start_token=0)
-    leader.view("b").state is PromptState.READY     # the other side is about to send: take pages
+    leader.view("b").state is PromptState.READY     # prefill is about to send: allocate pages
     leader.bind("b", [pages])
-    rank.poll_events() -> [Settled(name="b", failure="", ...)]    # on every rank: all KV is there, on all ranks
+    rank.poll_events() -> [Settled(name="b", failure="", ...)]    # on every rank: the KV is there, on all ranks
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import secrets
@@ -43,8 +42,8 @@ from kvferry.engines.connector import (
     RankWaiting,
     SideReport,
     Sides,
+    close_on,
     security_for,
-    wait_for_close,
 )
 from kvferry.engines.connector_service import ConnectorNode
 from node_runtime.loop_thread import LoopThread
@@ -67,13 +66,10 @@ log = structlog.get_logger(__name__)
 
 
 class ConnectorLeader:
-    """Speak to the other tier's leaders for an instance.
+    """The leader of an instance, which calls the leaders of the other tier.
 
     Args:
-        config: Settings.
-        instance: Name of this life of the instance, as its ranks have it.
-        num_ranks: Of the instance.
-        sides: Sides of the instance.
+        instance: Name of this life of the instance, the same as in its ranks.
         compute: Has the engine compute a prompt that a decode node requests without a router; see `OfferedPrompts`.
 
     Raises:
@@ -100,7 +96,7 @@ class ConnectorLeader:
         self._incarnation = secrets.randbits(63) + 1
         self._reports: dict[Sides, dict[int, RankReport]] = {PREFILL: {}, DECODE: {}}
         self._hellos: dict[int, RankReady] = {}
-        self._wanted: set[str] = set()  # what the loop may not have heard of yet
+        self._wanted: set[str] = set()  # prompts that the loop may not know yet
         self._all_there: asyncio.Future[None]
         self._link: LeaderLink | None = None
         self._node: ConnectorNode | None = None
@@ -116,42 +112,41 @@ class ConnectorLeader:
         """Wait for all ranks, and serve.
 
         Raises:
-            ConfigError: A rank cannot start, or has not come; a port cannot be had.
+            ConfigError: A rank cannot start or is missing, or a port cannot be opened.
             TransferError: The ranks do not fit each other.
         """
         if self._is_closed:
             raise LocalProtocolError("this leader is closed; it cannot be started")
-        started = self._thread.start(self._open(timeout_s))
-        started.result(timeout_s + CLOSE_TIMEOUT_S)
+        self._thread.start(self._open(timeout_s)).result(timeout_s + CLOSE_TIMEOUT_S)
 
-    # What the engine calls, of prompts that it computes
+    # Prompts that the engine computes
 
     def offer(self, name: str, transfer_id: str, token_ids: Sequence[int]) -> None:
-        """The engine was given a prompt whose KV is to go to a decode side.
+        """Offer a prompt to decode sides.
 
         Args:
-            name: The engine's own, not in use.
-            transfer_id: By which the decode side asks for it.
+            name: The engine's own name of the prompt, not in use.
+            transfer_id: The decode side requests the prompt by it.
         """
-        self._call(self.source.requests.offer, name, transfer_id, tuple(token_ids))
+        self._call(self.outgoing.requests.offer, name, transfer_id, tuple(token_ids))
 
     def begin(self, name: str) -> None:
-        """The engine has pages for it and is about to compute it."""
-        self._call(self.source.requests.begin, name)
+        """Report that the engine has pages for the prompt and is about to compute it."""
+        self._call(self.outgoing.requests.begin, name)
 
     def pause(self, name: str) -> None:
-        """The engine takes its pages back, to compute it again later: `begin` follows. Each rank is told by its own `pause`."""
-        self._call(self.source.requests.pause, name)
+        """Report that the engine frees the pages, and will `begin` again. Call `pause` of each rank, too."""
+        self._call(self.outgoing.requests.pause, name)
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
         """Record that the engine has computed the whole prompt; see `OfferedPrompts.finish`."""
-        self._call(lambda: self.source.requests.finish(name, first_token=first_token, note=note))
+        self._call(self.outgoing.requests.finish, name, first_token=first_token, note=note)
 
     def withdraw(self, name: str, reason: str) -> None:
-        """The engine gives it up. No-op for one that was sent."""
-        self._call(self.source.requests.withdraw, name, reason)
+        """Give a prompt up. No-op if it was sent."""
+        self._call(self.outgoing.requests.withdraw, name, reason)
 
-    # ... and of prompts that it wants
+    # Prompts that the engine fetches
 
     def want(
         self,
@@ -171,38 +166,36 @@ class ConnectorLeader:
         self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, needs_note, traceparent)
 
     def view(self, name: str) -> PromptView | None:
-        """How far a wanted prompt is; None: it is not wanted, or settled."""
+        """Return the state of a wanted prompt; None means that it is not wanted, or settled."""
         if self._is_closed:
             return None
         if name in self._wanted:
             return PromptView(state=PromptState.WAITING)
-        return self.target.prompts.view(name)
+        return self.incoming.prompts.view(name)
 
     def bind(self, name: str, tables: Sequence[Sequence[int]], *, start_token: int | None = None) -> None:
-        """Record the pages that the engine took for the whole prompt. `Settled` follows on every rank.
+        """Record the pages that the engine allocated for the whole prompt. `Settled` follows on every rank.
 
         Args:
-            tables: The prompt's page table in each group of layers, from token 0 on. Pages before the start token are not
-                touched.
-            start_token: First token whose KV is needed, if it is later than the token given to `want`. Only if the view has
-                `can_start_late`.
+            tables: Page table in each group of layers, from token 0 on. Pages before the start token are not touched.
+            start_token: First token to fetch, if it is later than in `want`. Needs `can_start_late` of the view.
         """
-        self._call(self.target.prompts.bind, name, tuple(tuple(table) for table in tables), start_token)
+        self._call(self.incoming.prompts.bind, name, tuple(tuple(table) for table in tables), start_token)
 
     def report_page_shortage(self, name: str) -> None:
         """Record that the engine has no pages for a `READY` prompt; may be called repeatedly.
 
         If the shortage lasts, a prompt that prefill preempted releases its pages; see `BoundPrompts.report_page_shortage`.
         """
-        self._call(self.target.prompts.report_page_shortage, name)
+        self._call(self.incoming.prompts.report_page_shortage, name)
 
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
         """Give a prompt up. `Settled` follows only if the prompt is bound; see `BoundPrompts.cancel`."""
-        self._call(lambda: self.target.prompts.cancel(name, reason, is_wanted_again=is_wanted_again))
+        self._call(self.incoming.prompts.cancel, name, reason, is_wanted_again=is_wanted_again)
 
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
-        """The engine will never want the prompt of that id, which the prefill side at `source` may hold for it."""
-        self._call(self.target.prompts.decline, transfer_id, source, reason)
+        """Tell the prefill side at `source` that the engine will never fetch the prompt of that id."""
+        self._call(self.incoming.prompts.decline, transfer_id, source, reason)
 
     @property
     def incarnation(self) -> int:
@@ -220,46 +213,45 @@ class ConnectorLeader:
         return self._node is None or self._node.is_idle
 
     def check(self) -> None:
-        """Raises LocalProtocolError when something broke that nobody expected, or a rank is gone; the engine must not go on."""
+        """Raise LocalProtocolError after an unexpected error, or if a rank is gone. The engine must stop."""
         self._thread.check()
         if self._broken:
             raise LocalProtocolError(f"kvferry cannot go on in this instance: {self._broken}")
 
     def close(self) -> None:
-        """End everything; returns when it has, or after some seconds."""
+        """End everything, and wait for that at most `CLOSE_TIMEOUT_S`."""
         if self._is_closed or not self._thread.is_own:
             return
         self._is_closed = True
         try:
-            wait_for_close(self._thread.start(self._close()))
+            close_on(self._thread, self._close())
         finally:
-            self._thread.release()
-            # ZeroMQ leaves its socket's file. What the lock protects goes before the lock does.
+            # ZeroMQ leaves its socket's file. Remove the file that the lock protects before the lock.
             for path in (_socket_path(self._addresses[0]), Path(self._lock.name)):
                 path.unlink(missing_ok=True)
             self._lock.close()
 
-    def _call(self, function: Callable[..., object], *args: Any) -> None:
-        """Have the loop call it; nothing once this is closed, for the loop may still be another's."""
+    def _call(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
+        """Call a function on the loop. No-op once this is closed, although others may still use the loop."""
         if not self._is_closed:
-            self._thread.call(lambda: None if self._is_closed else function(*args))
+            self._thread.call(lambda: None if self._is_closed else function(*args, **options))
 
     # On the loop
 
     def _want(self, name: str, *arguments: Any) -> None:
-        self.target.prompts.want(name, *arguments)
+        self.incoming.prompts.want(name, *arguments)
         self._wanted.discard(name)
 
     @property
-    def source(self) -> PrefillService:
-        """The side that sends; owned by the loop. Raises LocalProtocolError when the instance does not have it."""
+    def outgoing(self) -> PrefillService:
+        """The prefill side, owned by the loop. Raises LocalProtocolError if the instance has none."""
         if self._node is None or self._node.prefill is None:
             raise LocalProtocolError("this instance computes no prompts for others, or is not started")
         return self._node.prefill
 
     @property
-    def target(self) -> DecodeService:
-        """The side that receives; owned by the loop. Raises LocalProtocolError when the instance does not have it."""
+    def incoming(self) -> DecodeService:
+        """The decode side, owned by the loop. Raises LocalProtocolError if the instance has none."""
         if self._node is None or self._node.decode is None:
             raise LocalProtocolError("this instance fetches no prompts from others, or is not started")
         return self._node.decode
@@ -278,10 +270,6 @@ class ConnectorLeader:
             raise ConfigError(f"ranks {absent} of the engine have not come within {timeout_s:g} s") from None
         hellos = tuple(self._hellos[rank] for rank in range(self._num_ranks))
         check_alike(hellos)
-        await self._serve(hellos)
-
-    async def _serve(self, hellos: tuple[RankReady, ...]) -> None:
-        # Whatever fails from here on is closed.
         node = self._node = ConnectorNode(
             self._config,
             sides=self._sides,
@@ -294,7 +282,7 @@ class ConnectorLeader:
         )
         self.address = await node.open()
         self.http_address = host_port(self._config.server.advertised_host, node.http_port)
-        self._thread.loop.turns.start_counting()
+        loop.turns.start_counting()
         log.info("kvferry_ready", address=self.address, http=self.http_address, ranks=len(hellos))
 
     def _reports_of(self, side: Sides) -> Sequence[RankReport]:
@@ -306,7 +294,7 @@ class ConnectorLeader:
             self._break(f"a rank has not taken {type(message).__name__}: it is gone, or hangs")
 
     def _break(self, reason: str) -> None:
-        """What a rank was to hear is lost, or is not what it knows of any more: prompts would never end."""
+        """Stop the engine, because a message to a rank is lost and prompts would never end."""
         if not self._broken:
             log.critical("kvferry_broke", error=reason)
             self._broken = reason
@@ -327,12 +315,12 @@ class ConnectorLeader:
                     self._all_there.set_exception(ConfigError(f"rank {rank} cannot start: {message.reason}"))
             case SideReport():
                 self._reports[Sides(message.side)][rank] = message.report
-            case _ if self._node is None:
-                log.debug("rank_message_dropped", message=type(message).__name__)  # of strangers: nobody has joined before
+            case _ if self._node is None:  # about a stranger, because no peer has joined yet
+                log.debug("rank_message_dropped", message=type(message).__name__)
             case _ if isinstance(message, FROM_DECODE):
-                self.target.on_rank_message(rank, message)
+                self.incoming.on_rank_message(rank, message)
             case _:
-                self.source.on_rank_message(rank, message)
+                self.outgoing.on_rank_message(rank, message)
 
     def _close_link(self) -> None:
         link, self._link = self._link, None
@@ -340,10 +328,11 @@ class ConnectorLeader:
             link.close()
 
     async def _close(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:  # in reverse, and each whatever becomes of the others
-            stack.callback(self._close_link)
+        try:
             if self._node is not None:
-                stack.push_async_callback(self._node.close)
+                await self._node.close()
+        finally:
+            self._close_link()
 
 
 def _socket_path(address: RankAddress) -> Path:
@@ -351,7 +340,7 @@ def _socket_path(address: RankAddress) -> Path:
 
 
 def _locked(path: str, instance: str) -> IO[str]:
-    """A file that is this process's as long as it is open: two leaders of one name would share one socket."""
+    """Lock the instance's name for this process until the file is closed. Two leaders of one name would share one socket."""
     while True:
         file = Path(path).open("w")  # noqa: SIM115 - kept open
         try:
@@ -365,4 +354,4 @@ def _locked(path: str, instance: str) -> IO[str]:
             raise ConfigError(
                 f"instance {instance!r} has a leader already on this machine; each needs a name of its own"
             ) from None
-        file.close()  # removed by the one before as it was opened here: what is locked is no file any more
+        file.close()  # the previous leader removed the file after it was opened here

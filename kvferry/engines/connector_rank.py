@@ -1,4 +1,4 @@
-"""The connector of one rank of an engine, on a thread beside the engine's own; see `kvferry.engines.connector_leader`."""
+"""The connector in a rank of an engine; see `kvferry.engines.connector_leader`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import structlog
@@ -21,8 +21,8 @@ from kvferry.engines.connector import (
     RankWaiting,
     SideReport,
     Sides,
+    close_on,
     security_for,
-    wait_for_close,
 )
 from node_runtime.loop_thread import LoopThread
 from node_runtime.process_setup import raise_open_files
@@ -57,17 +57,13 @@ log = structlog.get_logger(__name__)
 
 
 class ConnectorRank:
-    """One rank's kvferry, on a thread of its own beside the engine's.
+    """The kvferry of one rank, on a thread of its own beside the engine's.
 
     Args:
-        config: Settings.
-        instance: Name of this life of the instance, the same in all its processes and no other's.
-        rank: This rank of it.
-        sides: What the instance does.
-        engine: What it serves.
+        instance: Name of this life of the instance, the same in all its processes and different from all others.
 
     Raises:
-        ConfigError: TLS, or plain text, cannot be had as set.
+        ConfigError: The TLS or plain text settings cannot be used.
     """
 
     def __init__(self, config: ConnectorConfig, *, instance: str, rank: int, sides: Sides, engine: ConnectorEngine) -> None:
@@ -78,9 +74,9 @@ class ConnectorRank:
         self._engine = engine
         self._security = security_for(config, sides)
         self._news: deque[TransferEvent | Settled] = deque()
-        self._source: OfferedPages | None = None
-        self._pages: BoundPages | None = None
-        self._target: IncomingRank | None = None
+        self._outgoing: OfferedPages | None = None
+        self._incoming: BoundPages | None = None
+        self._parts: dict[Sides, OfferedPages | IncomingRank] = {}  # that are open
         self._metrics: dict[Sides, RankMetrics] = {}
         self._tracers: list[Tracer] = []
         self._life: asyncio.Future[int]
@@ -90,28 +86,38 @@ class ConnectorRank:
         self._thread = LoopThread.shared()
         self._thread.call(self._begin, instance)
 
-    # What the engine calls
+    # Called by the engine
 
     def progress(self, name: str, tables: Sequence[Sequence[int]], num_computed: int, event: DeviceEvent | None = None) -> None:
-        """The prompt's first `num_computed` tokens are in the pool, behind `event` (None: already).
+        """Report that the first `num_computed` tokens of a prompt are in the pool after `event`.
 
         Args:
-            tables: Its page table in each group of layers, from token 0 on; a copy is not made.
+            tables: Page table in each group of layers, from token 0 on. No copy is made.
+            event: None means that the tokens are in the pool already.
         """
-        self._thread.call(self._progress, name, tables, num_computed, event)
+        self._call(lambda outgoing: outgoing.progress(name, tables, num_computed, event))
 
     def finish(self, name: str) -> None:
-        """The engine is done with the prompt: no more `progress` of it follows. `Free` does, once the leader is done as well."""
-        self._thread.call(self._finish, name)
+        """Report the last `progress` of a prompt. `Free` follows once the leader has finished the prompt, too."""
+        self._call(lambda outgoing: outgoing.finish(name))
+
+    def _call(self, function: Callable[[OfferedPages], object]) -> None:
+        """Call a function of the prefill side on the loop. No-op if this rank is closed or has no such side."""
+
+        def call() -> None:
+            if self._outgoing is not None and not self._is_closed:
+                function(self._outgoing)
+
+        self._thread.call(call)
 
     def pause(self, names: Iterable[str], reason: str) -> None:
-        """The engine takes the prompts' pages back, to compute them again later: returns when nothing reads them any more.
+        """Stop reading the pages of prompts that the engine will compute again; wait until nothing reads them.
 
         Raises:
-            LocalProtocolError: Something still does after a time in which every copy ends.
+            LocalProtocolError: The pages were still read after `PAUSE_TIMEOUT_S`, in which every copy ends.
         """
         if self._is_closed:
-            return  # nothing is read any more
+            return
         done = self._thread.start(self._pause(list(names), reason))
         try:
             done.result(PAUSE_TIMEOUT_S)
@@ -121,10 +127,10 @@ class ConnectorRank:
             ) from None
 
     def poll_events(self) -> list[TransferEvent | Settled]:
-        """What has happened since the last call.
+        """Return the events since the last call.
 
         Raises:
-            LocalProtocolError: Something broke that nobody expected; the engine must not go on.
+            LocalProtocolError: An unexpected error occurred. The engine must stop.
         """
         self._thread.check()
         news: list[TransferEvent | Settled] = []
@@ -134,23 +140,19 @@ class ConnectorRank:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no prompt, transfer or grant is known, and no news waits to be taken."""
-        return not self._news and all(part.is_idle for part in (self._source, self._target) if part is not None)
+        """Whether no prompt, transfer or grant is known, and no event waits for `poll_events`."""
+        return not self._news and all(part.is_idle for part in self._parts.values())
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that this rank takes part in."""
-        return sum(part.num_transfers for part in (self._source, self._target) if part is not None)
+        """Number of transfers of this rank."""
+        return sum(part.num_transfers for part in self._parts.values())
 
     def close(self) -> None:
-        """End everything; returns when it has, or after some seconds."""
-        if self._is_closed or not self._thread.is_own:
-            return
-        self._is_closed = True
-        try:
-            wait_for_close(self._thread.start(self._close()))
-        finally:
-            self._thread.release()
+        """End everything, and wait for that at most `CLOSE_TIMEOUT_S`."""
+        if not self._is_closed and self._thread.is_own:
+            self._is_closed = True
+            close_on(self._thread, self._close())
 
     # On the loop
 
@@ -173,7 +175,7 @@ class ConnectorRank:
             link.close()
 
     async def _serve(self, link: RankLink) -> None:
-        while not self._life.done():  # what was said to the leader of an earlier life of that name is not heard by this one's
+        while not self._life.done():  # a message to the leader of an earlier life of that name does not reach this one
             link.send(RankWaiting(rank=self._rank))
             await asyncio.wait({self._life}, timeout=SIGN_OF_LIFE_S)
         incarnation = self._life.result()
@@ -181,10 +183,10 @@ class ConnectorRank:
             hello = await self._open(incarnation)
         except Exception as error:
             log.error("rank_start_failed", rank=self._rank, error=str(error))
-            is_foreseen = isinstance(error, TransferError)
-            reason = str(error) if is_foreseen else f"unexpected {type(error).__name__}: {error}"
+            is_expected = isinstance(error, TransferError)
+            reason = str(error) if is_expected else f"unexpected {type(error).__name__}: {error}"
             link.send(RankStartFailed(rank=self._rank, reason=reason, exit_code=1))
-            if is_foreseen:
+            if is_expected:
                 return
             raise
         self._thread.loop.turns.start_counting()
@@ -194,7 +196,7 @@ class ConnectorRank:
 
     def _on_serving_over(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._thread.crash(error)  # an invariant that is broken, or a leader that takes nothing more
+            self._thread.crash(error)  # an invariant is broken, or the leader takes no messages
 
     async def _open(self, incarnation: int) -> RankReady:
         engine, pool = self._engine, self._engine.pool
@@ -243,33 +245,32 @@ class ConnectorRank:
 
     def _open_prefill(self, context: RankContext) -> Instance:
         engine, config = self._engine, self._config
-        source = OfferedPages(loop=self._thread.loop, send=self._send, on_news=self._news.append)
+        pages = OfferedPages(loop=self._thread.loop, send=self._send, on_news=self._news.append)
         num_slots = config.staging.num_slots
         slot_bytes = staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard)
         sender = SenderLoop(
             context=context,
-            owner=source.rank,
+            owner=pages.rank,
             pool=engine.pool,
             staging=StagingBuffer(num_bytes=num_slots * slot_bytes, device=engine.pool.device),
             settings=SenderSettings(num_slots=num_slots),
         )
         sessions = OutgoingSessions(context=context, sender=sender, plan=finest_chunk_plan(config.chunk), send=self._send)
-        source.rank.begin(sender, sessions)
-        self._source = source
+        pages.rank.begin(sender, sessions)
+        self._outgoing = self._parts[PREFILL] = pages
         return context.instance
 
     async def _open_decode(self, context: RankContext, ring_bytes: int) -> str:
         """Open the decode side and return the address to announce to prefill ranks."""
         config, pool = self._config, self._engine.pool
         pages = BoundPages(send=self._send, on_news=self._news.append)
-        target = pages.rank
         memory = RingMemory.take(
             ring_bytes=ring_bytes,
             probe_bytes=config.transport.probe_bytes,
             device=pool.device,
             is_one_sided=context.transport.is_one_sided,
         )
-        receiving = open_receiving(context=context, owner=target, pool=pool, memory=memory, server=config.server)
+        receiving = open_receiving(context=context, owner=pages.rank, pool=pool, memory=memory, server=config.server)
         writers = IncomingSessions(
             context=context,
             receiving=receiving,
@@ -277,8 +278,8 @@ class ConnectorRank:
             heartbeat_s=config.heartbeat.interval_s,
             send=self._send,
         )
-        target.begin(receiving.loop, writers)
-        self._pages, self._target = pages, target
+        pages.rank.begin(receiving.loop, writers)
+        self._incoming, self._parts[DECODE] = pages, pages.rank
         return await writers.start()
 
     def _on_message(self, message: Any) -> None:
@@ -288,51 +289,40 @@ class ConnectorRank:
         elif isinstance(message, RankLogLevel):
             set_log_level(message.level)
         elif isinstance(message, TO_DECODE):
-            if self._pages is not None:
-                self._pages.on_message(message)
-        elif self._source is not None:
-            self._source.on_message(message)
-
-    def _progress(self, name: str, tables: Sequence[Sequence[int]], num_computed: int, event: DeviceEvent | None) -> None:
-        if self._source is not None and not self._is_closed:
-            self._source.progress(name, tables, num_computed, event)
-
-    def _finish(self, name: str) -> None:
-        if self._source is not None and not self._is_closed:
-            self._source.finish(name)
+            if self._incoming is not None:
+                self._incoming.on_message(message)
+        elif self._outgoing is not None:
+            self._outgoing.on_message(message)
 
     async def _pause(self, names: list[str], reason: str) -> None:
-        if self._source is not None:
-            await asyncio.gather(*(self._source.pause(name, reason) for name in names))
+        if self._outgoing is not None:
+            await asyncio.gather(*(self._outgoing.pause(name, reason) for name in names))
 
     async def _report(self, link: RankLink) -> None:
-        """Tell the leader what each side is doing, and prove the invariants of one that does nothing."""
+        """Report the state of each side to the leader, and check the invariants of idle sides."""
         last: dict[Sides, dict[str, Any]] = {}
         last_s = dict.fromkeys(self._metrics, 0.0)
         num_checks = 0
         while True:
             now_s = self._thread.loop.time()
-            for side, part in ((PREFILL, self._source), (DECODE, self._target)):
-                if part is None:
-                    continue
+            for side, part in self._parts.items():
                 status = part.status()
                 if status == last.get(side) and now_s - last_s[side] < SIGN_OF_LIFE_S:
                     continue
                 last[side], last_s[side] = status, now_s
                 num_checks += part.check_idle()
-                told = status | process_figures() | {"rank": self._rank, "pid": os.getpid(), "idle_checks": num_checks}
-                report = RankReport(rank=self._rank, status=told, metrics=self._metrics[side].snapshot(told))
+                shown = status | process_figures() | {"rank": self._rank, "pid": os.getpid(), "idle_checks": num_checks}
+                report = RankReport(rank=self._rank, status=shown, metrics=self._metrics[side].snapshot(shown))
                 link.send(SideReport(side=side.value, report=report))
             await asyncio.sleep(REPORT_S)
 
     async def _close(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:  # in reverse, and each whatever becomes of the others
+        async with contextlib.AsyncExitStack() as stack:  # in reverse; an error of one does not keep the others from closing
             stack.callback(self._close_link)
             for tracer in self._tracers:
                 stack.push_async_callback(asyncio.to_thread, tracer.close)
-            for part in (self._target, self._source):
-                if part is not None:
-                    stack.push_async_callback(part.close)
+            for part in reversed(self._parts.values()):
+                stack.push_async_callback(part.close)
             if self._serving is not None:
                 self._serving.cancel()
                 await asyncio.gather(self._serving, return_exceptions=True)

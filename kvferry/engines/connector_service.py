@@ -1,4 +1,4 @@
-"""Serve an engine's instance once all its ranks are there: its sides, and the calls of operators."""
+"""Serve the sides of an engine's instance, and the calls of operators."""
 
 from __future__ import annotations
 
@@ -29,13 +29,10 @@ class ConnectorNode(NodeService):
     """See the module's docstring. Owned by the leader's loop.
 
     Args:
-        config: Settings.
-        sides: Sides of the instance.
-        hellos: Self-descriptions of the ranks.
-        security: TLS or plain text towards the other tier.
+        hellos: Self-descriptions of all ranks.
         broadcast: Sends a message to every rank.
-        reports: The newest report of each rank about one side.
-        why_broken: Why the engine must not go on; empty while it may.
+        reports: Returns the newest report of each rank about one side.
+        why_broken: Returns why the engine must stop; empty if it need not.
         compute: See `transfer.connector.outgoing.OutgoingTransfers`.
     """
 
@@ -118,7 +115,7 @@ class ConnectorNode(NodeService):
         return self._address
 
     async def close(self) -> None:
-        await self._set_serving(False)  # no decode side is to find this instance once its port is closed
+        await self._set_serving(False)  # before the port is closed, so that decode sides do not find this instance
         async with contextlib.AsyncExitStack() as stack:  # in reverse; an error of one does not keep the others from closing
             for tracer in self._tracers:
                 stack.push_async_callback(asyncio.to_thread, tracer.close)

@@ -68,7 +68,7 @@ def test_reuse_of_the_id_of_a_running_attempt_is_rejected(pair: Pair, monkeypatc
     decode.fetches("b", "t", source)
     source.computes("a", "t", end=64)
     assert is_held.wait(TIMEOUT_S), "a gather is under way"
-    (request_id,) = source.leader.source.requests.request_ids
+    (request_id,) = source.leader.outgoing.requests.request_ids
     with monkeypatch.context() as cut:
         cut.setattr(PrefillPeer, "stub", unreachable)  # so that the decode side cannot report first that it gave up the prompt
         error = asyncio.run(ask_again(source, decode, request_id))
@@ -102,7 +102,7 @@ def test_requests_add_only_a_bounded_number_of_prefill_nodes(pair: Pair, monkeyp
     """Regression: the decode side joined each node, or retried it forever."""
     monkeypatch.setattr(peers_module, "MAX_ADDED", 3)
     source, decode = pair(None, {"join_on_request": True, "limits.meet_timeout_s": 0.1})
-    peers = decode.leader.target.peers
+    peers = decode.leader.incoming.peers
     for index in range(1, 8):
         name = f"n{index}"
         decode.leader.want(name, name, f"127.0.0.1:{index}", PROMPT)

@@ -119,7 +119,7 @@ def begin_all(source: Instance, decode: OtherProcess) -> None:
         source.leader.offer(f"a{index}", f"a{index}", prompt)
         source.leader.begin(f"a{index}")
         source.compute(f"a{index}", FROM[index], prompt, 0, 40)
-    wait_for(lambda: source.leader.source.requests.num_transfers == len(PROMPTS), "under way")
+    wait_for(lambda: source.leader.outgoing.requests.num_transfers == len(PROMPTS), "under way")
     time.sleep(0.2)
 
 
