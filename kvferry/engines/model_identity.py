@@ -1,4 +1,4 @@
-"""What must be equal of two engines' models for the KV of one to be of use to the other, read from the model's directory."""
+"""Read from a model's directory the fields that must be equal on both sides of a transfer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 from transfer.errors import ConfigError
 
 _VOLATILE: Final = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "auto_map"})
-"""Fields of a config.json that say who wrote it or how it is to be loaded, and nothing of what the model computes."""
+"""Fields of a config.json that do not change what the model computes."""
 
 
 def model_directory(model: str) -> Path:
-    """The local directory of a model: `model` itself, or where the hub's cache has it; never asks the network.
+    """Return the local directory of a model: `model` itself, or its directory in the hub's cache. Does not use the network.
 
     Raises:
-        ConfigError: Neither is there.
+        ConfigError: Neither exists.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -36,25 +36,25 @@ def model_directory(model: str) -> Path:
 
 
 def model_fields(model: str, *, changes: Mapping[str, object] | None = None) -> dict[str, str]:
-    """What must be equal on both sides of a transfer, as name -> text; does not depend on where the directory is.
+    """Return the fields that must be equal on both sides, as name -> text. They do not depend on the directory's path.
 
-    Of a model that the embedded engine can run, these are the fields that it tells too, so that an engine can meet our own nodes.
-    Of any other they are the architecture, a digest of config.json, and one of the weights.
+    For a model of the embedded engine they are that engine's own fields, so that its nodes can be joined. For other models they
+    are the architecture, a digest of config.json and a digest of the weights.
 
     Args:
         model: Directory, or a name in the hub's cache.
-        changes: Settings of the engine by which it computes other numbers than the directory's model, such as a quantisation;
-            those that are None, empty or "{}" count as absent.
+        changes: Settings of the engine that change what the model computes, such as a quantisation. None, "" and "{}" count as
+            absent.
 
     Raises:
-        ConfigError: The model is not there, or damaged.
+        ConfigError: The model is missing or damaged.
     """
     directory = model_directory(model)
     config = read_config(directory)
     try:
         fields = dict(read_model_files(directory).fields)
     except ConfigError:
-        fields = _other_fields(directory, config)  # not one that the embedded engine runs
+        fields = _other_fields(directory, config)  # the embedded engine does not run it
     for name, value in (changes or {}).items():
         if value not in (None, "", "{}"):
             fields[f"engine.{name}"] = str(value)
@@ -68,10 +68,6 @@ def _other_fields(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
         "architecture": ", ".join(map(str, config.get("architectures") or ["unnamed"])),
         "config": f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}",
     }
-    if _has_weights(directory):
+    if any((directory / name).exists() for name in (WEIGHTS_NAME, INDEX_NAME)):
         fields["weights"] = f"xxh3-128:{weights_digest(stored_tensors(directory))}"
     return fields
-
-
-def _has_weights(directory: Path) -> bool:
-    return any((directory / name).exists() for name in (WEIGHTS_NAME, INDEX_NAME))

@@ -1,4 +1,4 @@
-"""Gives a vLLM instance prompts by its own API: those that a decode node asks for and no router has sent."""
+"""Send a vLLM instance prompts by its own API: those that a decode node requests and no router sent."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KINDS: Final[dict[int, type[TransferError]]] = {
 
 
 class ComputeByApi:
-    """See the module's docstring; the `compute` of `OfferedPrompts`.
+    """The `compute` of `OfferedPrompts`.
 
     Args:
         url: URL of the OpenAI API, without a path.
-        api_key: Key of the API; None if it needs none.
+        api_key: None means that the API needs no key.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -36,12 +36,12 @@ class ComputeByApi:
         self._model = ""
 
     async def __call__(self, transfer: Transfer) -> None:
-        """Have the prompt computed; ends when it has been, and cancelled gives it up.
+        """Have the prompt computed. If cancelled, give it up.
 
         Raises:
-            ConfigError: It refuses the prompt.
-            PeerUnreachable: It does not answer, or takes nothing now.
-            EngineError: It fails, or refuses this caller.
+            ConfigError: The engine rejects the prompt.
+            PeerUnreachable: The engine does not answer, or is full.
+            EngineError: The engine fails, or rejects this caller.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         try:

@@ -3,8 +3,8 @@
     --kv-transfer-config '{"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.engines.vllm_connector",
                            "kv_role": "kv_producer", "kv_connector_extra_config": {"tls": {"insecure": 1}}}'
 
-vLLM makes one of these objects in its scheduler's process and one in each worker's. Here is what it calls; what is done is in
-`kvferry.engines.vllm_scheduler` and `kvferry.engines.vllm_worker`. docs/engines.md says how to run it.
+vLLM makes one of these objects in its scheduler's process and one in each worker's. They pass vLLM's calls on to
+`kvferry.engines.vllm_sides`, which needs no vLLM. docs/engines.md describes how to run it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from kvferry.engines.connector import ConnectorEngine
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.vllm_compute import ComputeByApi
-from kvferry.engines.vllm_facts import model_fields
-from kvferry.engines.vllm_layout import VllmLayout, describe, read_facts
-from kvferry.engines.vllm_scheduler import SchedulerSide, StepMessage
+from kvferry.engines.vllm_facts import model_fields, read_facts
+from kvferry.engines.vllm_layout import VllmLayout, describe
 from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
-from kvferry.engines.vllm_worker import WorkerSide
+from kvferry.engines.vllm_sides import SchedulerSide, StepMessage, WorkerSide
 
 _DONE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
 
 
 @dataclass
 class KvferryMetadata(KVConnectorMetadata):
-    """What goes from the scheduler's object to the workers' with each step."""
+    """Scheduler's object -> workers' objects, with each step."""
 
     plan: StepMessage = field(default_factory=StepMessage)
 
@@ -45,11 +44,11 @@ class KvferryMetadata(KVConnectorMetadata):
 class KvferryConnector(KVConnectorBase_V1):
     """See the module's docstring.
 
-    It does not say that it knows the hybrid KV cache manager (`SupportsHMA`), so that vLLM turns that off: layers with a sliding
-    window then have blocks for every token, in one table with the others, and can be moved.
+    It does not declare `SupportsHMA`, so that vLLM disables its hybrid KV cache manager. Layers with a sliding window then have
+    blocks for every token, in one table with the other layers, and can be moved.
 
     Raises:
-        ConfigError: A setting is unknown or cannot be, or this vLLM is outside the tested range.
+        ConfigError: A setting is unknown or invalid, or this vLLM is outside the tested range.
         LayoutError: The model has layers whose KV cannot be moved; they are named.
     """
 
@@ -89,7 +88,7 @@ class KvferryConnector(KVConnectorBase_V1):
     def _described(self) -> VllmLayout:
         return describe(read_facts(self._vllm_config, self._kv_cache_config), windows=self._config.window_layers)
 
-    # The scheduler's
+    # Called in the scheduler's process
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.added(request)
@@ -112,20 +111,12 @@ class KvferryConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, is_done=request.status in _DONE)
 
-    # The workers'
+    # Called in the workers' processes
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout = self._described()
-        engine = self._engine(layout, kv_caches)
-        self._rank = ConnectorRank(
-            self._config, instance=self._instance, rank=layout.shard.rank, sides=self._sides, engine=engine
-        )
-        record = _recorded_event if engine.pool.device.type == "cuda" else None
-        self._worker = WorkerSide(self._rank, layout.page_tables, record=record)
-
-    def _engine(self, layout: VllmLayout, kv_caches: dict[str, torch.Tensor]) -> ConnectorEngine:
         model = self._vllm_config.model_config
-        return ConnectorEngine(
+        engine = ConnectorEngine(
             layout=layout.layout,
             shard=layout.shard,
             pool=layout.pool(kv_caches),
@@ -134,27 +125,29 @@ class KvferryConnector(KVConnectorBase_V1):
             vocab_size=model.get_vocab_size(),
             kv_scales=layout.kv_scales,
         )
-
-    def _plan(self) -> StepMessage:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, KvferryMetadata)
-        return metadata.plan
+        self._rank = ConnectorRank(
+            self._config, instance=self._instance, rank=layout.shard.rank, sides=self._sides, engine=engine
+        )
+        record = _recorded_event if engine.pool.device.type == "cuda" else None
+        self._worker = WorkerSide(self._rank, layout.page_tables, record=record)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, KvferryMetadata)
         self._worker.preempt(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: KV comes between steps, and its requests are not in one before all of it is there."""
+        """Do nothing: KV comes between steps, and vLLM schedules its requests after all of it came."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing, see `start_load_kv`."""
+        """Do nothing, see `start_load_kv`."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: what the step has computed is sent behind it."""
+        """Do nothing: the KV of a step is sent after the step."""
 
     def wait_for_save(self) -> None:
-        self._worker.computed(self._plan())
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvferryMetadata)
+        self._worker.computed(metadata.plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._worker.results()
@@ -166,7 +159,7 @@ class KvferryConnector(KVConnectorBase_V1):
         raise NotImplementedError("failures go with get_transfer_results; they would be lost here")
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """None: what did not come is told by request (`failed_recving`), which also models with several groups of blocks have."""
+        """Return nothing: `failed_recving` reports failures by request, which also works for several groups of blocks."""
         return set()
 
     # Both

@@ -1,7 +1,7 @@
-"""What vLLM says about its KV cache, as plain values: read once, on the scheduler or on a worker, and understood elsewhere.
+"""Read vLLM's description of its KV cache as plain values, on the scheduler or on a worker.
 
-Only attributes of the objects that vLLM hands to a connector are read; vLLM itself is not imported. Names are those of vLLM 0.32
-and 0.33. `kvferry.engines.vllm_layout` says what the facts mean.
+This file reads attributes of the objects that vLLM passes to a connector, and imports nothing of vLLM. Names are those of vLLM
+0.32 and 0.33. `kvferry.engines.vllm_layout` interprets the facts.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ class LayerFacts:
     """One layer that keeps KV, on one rank.
 
     Args:
-        name: Of its attention module, for example ``model.layers.3.self_attn.attn``.
-        group: Index of its block table among a request's.
-        spec: Class name of its KV cache spec.
+        name: Name of the attention module, for example ``model.layers.3.self_attn.attn``.
+        group: Index of the layer's block table among those of a request.
+        spec: Class name of the KV cache spec.
         block_size: Tokens of a block.
-        num_kv_heads: Of this rank.
-        k_head_dim, v_head_dim: Elements per token and head; of a latent, all of it and 0.
-        dtype: torch's name for the elements' type; of an 8-bit float also ``uint8``.
-        window_tokens: Of a spec that drops what a window has passed; 0 otherwise.
-        quant_mode: vLLM's name for how it is quantised; ``NONE`` where it is not.
-        is_packed_otherwise: Whether a block holds anything but the K and V of its tokens and heads.
-        backend: vLLM's name for the attention backend; empty on the scheduler, which does not know.
-        isa: Of attention on a CPU, the instruction set for which blocks are packed; otherwise empty.
-        k_scale, v_scale: A stored 8-bit float times this is the value that the model computed.
-        num_scales: Of K; more than 1 where each head has its own.
+        num_kv_heads: KV heads of this rank; 0 for a layer without attention, such as a recurrent state.
+        k_head_dim, v_head_dim: Elements per token and head; for a latent, all its elements and 0.
+        dtype: torch's name of the element type; ``uint8`` is possible for 8-bit floats.
+        window_tokens: Window of a spec that drops earlier blocks; otherwise 0.
+        quant_mode: vLLM's name of the quantisation; ``NONE`` if there is none.
+        is_packed_otherwise: Whether a block holds anything besides K and V of its tokens and heads.
+        backend: vLLM's name of the attention backend; empty on the scheduler, which does not know it.
+        isa: For attention on a CPU, the instruction set for which blocks are packed; otherwise empty.
+        k_scale, v_scale: A stored 8-bit float times the scale is the value that the model computed.
+        num_scales: Scales of K; more than 1 if each head has its own.
     """
 
     name: str
     group: int
     spec: str
     block_size: int
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    dtype: str
+    num_kv_heads: int = 0
+    k_head_dim: int = 0
+    v_head_dim: int = 0
+    dtype: str = ""
     window_tokens: int = 0
     quant_mode: str = "NONE"
     is_packed_otherwise: bool = False
@@ -62,19 +62,18 @@ class VllmFacts:
     """One rank of a vLLM instance; on the scheduler, the first rank.
 
     Args:
-        tp_size, tp_rank, pp_size, pp_rank: The rank's place.
-        stage_layers: The model's layers in each pipeline stage.
+        stage_layers: Number of layers in each pipeline stage.
         model_dtype: What the model computes in.
         cache_dtype: The setting ``--kv-cache-dtype``.
-        cache_layout: vLLM's name for the order of layers, blocks, heads and tokens in memory, for example ``LBHNC``.
-        total_num_kv_heads: KV heads of the whole model; 1 where it keeps latents.
-        num_blocks: Blocks of the cache, the null block included.
+        cache_layout: vLLM's name of the order of layers, blocks, heads and tokens in memory, for example ``LBHNC``.
+        total_num_kv_heads: KV heads of the whole model; 1 if it keeps latents.
+        num_blocks: Blocks of the cache, including the null block.
         has_prefix_caching: Whether blocks are kept for later prompts.
-        is_consumer: Whether the instance takes KV of others: ``kv_role`` is not ``kv_producer``.
-        features: What is switched on and changes what KV means or where it lies, as name -> value.
+        is_consumer: Whether the instance receives KV: ``kv_role`` is not ``kv_producer``.
+        features: Features in use that change the meaning or the place of KV, as name -> value.
         layers: Layers of this rank that keep KV, in the order of the groups.
-        shared_layers: Layers that use another's KV, as name -> name.
-        model_layers: All layers by the model's configuration, where kvferry knows its architecture; otherwise empty.
+        shared_layers: Layers that use the KV of another one, as name -> name.
+        model_layers: All layers by the model's configuration; empty if kvferry does not know its architecture.
     """
 
     tp_size: int
@@ -96,17 +95,17 @@ class VllmFacts:
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
-    """The facts of the rank that this process is.
+    """Return the facts of this process's rank.
 
-    On a worker call it when weights are loaded and caches allocated, in ``register_kv_caches``: backends, packing and scales are
-    known from then on. On the scheduler any time; those stay empty.
+    On a worker, call it in ``register_kv_caches``: backends, packing and scales are known once weights are loaded and caches
+    allocated. On the scheduler they stay empty.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: Its ``KVCacheConfig``, as a connector is given it.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
 
     Raises:
-        ConfigError: The objects are not those of a vLLM that kvferry knows: what is missing.
+        ConfigError: The objects lack an attribute, because this vLLM has another version.
     """
     try:
         return _read(vllm_config, kv_cache_config)
@@ -148,13 +147,13 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
 
 
 def model_fields(vllm_config: Any) -> dict[str, str]:
-    """What of the model must be equal on both sides, read from its directory; see `kvferry.engines.model_identity`.
+    """Return the fields of the model that must be equal on both sides; see `kvferry.engines.model_identity`.
 
-    Equal to an embedded node's of the same directory, unless vLLM is told to change the model: by ``--hf-overrides``, or by a
-    quantisation that the directory's own config.json does not name.
+    They equal an embedded node's of the same directory, unless vLLM's settings change the model: by ``--hf-overrides``, or by a
+    quantisation that config.json does not name.
 
     Raises:
-        ConfigError: The model's directory is not there, or damaged.
+        ConfigError: The model's directory is missing or damaged.
     """
     from kvferry.engines import model_identity  # brings transformers
 
@@ -180,7 +179,7 @@ def _stage_layers(model: Any, tp_size: int, pp_size: int) -> Iterator[int]:
 
 
 def _specs(group: Any) -> Iterator[tuple[str, Any]]:
-    """Each layer of a group with its own spec; most groups have one for all."""
+    """Yield each layer of a group with its spec. Most groups have one spec for all layers."""
     own = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     for name in group.layer_names:
         yield str(name), own.get(name, group.kv_cache_spec)
@@ -188,17 +187,8 @@ def _specs(group: Any) -> Iterator[tuple[str, Any]]:
 
 def _layer(name: str, group: int, spec: Any, module: Any) -> LayerFacts:
     kind = type(spec).__name__
-    if not hasattr(spec, "head_size"):  # a recurrent state and the like: told by its class, and refused by it
-        return LayerFacts(
-            name=name,
-            group=group,
-            spec=kind,
-            block_size=int(spec.block_size),
-            num_kv_heads=0,
-            k_head_dim=0,
-            v_head_dim=0,
-            dtype="",
-        )
+    if not hasattr(spec, "head_size"):  # a recurrent state, for example, which is rejected by its class
+        return LayerFacts(name=name, group=group, spec=kind, block_size=int(spec.block_size))
     packings = (spec.num_head_slots, spec.state_content_bytes, getattr(spec, "model_version", None))
     role = getattr(spec, "cache_role", "sparse")
     return LayerFacts(
@@ -237,10 +227,10 @@ def _features(vllm_config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _model_layers(model: Any, dtype: str) -> tuple[LayerSpec, ...]:
-    """By the configuration, for a pipeline stage does not see the others and a merged spec does not tell windows."""
+    """Read the layers from the configuration, because a stage does not see the others and a merged spec has no windows."""
     try:
         config = model.hf_config.to_dict()
-        config.pop("quantization_config", None)  # of the weights: a layer's KV is the same
+        config.pop("quantization_config", None)  # changes the weights, not the KV
         return read_model_shape(config).layout(DType(dtype)).layers
     except (ConfigError, ValueError):
         return ()

@@ -1,14 +1,14 @@
-"""vLLM's KV cache in kvferry's words: layout, cut and views of its tensors. Nothing is copied.
+"""Convert vLLM's KV cache to kvferry's layout, shard and views of tensors. Nothing is copied.
 
-vLLM 0.32 and 0.33 hand a connector one tensor per layer, ``[blocks, heads, block_size, content]`` with any strides (the order in
-memory is a setting of its own, ``LBNHC`` or ``LBHNC`` for most). What the content of a block and head is depends on the backend:
+vLLM 0.32 and 0.33 pass a connector one tensor per layer, ``[blocks, heads, block_size, content]`` with any strides (the order in
+memory is a setting, mostly ``LBNHC`` or ``LBHNC``). The content of a block and head depends on the backend:
 
-- on GPUs each token's K, and its V behind it: ``[token, K | V]``;
-- MLA, everywhere: one head, whose content is the latent: ``[token, latent]``;
-- attention on a CPU (``CPU_ATTN``): the content of all of the block's tokens is one run of memory, first K as ``[dim, token]``,
-  then V as ``[token, dim]``. Seen with vLLM 0.32's own kernel, for its instruction sets ``vec`` and ``vec16``: those of x86 but
-  for ``amx``, which it takes for bfloat16 where the machine has it. That one keeps K and V in tiles of pairs; it is refused, and
-  so are those of other machines, which were not seen. 8-bit floats are packed as the others.
+- on GPUs, K of each token and V after it: ``[token, K | V]``;
+- MLA, on all devices: one head, whose content is the latent: ``[token, latent]``;
+- attention on a CPU (``CPU_ATTN``): the content of all tokens of the block is one run of memory, first K as ``[dim, token]``,
+  then V as ``[token, dim]``. This was verified with vLLM 0.32's own kernel for its instruction sets ``vec`` and ``vec16`` of x86.
+  The set ``amx``, for bfloat16, stores K and V in tiles of pairs. It is rejected, and so are the sets of other machines, which
+  were not verified. 8-bit floats are packed like other types.
 
 Source: vLLM 0.32.0 and 0.33.0, ``v1/kv_cache_interface.py``, ``v1/kv_cache_layout.py``, ``v1/attention/backends/``.
 """
@@ -23,16 +23,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvferry.engines.vllm_facts import LayerFacts, VllmFacts, read_facts
+from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
 from transfer.errors import ConfigError, LayoutError
 from transfer.layer_groups import NO_PAGE, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 
-__all__ = ["NULL_BLOCK", "LayerFacts", "VllmFacts", "VllmLayout", "WindowLayers", "describe", "read_facts"]
-
 NULL_BLOCK: Final = 0
-"""The block that stands in a block table where a window has passed."""
+"""The block in a block table in place of those that a window has passed."""
 
 PACKED_BACKENDS: Final = ("CPU_ATTN",)
 PACKED_ISAS: Final = ("vec", "vec16")
@@ -58,28 +56,28 @@ _FLOAT8_SETTINGS: Final = ("fp8", "fp8_e4m3")
 
 
 class WindowLayers(StrEnum):
-    """What of the layers that have a sliding window moves. Both sides must say the same."""
+    """The part of layers with a sliding window that moves. Both sides must use the same."""
 
     WHOLE = "whole"
-    """Every token, as of full attention. Right in any vLLM that gives these layers blocks for every token."""
+    """Every token, as for full attention. Works if vLLM allocates blocks for every token of these layers."""
 
     LAST_WINDOW = "last_window"
-    """The last window of the prompt only, as nodes with the embedded engine do it. What lies before it stays unwritten in blocks
-    that vLLM takes to be whole: a decode instance must then keep no blocks for later prompts, which could be given them."""
+    """The last window of the prompt, as in nodes with the embedded engine. Tokens before it stay unwritten in blocks that vLLM
+    considers whole. So a decode instance must not keep blocks for later prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmLayout:
-    """One rank of a vLLM instance, as a transfer sees it. Made by `describe`.
+    """One rank of a vLLM instance. Made by `describe`.
 
     Args:
-        layout: The KV of the whole model. Layers that use another's KV are not in it.
-        shard: The rank's cut; a page is a block, and page numbers are block ids.
-        layers: This rank's layers, in the layout's order.
-        kv_scales: For 8-bit floats, (of K, of V) for each layer of the layout; otherwise empty. See `transfer.instance.Instance`.
-        block_groups: For each of `layer_groups(layout)`, the index of its block table among a vLLM request's.
-        num_blocks: Blocks of each.
-        shared_layers: Layers whose tensors are another's.
+        layout: KV of the whole model, without layers that use the KV of another one.
+        shard: The rank's shard; a page is a block, and page numbers are block ids.
+        layers: The rank's layers, in the layout's order.
+        kv_scales: For 8-bit floats, scales of K and V for each layer of the layout; otherwise empty.
+        block_groups: For each of `layer_groups(layout)`, the index of its block table among those of a vLLM request.
+        num_blocks: Blocks of each group.
+        shared_layers: Layers that use the tensors of another one.
     """
 
     layout: KVLayout
@@ -91,13 +89,13 @@ class VllmLayout:
     shared_layers: frozenset[str]
 
     def pool(self, kv_caches: Mapping[str, Tensor]) -> PoolView:
-        """vLLM's tensors as this rank's pool, shared and not copied.
+        """Return a view of vLLM's tensors.
 
         Args:
-            kv_caches: As a connector is given them in ``register_kv_caches``.
+            kv_caches: The argument of ``register_kv_caches``.
 
         Raises:
-            LayoutError: A tensor is missing, one too many, or not as its backend is known to keep it; the layer is named.
+            LayoutError: A tensor is missing or unknown, or its backend stores it in an unknown way; the layer is named.
         """
         wanted = {layer.name for layer in self.layers}
         if missing := sorted(wanted - kv_caches.keys()):
@@ -109,28 +107,28 @@ class VllmLayout:
         return PoolView(layout=self.layout, shard=self.shard, buffers=buffers, num_pages=num_pages)
 
     def page_tables(self, block_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
-        """A request's page table for each of `layer_groups(layout)`.
+        """Return a request's page table for each of `layer_groups(layout)`.
 
         Args:
-            block_ids: A table for each of vLLM's groups, as ``get_block_ids()`` of its blocks gives them.
+            block_ids: ``get_block_ids()`` of the request's blocks: a table for each of vLLM's groups.
         """
         return tuple([NO_PAGE if block == NULL_BLOCK else block for block in block_ids[group]] for group in self.block_groups)
 
     def _buffers(self, layer: LayerFacts, cache: Tensor) -> LayerBuffers:
-        """K and V, [blocks, tokens, heads, dim] or with tokens and heads swapped, as the shard's order says."""
-        views = [self._in_order(view) for view in self._views(layer, self._checked(layer, cache))]
-        return LayerBuffers(k=views[0], v=views[1] if len(views) == 2 else None)
-
-    def _in_order(self, view: Tensor) -> Tensor:
-        return view.transpose(1, 2) if self.shard.order is TokenOrder.NHD else view
+        """Return K and V, [blocks, tokens, heads, dim] or [blocks, heads, tokens, dim], as the shard's order says."""
+        k, v = self._views(layer, self._checked(layer, cache))
+        if self.shard.order is TokenOrder.NHD:
+            k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)
+        return LayerBuffers(k=k, v=v)
 
     def _checked(self, layer: LayerFacts, cache: Tensor) -> Tensor:
-        """The cache as [blocks, heads, block_size, content], in the pool's element type."""
+        """Return the cache as [blocks, heads, block_size, content], in the pool's element type."""
         element = self.shard.pool_dtype(self.layout)
         if element is DType.FLOAT8_E4M3 and cache.dtype is torch.uint8:
             cache = cache.view(torch.float8_e4m3fn)
         content = layer.k_head_dim + layer.v_head_dim
-        heads = len(self.shard.heads(self.layout.layers[self._index(layer)].num_kv_heads))
+        index = self.shard.layers(self.layout).begin + self.layers.index(layer)
+        heads = len(self.shard.heads(self.layout.layers[index].num_kv_heads))
         wanted = (self.num_blocks, heads, layer.block_size, content)
         if cache.dim() == 4 and tuple(cache.shape) != wanted:
             cache = _joined(cache, layer.block_size)
@@ -141,15 +139,13 @@ class VllmLayout:
             )
         return cache
 
-    def _index(self, layer: LayerFacts) -> int:
-        return self.shard.layers(self.layout).begin + self.layers.index(layer)
-
-    def _views(self, layer: LayerFacts, cache: Tensor) -> list[Tensor]:
-        """K and V of a cache, or the latent: [blocks, heads, tokens, dim]."""
+    def _views(self, layer: LayerFacts, cache: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return K and V of a cache, or the latent and None: [blocks, heads, tokens, dim]."""
         if layer.backend in LATENT_BACKENDS and not layer.v_head_dim:
-            return [cache]
+            return cache, None
         if layer.backend in DENSE_BACKENDS and layer.v_head_dim:
-            return list(cache.split((layer.k_head_dim, layer.v_head_dim), dim=-1))
+            k, v = cache.split((layer.k_head_dim, layer.v_head_dim), dim=-1)
+            return k, v
         if layer.backend in PACKED_BACKENDS and layer.v_head_dim:
             return _unpacked(layer, cache)
         known = ", ".join((*PACKED_BACKENDS, *DENSE_BACKENDS, *LATENT_BACKENDS))
@@ -160,7 +156,7 @@ class VllmLayout:
 
 
 def _joined(cache: Tensor, block_size: int) -> Tensor:
-    """Kernel blocks of a block next to each other as one block again, where one set of strides can say so."""
+    """Join the kernel blocks of each block, if one set of strides can describe the block."""
     num_kernel_blocks, heads, kernel_size, content = cache.shape
     parts = block_size // kernel_size
     if parts < 2 or parts * kernel_size != block_size or num_kernel_blocks % parts:
@@ -175,8 +171,8 @@ def _joined(cache: Tensor, block_size: int) -> Tensor:
     return cache.as_strided(shape, strides, cache.storage_offset())
 
 
-def _unpacked(layer: LayerFacts, cache: Tensor) -> list[Tensor]:
-    """K and V of attention on a CPU, [blocks, heads, tokens, dim]; of K neighbours are the tokens of an element."""
+def _unpacked(layer: LayerFacts, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V of attention on a CPU, [blocks, heads, tokens, dim]. In K the tokens of an element are adjacent."""
     if layer.isa not in PACKED_ISAS:
         advice = ": start vLLM with --dtype float32 or float16" if layer.isa == "amx" else ""
         raise LayoutError(
@@ -193,19 +189,19 @@ def _unpacked(layer: LayerFacts, cache: Tensor) -> list[Tensor]:
     outer, offset = cache.stride()[:2], cache.storage_offset()
     k = cache.as_strided((blocks, heads, tokens, dim), (*outer, 1, tokens), offset)
     v = cache.as_strided((blocks, heads, tokens, dim), (*outer, dim, 1), offset + tokens * dim)
-    return [k, v]
+    return k, v
 
 
 def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) -> VllmLayout:
-    """The facts in kvferry's words.
+    """Convert the facts.
 
     Args:
-        facts: Of a worker, to view its tensors; of the scheduler, for everything else.
-        windows: What of sliding windows moves.
+        facts: Of a worker, if its tensors are viewed; otherwise those of the scheduler suffice.
+        windows: Part of sliding windows that moves.
 
     Raises:
-        ConfigError: Something is switched on that changes KV and cannot be moved; it is named with its value.
-        LayoutError: A layer cannot be moved (yet); it is named, with the reason and what helps.
+        ConfigError: A feature in use changes KV, which then cannot be moved; the message names it and its value.
+        LayoutError: A layer cannot be moved; the message names it, the reason and a remedy.
     """
     for name, value in facts.features.items():
         raise ConfigError(f"{name} is on ({value}); KV of such an instance cannot be moved yet")
@@ -238,7 +234,7 @@ def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) ->
 
 
 def _ordered(facts: VllmFacts) -> tuple[LayerFacts, ...]:
-    """The rank's layers from first to last; of a pipeline stage, exactly its own."""
+    """Return the rank's layers in order. A pipeline stage must have exactly its own layers."""
     by_index: dict[int, LayerFacts] = {}
     for layer in facts.layers:
         index = layer_index(layer.name)
@@ -257,11 +253,7 @@ def _ordered(facts: VllmFacts) -> tuple[LayerFacts, ...]:
 
 
 def layer_index(name: str) -> int:
-    """Of the model, from a module's name.
-
-    Raises:
-        LayoutError: The name has no number, or several.
-    """
+    """Return the layer's index in the model from its module's name. Raises LayoutError if the name has not exactly one number."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise LayoutError(f"layer {name} has {len(numbers)} numbers in its name; must have one, which layer of the model it is")
@@ -313,7 +305,7 @@ def _block_size(layers: Sequence[LayerFacts]) -> int:
 
 
 def _model_specs(layers: Sequence[LayerFacts], facts: VllmFacts, windows: WindowLayers) -> Iterator[LayerSpec]:
-    """All layers of the model that keep KV, in order."""
+    """Yield all layers of the model that keep KV, in order."""
     own = [_spec(layer, facts, windows) for layer in layers]
     indices = [layer_index(layer.name) for layer in layers]
     if facts.pp_size == 1:
@@ -338,7 +330,7 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
     if layer.spec == "MLAAttentionSpec":
         return LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=layer.k_head_dim, v_head_dim=0)
     spec = LayerSpec(num_kv_heads=_total_heads(layer, facts), k_head_dim=layer.k_head_dim, v_head_dim=layer.v_head_dim)
-    if layer.window_tokens:  # its blocks go back as the window moves on
+    if layer.window_tokens:  # vLLM frees blocks behind the window
         if windows is WindowLayers.WHOLE or facts.is_consumer:
             raise LayoutError(
                 f"layer {layer.name} keeps only a window of {layer.window_tokens} tokens. A decode instance needs blocks for "
@@ -349,7 +341,7 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
         return replace(spec, kind=LayerKind.SLIDING_WINDOW, window_tokens=layer.window_tokens)
     if windows is WindowLayers.WHOLE:
         return spec
-    # A group's spec is the merged one of its layers, and does not tell which of them have a window.
+    # The spec of a group merges those of its layers, and does not show which of them have a window.
     if not facts.model_layers:
         raise LayoutError(
             f"window_layers={WindowLayers.LAST_WINDOW}, but kvferry does not know the model's architecture, nor so which layers "
@@ -360,7 +352,7 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
 
 
 def _moved(spec: LayerSpec, facts: VllmFacts, windows: WindowLayers) -> LayerSpec:
-    """A layer of the model's configuration as it travels."""
+    """Return the spec of a layer of the model's configuration, as it is moved."""
     if spec.kind is not LayerKind.SLIDING_WINDOW:
         return spec
     if windows is WindowLayers.WHOLE:
@@ -374,7 +366,7 @@ def _moved(spec: LayerSpec, facts: VllmFacts, windows: WindowLayers) -> LayerSpe
 
 
 def _total_heads(layer: LayerFacts, facts: VllmFacts) -> int:
-    """Of the whole model in this layer. vLLM gives each rank its share, and one head where there are more ranks than heads."""
+    """Return the layer's KV heads in the whole model. vLLM gives each rank one head if there are more ranks than heads."""
     if facts.tp_size == 1 or layer.num_kv_heads > 1:
         return layer.num_kv_heads * facts.tp_size
     index = layer_index(layer.name)
@@ -390,7 +382,7 @@ def _total_heads(layer: LayerFacts, facts: VllmFacts) -> int:
 
 
 def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[float, float]]:
-    """Of every layer of the model; where there are pipeline stages only 1.0, for a stage does not know the others'."""
+    """Yield the scales of each layer of the model. With pipeline stages they must be 1.0: a stage does not know the others'."""
     own = [(layer.k_scale, layer.v_scale) for layer in layers]
     if facts.pp_size == 1:
         yield from own

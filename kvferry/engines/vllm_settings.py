@@ -1,4 +1,4 @@
-"""Settings of the vLLM connector (`kv_connector_extra_config` of `--kv-transfer-config`), and the vLLM that it was made for."""
+"""Settings of the vLLM connector (`kv_connector_extra_config` of `--kv-transfer-config`), and the supported versions of vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIDES: Final = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": PREFI
 
 
 class VllmConfig(ConnectorConfig):
-    """What a vLLM instance is told of kvferry."""
+    """Settings of kvferry in a vLLM instance."""
 
     role: ClassVar[str] = "connector"
 
@@ -48,13 +48,13 @@ class VllmConfig(ConnectorConfig):
 
 
 def vllm_settings(extra_config: Mapping[str, object], *, device: str) -> VllmConfig:
-    """The settings, from the connector's extra config and the environment.
+    """Return the settings, from the connector's extra config and the environment.
 
     Args:
         device: "cpu" or "cuda", where vLLM has its KV cache.
 
     Raises:
-        ConfigError: A setting is unknown, or cannot be; one line for each.
+        ConfigError: A setting is unknown or invalid; one line for each.
     """
     return load_config(
         VllmConfig,
@@ -65,11 +65,7 @@ def vllm_settings(extra_config: Mapping[str, object], *, device: str) -> VllmCon
 
 
 def sides_of(kv_role: str | None) -> Sides:
-    """What an instance of that role does.
-
-    Raises:
-        ConfigError: There is no such role.
-    """
+    """Return the sides of an instance with that role. Raises ConfigError for an unknown role."""
     sides = _SIDES.get(kv_role or "")
     if sides is None:
         raise ConfigError(f"kv_role is {kv_role}; it must be one of {', '.join(_SIDES)}")
@@ -77,11 +73,7 @@ def sides_of(kv_role: str | None) -> Sides:
 
 
 def check_version(version: str, *, allow_untested: bool) -> None:
-    """Refuse a vLLM whose hooks may be other than those that the connector was written for.
-
-    Raises:
-        ConfigError: It is outside the tested range, and `allow_untested` is False.
-    """
+    """Raise ConfigError if the version is outside the tested range and `allow_untested` is False. Its hooks may differ."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and OLDEST_VLLM <= (int(found[1]), int(found[2])) <= NEWEST_VLLM:
         return

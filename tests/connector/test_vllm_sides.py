@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
-from kvferry.engines.vllm_scheduler import SchedulerSide, StepMessage
-from kvferry.engines.vllm_worker import Results, WorkerSide
+from kvferry.engines.vllm_sides import Results, SchedulerSide, StepMessage, WorkerSide
 from tests.connector.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
 from transfer.connector import bound_prompts
 from transfer.connector.bound_prompts import PromptState, PromptView

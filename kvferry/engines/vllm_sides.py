@@ -1,0 +1,410 @@
+"""The vLLM connector's parts in vLLM's scheduler and in its workers.
+
+The scheduler's part decides which requests are handed over, and sends a `StepMessage` to the workers with each step. The workers'
+part reports computed KV to kvferry, and to vLLM the requests that were sent or received.
+
+This file imports nothing of vLLM, so that it can be tested without it. It reads attributes that requests and scheduler outputs
+have in vLLM 0.32. vLLM calls all methods on its own threads. They return at once, except `WorkerSide.preempt`.
+
+A request of the prefill side has ``kv_transfer_params`` with ``do_remote_decode`` and, from a router that knows it, a
+``transfer_id``. Its answer has the keys of a request of the decode side: ``do_remote_prefill``, ``transfer_id`` and
+``remote_address``. Other keys, which proxies for other connectors send, are ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from kvferry.engines.connector import DECODE, PREFILL, Sides
+from kvferry.engines.connector_leader import ConnectorLeader
+from kvferry.engines.connector_rank import ConnectorRank
+from transfer.connector.bound_prompts import PromptState
+from transfer.connector.incoming_rank import Settled
+from transfer.connector.outgoing_rank import Free
+from transfer.engine_types import DeviceEvent
+from transfer.tracing import TRACEPARENT, parse_traceparent
+from transfer.utf8 import is_utf8
+
+MAX_TRANSFER_ID_CHARS: Final = 96
+"""The id of an attempt on the wire is 17 characters longer, and has at most 128."""
+
+log = structlog.get_logger(__name__)
+
+Blocks = tuple[list[int], ...]
+"""A request's blocks in each KV cache group."""
+
+PageTables = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]]
+"""Converts a request's blocks in each KV cache group to its page tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingStep:
+    """One step of a request that is handed over.
+
+    Args:
+        name: Name of the prompt; see `request_id_of`.
+        blocks: New blocks in each KV cache group.
+        is_fresh: The request was preempted, and has no other blocks.
+        num_computed: Tokens whose KV is in the cache after the step.
+    """
+
+    name: str
+    blocks: Blocks
+    is_fresh: bool
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingEnd:
+    """The scheduler finished the request. If `is_held`, it keeps the blocks until the workers report that the prompt was sent."""
+
+    name: str
+    is_held: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class StepMessage:
+    """Scheduler -> every worker, with each step; pickled."""
+
+    steps: list[OutgoingStep] = field(default_factory=list)
+    ends: list[OutgoingEnd] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+def request_id_of(name: str) -> str:
+    """Return the request id in a prompt's name.
+
+    The name also has a unique number, because vLLM can use an id again, and requests a prompt again when its start changes.
+    """
+    return name.rpartition("|")[0]
+
+
+def _params_of(request: Any) -> Mapping[str, Any]:
+    """Return the request's kv_transfer_params. vLLM also accepts them from a client's `vllm_xargs`, as text or a list."""
+    params = request.kv_transfer_params
+    if params is not None and not isinstance(params, dict):
+        log.warning("kv_transfer_params_ignored", request_id=request.request_id, kind=type(params).__name__)
+        params = request.kv_transfer_params = None
+    return params or {}
+
+
+def _traceparent_of(request: Any) -> str:
+    """Return the client's traceparent; empty means none. vLLM keeps it for a request only while its own tracing is on."""
+    headers = getattr(request, "trace_headers", None) or {}
+    text = str(headers.get(TRACEPARENT, ""))
+    return text if parse_traceparent(text) is not None else ""  # an invalid one would fail the call whose metadata it becomes
+
+
+def _set(request: Any, **params: bool) -> None:
+    """Change a copy of the request's kv_transfer_params, because several requests can share them (`n` above 1)."""
+    request.kv_transfer_params = {**_params_of(request), **params}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outgoing:
+    """A request whose KV another instance fetches."""
+
+    name: str
+    transfer_id: str
+    num_prompt_tokens: int
+    has_blocks: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wanted:
+    """A request whose KV is fetched."""
+
+    name: str
+    start_token: int
+    is_offered: bool = False  # vLLM knows how many tokens come, and should allocate blocks
+    is_bound: bool = False
+
+
+def _requests_of(scheduled: Any) -> Iterator[tuple[str, Blocks, int, bool]]:
+    """Yield each request of a step: its id, new blocks, computed tokens, and whether it has no other blocks."""
+    for new in scheduled.scheduled_new_reqs:
+        yield new.req_id, new.block_ids, new.num_computed_tokens, True
+    cached = scheduled.scheduled_cached_reqs
+    for request_id, blocks, num_computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, blocks or (), num_computed, request_id in cached.resumed_req_ids
+
+
+class SchedulerSide:
+    """The scheduler's part.
+
+    Args:
+        leader: The leader of this instance, started.
+        engine_id: vLLM's name of this engine, for routers.
+        recomputes: Whether vLLM computes a prompt whose KV did not come, instead of failing it (``kv_load_failure_policy``).
+    """
+
+    def __init__(
+        self,
+        leader: ConnectorLeader,
+        page_tables: PageTables,
+        *,
+        sides: Sides,
+        engine_id: str,
+        recomputes: bool,
+    ) -> None:
+        self._leader = leader
+        self._sides = sides
+        self._page_tables = page_tables
+        self._engine_id = engine_id
+        self._recomputes = recomputes
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._wanted: dict[str, _Wanted] = {}
+        self._ends: list[OutgoingEnd] = []
+        self._numbers = itertools.count(1)
+
+    def added(self, request: Any) -> None:
+        """Offer a new request of the scheduler, if another instance will fetch its prompt."""
+        params = _params_of(request)
+        if not params.get("do_remote_decode") or request.request_id in self._outgoing:
+            return
+        transfer_id = params.get("transfer_id") or secrets.token_hex(16)
+        if reason := self._why_not_handed_over(request, params, transfer_id):
+            _set(request, do_remote_decode=False)  # do not check it again
+            log.warning("request_not_handed_over", request_id=request.request_id, reason=reason)
+            return
+        name = self._name(request)
+        self._outgoing[request.request_id] = _Outgoing(
+            name=name, transfer_id=transfer_id, num_prompt_tokens=len(request.prompt_token_ids)
+        )
+        self._leader.offer(name, transfer_id, request.prompt_token_ids)
+
+    def _why_not_handed_over(self, request: Any, params: Mapping[str, Any], transfer_id: object) -> str:
+        if PREFILL not in self._sides:
+            return "do_remote_decode is true; this instance's kv_role is kv_consumer, so nobody can fetch from it"
+        if params.get("do_remote_prefill"):
+            return "do_remote_prefill and do_remote_decode are both true; one request can be only one side of a transfer"
+        if request.prompt_token_ids is None:
+            return "its prompt is embeddings, not tokens"
+        if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS or not is_utf8(transfer_id):
+            return f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters of UTF-8"
+        return ""
+
+    def _name(self, request: Any) -> str:
+        return f"{request.request_id}|{next(self._numbers)}"
+
+    def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond `num_computed` will be fetched (None: not known yet), and whether they come later."""
+        self._leader.check()
+        self.added(request)  # a vLLM without the hook
+        params = _params_of(request)
+        if not params.get("do_remote_prefill"):
+            return 0, False
+        num_tokens = len(request.prompt_token_ids or ())
+        if num_computed >= num_tokens:
+            self._settle_locally(request)
+            return 0, False
+        if request.request_id not in self._wanted and (reason := self._why_not_fetched(request, params)):
+            log.warning("prompt_not_fetched", request_id=request.request_id, reason=reason)
+            self._settle_locally(request)
+            return 0, False
+        wanted = self._wanted.get(request.request_id)
+        view = None if wanted is None else self._leader.view(wanted.name)
+        if view is not None and view.state is PromptState.FAILED:
+            if not self._recomputes:
+                return num_tokens - num_computed, True  # the workers report the failure, and vLLM ends the request
+            log.warning("prompt_recomputed", request_id=request.request_id, reason=view.failure)
+            self._settle_locally(request)
+            return 0, False
+        if wanted is not None and view is not None and view.can_start_late and num_computed > wanted.start_token:
+            wanted.start_token = num_computed  # the prefix cache has more of the prompt now
+        if wanted is None or (wanted.start_token != num_computed and not wanted.is_bound):
+            self._ask(request, num_computed)
+            return None, False
+        if view is None or view.state is PromptState.WAITING:
+            return None, False
+        if wanted.is_offered and view.state is PromptState.READY:
+            # vLLM had the chance to allocate blocks at the previous call, and did not.
+            self._leader.report_page_shortage(wanted.name)
+        wanted.is_offered = True
+        return num_tokens - num_computed, True
+
+    def _why_not_fetched(self, request: Any, params: Mapping[str, Any]) -> str:
+        """Return why the KV that can be fetched differs from what vLLM would compute or use; empty if it does not."""
+        if DECODE not in self._sides:
+            return "do_remote_prefill is true; this instance's kv_role is kv_producer, so it fetches nothing"
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return "it is to be computed without any cache (prompt_logprobs, for example)"
+        if not params.get("transfer_id") and (request.mm_features or request.prompt_embeds is not None):
+            return "it has inputs besides its tokens (images, embeddings), which a prefill node is not sent"
+        return ""
+
+    def _ask(self, request: Any, start_token: int) -> None:
+        before = self._wanted.get(request.request_id)
+        if before is not None:
+            self._leader.cancel(before.name, "its start in the prompt has changed", is_wanted_again=True)
+        params = _params_of(request)
+        wanted = _Wanted(name=self._name(request), start_token=start_token)
+        self._wanted[request.request_id] = wanted
+        self._leader.want(
+            wanted.name,
+            str(params.get("transfer_id") or ""),
+            str(params.get("remote_address") or ""),
+            request.prompt_token_ids,
+            start_token=start_token,
+            traceparent=_traceparent_of(request),
+        )
+
+    def _settle_locally(self, request: Any) -> None:
+        """Have vLLM compute the request's prompt."""
+        self._give_up(request, "its prompt is computed here")
+        _set(request, do_remote_prefill=False)
+
+    def _give_up(self, request: Any, reason: str) -> None:
+        """Stop fetching the request's prompt, or decline it if that has not begun. No-op if there is nothing to fetch."""
+        wanted = self._wanted.pop(request.request_id, None)
+        params = _params_of(request)
+        if wanted is not None:
+            self._leader.cancel(wanted.name, reason)
+        elif params.get("do_remote_prefill") and DECODE in self._sides:
+            self._leader.decline(str(params.get("transfer_id") or ""), str(params.get("remote_address") or ""), reason)
+
+    def allocated(self, request: Any, blocks: Blocks, num_external_tokens: int) -> None:
+        """Record the request's blocks. `num_external_tokens` of its tokens are to be fetched."""
+        if (outgoing := self._outgoing.get(request.request_id)) is not None:
+            self._begin(outgoing)
+        wanted = self._wanted.get(request.request_id)
+        if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
+            wanted.is_bound = True
+            self._leader.bind(wanted.name, self._page_tables(blocks), start_token=wanted.start_token)
+            _set(request, do_remote_prefill=False)  # it is requested once, even if it fails
+
+    def plan(self, scheduled: Any) -> StepMessage:
+        """Return the message of a step; `scheduled` is vLLM's SchedulerOutput."""
+        self._leader.check()
+        plan = StepMessage(ends=self._ends)
+        self._ends = []
+        if not self._outgoing and not plan.ends:
+            return plan
+        for request_id in scheduled.preempted_req_ids or ():
+            if (outgoing := self._outgoing.get(request_id)) is not None:
+                outgoing.has_blocks = False
+                plan.preempted.append(outgoing.name)
+                self._leader.pause(outgoing.name)
+        for request_id, blocks, num_computed, is_fresh in _requests_of(scheduled):
+            if (outgoing := self._outgoing.get(request_id)) is not None:
+                self._begin(outgoing)  # after a preemption, vLLM allocates blocks without a call of `allocated`
+                end = min(num_computed + scheduled.num_scheduled_tokens[request_id], outgoing.num_prompt_tokens)
+                step = OutgoingStep(name=outgoing.name, blocks=tuple(blocks), is_fresh=is_fresh, num_computed=end)
+                plan.steps.append(step)
+        return plan
+
+    def _begin(self, outgoing: _Outgoing) -> None:
+        """Record that the request has blocks."""
+        if not outgoing.has_blocks:
+            outgoing.has_blocks = True
+            self._leader.begin(outgoing.name)
+
+    def received(self, request_ids: Sequence[str]) -> None:
+        """Forget requests whose KV came, or failed to come, on all workers."""
+        for request_id in request_ids:
+            self._wanted.pop(request_id, None)
+
+    def finished(self, request: Any, *, is_done: bool) -> tuple[bool, dict[str, Any] | None]:
+        """End a request.
+
+        Args:
+            is_done: The request ended without an abort or an error.
+
+        Returns:
+            Whether vLLM keeps the blocks until the workers report that the prompt was sent, and the answer's parameters.
+        """
+        self._give_up(request, "the request was aborted")
+        outgoing = self._outgoing.pop(request.request_id, None)
+        if outgoing is None:
+            return False, None
+        self._ends.append(OutgoingEnd(name=outgoing.name, is_held=outgoing.has_blocks))
+        is_computed = is_done and outgoing.has_blocks and request.num_computed_tokens >= outgoing.num_prompt_tokens
+        if not is_computed:
+            self._leader.withdraw(outgoing.name, f"the prefill side's engine ended the request: {request.status}")
+            return outgoing.has_blocks, None
+        first_token = next(iter(request.output_token_ids), None)
+        self._leader.finish(outgoing.name, first_token=first_token)
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": outgoing.transfer_id,
+            "remote_address": self._leader.address,
+            "remote_engine_id": self._engine_id,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """Requests whose transfer ended since the last step, by vLLM's ids.
+
+    Args:
+        sent: Nothing reads their blocks any more.
+        received: Their KV came or failed to come; nothing writes to their blocks.
+        failed: Those of `received` whose KV failed to come.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class WorkerSide:
+    """A worker's part.
+
+    Args:
+        record: Records an event after the work that the device has so far. None means that the device works synchronously.
+    """
+
+    def __init__(self, rank: ConnectorRank, page_tables: PageTables, *, record: Callable[[], DeviceEvent] | None = None) -> None:
+        self._rank = rank
+        self._page_tables = page_tables
+        self._record = record
+        self._tables: dict[str, list[list[int]]] = {}  # of requests that are handed over
+        self._held: set[str] = set()  # whose blocks the scheduler keeps until they are reported as sent
+
+    def preempt(self, plan: StepMessage) -> None:
+        """Stop reading the blocks of preempted requests, which the step is about to overwrite."""
+        if plan.preempted:
+            self._rank.pause(plan.preempted, "the prefill side's engine has preempted the request, and computes it again")
+
+    def computed(self, plan: StepMessage) -> None:
+        """Report the KV of a step, which is in the cache after the work that the device has so far."""
+        event = self._record() if self._record is not None and plan.steps else None
+        for step in plan.steps:
+            new = self._page_tables(step.blocks) if step.blocks else ()
+            tables = self._tables.get(step.name)
+            if tables is None or step.is_fresh:
+                tables = self._tables[step.name] = [[] for _ in new]
+            for table, pages in zip(tables, new, strict=False):
+                table.extend(pages)
+            self._rank.progress(step.name, tables, step.num_computed, event)
+        for end in plan.ends:
+            self._tables.pop(end.name, None)
+            if end.is_held:
+                self._held.add(end.name)
+            self._rank.finish(end.name)
+
+    def results(self) -> Results:
+        """Return the requests whose transfer ended since the last call."""
+        results = Results()
+        for news in self._rank.poll_events():
+            match news:
+                case Free(name=name, failure=failure):
+                    if failure:
+                        log.warning("prompt_not_sent", request_id=request_id_of(name), reason=failure)
+                    if name in self._held:
+                        self._held.discard(name)
+                        results.sent.add(request_id_of(name))
+                case Settled(name=name, failure=failure):
+                    request_id = request_id_of(name)
+                    if failure:
+                        log.warning("prompt_not_received", request_id=request_id, reason=failure)
+                        results.failed.add(request_id)
+                    results.received.add(request_id)
+        return results
