@@ -1,4 +1,4 @@
-"""Values that pass between the HTTP side of the router and its servers. Pure."""
+"""Values between the HTTP side of the router and its servers. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TYPES: Final = {400: "BadRequestError", 404: "NotFoundError", 413: "BadRequestE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A request's body, as it is sent to the servers.
+    """Body of a request, as it is sent to the servers.
 
     Args:
         prompt_tokens: Estimated number of tokens of the prompt.
-        alone: Reason, as one constant word, why the decode server must compute the prompt itself. None means that it need not.
+        alone: Why the decode server must compute the prompt itself, as one constant word. None means that it need not.
     """
 
     prompt_tokens: int = 1
@@ -37,8 +37,7 @@ class Call:
     Args:
         path: `COMPLETIONS` or `CHAT`.
         body: Parsed for the kind of the decode servers.
-        headers: Headers that go on to the servers.
-        request_id: Identifies the request in the log and for the client.
+        headers: Headers that are passed on to the servers.
     """
 
     path: str
@@ -53,9 +52,7 @@ class Answer:
 
     Args:
         content: The whole content, or the first part of a stream.
-        rest: The other parts of a stream. None means the answer is no stream.
-        status: HTTP status.
-        content_type: Type of the content.
+        rest: The other parts of a stream. None means that the answer is no stream.
         retry_after: The header of that name.
     """
 
@@ -67,33 +64,31 @@ class Answer:
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape. It is no fault of kvferry's, so no `TransferError`.
+    """An error in OpenAI's shape, as an answer to the client.
 
     Args:
         status: HTTP status.
         message: One line for the client.
-        param: Field of the body that it is about.
-        retry_after_s: When the client may try again.
+        param: Invalid field of the body.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Callable[..., ApiError], tuple[int, str]]:
-        """Support pickling: an error can come from the process that parses a costly body."""
-        return partial(ApiError, param=self.param, retry_after_s=self.retry_after_s), (self.status, self.message)
+        """Support pickling, for errors of the process that parses a costly body."""
+        return partial(ApiError, param=self.param), (self.status, self.message)
 
     def answer(self) -> Answer:
         """Return the error as an answer."""
-        retry_after = None if self.retry_after_s is None else str(self.retry_after_s)
+        retry_after = "1" if self.status in (429, 503) else None  # the client may try again
         return Answer(status=self.status, content=self._content(), retry_after=retry_after)
 
     def event(self) -> bytes:
-        """Return the error as the last event of a stream that had begun."""
+        """Return the error as the last event of a stream."""
         return b"data: " + self._content() + b"\n\n"
 
     def _content(self) -> bytes:

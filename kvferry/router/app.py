@@ -1,4 +1,4 @@
-"""The router's HTTP API: limits, answers, streams, and clients that go away."""
+"""The router's HTTP API: limits, answers, streams, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transfer.metrics import MetricsPage
 log = structlog.get_logger(__name__)
 
 BODY_S: Final = 60.0
-"""How long a client may take to send its request's body."""
+"""Longest time for a client to send its request's body."""
 
 _ENDPOINTS: Final = {COMPLETIONS: "completions", CHAT: "chat"}
 _PASSED_HEADERS: Final = ("Authorization", "traceparent", "tracestate")
@@ -31,7 +31,7 @@ _GOOD_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,96}")
 
 
 class RouterApp:
-    """Serves a `Backend`. Owned by one loop; the server must cancel handlers whose client has gone (`handler_cancellation`)."""
+    """Serve a `Backend`. Owned by one loop. The server must cancel handlers of disconnected clients (`handler_cancellation`)."""
 
     def __init__(self, backend: Backend, settings: RouterSettings, metrics: RouterMetrics) -> None:
         self._backend = backend
@@ -39,13 +39,13 @@ class RouterApp:
         self._metrics = metrics
         self._metrics_page = MetricsPage()
         self._running: set[_Reply] = set()
-        self._num_body_bytes = 0  # of those that run
+        self._num_body_bytes = 0  # of running requests
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
 
     def application(self) -> web.Application:
-        """The application to run."""
+        """Return the application to run."""
         app = web.Application(middlewares=[_errors_as_json])
         app.add_routes(
             [
@@ -64,7 +64,7 @@ class RouterApp:
         return len(self._running)
 
     async def drain(self, timeout_s: float, hurry: asyncio.Event) -> int:
-        """Take no new requests and wait for those that run; then, or at `hurry`, cut off the rest, and return how many."""
+        """Reject new requests and wait for running ones. Then, or at `hurry`, cut off the rest, and return their number."""
         self._is_draining = True
         waits = [asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(hurry.wait())]
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -72,10 +72,10 @@ class RouterApp:
             wait.cancel()
         cut_off = list(self._running)
         for reply in cut_off:
-            with contextlib.suppress(RuntimeError):  # it is past its answer already
+            with contextlib.suppress(RuntimeError):  # its answer is complete
                 reply.timeout.reschedule(asyncio.get_running_loop().time())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5.0):  # to say so to their clients, some of which may not read
+            async with asyncio.timeout(5.0):  # for clients that do not read the error
                 await self._idle.wait()
         return len(cut_off)
 
@@ -97,10 +97,8 @@ class RouterApp:
         endpoint = _ENDPOINTS[request.path]
         if self._is_draining or len(self._running) >= self._settings.max_requests:
             self._metrics.counter("requests", endpoint=endpoint, outcome="refused").inc()
-            reason = "the router is shutting down" if self._is_draining else (
-                f"{self._settings.max_requests} requests are under way, as many as the router takes (--max-requests)"
-            )  # fmt: skip
-            raise ApiError(503, reason, retry_after_s=1)
+            full = f"{self._settings.max_requests} requests are under way, as many as the router takes (--max-requests)"
+            raise ApiError(503, "the router is shutting down" if self._is_draining else full)
         reply, outcome = _Reply(request, request_id), "failed"
         self._running.add(reply)
         self._idle.clear()
@@ -127,18 +125,19 @@ class RouterApp:
             self._metrics.counter("requests", endpoint=endpoint, outcome=outcome).inc()
 
     async def _answered(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
+        """Answer a request. If that fails in a stream, or the reply's timeout expires, report it to the client."""
         try:
-            try:
-                async with reply.timeout:
-                    return await self._answer(request, reply)
-            except TimeoutError:
-                if not reply.timeout.expired():
-                    raise
-                raise ApiError(503, "the router has shut down", retry_after_s=1) from None
-        except ApiError as error:
-            if reply.stream is None:
+            async with reply.timeout:
+                return await self._answer(request, reply)
+        except ApiError as failure:
+            error = failure
+        except TimeoutError:
+            if not reply.timeout.expired():
                 raise
-            return await reply.cut_off(error)
+            error = ApiError(503, "the router has shut down")
+        if reply.stream is None:
+            raise error
+        return await reply.cut_off(error)
 
     async def _answer(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
         arrived_s = time.monotonic()
@@ -175,7 +174,7 @@ class RouterApp:
                         raise too_large
                     if self._num_body_bytes + len(part) > most_together:
                         text = f"the requests under way have bodies of {most_together} bytes, the most that the router takes"
-                        raise _NoRoom(503, f"{text} (--max-body-total)", retry_after_s=1)
+                        raise _NoRoom(503, f"{text} (--max-body-total)")
                     self._num_body_bytes += len(part)
                     reply.num_body_bytes += len(part)
                     content += part
@@ -208,7 +207,7 @@ class _NoRoom(ApiError):
 
 
 class _Reply:
-    """What one client has been sent of a stream."""
+    """The answer to one client."""
 
     def __init__(self, request: web.Request, request_id: str) -> None:
         self.request_id = request_id
@@ -219,7 +218,7 @@ class _Reply:
         self._request = request
 
     async def write(self, part: bytes) -> None:
-        """Send the next part. The head goes out before the first one."""
+        """Send the next part of a stream."""
         if self.stream is None:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", _REQUEST_ID: self.request_id}
             self.stream = web.StreamResponse(headers=headers)
@@ -233,7 +232,7 @@ class _Reply:
         return self.stream
 
     async def cut_off(self, error: ApiError) -> web.StreamResponse:
-        """End a stream that had begun, and say that it is not whole."""
+        """End a stream with an error event."""
         assert self.stream is not None
         self.is_cut_off = True
         log.error("stream_cut_off", request_id=self.request_id, reason=error.message)
@@ -267,7 +266,7 @@ async def _errors_as_json(
 
 
 def _error_response(request: web.Request, error: ApiError | web.HTTPException) -> web.Response:
-    """An error in OpenAI's shape, whoever found it."""
+    """Return an error in OpenAI's shape."""
     if isinstance(error, ApiError):
         return _whole(error.answer())
     response = _whole(ApiError(error.status, f"{request.method} {request.path}: {error.reason}").answer())

@@ -1,14 +1,14 @@
 """One attempt of a request, at a decode server and, if a prefill server computes the prompt, also there.
 
-In each of these flows, decode learns the source of the KV differently:
+The flow depends on how decode learns the source of the KV:
 
-- vLLM prefill servers, *sequential*: decode is called after prefill has answered, with the `kv_transfer_params` of that answer.
+- *sequential*, vLLM prefill servers: decode is called after prefill has answered, with the `kv_transfer_params` of that answer.
   This works with any connector.
-- vLLM prefill servers, *concurrent*: both are called at once, decode with the parameters that prefill's answer would have. The
+- *concurrent*, vLLM prefill servers: both are called at once, decode with the parameters that prefill's answer would have. The
   router learns the source of the KV from the server's answers: the first request goes there sequentially, and so does the first
   after a failure (docs/adr/0025-concurrent-prefill-and-decode.md).
-- kvferry's own prefill nodes, *fetched*: only decode is called. kvferry's connector has the named node compute the prompt.
-- kvferry's own decode nodes, *node*: they find their prefill nodes by themselves.
+- *fetched*, kvferry's prefill nodes: only decode is called. kvferry's connector has the named node compute the prompt.
+- *node*, kvferry's decode nodes: they find their prefill nodes by themselves.
 - *alone*: the decode server computes a prompt that cannot be handed over.
 """
 
@@ -33,7 +33,7 @@ from kvferry.router.servers import Lease, ServerFailed
 log = structlog.get_logger(__name__)
 
 PREFILL_GRACE_S: Final = 10.0
-"""How long a prefill request may take to end by itself once decode has all the KV: its answer is milliseconds behind."""
+"""Longest time that a prefill request may take after decode has all the KV. Its answer usually follows within milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class PairAttempt:
     Args:
         decode: Place at the decode server.
         prefill: Place at the prefill server; None if decode computes the prompt, or has it computed.
-        may_guess: Whether decode may be asked before prefill has answered.
+        may_guess: Whether decode may be called before prefill has answered.
         ending: Prefill requests that go on after their attempt.
         transfer_id: Names the hand-off at both servers.
     """
@@ -75,10 +75,8 @@ class PairAttempt:
                 server = self.prefill.server
                 assert isinstance(server, HttpServer)
                 source = server.learnt.guess if self.may_guess else None
-                if source is None:
-                    flow, opening = "sequential", self._sequential(self.prefill, server)
-                else:
-                    flow, opening = "concurrent", self._concurrent(self.prefill, server, source)
+                flow = "sequential" if source is None else "concurrent"
+                opening = self._handed_over(self.prefill, server, source)
             self.metrics.counter("flows", flow=flow).inc()
             log.debug(
                 "try_began",
@@ -91,19 +89,9 @@ class PairAttempt:
             yield await stack.enter_async_context(opening)
 
     @contextlib.asynccontextmanager
-    async def _sequential(self, prefill: Lease, server: HttpServer) -> AsyncIterator[Answer]:
-        """Open the answer of decode once prefill has answered."""
-        try:
-            params = await self._prefill(prefill, server, is_sequential=True)
-        finally:
-            prefill.end()
-        async with self._decode(params) as answer:
-            yield answer
-
-    @contextlib.asynccontextmanager
-    async def _concurrent(self, prefill: Lease, server: HttpServer, source: KVSource) -> AsyncIterator[Answer]:
-        """Open the answer of decode, which is given `source` before prefill has answered."""
-        prefilling = asyncio.create_task(self._prefill(prefill, server, is_sequential=False))
+    async def _handed_over(self, prefill: Lease, server: HttpServer, source: KVSource | None) -> AsyncIterator[Answer]:
+        """Open the answer of decode, once prefill has answered or, if the KV is expected at `source`, before."""
+        prefilling = asyncio.create_task(self._prefill(prefill, server, is_sequential=source is None))
 
         def ended(task: asyncio.Task[Any]) -> None:
             self.ending.discard(task)
@@ -114,18 +102,10 @@ class PairAttempt:
         prefilling.add_done_callback(ended)
         try:
             async with contextlib.AsyncExitStack() as stack:
-                decode = self._decode(source.params(self.transfer_id), is_guess=True)
-                opening = asyncio.create_task(stack.enter_async_context(decode))
-                try:
-                    await asyncio.wait({prefilling, opening}, return_when=asyncio.FIRST_COMPLETED)
-                    if not opening.done() and source_of(prefilling.result()) != source:  # the result raises if prefill failed
-                        raise ServerFailed(server, "stale", f"the KV of its prompts is no longer at {source.address}")
-                    answer = await opening
-                finally:
-                    opening.cancel()
-                    await asyncio.gather(opening, return_exceptions=True)
-                server.learnt.was_right()
-                yield answer
+                if source is None:
+                    yield await stack.enter_async_context(self._decode(await prefilling))
+                else:
+                    yield await self._open_early(stack, server, source, prefilling)
         except BaseException:  # the attempt and its prefill request are given up
             prefilling.cancel()
             await asyncio.gather(prefilling, return_exceptions=True)
@@ -133,6 +113,23 @@ class PairAttempt:
         if not prefilling.done():
             self.ending.add(prefilling)
             asyncio.get_running_loop().call_later(PREFILL_GRACE_S, prefilling.cancel)
+
+    async def _open_early(
+        self, stack: contextlib.AsyncExitStack, server: HttpServer, source: KVSource, prefilling: asyncio.Task[Any]
+    ) -> Answer:
+        """Open the answer of decode, which gets `source`, unless prefill fails or reports another source before."""
+        decode = self._decode(source.params(self.transfer_id), is_guess=True)
+        opening = asyncio.create_task(stack.enter_async_context(decode))
+        try:
+            await asyncio.wait({prefilling, opening}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done() and source_of(prefilling.result()) != source:  # the result raises if prefill failed
+                raise ServerFailed(server, "stale", f"the KV of its prompts is no longer at {source.address}")
+            answer = await opening
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+        server.learnt.was_right()
+        return answer
 
     async def _prefill(self, lease: Lease, server: HttpServer, *, is_sequential: bool) -> dict[str, Any] | None:
         started_s = time.monotonic()

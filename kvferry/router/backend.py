@@ -1,4 +1,4 @@
-"""The servers behind a router: their health, and the attempts of each request until one of them has its first token."""
+"""The servers behind a router: their health, and the attempts of each request until its first token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.router.http_server import HttpServer
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai_body import vllm_body
 from kvferry.router.servers import Lease, Server, ServerFailed, Tier, compare_names
-from kvferry.router.settings import FlowKind, RouterSettings
+from kvferry.router.settings import FlowKind, RouterSettings, is_node
 from node_runtime.health import Readiness
 
 if TYPE_CHECKING:
@@ -47,25 +47,25 @@ class Backend:
         self._metrics = metrics
         self._reader = BodyReader()
         self._model: NodeModel | None = None
-        if settings.are_nodes:
-            from kvferry.router.node_model import NodeModel  # brings gRPC
+        if is_node(settings.decode[0]):
+            from kvferry.router.node_model import NodeModel  # imports gRPC
 
             self._model = NodeModel(settings)
-        self.prefill = Tier([self._server(one, "prefill", is_node=settings.are_prefill_nodes) for one in settings.prefill])
-        self.decode = Tier([self._server(one, "decode", is_node=settings.are_nodes) for one in settings.decode])
+        self.prefill = Tier([self._server(url, "prefill") for url in settings.prefill])
+        self.decode = Tier([self._server(url, "decode") for url in settings.decode])
         self._ending: set[asyncio.Task[Any]] = set()  # prefill requests whose attempt is over
 
-    def _server(self, address: str, tier: str, *, is_node: bool) -> Server:
-        health: dict[str, Any] = {"lost_after_s": self._settings.lost_after_s, "on_opened": self._breaker_opened}
-        if not is_node:
-            return HttpServer(address, tier, connect_timeout_s=self._settings.connect_timeout_s, **health)
-        from kvferry.router.node_server import NodeServer  # brings gRPC
+    def _server(self, url: str, tier: str) -> Server:
+        common: dict[str, Any] = {
+            "lost_after_s": self._settings.lost_after_s,
+            "on_opened": lambda: self._metrics.counter("breaker_openings", tier=tier).inc(),
+        }
+        if not is_node(url):
+            return HttpServer(url, tier, connect_timeout_s=self._settings.connect_timeout_s, **common)
+        from kvferry.router.node_server import NodeServer  # imports gRPC
 
         assert self._security is not None
-        return NodeServer(address, tier, self._security, self._model, **health)
-
-    def _breaker_opened(self, tier: str) -> None:
-        self._metrics.counter("breaker_openings", tier=tier).inc()
+        return NodeServer(url, tier, self._security, self._model, **common)
 
     @property
     def _tiers(self) -> tuple[Tier, ...]:
@@ -81,7 +81,7 @@ class Backend:
     # Health
 
     async def watch(self) -> None:
-        """Check the servers' health, for ever."""
+        """Check the servers' health until cancelled."""
         async with asyncio.TaskGroup() as group:
             for tier in self._tiers:
                 for server in tier.servers:
@@ -112,37 +112,29 @@ class Backend:
     # Requests
 
     async def models(self, headers: Mapping[str, str]) -> Answer:
-        """Return the answer to `/v1/models`.
-
-        Raises:
-            ApiError: There is none.
-        """
+        """Return the answer to `/v1/models`. Raises ApiError if no server can answer."""
         misfits = [server.misfit for server in self.prefill.servers]
         if misfits and all(misfits):
-            raise ApiError(503, f"no prefill server serves what the decode servers do: {'; '.join(misfits)}", retry_after_s=1)
+            raise ApiError(503, f"no prefill server serves what the decode servers do: {'; '.join(misfits)}")
         server = self.decode.pick()
-        assert server is not None  # the first one fits
+        assert server is not None  # the first server always fits
         try:
             return await server.models(headers)
         except ServerFailed as failure:
-            raise ApiError(503, str(failure), retry_after_s=1) from failure
+            raise ApiError(503, str(failure)) from failure
 
     async def read(self, path: str, content: bytes) -> Body:
-        """Parse the body of a request to `path`.
-
-        Raises:
-            ApiError: The servers cannot accept the body.
-        """
+        """Parse the body of a request to `path`. Raises ApiError if the servers do not accept it."""
         if self._model is not None:
             return await self._model.read(path, content)
         return await self._reader.read(content, vllm_body, path)
 
     @contextlib.asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
-        """Open the answer, from its first token on. If the context ends early, all its work at the servers is cancelled.
+        """Open the answer, from its first token on. The end of the context cancels its work at the servers.
 
         Raises:
-            ApiError: The answer is this error. While the answer is read: it was cut off.
+            ApiError: All attempts failed. While the answer is read: it was cut off.
         """
         if call.body.alone is not None:
             self._metrics.counter("decode_alone", reason=call.body.alone).inc()
@@ -173,13 +165,9 @@ class Backend:
                 await self._before_next_attempt(call, failures)
 
     async def _before_next_attempt(self, call: Call, failures: list[ServerFailed]) -> None:
-        """Wait until the next attempt may begin.
+        """Wait until the next attempt may begin. Raises ApiError if no retry is left.
 
-        A "stale" failure counts against no server. It costs no retry and no pause: the sequential flow follows, which is never
-        stale.
-
-        Raises:
-            ApiError: The last attempt has failed.
+        A "stale" failure costs no retry and no pause: the sequential flow follows, which is never stale.
         """
         last, num_attempts = failures[-1], len(failures)
         is_stale = last.kind == "stale"
@@ -188,7 +176,7 @@ class Backend:
             log.error("request_failed", request_id=call.request_id, tries=num_attempts, reason=str(last))
             text = str(last) if num_attempts == 1 else f"{last} (the last of {num_attempts} tries)"
             if last.status in (429, 503) or last.kind in ("unreachable", "lost"):
-                raise ApiError(last.status or 503, text, retry_after_s=1) from last
+                raise ApiError(last.status or 503, text) from last
             raise ApiError(502, text) from last
         log.warning("request_retried", request_id=call.request_id, reason=str(last), next_try=num_attempts + 1)
         self._metrics.counter("retries").inc()
@@ -196,14 +184,14 @@ class Backend:
             await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_S * 2 ** (num_attempts - 1)))
 
     def _lease(self, body: Body, tried: frozenset[Server]) -> tuple[Lease, Lease | None]:
-        """Return the places of one attempt. Without a prefill server, decode computes the prompt or has it computed."""
+        """Return the places of one attempt. None instead of a prefill server means that decode handles the prompt."""
         decode = self.decode.lease(1, tried=tried)
         if decode is None:
-            raise ApiError(503, self.decode.unavailable_reason(), retry_after_s=1)
+            raise ApiError(503, self.decode.unavailable_reason())
         if body.alone is not None or not self.prefill.servers:
             return decode, None
         prefill = self.prefill.lease(body.prompt_tokens, tried=tried)
         if prefill is None:
             decode.end()
-            raise ApiError(503, self.prefill.unavailable_reason(), retry_after_s=1)
+            raise ApiError(503, self.prefill.unavailable_reason())
         return decode, prefill

@@ -1,31 +1,32 @@
 """Parse the bodies of requests without blocking the router's loop.
 
 Python's JSON parser holds the interpreter's lock until it returns, so a thread would block the loop, too. A costly body is
-therefore parsed in a separate process (`kvferry.router.body_process`).
+therefore parsed in a separate process, which runs this file. Job and body arrive on its standard input, and the answer goes to
+its standard output.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from kvferry.router.api import ApiError
-from kvferry.router.openai_body import check_body, load_body
+from kvferry.router.openai_body import check_body, load_body, parse_body
 
 MAX_LIGHT_VALUES: Final = 200_000
-"""Weight above which a separate process parses a body. The loop parses a lighter body in three turns, each below 50 ms of CPU
-time for any values. 131,072 token ids are lighter."""
+"""Weight above which a separate process parses a body. The loop parses a lighter body in three turns, each of at most 50 ms of
+CPU time. 131,072 token ids are lighter."""
 
 BYTES_PER_VALUE: Final = 16  # bytes that take as long as a small integer
 MAX_PROCESSES: Final = 2
 
 _MARKS: Final = {b",": 1, b".": 1, b":": 3, b"[": 6, b"{": 6}
-"""Cost of a value, a float's digits, a member, a list and an object after each mark, in small integers. Marks inside a text
-count, too."""
+"""Cost of a value, a float's digits, a member, a list and an object after each mark, in small integers. Marks in texts count."""
 
 _EXPONENT: Final = 10
 _LIKE_NUMBERS: Final = bytes.maketrans(b"123456789+-E", b"00000000000e")  # an exponent then appears as 0e0
@@ -49,15 +50,14 @@ class BodyReader:
         self._places = asyncio.Semaphore(MAX_PROCESSES)
 
     async def read(self, content: bytes, make: Callable[..., Made], *args: Any) -> Made:
-        """Return `make(*args, body)`.
+        """Return `make(*args, body)`, where `body` is the object that `parse_body` returns.
 
         Args:
-            content: The body, as it came.
-            make: A module's function, whose result can be pickled. Its last argument is the object that `parse_body` returns.
-            args: Its other arguments, which can be pickled.
+            content: The body as received.
+            make: A function of a module. Its arguments and its result can be pickled.
 
         Raises:
-            ApiError: The body is refused.
+            ApiError: The body is rejected.
         """
         if is_light(content):
             body = load_body(content)
@@ -74,7 +74,7 @@ class BodyReader:
 
 async def _in_process(content: bytes, job: object) -> Any:
     """Return the answer of a process. End the process if the call is cancelled."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvferry.router.body_process", stdin=PIPE, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=PIPE, stdout=PIPE)
     assert process.stdin is not None
     try:
         process.stdin.write(pickle.dumps(job))
@@ -85,6 +85,22 @@ async def _in_process(content: bytes, job: object) -> Any:
             await process.wait()
     code = process.returncode
     if code:
-        status, retry_after_s = (503, 1) if code < 0 else (500, None)  # below 0: a signal, as where memory is short
-        raise ApiError(status, f"the process that read the body ended with code {code}", retry_after_s=retry_after_s)
+        # A negative code is a signal, for example because memory is short.
+        raise ApiError(503 if code < 0 else 500, f"the process that read the body ended with code {code}")
     return pickle.loads(answer)
+
+
+def main() -> None:
+    """Write the result of the job for the body, or the ApiError that rejects the body."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the router drains then, and needs the answer
+        signal.signal(number, signal.SIG_IGN)
+    make, args = pickle.load(sys.stdin.buffer)
+    try:
+        answer = make(*args, parse_body(sys.stdin.buffer.read()))
+    except ApiError as error:
+        answer = error
+    pickle.dump(answer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A vLLM server behind the router, called over HTTP. Every error of aiohttp becomes a failure of the server."""
+"""A vLLM server behind the router, called over HTTP. Errors of aiohttp become failures of the server."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any, Final
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
@@ -18,26 +18,27 @@ from kvferry.router.openai_body import KV_FIELD, VllmBody, prefill_params
 from kvferry.router.servers import Server, ServerFailed
 
 CHECK_TIMEOUT_S: Final = 3.0
-"""Of a health check; a server that is busy with long prompts may take a second."""
+"""Timeout of a health check. A server that computes long prompts may need a second."""
 
-_KEEP_ALIVE_S: Final = 2.0  # below the 5 s after which uvicorn closes a connection, perhaps just as a request is on its way
+_KEEP_ALIVE_S: Final = 2.0  # below the 5 s after which uvicorn closes a connection, perhaps while a request is sent
 _FINISH_S: Final = 1.0
 _MAX_REASON_CHARS: Final = 300
-_API_KEY: Final = "VLLM_API_KEY"  # where vLLM, too, looks for its key
+_API_KEY: Final = "VLLM_API_KEY"  # vLLM uses this variable, too
+
+_Data = TypeVar("_Data")
 
 
 class HttpServer(Server):
     """See the module's docstring. Opened on the loop that uses it.
 
     Args:
-        url: Scheme, host, port, and perhaps a path.
         connect_timeout_s: Longest wait for a connection. Answers have no limit, because a prompt can wait long for its turn.
     """
 
     flow_alone = "alone"
 
     def __init__(
-        self, url: str, tier: str, *, connect_timeout_s: float, lost_after_s: float, on_opened: Callable[[str], None]
+        self, url: str, tier: str, *, connect_timeout_s: float, lost_after_s: float, on_opened: Callable[[], None]
     ) -> None:
         super().__init__(url, tier, lost_after_s=lost_after_s, on_opened=on_opened)
         self.learnt = LearntSource(url)  # of a prefill server
@@ -46,7 +47,7 @@ class HttpServer(Server):
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
             headers={"Accept-Encoding": "identity"},
             auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),  # what one client's request is given is none of the next one's
+            cookie_jar=aiohttp.DummyCookieJar(),  # clients do not share cookies
         )
 
     async def close(self) -> None:
@@ -55,7 +56,7 @@ class HttpServer(Server):
     # Requests
 
     async def prefill(self, call: Call, transfer_id: str, *, is_sequential: bool) -> dict[str, Any] | None:
-        """Have the server compute the prompt. Return the `kv_transfer_params` of its answer, and learn from them where the KV is.
+        """Have the server compute the prompt. Return the `kv_transfer_params` of its answer, and learn the KV's source from them.
 
         Raises:
             PassedOn: The server rejected the request.
@@ -64,7 +65,7 @@ class HttpServer(Server):
         assert isinstance(call.body, VllmBody)
         content = call.body.prefill(prefill_params(transfer_id, is_sequential=is_sequential))
         async with self._post(call.path, content, call.headers) as response:
-            params = self._params_of(await self._read(response))
+            params = self._params_of(await self._wait_for(response.read()))
         self.learnt.learn(params)
         return params
 
@@ -76,7 +77,7 @@ class HttpServer(Server):
         assert isinstance(call.body, VllmBody)
         async with self._post(call.path, call.body.decode(params), call.headers) as response:
             if response.content_type != SSE_TYPE:
-                yield _answer(response, await self._read(response))
+                yield _answer(response, await self._wait_for(response.read()))
                 return
             async with contextlib.aclosing(self._events(response)) as parts:
                 yield _answer(response, await anext(parts), parts)
@@ -86,7 +87,7 @@ class HttpServer(Server):
             return _answer(response, await response.read())
 
     async def check(self) -> None:
-        """Check the server's health. If the names of its models may have changed, check them, too."""
+        """Check the server's health, and the names of its models if they may have changed."""
         async with self._checked(), self._session.get(f"{self.url}/health", allow_redirects=False) as response:
             if response.status != 200:
                 raise ServerFailed(self, "status", f"GET /health is answered with {response.status}", status=response.status)
@@ -106,42 +107,39 @@ class HttpServer(Server):
         """Open an answer with status 200. The end of the context closes its connection unless all of it was read.
 
         Raises:
-            PassedOn: The answer says that the client's request is wrong.
-            ServerFailed: No answer came, or it says that the server cannot serve the request.
+            PassedOn: The server rejected the client's request.
+            ServerFailed: The server did not answer, or cannot serve the request.
         """
-        async with self._faults(), self.unless_lost():
-            response = await self._session.post(
-                self.url + path, data=content, headers={**headers, "Content-Type": JSON_TYPE}, allow_redirects=False
-            )
+        request = self._session.post(
+            self.url + path, data=content, headers={**headers, "Content-Type": JSON_TYPE}, allow_redirects=False
+        )
+        response = await self._wait_for(request)
         try:
             if response.status != 200:
-                raise self._refusal(_answer(response, await self._read(response)))
+                raise self._refusal(_answer(response, await self._wait_for(response.read())))
             yield response
         finally:
-            response.close()  # a connection with unread bytes is closed, so vLLM knows that nobody waits
+            response.close()  # closes a connection with unread bytes, so vLLM gives the request up
 
     def _refusal(self, answer: Answer) -> Exception:
         if 400 <= answer.status < 500 and answer.status != 429:
             return PassedOn(answer)
         return ServerFailed(self, "status", f"answered {answer.status}: {_message_of(answer.content)}", status=answer.status)
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _wait_for(self, data: Awaitable[_Data]) -> _Data:
+        """Return data from the server. Raises ServerFailed if it fails or is lost."""
         async with self._faults(), self.unless_lost():
-            return await response.read()
-
-    async def _read_some(self, response: aiohttp.ClientResponse) -> bytes:
-        async with self._faults(), self.unless_lost():
-            return await response.content.readany()
+            return await data
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-        """Yield whole events as they come. The first ones come together with the first event that has a part of the answer.
+        """Yield whole events. The first ones are held back until an event has a part of the answer.
 
         Until then the request can be sent to another server: vLLM answers 200 before it knows whether the KV came.
         """
         buffer, unsent = sse.EventBuffer(), b""
         has_begun = is_done = False
         while not is_done:
-            received = await self._read_some(response)
+            received = await self._wait_for(response.content.readany())
             if not received:
                 raise ServerFailed(self, "broken", "the stream ended before its last event")
             try:
@@ -154,10 +152,10 @@ class HttpServer(Server):
             if has_begun and unsent:
                 yield unsent
                 unsent = b""
-        # The server is about to end the answer itself. A connection that closes earlier looks like a client that left.
+        # The server is about to end the answer. If the connection closes before, vLLM takes the client for disconnected.
         with contextlib.suppress(ServerFailed, TimeoutError):
             async with asyncio.timeout(_FINISH_S):
-                while await self._read_some(response):
+                while await self._wait_for(response.content.readany()):
                     pass
 
     def _is_content(self, event: bytes) -> bool:
@@ -180,7 +178,7 @@ class HttpServer(Server):
 
     @contextlib.asynccontextmanager
     async def _faults(self, *, is_check: bool = False) -> AsyncIterator[None]:
-        """Raise every error inside as a failure of the server. A health check reports it in its own way."""
+        """Raise every error inside as a failure of the server. A health check reports a lost connection itself."""
         try:
             yield
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -203,7 +201,7 @@ class HttpServer(Server):
         return params or None
 
     def _names_of(self, answer: Answer) -> frozenset[str]:
-        """Return the names of the models that the server was started with. Adapters, which have a parent, can come and go."""
+        """Return the names of the server's models without adapters, which have a parent and can change."""
         try:
             models = json.loads(answer.content)["data"] if answer.status == 200 else None
             if isinstance(models, list):

@@ -1,4 +1,4 @@
-"""Where a vLLM prefill server has the KV of its prompts, as its answers report it. Pure."""
+"""The source of the KV of a vLLM prefill server, learnt from its answers. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvferry.router.openai_body import KV_FIELD
 log = structlog.get_logger(__name__)
 
 MOST_DOUBT: Final = 3.0
-"""Each wrong reported address adds 1, and each right one subtracts `_TRUST`. From this sum on, the server counts as several
-engines behind one URL (data parallel): only its answer names the engine that has a prompt."""
+"""Each wrong address adds 1, and each right one subtracts `_TRUST`. From this sum on, the server counts as several engines behind
+one URL (data parallel): only its answer names the engine that has a prompt."""
 
 _TRUST: Final = 0.1
 
@@ -53,11 +53,7 @@ def source_of(params: Mapping[str, Any] | None) -> KVSource | None:
 
 
 class LearntSource:
-    """The source of the next prompt of one prefill server, learnt from its earlier answers.
-
-    Args:
-        url: The server, for the log.
-    """
+    """The source of the next prompt of one prefill server, learnt from its earlier answers."""
 
     def __init__(self, url: str) -> None:
         self.source: KVSource | None = None
@@ -67,11 +63,11 @@ class LearntSource:
 
     @property
     def guess(self) -> KVSource | None:
-        """The source to expect; None if only the server's answer can name it."""
+        """The expected source; None if only the server's answer can name it."""
         return self.source if self._doubt < MOST_DOUBT else None
 
     def learn(self, params: Mapping[str, Any] | None) -> None:
-        """Expect the source that an answer of the server names."""
+        """Expect the source in an answer of the server."""
         if params is None and not self._is_without_kv:
             log.warning(
                 "prefill_without_kv",
@@ -90,7 +86,7 @@ class LearntSource:
         """Forget the source, because the server failed and can come back as another engine.
 
         Args:
-            is_stale: Decode was given the source, which seems to be wrong. If that happens repeatedly, expect none any more.
+            is_stale: Decode got the source, which seems to be wrong. If that happens repeatedly, expect none any more.
         """
         self.source = None
         self._doubt = self._doubt + 1 if is_stale else 0.0

@@ -1,4 +1,4 @@
-"""Every metric of the router, declared once: name, kind, labels, unit and meaning. No client or server ever is a label."""
+"""All metrics of the router. No client or server is a label."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from transfer.metrics import TOKEN_BUCKETS_S, MetricFamily, MetricSpec, Series
 
 ENDPOINTS: Final = ("completions", "chat")
 OUTCOMES: Final = ("done", "client_error", "failed", "disconnected", "refused")
-
-
 _PREFIX: Final = "kvferry_router_"
 
 

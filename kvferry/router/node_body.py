@@ -1,28 +1,30 @@
-"""An OpenAI request as one of a kvferry decode node, and what such a node cannot do, by name. Pure."""
+"""Convert between OpenAI's API and decode nodes. Reject by name what a decode node does not support. Pure."""
 
 from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvferry.router.api import CHAT, COMPLETIONS, ApiError, Body
 from kvferry.router.openai_body import bad_value, shown
+from kvferry.router.sse import DONE
 from transfer.connector.prompt import MAX_CACHE_SALT_CHARS
 from transfer.pb import kvferry_pb2 as pb
 
 COMPLETION_TOKENS: Final = 16
-"""`max_tokens` of a completion that says none, as in OpenAI's API."""
+"""Default of `max_tokens` for completions, as in OpenAI's API."""
 
 CHAT_TOKENS: Final = 256
-"""`max_tokens` of a chat that says none. vLLM goes on to the end of the context, which a router does not know."""
+"""Default of `max_tokens` for chats. vLLM's is the length of the context, which a router does not know."""
 
 _UINT32: Final = 2**32 - 1
 _LARGE: Final = 1e30  # floats of the wire contract have 32 bits
 
-# What a node does anyway: only these values are taken, and null.
+# Supported values, besides null, of fields that a node does not have.
 _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "n": (1,),
     "best_of": (1,),
@@ -62,7 +64,7 @@ _TAKEN: Final = frozenset(
     | {"stop_token_ids", "ignore_eos", "cache_salt"}
 )
 MAX_CHAT_VALUES: Final = 10_000
-"""Of a chat that is costly to read: a thousand messages of some parts. To unpickle so many takes the router 2 ms."""
+"""Largest number of JSON values of a costly chat: a thousand messages of several parts. The router unpickles them in 2 ms."""
 
 _OF_COMPLETIONS: Final = frozenset({"prompt"})
 _OF_CHATS: Final = frozenset({"messages", "max_completion_tokens", "chat_template_kwargs"})
@@ -84,21 +86,13 @@ class NodeBody(Body):
 
 
 def completion(model: str, body: Mapping[str, Any]) -> NodeBody:
-    """Return the request for a completion by `model`.
-
-    Raises:
-        ApiError: The body asks for a feature that decode nodes lack.
-    """
+    """Return the request for a completion by `model`. Raises ApiError if decode nodes do not support it."""
     check(COMPLETIONS, model, body)
     return node_body(COMPLETIONS, body, prompt_of(body))
 
 
 def check(path: str, model: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body if a decode node of `model` supports all of its fields.
-
-    Raises:
-        ApiError: A field asks for what a decode node cannot do, or is unknown.
-    """
+    """Return the body. Raises ApiError if a decode node of `model` does not support one of its fields."""
     name = body.get("model")
     if name is not None and name != model:
         raise ApiError(404, f"The model {shown(name)} does not exist; it is called {model} here.", param="model")
@@ -115,10 +109,10 @@ def check(path: str, model: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_costly_chat(path: str, model: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body as `check` does, from the process that reads costly bodies.
+    """Return the body as `check` does, and limit the time to transfer it from the process that reads costly bodies.
 
     Raises:
-        ApiError: `check` raises it, or the body has so many values that its way back to the router would take long.
+        ApiError: `check` raises it, or the body has too many values.
     """
     num_values = 0
     level: list[Any] = [check(path, model, body)]
@@ -132,11 +126,7 @@ def check_costly_chat(path: str, model: str, body: Mapping[str, Any]) -> Mapping
 
 
 def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
-    """Return the one prompt of a completion, text or token ids.
-
-    Raises:
-        ApiError: There is none, or more than one.
-    """
+    """Return the prompt of a completion, text or token ids. Raises ApiError if there is not exactly one."""
     given = body.get("prompt")
     if isinstance(given, list) and given and not isinstance(given[0], int):
         if len(given) > 1:
@@ -150,14 +140,7 @@ def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
 
 
 def node_body(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -> NodeBody:
-    """Return the request for a body that passed `check`.
-
-    Args:
-        prompt: Text, or token ids.
-
-    Raises:
-        ApiError: A value is out of range.
-    """
+    """Return the request for a body that passed `check`. Raises ApiError if a value is out of range."""
     default = CHAT_TOKENS if path == CHAT else COMPLETION_TOKENS
     limit = "max_completion_tokens" if path == CHAT and body.get("max_completion_tokens") is not None else "max_tokens"
     seed = _integer(body, "seed", None, least=0, most=2**63 - 1)
@@ -167,9 +150,9 @@ def node_body(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -
         max_new_tokens=_integer(body, limit, default, least=1, most=_UINT32),
         sampling=pb.SamplingParams(
             temperature=_number(body, "temperature", 1.0, least=0.0),
-            top_p=_number(body, "top_p", 1.0, least=1e-6, most=1.0),  # a node takes 0 for nothing said
+            top_p=_number(body, "top_p", 1.0, least=1e-6, most=1.0),  # for a node, 0 means the default
             top_k=max(0, _integer(body, "top_k", 0, least=-1, most=_UINT32) or 0),  # -1 keeps all, as vLLM has it
-            # A node's own default is one and the same seed; a client that gives none wants another answer each time.
+            # A node's default seed is always the same, but a client without a seed expects different answers.
             seed=seed if seed is not None else secrets.randbits(63),
         ),
         stop_token_ids=_value(body, "stop_token_ids", lambda ids: not ids or _are_ids(ids), "a list of token ids") or (),
@@ -185,7 +168,7 @@ def node_body(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -
 
 
 def _wants_usage(body: Mapping[str, Any]) -> bool:
-    """Return whether a stream ends with an event that has the number of tokens."""
+    """Return whether a stream ends with an event with the number of tokens."""
     options = body.get("stream_options")
     if options is None:
         return False
@@ -221,3 +204,53 @@ def _number(body: Mapping[str, Any], name: str, default: float, *, least: float,
     bound = f"in [{least:g}, {most:g}]" if most < _LARGE else f"{least:g} or above"
     value = _value(body, name, lambda number: type(number) in (int, float) and least <= number <= most and number < _LARGE, bound)
     return default if value is None else float(value)
+
+
+class Shapes:
+    """The answer to one request to `path`, in the shapes of OpenAI's API."""
+
+    def __init__(self, path: str, model: str, request_id: str) -> None:
+        self._is_chat = path == CHAT
+        self._model = model
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}"
+        self._created = int(time.time())
+
+    def whole(self, text: str, done: pb.GenerateDone) -> bytes:
+        """Return the whole answer."""
+        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": done.finish_reason}
+        return json.dumps(self._object("", [choice]) | {"usage": _usage(done)}).encode()
+
+    def beginning(self) -> bytes:
+        """Return the beginning of a stream before the first text: the role of a chat."""
+        return self._event({"role": "assistant", "content": ""}) if self._is_chat else b""
+
+    def some(self, text: str) -> bytes:
+        """Return an event with more text of a stream."""
+        return self._event({"content": text} if self._is_chat else text)
+
+    def end(self, done: pb.GenerateDone, *, with_usage: bool) -> bytes:
+        """Return the end of a stream."""
+        last = self._event({} if self._is_chat else "", done.finish_reason)
+        usage = _sse(self._object(".chunk", []) | {"usage": _usage(done)}) if with_usage else b""
+        return last + usage + b"data: " + DONE + b"\n\n"
+
+    def _event(self, said: Mapping[str, str] | str, finish_reason: str | None = None) -> bytes:
+        key = "delta" if self._is_chat else "text"
+        return _sse(self._object(".chunk", [{"index": 0, key: said, "logprobs": None, "finish_reason": finish_reason}]))
+
+    def _object(self, suffix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+
+def _usage(done: pb.GenerateDone) -> dict[str, int]:
+    return {
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": done.generated_tokens,
+        "total_tokens": done.prompt_tokens + done.generated_tokens,
+    }
+
+
+def _sse(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""A node of kvferry's own behind the router, called over gRPC."""
+"""One of kvferry's nodes behind the router, called over gRPC."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from kvferry.cli.node_client import NodeClient, is_refusal_of_caller
 from kvferry.router.api import SSE_TYPE, Answer, ApiError, Call
-from kvferry.router.node_answer import Shapes
-from kvferry.router.node_body import NodeBody
+from kvferry.router.node_body import NodeBody, Shapes
 from kvferry.router.node_model import NodeModel
 from kvferry.router.servers import Server, ServerFailed
+from kvferry.router.settings import node_address
 from transfer.errors import (
     ConfigError,
     LayoutError,
@@ -28,15 +28,14 @@ from transfer.registry.security import Security
 CHECK_TIMEOUT_S: Final = 3.0
 
 ACCEPT_TIMEOUT_S: Final = 10.0
-"""Longest wait for the word that a request has its place, which a node that lives gives at once."""
+"""Longest wait until a node accepts a request, which it normally does at once."""
 
 
 class NodeServer(Server):
     """See the module's docstring. Opened on the loop that uses it.
 
     Args:
-        address: host:port of its gRPC API.
-        tier: "prefill" or "decode"; a node of the other one is not healthy here.
+        tier: "prefill" or "decode"; nodes with another role are unhealthy here.
         model: The model of decode nodes; None for prefill nodes.
     """
 
@@ -44,16 +43,16 @@ class NodeServer(Server):
 
     def __init__(
         self,
-        address: str,
+        url: str,
         tier: str,
         security: Security,
         model: NodeModel | None,
         *,
         lost_after_s: float,
-        on_opened: Callable[[str], None],
+        on_opened: Callable[[], None],
     ) -> None:
-        super().__init__(f"grpc://{address}", tier, lost_after_s=lost_after_s, on_opened=on_opened)
-        self._client = NodeClient(address, security=security)
+        super().__init__(url, tier, lost_after_s=lost_after_s, on_opened=on_opened)
+        self._client = NodeClient(node_address(url), security=security)
         self._model = model
 
     async def close(self) -> None:
@@ -78,7 +77,7 @@ class NodeServer(Server):
 
     @contextlib.asynccontextmanager
     async def open(self, call: Call, params: Mapping[str, Any] | None) -> AsyncIterator[Answer]:
-        assert isinstance(call.body, NodeBody)  # without `params`: a decode node finds its prefill node by itself
+        assert isinstance(call.body, NodeBody)  # `params` is None: a decode node finds its prefill node by itself
         async with (
             contextlib.aclosing(self._generated(call.body.request)) as events,
             contextlib.aclosing(self._parts(call, call.body, events)) as parts,
@@ -92,7 +91,7 @@ class NodeServer(Server):
         assert self._model is not None
         shapes = Shapes(call.path, self._model.name, call.request_id)
         if not body.is_stream:
-            received = [event async for event in events]  # to the end: if a call ends earlier, the node gives the request up
+            received = [event async for event in events]  # to the end, because the node gives up a request whose call ends early
             yield shapes.whole("".join(event.tokens.text for event in received), received[-1].done)
             return
         unsent = shapes.beginning()
@@ -101,7 +100,7 @@ class NodeServer(Server):
                 unsent += shapes.some(event.tokens.text)
             elif event.HasField("done"):
                 unsent += shapes.end(event.done, with_usage=body.with_usage)
-            else:  # a character is incomplete, or the token spells none
+            else:  # the token completes no character
                 continue
             yield unsent
             unsent = b""
@@ -121,15 +120,15 @@ class NodeServer(Server):
             raise self._failure_of(error) from error
 
     def _failure_of(self, error: TransferError) -> Exception:
-        """Return the fault of a failed call: the client's, the operator's, or the node's."""
+        """Return the error of a failed call: of the client, the operator, or the node."""
         reason = self._without_address(error)
         if isinstance(error, ConfigError) and not is_refusal_of_caller(error):
             return ApiError(400, reason)
         if isinstance(error, ResourceExhausted):
-            if "larger than max" in reason:  # as gRPC says of a message, which is no more welcome later
+            if "larger than max" in reason:  # gRPC's error for a message, which also fails later
                 return ApiError(413, f"the prompt is too large for a call to the decode node: {reason}")
             return ServerFailed(self, "status", reason, status=503, is_counted=False)  # no room now; the node is healthy
-        if isinstance(error, TransferAborted | LayoutError):  # aborted on purpose, or every attempt would fail like this
+        if isinstance(error, TransferAborted | LayoutError):  # aborted on purpose, or every attempt would fail
             return ApiError(500, reason)
         if isinstance(error, PeerUnreachable):
             return ServerFailed(self, "unreachable", reason)

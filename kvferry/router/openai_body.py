@@ -1,4 +1,4 @@
-"""The bodies of requests: what a client sent, and what prefill and decode are sent for it. Pure."""
+"""Bodies of requests: check the client's, and make those for prefill and decode. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ KV_FIELD: Final = "kv_transfer_params"
 _EXTRA_FIELD: Final = "vllm_xargs"  # vLLM merges its members with kv_transfer_params
 
 MAX_DEPTH: Final = 100
-"""Most nested objects and lists. Requests have some ten, and the schema of a tool a few more. Python's own recursion limits,
-which differ between versions, must not be reached."""
+"""Most nested objects and lists. Requests have about ten, and the schema of a tool a few more. Python's recursion limits, which
+differ between versions, must not be reached."""
 
-_CHARS_PER_TOKEN: Final = 4  # about, in most languages that are written with letters; only loads are compared by it
+_CHARS_PER_TOKEN: Final = 4  # a rough estimate, to compare loads
 
 _NOT_FOR_PREFILL: Final = (
     *("stream", "stream_options", "stream_interval", "n", "best_of", "echo", "stop"),
     *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids", "return_token_ids"),
 )
-"""Fields that say what the answer looks like. The prefill server's answer is read by nobody, and some of these go with others
-that are changed: `best_of` may not be below `n`."""
+"""Fields of the answer's form. The prefill server's answer is not used, and some of these depend on changed ones: `best_of` may
+not be below `n`."""
 
 _CHANGED_FOR_PREFILL: Final = ("max_tokens", "max_completion_tokens", "min_tokens")
 
@@ -34,22 +34,14 @@ _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape for half a ch
 
 
 def parse_body(content: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
-
-    Raises:
-        ApiError: The body is not a JSON object, or no server accepts it.
-    """
+    """Return the JSON object of a request. Raises ApiError if the body is no JSON object, or no server accepts it."""
     body = load_body(content)
     check_body(content, body)
     return body
 
 
 def load_body(content: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request. The caller must pass it to `check_body`.
-
-    Raises:
-        ApiError: It is none.
-    """
+    """Return the JSON object of a request, for `check_body`. Raises ApiError if the body is no JSON object."""
     try:
         body = json.loads(content.decode("utf-8-sig"), parse_constant=_no_constant)
     except RecursionError:
@@ -110,7 +102,7 @@ def shown(value: object) -> str:
 
 
 def bad_value(name: str, value: object, bound: str) -> ApiError:
-    """Return the refusal of a field's value. `bound` says which values the field can have."""
+    """Return the error for a field's value. `bound` describes the valid values."""
     return ApiError(400, f"{name} is {shown(value)}; {bound}", param=name.partition(".")[0])
 
 
@@ -119,7 +111,7 @@ def _no_constant(name: str) -> None:
 
 
 def prompt_tokens(path: str, body: Mapping[str, Any]) -> int:
-    """About how many tokens the prompt has, at least 1: ids are counted, text is guessed by its length."""
+    """Return the number of the prompt's tokens, at least 1: ids are counted, the tokens of text are estimated."""
     given = body.get("messages") if path == CHAT else body.get("prompt")
     return max(1, _num_ids(given) + -(-_num_chars(given) // _CHARS_PER_TOKEN))
 
@@ -133,7 +125,7 @@ def _num_ids(given: object) -> int:
 
 
 def _num_chars(given: object) -> int:
-    """Of all texts in a prompt, messages, or parts of a message."""
+    """Return the number of characters of all texts in a prompt, messages, or parts of a message."""
     if isinstance(given, str):
         return len(given)
     if isinstance(given, list):
@@ -144,9 +136,9 @@ def _num_chars(given: object) -> int:
 
 
 def why_decode_alone(body: Mapping[str, Any]) -> str | None:
-    """Why the decode server has to compute the prompt of this request by itself, in a constant word; None where it need not.
+    """Return why the decode server must compute the prompt itself, as one constant word; None if it need not.
 
-    One hand-off is one prompt, read once, and the same on both sides.
+    A hand-off supports one prompt, which is read once and is the same on both sides.
     """
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
@@ -154,9 +146,9 @@ def why_decode_alone(body: Mapping[str, Any]) -> str | None:
     if any(_above(body.get(name), 1) for name in ("n", "best_of")) or body.get("use_beam_search"):
         return "several_choices"
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
-        return "prompt_logprobs"  # of tokens whose logits prefill alone would have
+        return "prompt_logprobs"  # only prefill would have the logits
     if _above(0, body.get("truncate_prompt_tokens")):
-        return "truncation"  # to what max_tokens leaves, which is another length on either side
+        return "truncation"  # depends on max_tokens, which differs between the sides
     return None
 
 
@@ -194,11 +186,7 @@ class VllmBody(Body):
 
 
 def vllm_body(path: str, body: Mapping[str, Any]) -> VllmBody:
-    """Return the request to the servers for a body of `parse_body`.
-
-    Raises:
-        ApiError: A number is out of range.
-    """
+    """Return the request to the servers for a body of `parse_body`. Raises ApiError if a number is out of range."""
     own = {*_NOT_FOR_PREFILL, *_CHANGED_FOR_PREFILL}
     return VllmBody(
         shared=_members({name: value for name, value in body.items() if name not in own}),
@@ -231,7 +219,7 @@ def _object(*members: bytes) -> bytes:
 
 
 def prefill_params(transfer_id: str, *, is_sequential: bool) -> dict[str, Any]:
-    """`kv_transfer_params` of a prefill request; in the sequential flow with the keys that other connectors look for."""
+    """Return `kv_transfer_params` of a prefill request; in the sequential flow with the keys of other connectors."""
     params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     if is_sequential:
         params |= {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}

@@ -1,4 +1,4 @@
-"""`kvferry route`: a router from its first health check to its last request."""
+"""Run `kvferry route`, from the first health check to the last request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.cli.client_settings import client_security
 from kvferry.router.app import RouterApp
 from kvferry.router.backend import Backend
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.settings import RouterSettings
+from kvferry.router.settings import RouterSettings, is_node, node_address
 from node_runtime.process_setup import raise_open_files
 from transfer.config import LogConfig
 from transfer.errors import ConfigError
@@ -30,8 +30,7 @@ from transfer.registry.security import Security
 
 log = structlog.get_logger(__name__)
 
-_STOP_S: Final = 2.0  # for answers whose last bytes are on their way
-
+_STOP_S: Final = 2.0  # for the last bytes of answers
 
 _OPTIONS: Final = {
     "file": "--config",
@@ -47,7 +46,7 @@ def run_route(settings: RouterSettings, *, tls: Mapping[str, Any], log_level: st
     """Serve, and return the exit code.
 
     Args:
-        tls: The arguments of `client_security` that the command has, by name.
+        tls: The command's arguments of `client_security`, by name.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -59,11 +58,10 @@ def run_route(settings: RouterSettings, *, tls: Mapping[str, Any], log_level: st
         if value not in allowed:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
     security = None
-    if settings.are_nodes:
-        security = client_security("route", *settings.decode, what="--decode", **tls)
-    elif settings.are_prefill_nodes:
-        security = client_security("route", *settings.prefill, what="--prefill", **tls)
-    else:
+    for option, urls in (("--decode", settings.decode), ("--prefill", settings.prefill)):
+        if nodes := [node_address(url) for url in urls if is_node(url)]:
+            security = client_security("route", *nodes, what=option, **tls)
+    if security is None:
         for name, value in tls.items():
             if value:
                 raise ConfigError(f"{_OPTIONS[name]} is for kvferry's own nodes (grpc://); vLLM servers take http:// or https://")
@@ -78,10 +76,10 @@ def run_route(settings: RouterSettings, *, tls: Mapping[str, Any], log_level: st
 
 
 async def run_router(settings: RouterSettings, security: Security | None) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP; the exit code says whether requests had to be cut off.
+    """Serve until SIGTERM, SIGINT or SIGHUP. Return the exit code, which shows whether requests were cut off.
 
     Args:
-        security: How nodes are called; None: the servers are vLLM's.
+        security: TLS or plain text of calls to nodes. None means that all servers are vLLM's.
 
     Raises:
         ConfigError: The address cannot be bound, a file cannot be written, or the tokenizer cannot be used.
@@ -104,11 +102,10 @@ async def run_router(settings: RouterSettings, security: Security | None) -> int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRouter:
-    """A router that takes requests.
+    """A router that serves requests at `address` (host:port).
 
     Args:
-        address: host:port where it does.
-        watching: Checks its servers.
+        watching: Checks the servers.
     """
 
     address: str
@@ -117,7 +114,7 @@ class OpenRouter:
     watching: asyncio.Future[None]
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Until `stop`. A fault of the checks is a bug, and raised here: the router would go on with servers as they were."""
+        """Wait for `stop`. Raise an error of the checks, which is a bug: the router would not notice changes of servers."""
         stopping = asyncio.ensure_future(stop.wait())
         waits: tuple[asyncio.Future[Any], ...] = (self.watching, stopping)
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +125,7 @@ class OpenRouter:
 
 @contextlib.asynccontextmanager
 async def open_router(settings: RouterSettings, security: Security | None) -> AsyncIterator[OpenRouter]:
-    """A router on this loop. See `run_router`."""
+    """Run a router on this loop. See `run_router`."""
     metrics = RouterMetrics()
     backend = Backend(settings, security, metrics)
     app = RouterApp(backend, settings, metrics)
@@ -155,7 +152,7 @@ async def open_router(settings: RouterSettings, security: Security | None) -> As
 
 
 async def _listen(runner: web.AppRunner, settings: RouterSettings) -> str:
-    """Bind, and return host:port."""
+    """Bind the port and return host:port."""
     host, port = settings.host, settings.port
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -169,14 +166,14 @@ async def _listen(runner: web.AppRunner, settings: RouterSettings) -> str:
 
 @contextlib.contextmanager
 def _ready_file(path: Path | None, address: str) -> Iterator[None]:
-    """The file is there while the router takes requests."""
+    """Keep the file while the router serves requests."""
     if path is None:
         yield
         return
     temporary = Path(f"{path}.new")
     try:
         temporary.write_text(json.dumps({"role": "router", "pid": os.getpid(), "http_address": address}))
-        temporary.replace(path)  # whoever waits for the file sees it whole
+        temporary.replace(path)  # a reader never sees part of the file
     except OSError as error:
         raise ConfigError(f"--ready-file is {path}, which cannot be written: {error.strerror}") from error
     try:

@@ -1,6 +1,6 @@
-"""The servers behind a router: which of them the next request goes to. No I/O.
+"""The servers behind a router, and the choice of one for each request. No I/O.
 
-A server is left out while it fails, never for ever: where no better one is left it is given requests all the same.
+A failing server is left out only while a better one exists.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ _BREAKER: Final = BreakerSettings(failures=3, window_s=30.0, pause_s=1.0, max_pa
 
 
 class ServerFailed(Exception):
-    """A server failed an attempt, as far as the router knows by its own fault.
+    """A server failed an attempt.
 
     Args:
-        server: The server.
         kind: "unreachable", "status", "broken", "lost" or "stale".
         reason: One line.
         status: HTTP status of its answer; None means that it did not answer.
-        is_counted: Whether the failure of the request counts for the server's breaker.
+        is_counted: Whether the failure counts for the server's breaker.
     """
 
     def __init__(self, server: Server, kind: str, reason: str, *, status: int | None = None, is_counted: bool = True) -> None:
@@ -46,16 +45,13 @@ class ServerFailed(Exception):
 
 
 class Server(ABC):
-    """One server: its load, its health, its breaker.
-
-    Subclasses implement the calls to one kind of server.
+    """Load, health and breaker of one server. Subclasses implement the calls to one kind of server.
 
     Args:
-        url: Address that is called, and shown.
         tier: "prefill" or "decode".
-        lost_after_s: A request is given up if it receives nothing from the server for so long, while its health checks fail.
-        clock: Seconds that never go back.
-        on_opened: Called with the tier when the server's breaker opens.
+        lost_after_s: A request is given up after this time without data from the server, while its health checks fail.
+        clock: Returns monotonic seconds.
+        on_opened: Called when the server's breaker opens.
     """
 
     flow_alone: ClassVar[str]
@@ -68,22 +64,22 @@ class Server(ABC):
         *,
         lost_after_s: float,
         clock: Callable[[], float] = time.monotonic,
-        on_opened: Callable[[str], None] = lambda _: None,
+        on_opened: Callable[[], object] = lambda: None,
     ) -> None:
         self.url = url
         self.tier = tier
         self.breaker = Breaker(_BREAKER, clock)
         self.outstanding = 0  # prompt tokens (prefill) or requests (decode)
-        self.names: frozenset[str] | None = None  # of the models that it serves, as last heard; None: never
+        self.names: frozenset[str] | None = None  # of the models that it serves; None: unknown
         self.are_names_due = True
         self.misfit = ""  # why it cannot be used with the others
-        self.problem = "its health has not been checked yet"  # empty: it is healthy
+        self.problem = "its health has not been checked yet"  # empty if it is healthy
         self.last_use = 0
         self._clock = clock
         self._on_opened = on_opened
         self._lost_after_s = lost_after_s
         self._failing_since_s: float | None = None
-        self._waits: dict[asyncio.Timeout, float] = {}  # since when they wait for it
+        self._waits: dict[asyncio.Timeout, float] = {}  # start times of waits for the server
 
     @abstractmethod
     def open(self, call: Call, params: Mapping[str, Any] | None) -> AbstractAsyncContextManager[Answer]:
@@ -135,18 +131,18 @@ class Server(ABC):
 
     @property
     def why_not(self) -> str:
-        """Why it should be sent nothing; empty where it should."""
+        """Why it gets no requests; empty if it gets some."""
         pause = f"left out for {self.breaker.pause_left_s:.1f} s after failures" if self.state == "open" else ""
         return self.misfit or self.problem or pause
 
     def check_succeeded(self) -> None:
-        """Its health check has come back well."""
+        """Record a successful health check."""
         if self.problem:
             log.info("server_healthy", tier=self.tier, url=self.url)
         self.problem, self._failing_since_s = "", None
 
     def check_failed(self, reason: str) -> None:
-        """Its health check has failed; who has heard nothing from it for long enough is told that it is lost."""
+        """Record a failed health check. End waits that have received nothing for `lost_after_s` since the first failure."""
         if self._failing_since_s is None:
             self._failing_since_s = self._clock()
             log.warning("server_unhealthy", tier=self.tier, url=self.url, reason=reason)
@@ -155,15 +151,15 @@ class Server(ABC):
         before_s = self._clock() - self._lost_after_s
         for wait, since_s in list(self._waits.items()):
             if max(since_s, self._failing_since_s) <= before_s:
-                del self._waits[wait]  # told once
+                del self._waits[wait]
                 wait.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def unless_lost(self) -> AsyncIterator[None]:
-        """What is inside waits for the server, and is ended when that is lost.
+        """End the code inside, which waits for the server, when the server is lost.
 
         Raises:
-            ServerFailed: It was.
+            ServerFailed: The server is lost.
         """
         timeout = asyncio.timeout(None)
         try:
@@ -180,27 +176,27 @@ class Server(ABC):
             raise ServerFailed(self, "lost", reason) from None
 
     def lose(self, reason: str) -> None:
-        """Nobody listens there."""
+        """Open the breaker, because the server cannot be reached."""
         with self.watched_breaker(reason):
             self.breaker.lose()
 
     @contextmanager
     def watched_breaker(self, reason: str) -> Iterator[None]:
-        """Tell of it when the breaker opens meanwhile; that many requests see the same fault is no news."""
+        """Log once if the code inside opens the breaker."""
         before, was_open = self.breaker.num_openings, self.breaker.state is BreakerState.OPEN
         yield
         if self.breaker.num_openings > before and not was_open:
             log.warning(
                 "breaker_opened", tier=self.tier, url=self.url, reason=reason, pause_s=round(self.breaker.pause_left_s, 3)
             )
-            self._on_opened(self.tier)
+            self._on_opened()
 
 
 class Lease:
-    """A request at a server, from its choice to `end()`; without a word on how it went, it says nothing of the server.
+    """A place of a request at a server, until `end()`. It counts for the breaker only after `succeeded()` or `failed()`.
 
     Args:
-        weight: What it adds to what the server has outstanding.
+        weight: Load that the request adds to the server.
     """
 
     def __init__(self, server: Server, weight: int) -> None:
@@ -219,7 +215,7 @@ class Lease:
             self._verdict, self._reason = Verdict.FAILURE, failure.reason
 
     def end(self) -> None:
-        """The request is over; once is enough."""
+        """End the request. No-op if it has ended."""
         permit, self._permit = self._permit, None
         if permit is None:
             return
@@ -236,15 +232,15 @@ class Tier:
         self._num_picks = 0
 
     def lease(self, weight: int, *, tried: frozenset[Server] = frozenset()) -> Lease | None:
-        """A place for a request at the server that `pick()` gives; None: at none."""
+        """Return a place for a request at the server that `pick()` returns; None if there is none."""
         server = self.pick(tried=tried)
         return None if server is None else Lease(server, weight)
 
     def pick(self, *, tried: frozenset[Server] = frozenset()) -> Server | None:
-        """The server for a request: the one with the least outstanding of the best that are left; None: none fits at all.
+        """Return the least loaded of the best servers; None if no server fits.
 
-        One that has to be tried again gets the next new request, and no second attempt. Servers that have failed this request
-        come last, for there may be no other.
+        A server whose breaker wants a trial gets the next new request, and no further attempts of others. Servers in `tried`,
+        which failed this request, come last.
         """
         fit = [server for server in self.servers if not server.misfit]
         fresh = [server for server in fit if server not in tried] or fit
@@ -259,20 +255,20 @@ class Tier:
         return picked
 
     def unavailable_reason(self) -> str:
-        """Why no server of this side is healthy, each with its own reason; empty where one is."""
+        """Return why no server of this tier is healthy; empty if one is."""
         if any(server.state == "healthy" for server in self.servers):
             return ""
         reasons = "; ".join(f"{server.url}: {server.why_not}" for server in self.servers)
         return f"no {self.servers[0].tier} server is healthy ({reasons})"
 
     def states(self) -> Mapping[tuple[str, str], int]:
-        """How many servers are in each state, by tier and state."""
+        """Return the number of servers by tier and state."""
         counted = Counter(server.state for server in self.servers)
         return {(self.servers[0].tier, state): counted[state] for state in STATES}
 
 
 def compare_names(servers: Iterable[Server]) -> None:
-    """Mark servers whose models have other names than those of the first one whose names are known."""
+    """Mark servers whose models have other names than those of the first server whose names are known."""
     known = [server for server in servers if server.names is not None]
     for server in known:
         first = known[0]

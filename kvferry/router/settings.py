@@ -1,4 +1,4 @@
-"""What a router is told at its start, checked by name."""
+"""Settings of a router, from the options of `kvferry route`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from transfer.config import parse_size
 from transfer.config.values import checked_host_port
 from transfer.errors import ConfigError
 
-_NODE_SCHEME: Final = "grpc://"
-_SCHEMES: Final = ("http://", "https://", _NODE_SCHEME)
+NODE_SCHEME: Final = "grpc://"
+_SCHEMES: Final = ("http://", "https://", NODE_SCHEME)
 _LEAST_HEALTH_S: Final = 0.05
-"""Servers would be asked without a pause."""
 
 
 class FlowKind(StrEnum):
-    """In which order a prompt's two servers are asked."""
+    """Order of the calls to a prompt's two servers."""
 
-    CONCURRENT = "concurrent"  # both at once, where the prefill server's address is known
-    SEQUENTIAL = "sequential"  # decode once prefill has answered
+    CONCURRENT = "concurrent"  # both at once, if the prefill server's KV address is known
+    SEQUENTIAL = "sequential"  # decode after prefill has answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +32,10 @@ class RouterSettings:
     """See `kvferry route --help`.
 
     Args:
-        prefill: URLs of vLLM prefill servers, or ``host:port`` of prefill nodes; empty where decode nodes know theirs.
-        decode: URLs of vLLM decode servers, or ``host:port`` of decode nodes.
-        are_nodes: `decode` are kvferry's own nodes.
-        are_prefill_nodes: `prefill` are.
+        prefill: URLs of vLLM prefill servers or prefill nodes; empty if decode nodes have their own.
+        decode: URLs of vLLM decode servers or decode nodes.
         max_body_bytes: Largest body of a client's request.
-        max_body_total_bytes: Largest size of the bodies of all requests under way.
+        max_body_total_bytes: Largest size of the bodies of all running requests.
 
     Raises:
         ConfigError: A value is out of range.
@@ -46,8 +43,6 @@ class RouterSettings:
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
-    are_nodes: bool
-    are_prefill_nodes: bool = False
     flow: FlowKind = FlowKind.CONCURRENT
     host: str = "127.0.0.1"
     port: int = 8000
@@ -107,8 +102,7 @@ def router_settings(
         raise ConfigError(
             "--decode is missing; give a vLLM server (http://host:port) or a kvferry decode node (grpc://host:port)"
         )
-    are_nodes = _are_nodes("--decode", decode)
-    if are_nodes:
+    if _are_nodes("--decode", decode):
         if prefill:
             raise ConfigError(f"--prefill is {prefill[0]}; a kvferry decode node (grpc://) knows its prefill nodes by itself")
         if flow is not None:
@@ -121,19 +115,16 @@ def router_settings(
             raise ConfigError(
                 "--prefill is missing; give a vLLM prefill server (http://host:port) or a kvferry prefill node (grpc://host:port)"
             )
-    are_prefill_nodes = _are_nodes("--prefill", prefill)
-    if are_prefill_nodes and flow is not None:
+    if _are_nodes("--prefill", prefill) and flow is not None:
         raise ConfigError(f"--flow is {flow}; it is for vLLM prefill servers (http://): a node is asked by the decode server")
     servers = {
-        option: [_node_address(option, url) if is_node else _server_url(option, url) for url in urls]
-        for option, urls, is_node in (("--prefill", prefill, are_prefill_nodes), ("--decode", decode, are_nodes))
+        option: tuple(_node_url(option, url) if is_node(url) else _server_url(option, url) for url in urls)
+        for option, urls in (("--prefill", prefill), ("--decode", decode))
     }
     _check_different([(option, url) for option, urls in servers.items() for url in urls])
     return RouterSettings(
-        prefill=tuple(servers["--prefill"]),
-        decode=tuple(servers["--decode"]),
-        are_nodes=are_nodes,
-        are_prefill_nodes=are_prefill_nodes,
+        prefill=servers["--prefill"],
+        decode=servers["--decode"],
         flow=FlowKind.CONCURRENT if flow is None else member(FlowKind, "--flow", flow),
         max_body_bytes=_size("--max-body", max_body),
         max_body_total_bytes=_size("--max-body-total", max_body_total),
@@ -152,19 +143,29 @@ def _size(option: str, given: str) -> int:
     return size
 
 
+def is_node(url: str) -> bool:
+    """Return whether the URL is of one of kvferry's own nodes."""
+    return url.lower().startswith(NODE_SCHEME)
+
+
+def node_address(url: str) -> str:
+    """Return host:port of a node's URL."""
+    return url.removeprefix(NODE_SCHEME)
+
+
 def _are_nodes(option: str, urls: Sequence[str]) -> bool:
-    """Return whether the URLs are of kvferry's own nodes."""
+    """Return whether the URLs are of nodes. Raises ConfigError if they are of no kind, or of two."""
     for url in urls:
         if not url.lower().startswith(_SCHEMES):
             raise ConfigError(f"{option} is {url!r}; it must begin with http://, https:// or, for a kvferry node, grpc://")
-    are_nodes = {url.lower().startswith(_NODE_SCHEME) for url in urls}
+    are_nodes = set(map(is_node, urls))
     if len(are_nodes) > 1:
         raise ConfigError(f"{option} mixes grpc:// and http:// ({', '.join(urls)}); a router has servers of one kind")
     return True in are_nodes
 
 
 def _server_url(option: str, url: str) -> str:
-    """The URL in lower case as far as that says the same, without a slash at its end."""
+    """Return the URL with scheme and host in lower case, with a port, and without a slash at its end."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -180,14 +181,14 @@ def _server_url(option: str, url: str) -> str:
     return f"{parts.scheme}://{shown}:{port if port is not None else default}{path}"
 
 
-def _node_address(option: str, url: str) -> str:
+def _node_url(option: str, url: str) -> str:
     address = url.partition("://")[2].rstrip("/")
     try:
         host, _, port = checked_host_port(address).rpartition(":")
     except ValueError:
         right = "grpc://host:port with a port from 1 to 65535, an IPv6 host in brackets"
         raise ConfigError(f"{option} is {url!r}; it must be {right}") from None
-    return f"{host.lower()}:{int(port)}"
+    return f"{NODE_SCHEME}{host.lower()}:{int(port)}"
 
 
 def _check_different(servers: Sequence[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Server-sent events, as far as a router must understand what passes through it. Pure.
+"""Server-sent events, as far as a router must understand them. Pure.
 
 Source: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream.
 """
@@ -10,7 +10,7 @@ import re
 from typing import Any, Final
 
 MAX_EVENT_BYTES: Final = 64 << 20
-"""Of one event: its sender has gone mad above that, and no memory is kept for it."""
+"""Largest event. The sender of a larger one is faulty."""
 
 DONE: Final = b"[DONE]"
 
@@ -18,18 +18,14 @@ _END: Final = re.compile(rb"\r?\n\r?\n")
 
 
 class EventBuffer:
-    """Cuts bytes into whole events. An event keeps its bytes, the empty line at its end included."""
+    """Split bytes into whole events. An event keeps all its bytes, including the empty line at its end."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The events that are whole now.
-
-        Raises:
-            ValueError: One has no end within `MAX_EVENT_BYTES`.
-        """
-        # An end may lie across the border; nothing before it is looked at twice.
+        """Return the events that are complete now. Raises ValueError if one is larger than `MAX_EVENT_BYTES`."""
+        # The end of an event may have begun in the bytes before. Do not search the others twice.
         searched = max(0, len(self._rest) - 3)
         self._rest += received
         events, start = [], 0
@@ -43,13 +39,13 @@ class EventBuffer:
 
 
 def data_of(event: bytes) -> bytes:
-    """What an event carries; empty for comments."""
+    """Return the data of an event; empty for comments."""
     lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines)
 
 
 def object_of(event: bytes) -> dict[str, Any] | None:
-    """The JSON object that it carries; None where it carries another thing."""
+    """Return the JSON object in an event; None if its data is no object."""
     try:
         found = json.loads(data_of(event))
     except (ValueError, RecursionError):
@@ -58,7 +54,7 @@ def object_of(event: bytes) -> dict[str, Any] | None:
 
 
 def error_of(content: dict[str, Any]) -> tuple[int, str] | None:
-    """Status and message of an error object; None where it is none. Status 500 where it says none."""
+    """Return status (by default 500) and message of an error; None if `content` is no error."""
     error = content.get("error")
     if error is None:
         return None
@@ -69,7 +65,7 @@ def error_of(content: dict[str, Any]) -> tuple[int, str] | None:
 
 
 def is_empty(content: dict[str, Any]) -> bool:
-    """Whether an event of a stream of tokens carries nothing of the answer yet: a chat begins with the role alone."""
+    """Return whether an event has no part of the answer, like the first event of a chat, which has only the role."""
     choices = content.get("choices")
     if not isinstance(choices, list) or not choices or content.get("usage"):
         return False

@@ -18,6 +18,7 @@ from kvferry.router.serve import OpenRouter, open_router
 from kvferry.router.settings import FlowKind, RouterSettings
 from tests.router.node_servers import DecodeNode, PrefillNode
 from tests.router.vllm_server import Kv, VllmServer
+from tests.samples import sample
 from transfer.registry.security import PlainText, Security
 
 PROMPT = "The harbour was quiet."
@@ -99,16 +100,8 @@ class Client:
             return Answer(answer.status, answer.headers.copy(), await answer.read())
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The value of one series; 0 where it is not there."""
-        wanted = "kvferry_router_" + name
-        shown = "{" + ",".join(f'{key}="{value}"' for key, value in sorted(labels.items())) + "}" if labels else ""
-        for line in (await self.get("/metrics")).body.decode().splitlines():
-            series, _, value = line.rpartition(" ")
-            if series.partition("{")[0] == wanted and set(series[len(wanted) :].strip("{}").split(",")) == set(
-                shown.strip("{}").split(",")
-            ):
-                return float(value)
-        return 0.0
+        """Return the value of a metric of the router."""
+        return sample((await self.get("/metrics")).body.decode(), "kvferry_router_" + name, **labels)
 
 
 AnyServer: TypeAlias = VllmServer | PrefillNode | DecodeNode
@@ -156,10 +149,8 @@ async def routing(
     options = {"health_interval_s": 0.05, **options}
     async with running(*before, *after):
         settings = RouterSettings(
-            prefill=tuple(one.url.removeprefix("grpc://") for one in before),
-            decode=tuple(one.url.removeprefix("grpc://") for one in after),
-            are_nodes=isinstance(after[0], DecodeNode),
-            are_prefill_nodes=bool(before) and isinstance(before[0], PrefillNode),
+            prefill=tuple(one.url for one in before),
+            decode=tuple(one.url for one in after),
             port=0,
             **options,
         )

@@ -102,11 +102,11 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_urls_are_brought_to_one_form() -> None:
     made = settings(["HTTP://P:8000/", "https://p/prefix/"], ["http://[::1]:80"], flow="sequential")
     assert made.prefill == ("http://p:8000", "https://p:443/prefix") and made.decode == ("http://[::1]:80",)
-    assert made.flow is FlowKind.SEQUENTIAL and not made.are_nodes
+    assert made.flow is FlowKind.SEQUENTIAL
     assert settings([P], [D]).flow is FlowKind.CONCURRENT
     made = settings([], ["grpc://[::1]:7003", "grpc://Host:7"])
-    assert made.are_nodes and made.decode == ("[::1]:7003", "host:7")
+    assert made.decode == ("grpc://[::1]:7003", "grpc://host:7")
     made = settings(["grpc://Node:7001"], [D])
-    assert made.are_prefill_nodes and not made.are_nodes and made.prefill == ("node:7001",)
+    assert made.prefill == ("grpc://node:7001",)
     with pytest.raises(ConfigError, match="--decode is missing"):
         settings([P], [])

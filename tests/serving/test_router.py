@@ -59,7 +59,7 @@ class NodeSetup:
 async def routed(serving: Serving, *more: str, **options: Any) -> AsyncIterator[NodeSetup]:
     address = next(node.address for node in serving.cluster.nodes if node.role == "decode")
     options = {"health_interval_s": 0.1, **options}
-    settings = RouterSettings(prefill=(), decode=(address, *more), are_nodes=True, port=0, **options)
+    settings = RouterSettings(prefill=(), decode=tuple(f"grpc://{one}" for one in (address, *more)), port=0, **options)
     async with open_router(settings, serving.security()) as router:
         client = Client(router.address)
         try:
@@ -217,6 +217,6 @@ async def test_requests_go_to_the_reachable_node(serving: Serving) -> None:
 
 async def test_a_prefill_node_is_not_used_as_a_decode_node(serving: Serving) -> None:
     address = next(node.address for node in serving.cluster.nodes if node.role == "prefill")
-    settings = RouterSettings(prefill=(), decode=(address,), are_nodes=True, port=0, health_interval_s=0.1)
+    settings = RouterSettings(prefill=(), decode=(f"grpc://{address}",), port=0, health_interval_s=0.1)
     async with open_router(settings, serving.security()) as router:
         await until(lambda: "prefill node" in router.backend.readiness().reason, "the router to report a prefill node")

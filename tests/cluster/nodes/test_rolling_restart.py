@@ -170,7 +170,8 @@ async def test_every_node_is_restarted_under_load_and_no_request_fails(
     (long_text,) = questions(model, reference, [LONG_TEXT])
     assert long_text.num_tokens >= LONG_TEXT_TOKENS
     addresses = tuple(node.address for node in cluster.decode_nodes)
-    settings = RouterSettings(prefill=(), decode=addresses, are_nodes=True, port=0, health_interval_s=0.2)
+    urls = tuple(f"grpc://{address}" for address in addresses)
+    settings = RouterSettings(prefill=(), decode=urls, port=0, health_interval_s=0.2)
     options = [("grpc.service_config", service_config()), ("grpc.max_reconnect_backoff_ms", 2000)]
     async with (
         open_router(settings, PlainText()) as router,
