@@ -21,6 +21,8 @@ from urllib.request import urlopen
 import aiohttp
 import pytest
 
+from tests.samples import sample
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".kvferry" / "sglang-venv" / "bin" / "python"))
 START_S = 400.0  # a minute for both engines on two quiet cores
@@ -124,12 +126,11 @@ class Engine:
             time.sleep(0.5)
 
     def metric(self, name: str) -> float:
-        """Of kvferry's own page, over all ranks."""
+        """Return the sum of a metric of kvferry over all ranks."""
         with urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(f"{name} ") or line.startswith(f"{name}{{")]
-        assert found, f"{name} is not among {[line for line in lines if not line.startswith('#')]}"
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+            page = answer.read().decode()
+        assert f"\n{name}" in page, f"{name} is not among the metrics of kvferry"
+        return sample(page, name)
 
     def overhead(self) -> dict[str, dict[str, float]]:
         """What its first scheduler has spent so far, see stand_ins/overhead.py."""

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from tests.samples import sample
 from tests.vllm.servers import Server
 
 HEARTBEAT_S = 2.0
@@ -39,16 +40,6 @@ def page(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10.0) as answer:
         text: str = answer.read().decode()
         return text
-
-
-def sample(text: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels."""
-    found = 0.0
-    for line in text.splitlines():
-        head, _, value = line.rpartition(" ")
-        if head.partition("{")[0] == name and all(f'{label}="{wanted}"' in head for label, wanted in labels.items()):
-            found += float(value)
-    return found
 
 
 def kvferry_addresses(server: Server) -> tuple[str, str]:

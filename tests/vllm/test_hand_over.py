@@ -12,9 +12,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.samples import sample
 from tests.vllm.answers import Answer, answer, answers, client
 from tests.vllm.commands import MODEL_NAME
-from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics, sample
+from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics
 from tests.vllm.servers import Server
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels under their interpreter; run by test_kernels_under_interpreter.py with TRITON_INTERPRET=1."""
+"""The Triton kernels under their interpreter; run by test_under_interpreter.py with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -1,39 +1,135 @@
-"""Groups of ranks in real processes, driven from a test, see `rank_process`."""
+"""Groups of ranks in real processes, driven from a test.
+
+The ranks are forked from a process that has imported everything, as a node forks its own.
+"""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import signal
-import socket
-import struct
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from transfer.engine_types import DecodeItem, PrefillItem
+import torch
 
-START_S = 60.0
-ANSWER_S = 60.0
+from embedded_engine.architectures import ARCHITECTURES
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.model_files import read_model_files
+from embedded_engine.tensor_parallel import init_distributed
+from tests.embedded_engine.steps import fill_with_nan, pages_for
+from transfer.copy.page_mover import PageMove, PageMover
+from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.layer_groups import layer_groups
+from transfer.layout import Shard
+from transfer.pool.host_pool import HostPool
+
+for architecture in ARCHITECTURES.values():
+    importlib.import_module(architecture.module)
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+ANSWER_S = 120.0  # also for the start of all groups
+END_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOfRanks:
+    """What a group of ranks runs."""
+
+    size: int
+    model: Path
+    timeout_s: float = 30.0
+
+
+class Rank:
+    """The engine of one rank, in its own process."""
+
+    def __init__(self, group: GroupOfRanks, rank: int, store: str) -> None:
+        files = read_model_files(group.model)
+        self.engine = EmbeddedEngine(
+            files,
+            shard=Shard(tp_size=group.size, tp_rank=rank),
+            num_pages=pages_for(layer_groups(files.layout()), 200),
+            group=init_distributed(rank, group.size, store, timeout_s=group.timeout_s),
+            num_threads=1,
+            layers_per_group=2,
+        )
+
+    def prefill(self, items: list[PrefillItem]) -> dict[str, int]:
+        return self.engine.prefill(items, lambda layers_done, event: None)
+
+    def decode(self, items: list[DecodeItem]) -> dict[str, int]:
+        return self.engine.decode(items)
+
+    def prefill_broken_callback(self, items: list[PrefillItem]) -> None:
+        def fail(layers_done: int, event: object) -> None:
+            raise ValueError("the callback failed")
+
+        self.engine.prefill(items, fail)
+
+    def read(self, layer: int, slots: list[int]) -> list[Any]:
+        """Return the buffers of a layer at some slots, as numpy arrays: K and V, latents or states."""
+        pool = self.engine.pool
+        return [part.numpy() for part in pool.read(layer, torch.tensor(slots))[: pool.layout.layers[layer].num_buffers]]
+
+    def move_to_host(self, num_host_pages: int, moves: list[tuple[list[int], list[int]]]) -> None:
+        """Give the engine a host pool, move (device pages, host pages) there, and fill the device pages with NaN."""
+        pool = self.engine.pool
+        host = HostPool(pool, num_pages=[num_host_pages])
+        self.engine.use_host_pool(host, block_bytes=host.page_bytes[0])
+        mover = PageMover(pool, host, buffer_bytes=2 * host.page_bytes[0])
+        for device_pages, host_pages in moves:
+            mover.save([PageMove(group=0, device_pages=device_pages, host_pages=host_pages)])
+            for page in device_pages:
+                fill_with_nan(pool, page=page)
+
+    def fields(self) -> dict[str, str]:
+        return dict(self.engine.model_fields)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.engine.close()
+
+
+def serve(connection: Connection, group: GroupOfRanks, rank: int, store: str) -> None:
+    """Receive (method, arguments) and answer (True, result) or (False, error text), until the test closes the connection."""
+    own = Rank(group, rank, store)
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((True, getattr(own, method)(*arguments)))
+        except Exception as error:
+            connection.send((False, f"{type(error).__name__}: {error}"))
 
 
 class Ranks:
-    """All ranks of a group, driven in step: what a node's leader does. Looks like an engine to `steps`."""
+    """All ranks of a group, driven in step as by a node's leader. Has the interface of an engine for `steps`."""
 
-    def __init__(self, directory: Path, group: str, size: int) -> None:
-        self.connections = [_connect(directory / f"{group}-{rank}") for rank in range(size)]
-        self.pids = [_peer_pid(connection) for connection in self.connections]
-        self.num_killed = 0
+    def __init__(self, group: GroupOfRanks, store: str) -> None:
+        self.connections: list[Connection] = []
+        self.processes: list[Any] = []
+        self._exit_codes = [0] * group.size
+        for rank in range(group.size):
+            own, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=serve, args=(theirs, group, rank, store), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(own)
+            self.processes.append(process)
 
     def send(self, rank: int, method: str, *arguments: Any) -> None:
         self.connections[rank].send((method, arguments))
 
-    def answer(self, rank: int, wait_s: float = ANSWER_S) -> tuple[bool, Any]:
-        assert self.connections[rank].poll(wait_s), f"rank {rank} gave no answer within {wait_s} s"
+    def answer(self, rank: int) -> tuple[bool, Any]:
+        assert self.connections[rank].poll(ANSWER_S), f"rank {rank} gave no answer within {ANSWER_S} s"
         answer: tuple[bool, Any] = self.connections[rank].recv()
         return answer
 
@@ -56,76 +152,43 @@ class Ranks:
         tokens: dict[str, int] = first
         return tokens
 
-    def kill(self, rank: int) -> None:
-        os.kill(self.pids[rank], signal.SIGKILL)
-        self.num_killed += 1
+    def freeze(self, rank: int) -> None:
+        os.kill(self.processes[rank].pid, signal.SIGSTOP)
 
-    def hang_up(self) -> None:
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self._exit_codes[rank] = -signal.SIGKILL
+
+    def close(self) -> None:
+        """End all ranks. Fail unless each rank that no test killed exits by itself."""
         for connection in self.connections:
             connection.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupOfRanks:
-    """What a group of ranks runs."""
-
-    size: int
-    model: Path
-    timeout_s: float = 30.0
+        try:
+            for process in self.processes:
+                process.join(END_S)
+            assert [process.exitcode for process in self.processes] == self._exit_codes
+        finally:
+            for process in self.processes:
+                process.kill()
 
 
 class RankServer:
-    """The process that all ranks are forked from; it imports what they need, which takes seconds, once.
+    """Start groups of ranks.
 
     Args:
-        directory: An empty one, for sockets.
+        directory: An empty one, for the files by which the ranks of a group find each other.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._ranks: list[Ranks] = []
-        command = [sys.executable, str(Path(__file__).with_name("rank_process.py")), str(directory)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._groups: list[Ranks] = []
 
     def start(self, groups: Mapping[str, GroupOfRanks]) -> dict[str, Ranks]:
         """Start groups whose names no other group has, each rank a process."""
-        assert self._process.stdin is not None
-        for name, group in groups.items():
-            self._process.stdin.write(f"{name}:{group.size}:{group.timeout_s}:{group.model}\n")
-        self._process.stdin.flush()
-        ranks = {name: Ranks(self._directory, name, group.size) for name, group in groups.items()}
-        self._ranks += ranks.values()
+        ranks = {name: Ranks(group, f"file://{self._directory / name}.store") for name, group in groups.items()}
+        self._groups += ranks.values()
         return ranks
 
     def close(self) -> None:
-        """End everything; fails where a rank that no test has killed did not end by itself and in order."""
-        try:
-            for ranks in self._ranks:
-                ranks.hang_up()
-            output, _ = self._process.communicate(timeout=30)
-            num_killed = sum(ranks.num_killed for ranks in self._ranks)
-            num_ranks = sum(len(ranks.pids) for ranks in self._ranks)
-            assert output.strip() == str([-9] * num_killed + [0] * (num_ranks - num_killed))
-        finally:
-            for pid in (pid for ranks in self._ranks for pid in ranks.pids):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            self._process.kill()
-            self._process.wait(timeout=30)
-
-
-def _connect(path: Path) -> Connection:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            return Client(str(path), family="AF_UNIX")
-        except (FileNotFoundError, ConnectionRefusedError):
-            assert time.monotonic() < deadline, f"no rank at {path}"
-            time.sleep(0.05)
-
-
-def _peer_pid(connection: Connection) -> int:
-    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+        for ranks in self._groups:
+            ranks.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -91,7 +89,7 @@ def test_a_frozen_peer_is_an_engine_error_within_the_deadline(
     ranks = groups["frozen"]
     item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_tables=([0],), is_last=True)
     ranks.prefill([item])
-    os.kill(ranks.pids[1], signal.SIGSTOP)
+    ranks.freeze(1)
     ranks.send(0, "prefill", [item])
     is_ok, text = ranks.answer(0)
     assert not is_ok and text.startswith("EngineError: the step failed on rank 0 of 2")

@@ -1,11 +1,15 @@
-"""What the vLLM connector is configured with, and the vLLM that it accepts."""
+"""kvferry's settings inside vLLM and SGLang, and the versions of vLLM that the connector accepts."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL
+from kvferry.engines.sglang_settings import CONFIG_FILE, sglang_settings
 from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
+from transfer.config import ConnectorConfig
 from transfer.errors import ConfigError
 
 
@@ -59,3 +63,33 @@ def test_other_versions_are_refused_unless_they_are_allowed(version: str) -> Non
     with pytest.raises(ConfigError, match=r"vLLM is .*; this connector was written for 0.32 to 0.33: .* allow_untested_vllm"):
         check_version(version, allow_untested=False)
     check_version(version, allow_untested=True)
+
+
+def in_sglang(environment: dict[str, str]) -> ConnectorConfig:
+    return sglang_settings(environment, device="cpu", meet_timeout_s=300.0)
+
+
+def test_settings_of_sglang_override_those_that_fit_it(tmp_path: Path) -> None:
+    file = tmp_path / "kvferry.yaml"
+    file.write_text("limits: {hold_s: 7, prefill_retries: 1}\nheartbeat: {interval_s: 0.25}\n", encoding="utf-8")
+    found = in_sglang({CONFIG_FILE: str(file), "KVFERRY_LIMITS__HOLD_S": "9", "KVFERRY_LIMITS__MEET_TIMEOUT_S": "5"})
+    assert (found.limits.meet_timeout_s, found.limits.hold_s, found.limits.prefill_retries) == (5.0, 9.0, 1)
+    assert found.heartbeat.interval_s == 0.25
+
+
+def test_operators_and_discovery_are_set_in_sglang_as_on_a_node() -> None:
+    found = in_sglang({"KVFERRY_DISCOVERY__FILE": "/nodes", "KVFERRY_TRACING__ENDPOINT": "http://c:4317"})
+    assert (str(found.discovery.file), found.tracing.endpoint, found.status_page.enabled) == ("/nodes", "http://c:4317", True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"KVFERRY_LIMITS__HOLD": "9"}, r"limits\.hold is no setting"),
+        ({CONFIG_FILE: "/nowhere.yaml"}, r"config file /nowhere\.yaml cannot be read"),
+        ({"KVFERRY_TRANSPORT__NAME": "inproc"}, "inproc"),
+    ],
+)
+def test_invalid_settings_in_sglang_are_named(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        in_sglang(environment)
