@@ -152,7 +152,7 @@ class VllmServer:
         await self.gate.wait()
         if self.answers:
             status = self.answers.pop(0)
-            return web.json_response(_error(status, f"told to answer {status}"), status=status)
+            return web.json_response(_error(status, f"told\n to answer {status}"), status=status)
         if body.get("model", self.model) not in (self.model, "adapter"):
             return web.Response(body=SHAPES["no_such_model"]["body"], status=404, content_type="application/json")
         is_chat = "messages" in body

@@ -69,14 +69,6 @@ class Server:
                     found[process.pid] = process.name()
         return found
 
-    def pss_bytes(self) -> int:
-        """Memory of all its processes; what they share counts once."""
-        sizes = []
-        for pid in self.processes():
-            with contextlib.suppress(psutil.Error):
-                sizes.append(psutil.Process(pid).memory_full_info().pss)
-        return sum(sizes)
-
     def wait_ready(self, timeout_s: float = START_S) -> Server:
         """Returns itself once it answers /health with 200.
 
