@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from embedded_engine.architectures import ARCHITECTURES
+from embedded_engine.architectures import ARCHITECTURES, model_module
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
@@ -28,8 +28,8 @@ from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
 from transfer.pool.host_pool import HostPool
 
-for architecture in ARCHITECTURES.values():
-    importlib.import_module(architecture.module)
+for architecture in ARCHITECTURES:
+    importlib.import_module(model_module(architecture))
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
