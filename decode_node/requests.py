@@ -24,7 +24,7 @@ from transfer.config import DecodeLimitsConfig
 from transfer.connector.attempt import Attempt, IncomingObserver, IncomingRoom, NotYet, WantedPrompt
 from transfer.connector.incoming import IncomingTransfers
 from transfer.connector.prefill_nodes import PrefillNodes
-from transfer.connector.request_view import RequestView
+from transfer.connector.side_service import RequestView
 from transfer.engine_types import SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, OutOfMemory, ResourceExhausted, TransferError
 from transfer.instance import Instance

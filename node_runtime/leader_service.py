@@ -22,9 +22,8 @@ from node_runtime.rank_setup import open_tracer
 from node_runtime.role_service import RoleServices, service_of
 from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor
 from transfer.config import NodeConfig
-from transfer.connector.draining import DrainReason
 from transfer.connector.rank_report import RankMemory, RankReport
-from transfer.connector.side_service import Requests, Side
+from transfer.connector.side_service import DrainReason, Requests, Side
 from transfer.errors import NodeDraining, PeerUnreachable, TransferError
 from transfer.instance import Instance
 from transfer.loop_turns import turns_of

@@ -18,8 +18,7 @@ from node_runtime.peer_look_client import PeerLook
 from node_runtime.status_page import MAX_REQUESTS, Picture, StatusPage
 from transfer.config import ServerConfig
 from transfer.config.operation import StatusPageConfig
-from transfer.connector.draining import Draining, DrainReason
-from transfer.connector.side_service import Side
+from transfer.connector.side_service import Draining, DrainReason, Side
 from transfer.errors import ConfigError
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.logs import log_level, set_log_level

@@ -69,7 +69,7 @@ LOGIC = (
     *_files("transfer", "layout layer_groups chunk piece piece_size ring ring_index pool/page_allocator breaker"),
     *_files("prefill_node", "scheduler stored_prefix"),
     *_files("decode_node", "offload/page_placement offload/sizes"),
-    *_files("transfer/connector", "prefill_routing retry_rules messages"),
+    *_files("transfer/connector", "prefill_routing messages"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {

@@ -10,9 +10,9 @@ from typing import Any
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import DecodeInstances
-from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService
 from transfer.connector.messages import AttachDecode, DecodeAttached
+from transfer.connector.side_service import Draining
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.security import PlainText, Security

@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 import transfer.errors
 from transfer.breaker import Verdict
-from transfer.connector.retry_rules import is_retried, verdict_of
+from transfer.connector.attempt import is_retried, verdict_of
 from transfer.errors import (
     ChunkTooLarge,
     ConfigError,

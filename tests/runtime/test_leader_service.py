@@ -25,7 +25,7 @@ from tests.authority import Authority
 from tests.runtime.instances import decode_config, instance, prefill_config, until
 from transfer.config import NodeConfig, PrefillNodeConfig
 from transfer.connector.rank_report import RankMemory
-from transfer.connector.request_view import RequestView
+from transfer.connector.side_service import RequestView
 from transfer.errors import PeerUnreachable, TransferError
 from transfer.instance import Instance
 from transfer.logs import log_level, set_log_level

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from transfer.breaker import Permit
+from transfer.breaker import Permit, Verdict
 from transfer.chunk import ChunkPlan
 from transfer.connector.messages import ExpectTransfer
 from transfer.connector.prefill_peer import PrefillPeer
-from transfer.connector.request_view import RequestView
+from transfer.connector.side_service import RequestView
 from transfer.engine_types import GREEDY, SamplingParams
-from transfer.errors import TransferError
+from transfer.errors import EngineError, IntegrityError, TransferError, TransportError
 from transfer.instance import Instance
 from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import Span
@@ -260,3 +260,17 @@ class IncomingObserver:
     on_given_up: Callable[[TransferError], None] = lambda error: None
     on_no_room: Callable[[str], None] = lambda transfer_id: None
     on_wait_over: Callable[[str], None] = lambda transfer_id: None
+
+
+def is_retried(error: TransferError) -> bool:
+    """Whether what ended an attempt can go better on another prefill node: only what the first, or the way to it, is to blame
+    for.
+
+    The table of docs/protocol.md, "Another try", says it of every error.
+    """
+    return isinstance(error, TransportError)
+
+
+def verdict_of(error: TransferError) -> Verdict:
+    """What a failed attempt says of the prefill node; in the same table."""
+    return Verdict.FAILURE if isinstance(error, TransportError | IntegrityError | EngineError) else Verdict.NOTHING

@@ -32,6 +32,8 @@ from transfer.connector.attempt import (
     IncomingScheduler,
     NotYet,
     PromptT,
+    is_retried,
+    verdict_of,
 )
 from transfer.connector.messages import (
     CancelIncoming,
@@ -44,8 +46,7 @@ from transfer.connector.messages import (
 )
 from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
-from transfer.connector.request_view import RequestView
-from transfer.connector.retry_rules import is_retried, verdict_of
+from transfer.connector.side_service import RequestView
 from transfer.errors import (
     EngineError,
     IntegrityError,

@@ -11,7 +11,7 @@ import structlog
 
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
 from transfer.connector.decode_instances import DecodeInstances, Join
-from transfer.connector.draining import Draining
+from transfer.connector.side_service import Draining
 from transfer.errors import ConfigError, LayoutError, PeerUnreachable, TransferError
 from transfer.instance import Instance, check_compatible
 from transfer.log_rate_limiter import LogRateLimiter

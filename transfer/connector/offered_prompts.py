@@ -21,7 +21,7 @@ from transfer.config import ConnectorLimitsConfig
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import ClosePrompt, FreePrompt, PromptIdle, PromptWanted, StartOffered
 from transfer.connector.outgoing import OutgoingTransfers, Transfer
-from transfer.connector.request_view import RequestView
+from transfer.connector.side_service import RequestView
 from transfer.errors import ConfigError, EngineError, ResourceExhausted, TransferAborted, TransferError
 from transfer.messages import clip_reason
 

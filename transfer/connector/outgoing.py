@@ -17,7 +17,7 @@ from typing import Any, Final
 from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, StartTransfer, TransferNotSent, TransferSent
-from transfer.connector.request_view import RequestView
+from transfer.connector.side_service import RequestView
 from transfer.engine_types import GREEDY, SamplingParams
 from transfer.errors import PeerUnreachable, Preempted, RemoteProtocolError, TransferAborted, TransferError
 from transfer.messages import clip_reason

@@ -16,7 +16,6 @@ import structlog
 from transfer.chunk import check_num_pieces
 from transfer.config import ConnectorConfig, PrefillNodeConfig
 from transfer.connector.decode_instances import DecodeInstances, Join, Reservation
-from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService
 from transfer.connector.messages import DecodeAttached, DecodeLost, TransferNotSent, TransferSent
 from transfer.connector.outgoing import (
@@ -31,6 +30,7 @@ from transfer.connector.outgoing import (
 from transfer.connector.prompt import check_cache_salt, checked_prompt
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
+from transfer.connector.side_service import Draining
 from transfer.errors import ConfigError, NodeDraining, PeerUnreachable, Preempted, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.log_rate_limiter import LogRateLimiter

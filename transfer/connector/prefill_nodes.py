@@ -18,9 +18,8 @@ import structlog
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.chunk import ChunkPlan
 from transfer.config import BreakerConfig, HeartbeatConfig, TransportConfig
-from transfer.connector.join_client import first_event, next_event
 from transfer.connector.messages import ForgetPrefill
-from transfer.connector.prefill_peer import ANY_TOKEN, PrefillPeer
+from transfer.connector.prefill_peer import ANY_TOKEN, PrefillPeer, first_event, next_event
 from transfer.connector.prefill_routing import Candidate, PrefixMemory, block_hashes, place, told_tokens
 from transfer.connector.rank_report import RankReady
 from transfer.errors import (

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import grpc
 
 from transfer.breaker import Breaker
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import GREEDY, SamplingParams
-from transfer.errors import RemoteProtocolError, TransferError, TransportError
+from transfer.errors import PeerUnreachable, RemoteProtocolError, TransferError, TransportError
 from transfer.instance import Instance, Link
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_to_proto, link_to_proto, sampling_to_proto
+from transfer.registry.heartbeats import HeartbeatWatch
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.status import readable, tier_error_of
 from transfer.tracing import TRACEPARENT
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 
 GIVE_UP_TIMEOUT_S: Final = 2.0
 ANY_TOKEN: Final = 1 << 32
+
+JOIN_TIMEOUT_S: Final = 60.0
+"""Until the first event: every rank attaches and probes its links before."""
+
+JoinCall = grpc.aio.UnaryStreamCall[Any, pb.JoinEvent]
 
 LONG_PROMPT_TOKENS: Final = 8192
 """Tokens from which a prompt is encoded alone in a turn of the loop: 131,072 tokens take 3 ms, and many can start at once."""
@@ -167,6 +173,48 @@ async def _messages(request: pb.PrefillRequest, room: asyncio.Future[pb.PrefillR
     await asyncio.wait((room,))
     if not room.cancelled():
         yield pb.PrefillMessage(room=room.result())
+
+
+async def first_event(call: JoinCall, address: str) -> pb.JoinEvent:
+    """What the node says to a join; it attaches every rank and probes their links first.
+
+    Raises:
+        PeerUnreachable: It has said nothing for too long, or ended the call.
+    """
+    try:
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            return _event_of(await call.read(), address)
+    except TimeoutError:
+        raise PeerUnreachable(f"{address} is silent: nothing for {JOIN_TIMEOUT_S:g} s") from None
+
+
+async def next_event(call: JoinCall, address: str, *, heartbeats: HeartbeatWatch, broken: asyncio.Future[str]) -> pb.JoinEvent:
+    """What a joined node says next. Ticks, not seconds, tell a silent one: this loop may have been busy meanwhile.
+
+    Args:
+        heartbeats: Counts ticks since it said something.
+        broken: Set to why, where the join is over for another reason.
+
+    Raises:
+        PeerUnreachable: It is silent, has ended the call, or `broken` is set.
+    """
+    reading = asyncio.ensure_future(call.read())
+    waiting: set[asyncio.Future[Any]] = {reading, broken}
+    try:
+        while not (await asyncio.wait(waiting, timeout=heartbeats.tick_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if heartbeats.tick():
+                raise PeerUnreachable(f"{address} is silent: {heartbeats.describe()}")
+        if broken.done():
+            raise PeerUnreachable(f"{address}: {broken.result()}")
+        return _event_of(reading.result(), address)
+    finally:
+        reading.cancel()
+
+
+def _event_of(read: object, address: str) -> pb.JoinEvent:
+    if not isinstance(read, pb.JoinEvent):  # grpc.aio.EOF
+        raise PeerUnreachable(f"{address} ended the join")
+    return read
 
 
 def links_of(peers: Iterable[PrefillPeer]) -> list[pb.LinkStatus]:

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 
 from transfer.config import ConnectorConfig
-from transfer.connector.draining import Draining
 from transfer.connector.join_service import JoinService, links_of, peer_status, show_joins
 from transfer.connector.messages import PromptIdle
 from transfer.connector.offered_prompts import OfferedPrompts
@@ -19,7 +18,7 @@ from transfer.connector.outgoing import Transfer
 from transfer.connector.prefill_calls import MAX_ID_CHARS, PrefillCalls
 from transfer.connector.rank_report import RankReady, RankReport
 from transfer.connector.reserve_client import ReserveClient
-from transfer.connector.side_service import SideNode, SideService
+from transfer.connector.side_service import Draining, SideNode, SideService
 from transfer.errors import LocalProtocolError, NodeDraining, PeerUnreachable
 from transfer.instance import Instance
 from transfer.loop_turns import turns_of

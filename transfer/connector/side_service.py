@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 import grpc
 
 from transfer.connector.rank_report import RankMemory, RankReport
-from transfer.connector.request_view import RequestView
 from transfer.errors import TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.metrics import NodeMetrics
@@ -16,6 +18,23 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import instance_to_proto
 from transfer.registry.discovery import DiscoveryView
 from transfer.transfer_ids import is_attempt_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """The fields of the wire contract's RequestStatus, which says what each means."""
+
+    request_id: str
+    transfer_id: str
+    stage: str
+    age_s: float
+    prompt_tokens: int
+    ready_tokens: int = 0
+    generated_tokens: int = 0
+    max_new_tokens: int = 0
+    peer: str = ""
+    retries: int = 0
+    ranks_done: int = 0
 
 
 class Requests(Protocol):
@@ -35,6 +54,45 @@ class Requests(Protocol):
         ...
 
     def abort(self, request_id: str, error: TransferError) -> bool: ...
+
+
+class DrainReason(StrEnum):
+    """Who wants it. Each withdraws what is its own: a change of role ends its own drain, and an operator's goes on after it."""
+
+    OPERATOR = "operator"  # or the signal that ends the node
+    SWITCH = "switch"  # a change of role
+
+
+class Draining:
+    """On for as long as there is a reason. Owned by the leader's loop."""
+
+    def __init__(self) -> None:
+        self._reasons: set[DrainReason] = set()
+        self._on, self._off = asyncio.Event(), asyncio.Event()
+        self._off.set()
+
+    @property
+    def is_on(self) -> bool:
+        return self._on.is_set()
+
+    def is_for(self, reason: DrainReason) -> bool:
+        return reason in self._reasons
+
+    def begin(self, reason: DrainReason = DrainReason.OPERATOR) -> None:
+        self._reasons.add(reason)
+        self._on.set()
+        self._off.clear()
+
+    def end(self, *reasons: DrainReason) -> None:
+        """Withdraw these; without any: all."""
+        self._reasons.difference_update(reasons or DrainReason)
+        if not self._reasons:
+            self._off.set()
+            self._on.clear()
+
+    async def until(self, is_on: bool) -> None:
+        """Wait until the node drains, or until it does not."""
+        await (self._on if is_on else self._off).wait()
 
 
 class Side:
