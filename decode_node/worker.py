@@ -25,8 +25,9 @@ from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
 from transfer.connector.incoming_rank import IncomingRank
-from transfer.connector.incoming_sessions import IncomingSessions
-from transfer.connector.messages import CancelIncoming
+from transfer.connector.messages import (
+    CancelIncoming,
+)
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import LocalProtocolError
@@ -36,7 +37,7 @@ from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.rank_context import RankContext
-from transfer.receive.attach import RingMemory, open_receiving
+from transfer.receive.attach import PrefillSessions, RingMemory, open_receiving
 from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
 from transfer.sizes import ring_capacity_bytes
@@ -78,7 +79,7 @@ class DecodeWorker:
         self._allocator: GroupAllocator
         self._offload: OffloadRank | None = None
         self._receiver: ReceiverLoop
-        self._sessions: IncomingSessions
+        self._sessions: PrefillSessions
 
     async def start(self) -> RankReady:
         """Load the engine, make the ring, serve; see `Worker.start`."""
@@ -140,12 +141,13 @@ class DecodeWorker:
         )
         opening.pop_all()  # the receiver closes it
         undo.callback(receiving.loop.close)
-        sessions = IncomingSessions(
+        sessions = PrefillSessions(
             context=context,
             receiving=receiving,
             server=config.server,
             heartbeat_s=config.heartbeat.interval_s,
-            send=self._link.send,
+            on_writer_lost=self.incoming.on_writer_lost,
+            on_link_probed=self.incoming.on_link_probed,
         )
         self.use(engine=engine, allocator=allocator, receiver=receiving.loop, sessions=sessions, offload=offload)
         address = await sessions.start()
@@ -170,7 +172,7 @@ class DecodeWorker:
         engine: DecodeEngine,
         allocator: GroupAllocator,
         receiver: ReceiverLoop,
-        sessions: IncomingSessions,
+        sessions: PrefillSessions,
         offload: OffloadRank | None,
     ) -> None:
         """Serve requests with these parts. `start` calls it with the parts that it opens."""

@@ -28,7 +28,6 @@ from prefill_node.stored_prefix import StoredPrefix
 from transfer.config import PrefillNodeConfig
 from transfer.connector.messages import CancelOutgoing
 from transfer.connector.outgoing_rank import OutgoingRank
-from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
 from transfer.errors import LocalProtocolError
@@ -40,6 +39,7 @@ from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.security import security_of
+from transfer.send.attach import DecodeSessions
 from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, staging_slot_bytes
@@ -84,7 +84,7 @@ class PrefillWorker:
         """The part of the rank that sends."""
         self._engine: PrefillEngine
         self._allocator: GroupAllocator
-        self._sessions: OutgoingSessions
+        self._sessions: DecodeSessions
         self._store: StoreClient | None = None
         self._loader: PrefixLoader | None = None
         self._tracer: Tracer | None = None
@@ -135,8 +135,11 @@ class PrefillWorker:
         )
         opening.pop_all()  # the sender closes it
         undo.callback(sender.close)
-        sessions = OutgoingSessions(
-            context=context, sender=sender, plan=finest_chunk_plan(self._config.chunk), send=self._link.send
+        sessions = DecodeSessions(
+            context=context,
+            sender=sender,
+            plan=finest_chunk_plan(self._config.chunk),
+            on_lost=self.outgoing.on_session_lost,
         )
         self.use(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=self._open_store(instance))
         return RankReady(
@@ -170,7 +173,7 @@ class PrefillWorker:
         engine: PrefillEngine,
         allocator: GroupAllocator,
         sender: SenderLoop,
-        sessions: OutgoingSessions,
+        sessions: DecodeSessions,
         loader: PrefixLoader | None,
     ) -> None:
         """Serve requests with these parts, as `start` does with those that it opens. `loader` is None without a store."""

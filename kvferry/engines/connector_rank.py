@@ -32,9 +32,7 @@ from node_runtime.rank_messages import RankLogLevel
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import BoundPages, IncomingRank, Settled
-from transfer.connector.incoming_sessions import IncomingSessions
 from transfer.connector.outgoing_rank import OfferedPages, TransferEvent
-from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
@@ -43,7 +41,8 @@ from transfer.logs import configure_engine_logging, set_log_level
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
-from transfer.receive.attach import RingMemory, open_receiving
+from transfer.receive.attach import PrefillSessions, RingMemory, open_receiving
+from transfer.send.attach import DecodeSessions
 from transfer.send.events import SenderSettings
 from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
@@ -245,7 +244,7 @@ class ConnectorRank:
 
     def _open_prefill(self, context: RankContext) -> Instance:
         engine, config = self._engine, self._config
-        pages = OfferedPages(loop=self._thread.loop, send=self._send, on_news=self._news.append)
+        pages = OfferedPages(send=self._send, on_news=self._news.append)
         num_slots = config.staging.num_slots
         slot_bytes = staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard)
         sender = SenderLoop(
@@ -255,7 +254,12 @@ class ConnectorRank:
             staging=StagingBuffer(num_bytes=num_slots * slot_bytes, device=engine.pool.device),
             settings=SenderSettings(num_slots=num_slots),
         )
-        sessions = OutgoingSessions(context=context, sender=sender, plan=finest_chunk_plan(config.chunk), send=self._send)
+        sessions = DecodeSessions(
+            context=context,
+            sender=sender,
+            plan=finest_chunk_plan(config.chunk),
+            on_lost=pages.rank.on_session_lost,
+        )
         pages.rank.begin(sender, sessions)
         self._outgoing = self._parts[PREFILL] = pages
         return context.instance
@@ -271,12 +275,13 @@ class ConnectorRank:
             is_one_sided=context.transport.is_one_sided,
         )
         receiving = open_receiving(context=context, owner=pages.rank, pool=pool, memory=memory, server=config.server)
-        writers = IncomingSessions(
+        writers = PrefillSessions(
             context=context,
             receiving=receiving,
             server=config.server,
             heartbeat_s=config.heartbeat.interval_s,
-            send=self._send,
+            on_writer_lost=pages.rank.on_writer_lost,
+            on_link_probed=pages.rank.on_link_probed,
         )
         pages.rank.begin(receiving.loop, writers)
         self._incoming, self._parts[DECODE] = pages, pages.rank

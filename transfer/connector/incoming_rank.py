@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transfer.connector.incoming_sessions import IncomingSessions
 from transfer.connector.messages import (
     CancelIncoming,
     ExpectBound,
     ExpectTransfer,
+    ForgetPrefill,
+    LinkProbed,
+    PrefillRankLost,
     SettlePrompt,
     TransferBroken,
     TransferDrained,
@@ -23,7 +25,8 @@ from transfer.connector.messages import (
     TransferWhole,
 )
 from transfer.errors import LocalProtocolError
-from transfer.receive.attach import Unattached
+from transfer.instance import Link
+from transfer.receive.attach import PrefillSessions, Unattached
 from transfer.receive.loop import ReceiverLoop
 
 Tables = Sequence[Sequence[int]]
@@ -61,10 +64,10 @@ class IncomingRank:
         self._send = send
         self._incoming: dict[str, _Incoming] = {}  # by transfer, until it is whole, or cancelled and drained
         self._receiver: ReceiverLoop
-        self._sessions: IncomingSessions
+        self._sessions: PrefillSessions
 
-    def begin(self, receiver: ReceiverLoop, sessions: IncomingSessions) -> None:
-        """Take over what was opened with this rank as its owner."""
+    def begin(self, receiver: ReceiverLoop, sessions: PrefillSessions) -> None:
+        """Use a receiver and sessions that were opened with this rank as their owner."""
         self._receiver = receiver
         self._sessions = sessions
 
@@ -102,7 +105,18 @@ class IncomingRank:
 
     def on_message(self, message: Any) -> bool:
         """Handle a message about sessions. Return False if the message is about something else."""
-        return self._sessions.on_message(message)
+        if not isinstance(message, ForgetPrefill):
+            return False
+        self._sessions.forget_prefill(message.incarnation, message.reason)
+        return True
+
+    # What the sessions say
+
+    def on_writer_lost(self, incarnation: int, rank: int, reason: str) -> None:
+        self._send(PrefillRankLost(incarnation=incarnation, prefill_rank=rank, reason=reason))
+
+    def on_link_probed(self, link: Link) -> None:
+        self._send(LinkProbed(link=link))
 
     # What the receiver says
 

@@ -14,8 +14,12 @@ from typing import Any, Protocol
 
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.connector.messages import (
+    AttachDecode,
     CancelOutgoing,
     ClosePrompt,
+    DecodeAttached,
+    DecodeLost,
+    DetachDecode,
     FreePrompt,
     PromptIdle,
     PromptWanted,
@@ -24,10 +28,10 @@ from transfer.connector.messages import (
     TransferNotSent,
     TransferSent,
 )
-from transfer.connector.outgoing_sessions import OutgoingSessions
 from transfer.engine_types import DeviceEvent
-from transfer.errors import LocalProtocolError
+from transfer.errors import LocalProtocolError, TransferError
 from transfer.messages import clip_reason
+from transfer.send.attach import DecodeSessions
 from transfer.send.events import SentStats
 from transfer.send.loop import SenderLoop
 
@@ -69,11 +73,12 @@ class OutgoingRank:
         self._engine = engine
         self._send = send
         self._outgoing: dict[str, _Outgoing] = {}  # by transfer, until it is sent or has failed
+        self._attaching: set[asyncio.Task[None]] = set()
         self._sender: SenderLoop
-        self._sessions: OutgoingSessions
+        self._sessions: DecodeSessions
 
-    def begin(self, sender: SenderLoop, sessions: OutgoingSessions) -> None:
-        """Take over what was opened with this rank as its owner."""
+    def begin(self, sender: SenderLoop, sessions: DecodeSessions) -> None:
+        """Use a sender and sessions that were opened with this rank as their owner."""
         self._sender = sender
         self._sessions = sessions
 
@@ -114,7 +119,36 @@ class OutgoingRank:
 
     def on_message(self, message: Any) -> bool:
         """Handle a message about sessions. Return False if the message is about something else."""
-        return self._sessions.on_message(message)
+        match message:
+            case AttachDecode():
+                attaching = asyncio.get_running_loop().create_task(self._attach(message))
+                self._attaching.add(attaching)
+                attaching.add_done_callback(self._on_attach_over)
+            case DetachDecode():
+                self._sessions.close(message.incarnation, message.reason)
+            case _:
+                return False
+        return True
+
+    async def _attach(self, message: AttachDecode) -> None:
+        incarnation = message.instance.incarnation
+        try:
+            links = await self._sessions.open(message.instance, message.rank_addresses, join=message.join)
+        except TransferError as error:
+            self.on_session_lost(message.join, incarnation, str(error), is_refused=not isinstance(error, DecodeSessions.PASSING))
+            return
+        peer = self._sessions.of(incarnation)
+        ring_bytes = 0 if peer is None else peer.ring_bytes
+        self._send(DecodeAttached(join=message.join, incarnation=incarnation, links=links, ring_bytes=ring_bytes))
+
+    def _on_attach_over(self, attaching: asyncio.Task[None]) -> None:
+        self._attaching.discard(attaching)
+        if not attaching.cancelled():
+            attaching.result()  # an unexpected error ends the process: the leader would wait for an answer that never comes
+
+    def on_session_lost(self, join: int, incarnation: int, reason: str, *, is_refused: bool = False) -> None:
+        """Report that a session with a decode instance cannot be opened, or has ended; see `DecodeLost`."""
+        self._send(DecodeLost(join=join, incarnation=incarnation, reason=reason, is_refused=is_refused))
 
     # What the engine says
 
@@ -206,6 +240,8 @@ class OutgoingRank:
 
     async def close(self) -> None:
         """End the sessions, then the sender."""
+        for attaching in self._attaching:
+            attaching.cancel()
         await self._sessions.close_all("the prefill side shuts down")
         self._sender.close()
 
@@ -266,7 +302,6 @@ class OfferedPages:
     when the leader has closed it and no gather of any attempt reads them.
 
     Args:
-        loop: The owner's.
         send: Called with each message to the leader.
         on_news: Called with each event for the engine.
     """
@@ -274,12 +309,10 @@ class OfferedPages:
     def __init__(
         self,
         *,
-        loop: asyncio.AbstractEventLoop,
         send: Callable[[object], None],
         on_news: Callable[[TransferEvent], None],
     ) -> None:
         self.rank = OutgoingRank(engine=self, send=send)
-        self._loop = loop
         self._send = send
         self._on_news = on_news
         self._sources: dict[str, _Source] = {}
@@ -305,7 +338,7 @@ class OfferedPages:
 
     def pause(self, name: str, reason: str) -> asyncio.Future[None]:
         """The engine takes the prompt's pages back, to compute it again later: done when nothing reads them any more."""
-        idle: asyncio.Future[None] = self._loop.create_future()
+        idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         source = self._sources.get(name)
         if source is None:
             idle.set_result(None)
