@@ -25,7 +25,7 @@ from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
 from transfer.config import DecodeNodeConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
-from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
+from transfer.connector.prefill_peer import PrefillPeer
 from transfer.connector.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, ResourceExhausted, TransferAborted, TransferError
@@ -193,7 +193,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     def show(self) -> Mapping[str, int]:
         if self._life is not None:
             self._life.tiers.show()
-        return show_peers(self._prefill_peers, self.metrics)
+        return show_peers(self.peers, self.metrics)
 
     @property
     def num_in_flight(self) -> int:
@@ -344,14 +344,8 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     # As operators see it
 
     @property
-    def _prefill_peers(self) -> Sequence[PrefillPeer]:
+    def peers(self) -> Sequence[PrefillPeer]:
         return () if self._life is None else self._life.peers.peers
-
-    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
-        return map(peer_status, self._prefill_peers)
-
-    def link_statuses(self) -> Iterable[pb.LinkStatus]:
-        return links_of(self._prefill_peers)
 
     @property
     def discovery_view(self) -> DiscoveryView:

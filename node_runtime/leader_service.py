@@ -73,15 +73,15 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         codec: RankCodec,
         on_rank_message: Callable[[int, Any], None],
     ) -> None:
-        NodeService.__init__(
-            self,
+        super().__init__(
             host=daemon,
             set_rank_log_level=self._set_log_level_of_ranks,
             security=security_of(config),
             server=config.server,
             page=config.status_page,
         )
-        Side.__init__(self, role=config.role, metrics=NodeMetrics(role=config.role))
+        self.role = config.role
+        self.metrics = NodeMetrics(role=config.role)
         self.sides = (self,)
         self.config = config
         self.metrics.limits(max_queued=config.limits.max_queued_requests, max_running=config.limits.max_running_requests)

@@ -20,8 +20,7 @@ from prefill_node.rank_messages import CODEC, PrefixLoaded, check_step_fits
 from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.config import PrefillNodeConfig
-from transfer.connector.decode_instances import Join
-from transfer.connector.join_service import JoinService, links_of, peer_status, show_joins
+from transfer.connector.decode_instances import Join, show_joins
 from transfer.connector.prefill_calls import PrefillCalls
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
@@ -72,12 +71,13 @@ class _Life:
             hello=first,
             num_ranks=len(hellos),
             config=config,
+            security=node.security,
+            draining=node.draining,
             broadcast=node.broadcast,
             requests=self.requests,
             reserve_client=node.reserving,
             metrics=node.metrics,
             tracer=node.tracer,
-            draining=node.draining,
         )
         self.joins = self.calls.joins
 
@@ -110,7 +110,6 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         super().__init__(daemon, config, codec=CODEC, on_rank_message=self._on_rank_message)
         self.registration = open_registration(config.discovery)
         self.reserving = ReserveClient(self.security)
-        self._join_service = JoinService(security=self.security, draining=self._draining)
 
     # Role
 
@@ -144,7 +143,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         return Readiness(is_ready=not self._draining.is_on, reason="the node is draining")
 
     def show(self) -> Mapping[str, int]:
-        return show_joins(self._joins, self.metrics)
+        return show_joins(self.peers, self.metrics)
 
     async def close(self) -> None:
         if self.registration is not None:
@@ -180,14 +179,8 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     # Implementation of `NodeService` and `Side`
 
     @property
-    def _joins(self) -> list[Join]:
-        return [] if self._life is None else list(self._life.joins)
-
-    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
-        return map(peer_status, self._joins)
-
-    def link_statuses(self) -> Iterable[pb.LinkStatus]:
-        return links_of(self._joins)
+    def peers(self) -> Iterable[Join]:
+        return () if self._life is None else self._life.joins
 
     @property
     def discovery_view(self) -> DiscoveryView | None:
@@ -197,7 +190,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         life = await self._life_or_end(context, is_new_work=True)
-        async with contextlib.aclosing(life.calls.join(request, context, self._join_service)) as events:
+        async with contextlib.aclosing(life.joins.serve(request, context)) as events:
             async for event in events:
                 yield event
 

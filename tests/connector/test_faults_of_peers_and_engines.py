@@ -102,7 +102,7 @@ def test_requests_add_only_a_bounded_number_of_prefill_nodes(pair: Pair, monkeyp
     """Regression: the decode side joined each node, or retried it forever."""
     monkeypatch.setattr(peers_module, "MAX_ADDED", 3)
     source, decode = pair(None, {"join_on_request": True, "limits.meet_timeout_s": 0.1})
-    peers = decode.leader.incoming.peers
+    peers = decode.leader.incoming.nodes
     for index in range(1, 8):
         name = f"n{index}"
         decode.leader.want(name, name, f"127.0.0.1:{index}", PROMPT)

@@ -10,17 +10,24 @@ import pytest
 
 from tests.connector.instances import PROMPT
 from tests.decode.leader_world import take, turns
-from tests.prefill.leader_world import new_join
+from tests.prefill.leader_world import kind_of, new_join
 from tests.tracing.told_span import ToldSpan
 from transfer.config import ConnectorLimitsConfig
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import ClosePrompt, FreePrompt, PromptIdle, StartOffered, TransferNotSent, TransferSent
 from transfer.connector.offered_prompts import OfferedPrompts
-from transfer.connector.outgoing import EngineNote, PromptFirstToken, PromptSent, PromptStarted, Transfer
+from transfer.connector.outgoing import Transfer
 from transfer.errors import PeerUnreachable, Preempted, TransferAborted
+from transfer.pb import kvferry_pb2 as pb
 from transfer.send.events import SentStats
 
 NUM_RANKS = 2
+STATS = (
+    SentStats(num_bytes=10, writes=1, writes_without_staging=8, transfer_s=0.5, exposed_s=0.25, resends=1),
+    SentStats(num_bytes=20, writes=2, writes_without_staging=16, transfer_s=1.5, exposed_s=0.125),
+)
+SUM = pb.TransferStats(bytes=30, writes=3, writes_without_staging=24, transfer_s=1.5, exposed_s=0.25, resends=1)
+"""Of both ranks: bytes and writes add up, times are those of the slowest."""
 
 
 class World:
@@ -60,7 +67,7 @@ class World:
 
     def send_parts(self, transfer_id: str = "t/1") -> None:
         for rank in range(NUM_RANKS):
-            self.prompts.on_sent(rank, TransferSent(transfer_id=transfer_id, stats=SentStats()))
+            self.prompts.on_sent(rank, TransferSent(transfer_id=transfer_id, stats=STATS[rank]))
 
     def fail_parts(self, transfer_id: str = "t/1") -> None:
         for rank in range(NUM_RANKS):
@@ -90,7 +97,9 @@ async def test_a_transfer_is_over_once_it_is_sent_and_its_prompt_finished(world:
             await turns()
         else:
             world.send_parts()
-    assert [type(item) for item in take(transfer)] == [PromptStarted, PromptFirstToken, EngineNote, PromptSent]
+    events = take(transfer)
+    assert [kind_of(event) for event in events] == ["started", "first_token", "note", "sent"]
+    assert events[-1] == pb.PrefillEvent(sent=pb.PrefillSent(stats=SUM))
     assert span.told == [("kvferry.queue", ""), ("kvferry.compute", "")] and span.values["prompt_tokens"] == 100
     assert isinstance(world.sent[-1], ClosePrompt) and world.outcomes == ["sent"]
     assert world.prompts.num_transfers == 0 and world.prompts.num_prompts == 1, "its pages may still be read"

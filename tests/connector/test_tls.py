@@ -49,7 +49,7 @@ def decode(start: Start, source: Instance) -> Callable[..., Instance]:
 
 
 def assert_refused(source: Instance, decode: Instance, reason: str) -> None:
-    [peer] = decode.leader.incoming.peers.peers
+    [peer] = decode.leader.incoming.nodes.peers
     wait_for(lambda: reason in peer.reason, "it is refused")
     decode.limits.meet_timeout_s = 0.1
     decode.leader.want("b", "t", source.leader.address, PROMPT)

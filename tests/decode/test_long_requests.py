@@ -25,8 +25,8 @@ from transfer.config import PrefillLimitsConfig
 from transfer.connector import outgoing as outgoing_module
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import TransferSent
-from transfer.connector.outgoing import PromptStarted, Transfer
-from transfer.errors import PeerUnreachable
+from transfer.connector.outgoing import Transfer
+from transfer.errors import PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 from transfer.send.events import SentStats
@@ -140,8 +140,8 @@ async def wait_of_a_long_request(cluster: Cluster, *, has_others_later: bool) ->
     started = await long.progress.get()
     if others is not None:
         others.cancel()
-    assert isinstance(started, PromptStarted), started
-    return started.queue_s
+    assert not isinstance(started, TransferError), started
+    return started.started.queue_s
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])

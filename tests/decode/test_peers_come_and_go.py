@@ -18,7 +18,6 @@ from tests.runtime.instances import until
 from tests.runtime.virtual_time import in_virtual_time
 from transfer.connector import prefill_nodes as peers_module
 from transfer.connector.prefill_nodes import ALIAS_LOOK_S, SWEEP_S
-from transfer.connector.prefill_peer import peer_status
 from transfer.errors import PeerUnreachable
 from transfer.instance import Link
 from transfer.pb import kvferry_pb2 as pb
@@ -212,27 +211,27 @@ async def test_what_a_node_tells_of_others_counts_until_it_is_lost(nodes: dict[s
     async with tier(FIRST, SECOND) as one:
         await one.until(joined=2)
         left, right = one.peers.peers
-        first.others_tokens, second.others_tokens = 100, 50
+        first.traffic.tokens, second.traffic.tokens = 100, 50
         await asyncio.sleep(2 * BEAT_S)
         assert (left.others_tokens, right.others_tokens) == (100, 50)
         assert one.peers.pick() is right
         right.outstanding_tokens = 51  # sent since the heartbeat
         assert one.peers.pick() is left
-        assert [peer_status(peer).others_tokens for peer in (left, right)] == [100, 50]
-        first.others_tokens = 1 << 32
+        assert [peer.status().others_tokens for peer in (left, right)] == [100, 50]
+        first.traffic.tokens = 1 << 32
         await asyncio.sleep(2 * BEAT_S)
         assert left.others_tokens is None
         assert one.peers.pick() is left, "what cannot be is not told, and then no one's counts"
-        assert not peer_status(left).HasField("others_tokens") and left.state == "joined"
-        first.others_tokens = 100
+        assert not left.status().HasField("others_tokens") and left.state == "joined"
+        first.traffic.tokens = 100
         await asyncio.sleep(2 * BEAT_S)
         assert left.others_tokens == 100
         first.attach_s = 0.2
         for join in first.joins:
             first.joins.leave(join, PeerUnreachable("for the test"))
         await until(lambda: left.instance is None)
-        assert left.others_tokens is None and not peer_status(left).HasField("others_tokens")
-        first.others_tokens = 3
+        assert left.others_tokens is None and not left.status().HasField("others_tokens")
+        first.traffic.tokens = 3
         await until(lambda: left.others_tokens == 3)
 
 
@@ -240,7 +239,7 @@ async def test_what_a_node_tells_of_others_counts_until_it_is_lost(nodes: dict[s
 async def test_a_node_of_an_older_release_tells_nothing_and_looks_no_more_idle_for_it(nodes: dict[str, JoinServer]) -> None:
     (new,) = add(nodes, SECOND)
     nodes[FIRST] = OldPrefill(12)
-    new.others_tokens = 10**6
+    new.traffic.tokens = 10**6
     async with tier(FIRST, SECOND) as one:
         await one.until(joined=2)
         await asyncio.sleep(2 * BEAT_S)

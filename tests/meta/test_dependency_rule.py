@@ -80,7 +80,7 @@ IMPURE_STDLIB = {
 NODES = ("node_runtime/*", "embedded_engine/*", "prefill_node/*", "decode_node/*", "kvferry/*")
 GRPC_FILES = (
     "transfer/registry/*", "prefill_node/node.py", "decode_node/node.py", "transfer/connector/prefill_nodes.py",
-    "transfer/connector/prefill_peer.py", "transfer/connector/prefill_calls.py",
+    "transfer/connector/prefill_peer.py", "transfer/connector/prefill_calls.py", "transfer/connector/decode_instances.py",
     *(f"{node}/{name}" for node in ("transfer/connector", "node_runtime", "prefill_node", "decode_node", "kvferry")
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip

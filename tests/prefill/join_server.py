@@ -1,4 +1,4 @@
-"""`JoinService` and `DecodeInstances` without the other parts of a prefill node, and one rank that attaches at once."""
+"""`DecodeInstances` without the other parts of a prefill node, and one rank that attaches at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
-from transfer.connector.decode_instances import DecodeInstances
-from transfer.connector.join_service import JoinService
+from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.messages import AttachDecode, DecodeAttached
 from transfer.connector.side_service import Draining
+from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.security import PlainText, Security
@@ -21,27 +21,58 @@ from transfer.sizes import Cut
 CUT = Cut(plan=ChunkPlan(chunk_tokens=4), largest_piece_bytes=64)
 
 
+class Traffic:
+    """The transfers to decode instances.
+
+    Attributes:
+        lost: Joins that ended, and why.
+    """
+
+    def __init__(self) -> None:
+        self.idle = True
+        self.tokens = 0
+        self.lost: list[tuple[Join, TransferError]] = []
+
+    def is_idle(self, join: Join) -> bool:
+        return self.idle
+
+    def others_tokens(self, join: Join) -> int:
+        return self.tokens
+
+    def abort_join(self, join: Join, error: TransferError) -> None:
+        self.lost.append((join, error))
+
+
 class JoinServer(pb_grpc.PrefillControlServicer):
     """Serves `Join`.
 
     Attributes:
         attach_s: Seconds until the rank is attached.
-        others_tokens: What each heartbeat tells of other decode instances.
-        is_idle: Whether nothing of a join is in flight.
         num_joins: Number of joins that the leader announced to the rank.
-        lost: Why joins ended.
+        traffic: What is in flight.
     """
 
     def __init__(self, incarnation: int, *, capabilities: frozenset[str] = frozenset(), security: Security | None = None) -> None:
         self.instance = instance(incarnation, capabilities=capabilities)
         self.attach_s = 0.0
-        self.others_tokens = 0
-        self.is_idle = True
         self.num_joins = 0
-        self.lost: list[str] = []
+        self.traffic = Traffic()
         self.draining = Draining()
-        self.joins = DecodeInstances(1, self._rank, lambda join, error: self.lost.append(str(error)), lambda join: CUT)
-        self._service = JoinService(security=security or PlainText(), draining=self.draining)
+        self.joins = DecodeInstances(
+            own=self.instance,
+            num_ranks=1,
+            security=security or PlainText(),
+            draining=self.draining,
+            traffic=self.traffic,
+            broadcast=self._rank,
+            on_lost=lambda join: None,
+            choose_cut=lambda join: CUT,
+        )
+
+    @property
+    def lost(self) -> list[str]:
+        """Why joins ended."""
+        return [str(error) for _, error in self.traffic.lost]
 
     def _rank(self, message: object) -> None:
         if isinstance(message, AttachDecode):
@@ -50,14 +81,6 @@ class JoinServer(pb_grpc.PrefillControlServicer):
             asyncio.get_running_loop().call_later(self.attach_s, self.joins.on_attached, 0, attached)
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent, None]:
-        serving = self._service.events(
-            request,
-            context,
-            own=self.instance,
-            joins=self.joins,
-            is_idle=lambda join: self.is_idle,
-            others_tokens=lambda join: self.others_tokens,
-        )
-        async with contextlib.aclosing(serving) as events:
+        async with contextlib.aclosing(self.joins.serve(request, context)) as events:
             async for event in events:
                 yield event

@@ -88,14 +88,14 @@ async def test_the_end_of_a_drain_is_said_once_and_at_once_and_the_join_goes_on(
 @in_virtual_time
 async def test_an_older_decode_side_joins_anew_after_a_drain_once_nothing_of_it_is_in_flight() -> None:
     server = new_server()
-    server.is_idle = False
+    server.traffic.idle = False
     stream = Stream(server, decode=knowing())
     assert await stream.kinds(2) == ["joined", "beat"]
     server.draining.begin()
     assert await stream.kinds(1) == ["draining"]
     server.draining.end()
     assert await stream.kinds(4) == ["beat"] * 4
-    server.is_idle = True
+    server.traffic.idle = True
     with pytest.raises(grpc.aio.AioRpcError, match="drains no more; join again") as ended:
         await stream.event()
     assert ended.value.code() is grpc.StatusCode.UNAVAILABLE and not list(server.joins)

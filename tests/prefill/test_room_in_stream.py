@@ -11,13 +11,13 @@ import pytest
 
 from prefill_node.rank_messages import StartRequest
 from tests.decode.local_nodes import LocalContext
-from tests.prefill.leader_world import World
+from tests.prefill.leader_world import World, kind_of
 from tests.prefill.test_node import Leader, leader
 from transfer.connector import prefill_calls as calls_module
 from transfer.connector.decode_instances import Reservation
-from transfer.connector.outgoing import PromptStarted, RoomWanted
 from transfer.errors import RemoteProtocolError, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import chunk_plan_to_proto
 
 __all__ = ["leader"]
 
@@ -65,11 +65,12 @@ async def test_a_prompt_starts_once_its_caller_has_given_room() -> None:
     world, room = World(), asyncio.get_running_loop().create_future()
     request = world.submit("a", 3, room=room)
     await turns()
-    assert request.progress.get_nowait() == RoomWanted(plan=request.join.plan)
+    wanted = pb.PrefillRoomWanted(chunk_plan=chunk_plan_to_proto(request.join.plan))
+    assert request.progress.get_nowait() == pb.PrefillEvent(room_wanted=wanted)
     assert not world.sent and not world.asked, "nothing is asked for over the other channel"
     room.set_result(Reservation(is_reserved=True, start_token=2))
     await turns()
-    assert isinstance(request.progress.get_nowait(), PromptStarted)
+    assert kind_of(request.progress.get_nowait()) == "started"
     (start,) = [message for message in world.sent if isinstance(message, StartRequest)]
     assert start.start_token == 2
     world.settle()
@@ -82,7 +83,7 @@ async def test_a_start_token_that_breaks_the_rules_fails_the_prompt() -> None:
     await turns()
     room.set_result(Reservation(is_reserved=True, start_token=3))
     await turns()
-    assert isinstance(request.progress.get_nowait(), RoomWanted)
+    assert kind_of(request.progress.get_nowait()) == "room_wanted"
     assert isinstance(request.progress.get_nowait(), RemoteProtocolError) and not world.sent
     await world.close()
 

@@ -106,6 +106,14 @@ class AskedDaemon:
             raise self.error
 
 
+class DecodeInstance:
+    def status(self) -> pb.PeerStatus:
+        return pb.PeerStatus(address="decode:1")
+
+    def link_statuses(self) -> list[pb.LinkStatus]:
+        return []
+
+
 class PlainLeader(Leader[ConfigT, Life]):
     """A role without methods of its own, whose lives the test begins and ends."""
 
@@ -130,11 +138,9 @@ class PlainLeader(Leader[ConfigT, Life]):
     def use_ranks(self, supervisor: Any) -> None:
         self._supervisor = supervisor
 
-    def peer_statuses(self) -> list[pb.PeerStatus]:
-        return [pb.PeerStatus(address="decode:1")]
-
-    def link_statuses(self) -> list[pb.LinkStatus]:
-        return []
+    @property
+    def peers(self) -> list[DecodeInstance]:
+        return [DecodeInstance()]
 
     def show(self) -> dict[str, int]:
         return {}

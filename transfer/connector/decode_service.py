@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
-import structlog
 
 from transfer.config import ConnectorConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.bound_prompts import BoundPrompt, BoundPrompts
 from transfer.connector.incoming import IncomingTransfers
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
-from transfer.connector.prefill_peer import PrefillPeer, links_of, peer_status
+from transfer.connector.prefill_peer import PrefillPeer
 from transfer.connector.rank_report import RankReady, RankReport
 from transfer.connector.side_service import SideNode, SideService
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
-from transfer.instance import Instance
-from transfer.loop_turns import turns_of
-from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.discovery import DiscoveryView, open_discovery
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 from transfer.tracing import Tracer
-
-log = structlog.get_logger(__name__)
 
 
 class DecodeService(SideService, pb_grpc.DecodeControlServicer):
@@ -39,9 +32,9 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         node: The instance.
         config: Settings.
         hellos: Self-descriptions of the ranks.
-        security: TLS or plain text towards prefill nodes.
+        security: TLS or plain text of calls to prefill nodes.
         broadcast: Sends a message to every rank.
-        reports: The newest reports of the ranks.
+        reports: Returns the newest reports of the ranks.
         tracer: Records spans of fetches; None disables tracing.
     """
 
@@ -56,17 +49,14 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         reports: Callable[[], Sequence[RankReport]],
         tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(node=node, role="decode", metrics=NodeMetrics(role="decode"))
-        self._instance = hellos[0].instance
+        super().__init__(node=node, role="decode", hellos=hellos, reports=reports)
         self._config = config
         self._hellos = hellos
         self._security = security
         self._broadcast = broadcast
-        self._reports = reports
         self._tracer = tracer
         self._discovery = open_discovery(config.discovery, config.peers.prefill_nodes, security)
-        self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
-        self.peers: PrefillNodes
+        self.nodes: PrefillNodes
         self.prompts: BoundPrompts
         self.requests: IncomingTransfers[BoundPrompt]
         self._is_started = False
@@ -77,11 +67,11 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         Args:
             address: Address at which their leaders reach this servicer. An instance of both sides is never its own prefill node.
         """
-        config, hellos = self._config, self._hellos
+        config = self._config
         self._discovery.start()
-        self.peers = PrefillNodes.of(
+        self.nodes = PrefillNodes.of(
             config,
-            hellos,
+            self._hellos,
             [],
             security=self._security,
             decode_address=address,
@@ -94,9 +84,9 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
             prefix_tokens=config.placement.prefix_tokens or 0,
         )
         self.prompts = BoundPrompts(
-            peers=self.peers,
+            peers=self.nodes,
             limits=config.limits,
-            own=self._instance,
+            own=self.instance,
             may_join=config.join_on_request,
             broadcast=self._broadcast,
             observer=IncomingObserver(
@@ -109,61 +99,47 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         )
         self.requests = self.prompts.transfers
         self._is_started = True
-        self.peers.start()
-        self._discovery.listen(lambda found: self.peers.use([one for one in found if one != address]))
+        self.nodes.start()
+        self._discovery.listen(lambda found: self.nodes.use([one for one in found if one != address]))
 
     async def close(self) -> None:
+        await self._discovery.close()
         if self._is_started:
-            await self._discovery.close()
             await self.prompts.close()
-            await self.peers.close()
+            await self.nodes.close()
 
     def on_rank_message(self, rank: int, message: Any) -> None:
         if not self._is_started:
-            return  # of strangers that have attached to a rank: nobody has joined before
+            return  # about strangers that have attached to a rank: no prefill node was joined before
         if not self.requests.on_message(rank, message):
             raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
-
-    # Implementation of `Side`
-
-    @property
-    def _peers(self) -> Sequence[PrefillPeer]:
-        return self.peers.peers if self._is_started else ()
 
     @property
     def num_joined(self) -> int:
         """Prefill nodes that are joined."""
-        return sum(peer.state == "joined" for peer in self._peers)
+        return sum(peer.state == "joined" for peer in self.peers)
 
     @property
     def is_idle(self) -> bool:
         """Whether no prompt is wanted."""
         return not self._is_started or not self.prompts.num_prompts
 
+    # Implementation of `Side`
+
     @property
     def in_flight(self) -> IncomingTransfers[BoundPrompt] | None:
         return self.requests if self._is_started else None
 
     @property
-    def instance(self) -> Instance:
-        return self._instance
-
-    @property
-    def reports(self) -> Sequence[RankReport]:
-        return self._reports()
-
-    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
-        return map(peer_status, self._peers)
-
-    def link_statuses(self) -> Iterable[pb.LinkStatus]:
-        return links_of(self._peers)
+    def peers(self) -> Sequence[PrefillPeer]:
+        return self.nodes.peers if self._is_started else ()
 
     @property
     def discovery_view(self) -> DiscoveryView:
         return self._discovery.view
 
     def show(self) -> Mapping[str, int]:
-        return show_peers(self._peers, self.metrics)
+        return show_peers(self.peers, self.metrics)
 
     # DecodeControl
 

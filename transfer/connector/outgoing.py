@@ -4,17 +4,21 @@ A *transfer* is one attempt to send the KV of a prompt to a decode instance. `Ou
 starts the ranks, joins their parts, and reports to the caller. A subclass decides the order of events:
 `prefill_node.requests.PrefillRequests` schedules steps and pages itself, and `transfer.connector.offered_prompts.OfferedPrompts`
 follows an engine that schedules by itself.
+
+A transfer is *queued* until the decode side has room, then *started* on all ranks. It is *computed* when the whole prompt is, and
+*sent* when every rank has sent its part, in either order. It is *over* when both hold or it has failed. Its id is free when, in
+addition, no rank knows it any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, StartTransfer, TransferNotSent, TransferSent
 from transfer.connector.side_service import RequestView
@@ -22,6 +26,8 @@ from transfer.engine_types import GREEDY, SamplingParams
 from transfer.errors import PeerUnreachable, Preempted, RemoteProtocolError, TransferAborted, TransferError
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import chunk_plan_to_proto
 from transfer.send.events import SentStats
 from transfer.tracing import Span
 from transfer.transfer_ids import client_id_of
@@ -33,56 +39,19 @@ PAUSES_END_EVERY_S: Final = 0.01
 """Pauses end together, on multiples of this time. After each pause, a daemon checks all waiting requests, often thousands."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoomWanted:
-    """The prompt could begin, and waits for room on the decode side. `plan` divides it into chunks."""
-
-    plan: ChunkPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptStarted:
-    """Room is reserved on the decode side, and the ranks have been told."""
-
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineNote:
-    """What the engine has to tell the decode side's."""
-
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptFirstToken:
-    token_id: int
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSent:
-    """All KV has arrived. `stats` has the statistics of each rank."""
-
-    stats: tuple[SentStats, ...]
-
-
-Progress = RoomWanted | PromptStarted | EngineNote | PromptFirstToken | PromptSent | TransferError
-"""Progress events for the caller, in order. The last one is `PromptSent` or an error."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transfer:
-    """An attempt to send a prompt. `progress` is read by its caller.
+    """An attempt to send a prompt.
 
     Args:
-        engine_request: Name of the prompt in the engine that has it; empty if it is computed for this transfer.
         start_token: First token whose KV is sent; the decode side may choose a later one when it has room.
         sampling: How the first token is chosen, if the prompt is computed for this transfer.
         cache_salt: Stored KV is shared only with prompts of the same salt.
+        engine_request: Name of the prompt in the engine that has it; empty if it is computed for this transfer.
         span: Span of the call, which its caller ends; None if it is not traced.
-        room: Result of `RoomWanted`, which its caller sets. None means that the decode leader is asked with `Reserve`.
+        room: Answer to `room_wanted`, which the caller sets. None means that the decode leader is asked with `Reserve`.
         queued_s: Time of acceptance, by the monotonic clock.
+        progress: Events for the caller, in order. The last one is `sent` or an error.
     """
 
     transfer_id: str
@@ -96,9 +65,9 @@ class Transfer:
     room: asyncio.Future[Reservation] | None = None
     queued_s: float = field(default_factory=lambda: time.monotonic())
     started_s: float | None = None
-    progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    progress: asyncio.Queue[pb.PrefillEvent | TransferError] = field(default_factory=asyncio.Queue)
     is_only_attempt: bool = True  # the prompt is computed for this transfer, and ends with it
-    is_room_wanted: bool = False  # `RoomWanted` was reported
+    is_room_wanted: bool = False  # `room_wanted` was reported
     is_computed: bool = False
     is_over: bool = False  # its caller has the last event; ranks may still be busy with it
     unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
@@ -116,7 +85,7 @@ class Transfer:
         return self.is_started and not self.unsent
 
 
-class OutgoingTransfers:
+class OutgoingTransfers(ABC):
     """See the module's docstring. Owned by the leader's loop.
 
     Args:
@@ -143,19 +112,17 @@ class OutgoingTransfers:
         self._on_given_up = on_given_up
         self._transfers: dict[str, Transfer] = {}  # by id, until no rank knows it
 
-    # Methods that subclasses define
-
+    @abstractmethod
     def _accept(self, transfer: Transfer) -> None:
-        """Check a new transfer and begin with it. Raises TransferError if it cannot be accepted."""
-        raise NotImplementedError
+        """Check a new transfer and begin with it. Raise TransferError if it cannot be accepted."""
 
+    @abstractmethod
     def _num_computed(self, transfer: Transfer) -> int:
         """Return how many tokens of a prompt that is not `is_computed` are computed, as far as the leader knows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_end(self, transfer: Transfer, error: TransferError | None) -> None:
         """Handle the end of a transfer. None means that all of its KV has arrived; otherwise the ranks were told to cancel it."""
-        raise NotImplementedError
 
     # Reports
 
@@ -179,11 +146,11 @@ class OutgoingTransfers:
         return tuple(self._transfers)
 
     def is_idle(self, join: Join) -> bool:
-        """Whether nothing of that decode instance is in flight."""
+        """Return whether nothing of that decode instance is in flight."""
         return all(transfer.join is not join for transfer in self._transfers.values())
 
     def others_tokens(self, join: Join) -> int:
-        """Prompt tokens of transfers to other decode instances, of which not all is sent: what that one does not know of."""
+        """Return the prompt tokens of transfers to other decode instances, of which not all is sent."""
         return sum(
             len(transfer.token_ids)
             for transfer in self._transfers.values()
@@ -213,7 +180,7 @@ class OutgoingTransfers:
             ranks_done=self._num_ranks - len(transfer.unsent) if transfer.is_started else 0,
         )
 
-    # What decode sides say
+    # Calls from decode sides
 
     def submit(self, transfer: Transfer) -> None:
         """Accept a transfer. `Transfer.progress` reports its events.
@@ -239,12 +206,12 @@ class OutgoingTransfers:
         return True
 
     def abort_join(self, join: Join, error: TransferError) -> None:
-        """The decode instance is gone, and so is every transfer to it."""
+        """Give up every transfer to a decode instance that is lost."""
         for transfer in list(self._transfers.values()):
             if transfer.join is join:
                 self.fail(transfer, error)
 
-    # What the ranks say
+    # Reports of the ranks
 
     def on_sent(self, rank: int, message: TransferSent) -> None:
         transfer = self._transfers.get(message.transfer_id)
@@ -279,7 +246,8 @@ class OutgoingTransfers:
             answer = await self._reserve(transfer.join, transfer.transfer_id)
         else:
             transfer.is_room_wanted = True
-            transfer.progress.put_nowait(RoomWanted(plan=transfer.join.plan))
+            wanted = pb.PrefillRoomWanted(chunk_plan=chunk_plan_to_proto(transfer.join.plan))
+            transfer.progress.put_nowait(pb.PrefillEvent(room_wanted=wanted))
             answer = await transfer.room
         if not answer.is_reserved:
             await asyncio.sleep(_pause_s())
@@ -309,16 +277,18 @@ class OutgoingTransfers:
         )
         if transfer.span is not None:
             transfer.span.record("kvferry.queue", begun_s=transfer.queued_s, ended_s=transfer.started_s)
-        transfer.progress.put_nowait(PromptStarted(queue_s=transfer.started_s - transfer.queued_s))
+        started = pb.PrefillStarted(queue_s=transfer.started_s - transfer.queued_s)
+        transfer.progress.put_nowait(pb.PrefillEvent(started=started))
 
     def _on_computed(
         self, transfer: Transfer, *, begun_s: float, ended_s: float, token_id: int | None, note: bytes | None = None
     ) -> None:
         """Record that the prompt of a started transfer is computed. Report the first token, if known, and the engine's note."""
         if token_id is not None:
-            transfer.progress.put_nowait(PromptFirstToken(token_id=token_id, compute_s=ended_s - begun_s))
+            first_token = pb.FirstToken(token_id=token_id, compute_s=ended_s - begun_s)
+            transfer.progress.put_nowait(pb.PrefillEvent(first_token=first_token))
         if note is not None:
-            transfer.progress.put_nowait(EngineNote(payload=note))
+            transfer.progress.put_nowait(pb.PrefillEvent(note=pb.EngineNote(payload=note)))
         transfer.is_computed = True
         if transfer.span is not None:
             transfer.span.record("kvferry.compute", begun_s=begun_s, ended_s=ended_s)
@@ -328,7 +298,7 @@ class OutgoingTransfers:
         """End the transfer once every rank has sent its part and the prompt is computed, in either order."""
         if transfer.is_sent and transfer.is_computed and not transfer.is_over:
             transfer.is_over = True
-            transfer.progress.put_nowait(PromptSent(stats=tuple(transfer.stats)))
+            transfer.progress.put_nowait(pb.PrefillEvent(sent=pb.PrefillSent(stats=_sum_of(transfer.stats))))
             self._on_outcome("sent")
             self._on_end(transfer, None)
         self._forget_if_done(transfer)
@@ -360,10 +330,10 @@ class OutgoingTransfers:
         self._on_given_up(error)
         if transfer.span is not None:
             if not transfer.is_computed:  # record the stage that failed
-                what, begun_s = "kvferry.compute", transfer.started_s
+                stage, begun_s = "kvferry.compute", transfer.started_s
                 if begun_s is None:
-                    what, begun_s = "kvferry.queue", transfer.queued_s
-                transfer.span.record(what, begun_s=begun_s, ended_s=time.monotonic(), error=str(error))
+                    stage, begun_s = "kvferry.queue", transfer.queued_s
+                transfer.span.record(stage, begun_s=begun_s, ended_s=time.monotonic(), error=str(error))
             transfer.span.end(str(error))
 
     def _forget_if_done(self, transfer: Transfer) -> None:
@@ -389,10 +359,22 @@ def _pause_s() -> float:
 
 
 def _checked_start_token(transfer: Transfer, start_token: int) -> int:
-    """Raises RemoteProtocolError for one that the decode side must not tell."""
+    """Return the start token that a decode side gave. Raise RemoteProtocolError if it breaks the protocol."""
     if not transfer.start_token <= start_token < len(transfer.token_ids):
         raise RemoteProtocolError(
             f"{transfer.join.address} gave room with start_token {start_token}; it must be at least the request's "
             f"{transfer.start_token} and below the prompt's {len(transfer.token_ids)} tokens"
         )
     return start_token
+
+
+def _sum_of(parts: Sequence[SentStats]) -> pb.TransferStats:
+    """Return the statistics of all ranks: bytes and writes add up, times are those of the slowest."""
+    return pb.TransferStats(
+        bytes=sum(part.num_bytes for part in parts),
+        writes=sum(part.writes for part in parts),
+        writes_without_staging=sum(part.writes_without_staging for part in parts),
+        transfer_s=max((part.transfer_s for part in parts), default=0.0),
+        exposed_s=max((part.exposed_s for part in parts), default=0.0),
+        resends=sum(part.resends for part in parts),
+    )

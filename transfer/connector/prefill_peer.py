@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -85,6 +85,28 @@ class PrefillPeer:
     def takes_room(self) -> bool:
         """Whether the node gets room in the stream of a prompt, and does not call `Reserve`."""
         return self.instance is not None and "room_in_stream" in self.instance.capabilities
+
+    def status(self) -> pb.PeerStatus:
+        """Return the status for operators."""
+        return pb.PeerStatus(
+            address=self.address,
+            incarnation=self.instance.incarnation if self.instance is not None else 0,
+            state=self.state,
+            reason=self.reason,
+            chunk_plan=chunk_plan_to_proto(self.plan) if self.plan is not None else None,
+            largest_piece_bytes=self.largest_piece_bytes,
+            breaker=self.breaker.state.value,
+            breaker_reason=self.breaker_reason,
+            breaker_pause_s=self.breaker.pause_left_s,
+            outstanding_tokens=self.outstanding_tokens,
+            is_unnamed=self.unnamed_s is not None,
+            others_tokens=self.others_tokens,
+        )
+
+    def link_statuses(self) -> list[pb.LinkStatus]:
+        if self.instance is None:
+            return []
+        return [link_to_proto(link, peer_incarnation=self.instance.incarnation) for link in self.links]
 
     async def stub(self) -> PrefillControlAsyncStub:
         """For a call at once.
@@ -215,31 +237,3 @@ def _event_of(read: object, address: str) -> pb.JoinEvent:
     if not isinstance(read, pb.JoinEvent):  # grpc.aio.EOF
         raise PeerUnreachable(f"{address} ended the join")
     return read
-
-
-def links_of(peers: Iterable[PrefillPeer]) -> list[pb.LinkStatus]:
-    """What a node's status says of the links to them."""
-    return [
-        link_to_proto(link, peer_incarnation=peer.instance.incarnation)
-        for peer in peers
-        if peer.instance is not None
-        for link in peer.links
-    ]
-
-
-def peer_status(peer: PrefillPeer) -> pb.PeerStatus:
-    """What a node's status says of it."""
-    return pb.PeerStatus(
-        address=peer.address,
-        incarnation=peer.instance.incarnation if peer.instance is not None else 0,
-        state=peer.state,
-        reason=peer.reason,
-        chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
-        largest_piece_bytes=peer.largest_piece_bytes,
-        breaker=peer.breaker.state.value,
-        breaker_reason=peer.breaker_reason,
-        breaker_pause_s=peer.breaker.pause_left_s,
-        outstanding_tokens=peer.outstanding_tokens,
-        is_unnamed=peer.unnamed_s is not None,
-        others_tokens=peer.others_tokens,
-    )

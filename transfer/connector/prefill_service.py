@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import grpc
 
 from transfer.config import ConnectorConfig
-from transfer.connector.join_service import JoinService, links_of, peer_status, show_joins
+from transfer.connector.decode_instances import DecodeInstances, show_joins
 from transfer.connector.messages import PromptIdle
 from transfer.connector.offered_prompts import OfferedPrompts
 from transfer.connector.outgoing import Transfer
@@ -20,9 +19,6 @@ from transfer.connector.rank_report import RankReady, RankReport
 from transfer.connector.reserve_client import ReserveClient
 from transfer.connector.side_service import Draining, SideNode, SideService
 from transfer.errors import LocalProtocolError, NodeDraining, PeerUnreachable
-from transfer.instance import Instance
-from transfer.loop_turns import turns_of
-from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.discovery import DiscoveryView, open_registration
@@ -38,10 +34,10 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
         node: The instance.
         config: Settings.
         hellos: Self-descriptions of the ranks.
-        security: TLS or plain text towards decode sides.
+        security: TLS or plain text of calls to decode sides.
         draining: Whether the instance takes new work.
         broadcast: Sends a message to every rank.
-        reports: The newest reports of the ranks.
+        reports: Returns the newest reports of the ranks.
         compute: See `OfferedPrompts`.
         tracer: Records spans of calls; None disables tracing.
     """
@@ -59,52 +55,42 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
         compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(node=node, role="prefill", metrics=NodeMetrics(role="prefill"))
-        first = hellos[0]
-        self._instance: Instance = first.instance
-        self._reports = reports
+        super().__init__(node=node, role="prefill", hellos=hellos, reports=reports)
         self._draining = draining
-        self._join_service = JoinService(security=security, draining=draining)
         self._reserve_client = ReserveClient(security)
         self._registration = open_registration(config.discovery)
-        self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
         self.requests = OfferedPrompts(
             num_ranks=len(hellos),
             limits=config.limits,
             broadcast=broadcast,
-            reserve=partial(self._reserve_client.reserve, prefill_incarnation=first.instance.incarnation),
+            reserve=partial(self._reserve_client.reserve, prefill_incarnation=self.instance.incarnation),
             compute=compute,
             on_outcome=self.metrics.request_ended,
             on_given_up=self.metrics.request_given_up,
         )
         self._calls = PrefillCalls(
-            hello=first,
+            hello=hellos[0],
             num_ranks=len(hellos),
             config=config,
+            security=security,
+            draining=draining,
             broadcast=broadcast,
             requests=self.requests,
             reserve_client=self._reserve_client,
             metrics=self.metrics,
             tracer=tracer,
-            draining=draining,
         )
-        self._joins = self._calls.joins
 
     def start(self, address: str) -> None:
         """Start to register that address, if the settings enable it. Nothing is registered before `announce`."""
         if self._registration is not None:
             self._registration.start(address)
 
-    def announce(self, is_serving: bool) -> None:
-        """Keep the entry in discovery exactly while new work is accepted."""
-        if self._registration is not None:
-            self._registration.want(is_serving)
-
     async def close(self) -> None:
         if self._registration is not None:
             await self._registration.close()
         error = PeerUnreachable("the prefill side's engine shuts down")
-        self._joins.forget_all(error)
+        self.peers.forget_all(error)
         await self.requests.close(error)
         await self._reserve_client.close()
 
@@ -117,7 +103,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
     @property
     def num_joined(self) -> int:
         """Decode instances that are joined."""
-        return sum(join.is_joined for join in self._joins)
+        return sum(join.is_joined for join in self.peers)
 
     @property
     def is_idle(self) -> bool:
@@ -131,25 +117,20 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
         return self.requests
 
     @property
-    def instance(self) -> Instance:
-        return self._instance
-
-    @property
-    def reports(self) -> Sequence[RankReport]:
-        return self._reports()
-
-    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
-        return map(peer_status, self._joins)
-
-    def link_statuses(self) -> Iterable[pb.LinkStatus]:
-        return links_of(self._joins)
+    def peers(self) -> DecodeInstances:
+        return self._calls.joins
 
     @property
     def discovery_view(self) -> DiscoveryView | None:
         return None if self._registration is None else self._registration.view
 
     def show(self) -> Mapping[str, int]:
-        return show_joins(self._joins, self.metrics)
+        return show_joins(self.peers, self.metrics)
+
+    def announce(self, is_serving: bool) -> None:
+        """Keep the entry in discovery exactly while new work is accepted."""
+        if self._registration is not None:
+            self._registration.want(is_serving)
 
     def abort(self, request_id: str, reason: str) -> bool:
         """Give up also the prompt itself, by the id that its engine and a decode side know, so that nobody keeps it any more."""
@@ -161,7 +142,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         if self._draining.is_on:
             await end_with(context, NodeDraining("the prefill side is draining"))
-        async with contextlib.aclosing(self._calls.join(request, context, self._join_service)) as events:
+        async with contextlib.aclosing(self.peers.serve(request, context)) as events:
             async for event in events:
                 yield event
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
 import grpc
 
-from transfer.connector.rank_report import RankMemory, RankReport
+from transfer.connector.rank_report import RankMemory, RankReady, RankReport
 from transfer.errors import TransferAborted, TransferError
 from transfer.instance import Instance
+from transfer.loop_turns import turns_of
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import instance_to_proto
@@ -95,47 +96,51 @@ class Draining:
         await (self._on if is_on else self._off).wait()
 
 
-class Side:
+class Peer(Protocol):
+    """An instance of the other tier, as operators see it."""
+
+    def status(self) -> pb.PeerStatus: ...
+
+    def link_statuses(self) -> list[pb.LinkStatus]:
+        """Return the measured links to it."""
+        ...
+
+
+class Side(Protocol):
     """See the module's docstring. Owned by the leader's loop.
 
-    Args:
+    Attributes:
         role: "prefill" or "decode".
         metrics: Counts and gauges of this side's leader.
     """
 
-    def __init__(self, *, role: str, metrics: NodeMetrics) -> None:
-        self.role = role
-        self.metrics = metrics
-
-    # Subclasses define these
+    role: str
+    metrics: NodeMetrics
 
     @property
     def in_flight(self) -> Requests | None:
         """The requests; None while there are no ranks."""
-        raise NotImplementedError
+        ...
 
     @property
     def instance(self) -> Instance | None:
         """This life of the ranks; None while there are none."""
-        raise NotImplementedError
+        ...
 
     @property
     def reports(self) -> Sequence[RankReport]:
         """The newest report of each rank, in rank order."""
-        raise NotImplementedError
+        ...
 
     @property
     def memory(self) -> Sequence[RankMemory]:
         """The memory of each rank; empty if its engine makes no plan."""
         return ()
 
-    def peer_statuses(self) -> Iterable[pb.PeerStatus]:
-        """Return the nodes of the other tier."""
-        raise NotImplementedError
-
-    def link_statuses(self) -> Iterable[pb.LinkStatus]:
-        """Return the measured links to them."""
-        raise NotImplementedError
+    @property
+    def peers(self) -> Iterable[Peer]:
+        """The instances of the other tier."""
+        ...
 
     @property
     def discovery_view(self) -> DiscoveryView | None:
@@ -144,7 +149,7 @@ class Side:
 
     def show(self) -> Mapping[str, int]:
         """Set the gauges of this side alone; return the number of peers by state."""
-        raise NotImplementedError
+        ...
 
     def announce(self, is_serving: bool) -> None:
         """Record whether new requests are accepted."""
@@ -160,8 +165,8 @@ class Side:
             queued_requests=requests.num_queued if requests is not None else 0,
             running_requests=requests.num_running if requests is not None else 0,
             ranks=[pb.RankStatus(**report.status) for report in self.reports],
-            peers=self.peer_statuses(),
-            links=self.link_statuses(),
+            peers=[peer.status() for peer in self.peers],
+            links=[link for peer in self.peers for link in peer.link_statuses()],
             memory_plan=memory_to_proto(self.memory),
             discovery=_discovery_to_proto(discovery) if discovery is not None else None,
         )
@@ -195,11 +200,27 @@ class SideService(Side):
 
     Args:
         node: The instance.
+        hellos: Self-descriptions of the ranks.
+        reports: Returns the newest reports of the ranks.
     """
 
-    def __init__(self, *, node: SideNode, role: str, metrics: NodeMetrics) -> None:
-        super().__init__(role=role, metrics=metrics)
+    def __init__(
+        self, *, node: SideNode, role: str, hellos: tuple[RankReady, ...], reports: Callable[[], Sequence[RankReport]]
+    ) -> None:
+        self.role = role
+        self.metrics = NodeMetrics(role=role)
         self._node = node
+        self._instance = hellos[0].instance
+        self._reports = reports
+        self.metrics.histogram("loop_turn_seconds").follow(turns_of(asyncio.get_running_loop()))
+
+    @property
+    def instance(self) -> Instance:
+        return self._instance
+
+    @property
+    def reports(self) -> Sequence[RankReport]:
+        return self._reports()
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
         return self._node.status_of(self)
