@@ -15,14 +15,16 @@ from bench.timing import ROOT
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import Tiers
 from decode_node.requests import DecodeRequests, GenerationObserver
-from transfer.breaker import BreakerSettings
-from transfer.config import DecodeLimitsConfig
+from transfer.config import ConnectorConfig, DecodeLimitsConfig, TlsConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes
+from transfer.connector.rank_report import RankReady
 from transfer.engine_types import SamplingParams
 from transfer.errors import PeerUnreachable
 from transfer.instance import AttachRequest, AttachResponse
 from transfer.layer_groups import PageCounts, layer_groups
+from transfer.metrics import NodeMetrics
+from transfer.registry.security import PlainText
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Grant, Watermark
 
@@ -188,13 +190,23 @@ class _NoText:
 def _peers(ports: Sequence[str]) -> PrefillNodes:
     return PrefillNodes(
         [f"127.0.0.1:{port}" for port in ports],
-        own=instance(DECODE_LIFE, tp_size=1),
+        config=ConnectorConfig(tls=TlsConfig(insecure=1)),
+        hellos=[
+            RankReady(
+                rank=0,
+                pid=0,
+                instance=instance(DECODE_LIFE, tp_size=1),
+                pool_pages=(1,),
+                max_context_tokens=CONTEXT_TOKENS,
+                vocab_size=1 << 32,
+                address="127.0.0.1:2",
+                ring_bytes=RING_BYTES,
+            )
+        ],
+        security=PlainText(),
         decode_address="127.0.0.1:1",
-        rank_addresses=("127.0.0.1:2",),
-        heartbeat_s=0.5,
-        ring_capacity_bytes=RING_BYTES,
-        breaker=BreakerSettings(failures=3, window_s=10.0, pause_s=1.0, max_pause_s=8.0),
-        on_lost=lambda peer, incarnation, reason: None,
-        on_breaker_opened=lambda: None,
+        metrics=NodeMetrics(role="decode"),
+        broadcast=lambda message: None,
+        on_lost=lambda peer, reason: None,
         prefix_tokens=4096,
     )

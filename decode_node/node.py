@@ -61,17 +61,16 @@ class _Life:
         self.vocab_size = first.vocab_size
         self.eos_token_ids = frozenset(first.eos_token_ids)
         self.generation: DecodeRequests
-        self.peers = PrefillNodes.of(
-            config,
-            hellos,
+        self.peers = PrefillNodes(
             _others(node.discovery.addresses, address),
+            config=config,
+            hellos=hellos,
             security=node.security,
             decode_address=address,
             metrics=node.metrics,
             broadcast=node.broadcast,
             on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
             on_change=lambda: self.requests.peers_changed(),
-            grace_s=config.discovery.grace_s,
             view=(lambda: node.discovery.view) if config.discovery.finds_nodes else None,
             prefix_tokens=config.prefix_tokens,
         )

@@ -13,10 +13,10 @@ from decode_node.rank_messages import ExpectRequest, FinishRequest, RunDecodeSte
 from decode_node.requests import DecodeRequests, GenerationObserver, GenerationRequest
 from decode_node.text import TextCodec
 from node_runtime.rank_messages import StepDone, StepFailed
-from tests.runtime.instances import instance
-from transfer.breaker import Breaker, BreakerSettings, BreakerState
+from tests.runtime.instances import hello, instance
+from transfer.breaker import Breaker, BreakerState
 from transfer.chunk import ChunkPlan
-from transfer.config import DecodeLimitsConfig
+from transfer.config import BreakerConfig, ConnectorConfig, DecodeLimitsConfig, TlsConfig
 from transfer.connector.attempt import AttemptStage, IncomingObserver
 from transfer.connector.messages import CancelIncoming, TransferBroken, TransferExpected
 from transfer.connector.prefill_nodes import PrefillNodes
@@ -26,7 +26,9 @@ from transfer.errors import TransferError
 from transfer.instance import Instance, Link
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
+from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.security import PlainText
 
 POOL_PAGES, PAGE_SIZE, NUM_RANKS = 8, 4, 2
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
@@ -34,7 +36,10 @@ NEEDS = page_needs(GROUPS, PAGE_SIZE)
 PREFILL_LIFE, OTHER_LIFE, DECODE_LIFE = 11, 12, 22
 PLAN = ChunkPlan(chunk_tokens=4, layers_per_group=3)
 FIRST_TOKEN = 7
-BREAKER = BreakerSettings(failures=3, window_s=10.0, pause_s=1.0, max_pause_s=8.0)
+CONFIG = ConnectorConfig(
+    tls=TlsConfig(insecure=1), breaker=BreakerConfig(failures=3, window_s=10.0, pause_s=1.0, max_pause_s=8.0)
+)
+BREAKER = CONFIG.breaker.settings()
 
 
 class Call:
@@ -110,22 +115,21 @@ class Peers(PrefillNodes):
     """Picks, and has breakers, as the real ones do; joins nobody."""
 
     def __init__(self, *peers: Peer) -> None:
-        self.num_openings = 0
         super().__init__(
             [],
-            own=instance(DECODE_LIFE),
+            config=CONFIG,
+            hellos=[hello(0, incarnation=DECODE_LIFE)],
+            security=PlainText(),
             decode_address="",
-            rank_addresses=(),
-            heartbeat_s=1.0,
-            ring_capacity_bytes=1,
-            breaker=BREAKER,
+            metrics=NodeMetrics(role="decode"),
+            broadcast=lambda message: None,
             on_lost=lambda *loss: None,
-            on_breaker_opened=self._count,
         )
         self.peers = cast(list[PrefillPeer], list(peers))
 
-    def _count(self) -> None:
-        self.num_openings += 1
+    @property
+    def num_openings(self) -> float:
+        return self._metrics.counter("breaker_openings").value
 
     def unavailable_reason(self) -> str:
         return "no prefill node is joined"

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import grpc
 import pytest
 
-from tests.runtime.instances import instance, until
-from transfer.breaker import BreakerSettings
+from tests.runtime.instances import hello, until
+from transfer.config import BreakerConfig, ConnectorConfig, HeartbeatConfig, TlsConfig, TransportConfig
 from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.errors import PeerUnreachable
+from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.discovery import DiscoveryView
+from transfer.registry.security import PlainText
 
 
 class LocalContext:
@@ -81,7 +85,7 @@ def serve_locally(monkeypatch: pytest.MonkeyPatch, nodes: Mapping[str, Any]) -> 
 
 
 BEAT_S = 0.1
-BREAKER = BreakerSettings(failures=3, window_s=10.0, pause_s=1.0, max_pause_s=8.0)
+BREAKER = BreakerConfig(failures=3, window_s=10.0, pause_s=1.0, max_pause_s=8.0)
 
 
 class Tier:
@@ -92,30 +96,49 @@ class Tier:
         changes: The address that could be picked at each change; empty where none could.
     """
 
-    def __init__(self, addresses: Sequence[str], **settings: Any) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        heartbeat_s: float = BEAT_S,
+        ring_bytes: int = 1 << 20,
+        min_bandwidth_bytes_per_s: float = 0.0,
+        vocab_size: int = 1 << 32,
+        on_change: Callable[[], None] | None = None,
+        view: Callable[[], DiscoveryView] | None = None,
+        prefix_tokens: int = 0,
+    ) -> None:
         self.lost: list[tuple[str, int, str]] = []
         self.changes: list[str] = []
-        self.num_openings = self.num_faults = 0
-        values: dict[str, Any] = {
-            "own": instance(7),
-            "decode_address": "127.0.0.1:1",
-            "rank_addresses": ("127.0.0.1:2",),
-            "heartbeat_s": BEAT_S,
-            "ring_capacity_bytes": 1 << 20,
-            "breaker": BREAKER,
-            "on_lost": lambda peer, incarnation, reason: self.lost.append((peer.address, incarnation, reason)),
-            "on_breaker_opened": self._count_opening,
-            "on_fault": self._count_fault,
-            "on_change": self._note_change,
-            "clock": asyncio.get_running_loop().time,
-        }
-        self.peers = PrefillNodes(list(addresses), **(values | settings))
+        self._told: list[Any] = []
+        self._metrics = NodeMetrics(role="decode")
+        self.peers = PrefillNodes(
+            addresses,
+            config=ConnectorConfig(
+                tls=TlsConfig(insecure=1),
+                heartbeat=HeartbeatConfig(interval_s=heartbeat_s),
+                transport=TransportConfig(min_bandwidth_bytes_per_s=min_bandwidth_bytes_per_s),
+                breaker=BREAKER,
+            ),
+            hellos=[replace(hello(0, incarnation=7), address="127.0.0.1:2", ring_bytes=ring_bytes, vocab_size=vocab_size)],
+            security=PlainText(),
+            decode_address="127.0.0.1:1",
+            metrics=self._metrics,
+            broadcast=self._told.append,
+            on_lost=lambda peer, reason: self.lost.append((peer.address, self._told[-1].incarnation, reason)),
+            on_change=on_change or self._note_change,
+            view=view,
+            prefix_tokens=prefix_tokens,
+            clock=asyncio.get_running_loop().time,
+        )
 
-    def _count_opening(self) -> None:
-        self.num_openings += 1
+    @property
+    def num_openings(self) -> float:
+        return self._metrics.counter("breaker_openings").value
 
-    def _count_fault(self) -> None:
-        self.num_faults += 1
+    @property
+    def num_faults(self) -> float:
+        return self._metrics.counter("join_faults").value
 
     def _note_change(self) -> None:
         peer = self.peers.pick()

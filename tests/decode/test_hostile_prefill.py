@@ -39,7 +39,7 @@ class HostileNode:
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
         port = self.server.add_insecure_port("127.0.0.1:0")
         self.tier = Tier(
-            [f"127.0.0.1:{port}"], heartbeat_s=10.0, ring_capacity_bytes=1 << 16, vocab_size=VOCABULARY, on_change=self._on_change
+            [f"127.0.0.1:{port}"], heartbeat_s=10.0, ring_bytes=1 << 16, vocab_size=VOCABULARY, on_change=self._on_change
         )
         (self.peer,) = self.tier.peers.peers
 

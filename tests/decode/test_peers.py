@@ -81,7 +81,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> PrefillNode:
 
 
 def joining(*addresses: str) -> AbstractAsyncContextManager[Tier]:
-    return tier(*(addresses or (FIRST,)), ring_capacity_bytes=RING_BYTES, min_bandwidth_bytes_per_s=FLOOR_BYTES_PER_S)
+    return tier(*(addresses or (FIRST,)), ring_bytes=RING_BYTES, min_bandwidth_bytes_per_s=FLOOR_BYTES_PER_S)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ async def test_a_bug_that_ends_a_join_is_said_and_counted_and_the_node_is_joined
             patched.undo()
             await one.until(joined=1)
             assert not one.lost, "it had not been joined"
-            patched.setattr(peers_module, "next_event", broken)  # and of one that has: its requests hear that it is lost
+            patched.setattr(PrefillPeer, "_next_event", broken)  # and of one that has: its requests hear that it is lost
             await until(lambda: bool(one.lost))
             patched.undo()
             await one.until(joined=1)

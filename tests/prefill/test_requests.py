@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings

@@ -123,7 +123,7 @@ class Attempt(Generic[PromptT]):
     transfer_id: str
     prompt: PromptT
     begun_s: float
-    after: TransferError | None  # what ended the attempt before it
+    after: TransferError | None  # error that ended the attempt before it
     peer: PrefillPeer | None = None  # None means that it waits for a node to join, and is not sent yet
     prefill: Instance | None = None  # set with `peer`
     permit: Permit | None = None  # until the outcome is reported to the peer's breaker

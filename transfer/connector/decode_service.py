@@ -69,18 +69,17 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
         """
         config = self._config
         self._discovery.start()
-        self.nodes = PrefillNodes.of(
-            config,
-            self._hellos,
-            [],
+        self.nodes = PrefillNodes(
+            (),
+            config=config,
+            hellos=self._hellos,
             security=self._security,
             decode_address=address,
             metrics=self.metrics,
             broadcast=self._broadcast,
             on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
-            grace_s=config.discovery.grace_s,
-            view=(lambda: self._discovery.view) if config.discovery.finds_nodes else None,
             on_change=lambda: self.requests.peers_changed(),
+            view=(lambda: self._discovery.view) if config.discovery.finds_nodes else None,
             prefix_tokens=config.placement.prefix_tokens or 0,
         )
         self.prompts = BoundPrompts(

@@ -1,4 +1,4 @@
-"""One prefill node, as a decode node sees it: what is known of it, and the calls that concern a single prompt."""
+"""One prefill node, as a decode side sees it: its state, its join, and the calls for a single prompt."""
 
 from __future__ import annotations
 
@@ -21,64 +21,59 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_to_proto, link_to_proto, sampling_to_proto
 from transfer.registry.heartbeats import HeartbeatWatch
 from transfer.registry.peer_channel import PeerChannel
-from transfer.registry.status import readable, tier_error_of
+from transfer.registry.status import error_of, readable, tier_error_of
 from transfer.tracing import TRACEPARENT
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import PrefillControlAsyncStub
 
 GIVE_UP_TIMEOUT_S: Final = 2.0
-ANY_TOKEN: Final = 1 << 32
 
 JOIN_TIMEOUT_S: Final = 60.0
-"""Until the first event: every rank attaches and probes its links before."""
-
-JoinCall = grpc.aio.UnaryStreamCall[Any, pb.JoinEvent]
+"""Limit for the first event of a join. Before it, every rank attaches and probes its links."""
 
 LONG_PROMPT_TOKENS: Final = 8192
-"""Tokens from which a prompt is encoded alone in a turn of the loop: 131,072 tokens take 3 ms, and many can start at once."""
+"""Prompts of at least this length are encoded one in a turn of the loop: 131,072 tokens take 3 ms, and many can start at once."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillPeer:
     """One address of a prefill node. `state` is "joining", "joined", "draining", "lost" or "alias".
 
-    An alias is one more address of a node that is joined already.
+    An alias is another address of a node that is joined already.
     """
 
     address: str
     channel: PeerChannel
     breaker: Breaker
-    breaker_reason: str = ""  # why it opened last; empty once it is closed
+    vocab_size: int  # ids of first tokens are below it
+    breaker_reason: str = ""  # why the breaker opened last; empty once it is closed
     state: str = "joining"
-    reason: str = "not tried yet"
-    instance: Instance | None = None
+    reason: str = "not tried yet"  # for the state
+    instance: Instance | None = None  # while it is joined
     links: list[Link] = field(default_factory=list)
-    plan: ChunkPlan | None = None  # while it is joined: how requests are cut, as far as it has said
-    largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
-    outstanding_tokens: int = 0  # of this node's own prompts
-    others_tokens: int | None = None  # while it is joined: of other decode nodes' prompts, as it told last
-    joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it has an instance
-    unfit: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # set while it is another model's, or cannot be joined as it is set
-    broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
-    vocab_size: int = ANY_TOKEN
-    log_limiter: LogRateLimiter = field(default_factory=LogRateLimiter)  # of why joins failed since it was joined
-    joining: asyncio.Task[None] | None = None  # for as long as it is one of those that are used
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # set: its pause before the next join is over
-    is_added: bool = False  # by a request, not by the settings
-    num_users: int = 0  # who would miss it, joined or not
-    unnamed_s: float | None = None  # since when discovery has not named it
-    other: PrefillPeer | None = None  # of an alias: by whom its node is joined
-    last_incarnation: int = 0  # of whom it was the address last
-    asking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one turn by each call with a long prompt
-    alias_of: int = 0  # the life of which it was last told to be one more address
+    plan: ChunkPlan | None = None  # how prompts are divided, as last received; None while it is not joined
+    largest_piece_bytes: int = 0  # most bytes of a chunk of `plan` that one rank sends to another
+    outstanding_tokens: int = 0  # of prompts that this decode side has sent it
+    others_tokens: int | None = None  # of prompts of other decode sides, as last received; None means unknown
+    joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it, or the node that it is an alias of, is joined
+    unfit: asyncio.Event = field(default_factory=asyncio.Event)  # set while the node cannot be joined as it is deployed
+    broken: asyncio.Future[str] | None = None  # while it is joined: done, with the reason, when a link to it is lost
     over: asyncio.Future[None] | None = None  # while it is joined: done when it no longer is
+    log_limiter: LogRateLimiter = field(default_factory=LogRateLimiter)  # of failed joins since it was joined
+    joining: asyncio.Task[None] | None = None  # keeps it joined
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # set to end the pause before the next join
+    is_added: bool = False  # by a request, not by the settings or discovery
+    num_users: int = 0  # prompts that wait for it, joined or not
+    unnamed_s: float | None = None  # time from which discovery no longer names it
+    other: PrefillPeer | None = None  # of an alias: the peer by which its node is joined
+    alias_of: int = 0  # life of the node that it was last logged as an alias of
+    last_incarnation: int = 0  # life of the node that was last found at this address
+    encoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one turn by each call with a long prompt
 
     @property
     def can_start_late(self) -> bool:
-        """Whether it learns only when it asks for room which token the KV is needed from."""
+        """Whether the node learns the start token only when it asks for room."""
         return self.instance is not None and "late_start_token" in self.instance.capabilities
 
     @property
@@ -109,12 +104,50 @@ class PrefillPeer:
         return [link_to_proto(link, peer_incarnation=self.instance.incarnation) for link in self.links]
 
     async def stub(self) -> PrefillControlAsyncStub:
-        """For a call at once.
+        """Return a stub for one call.
 
         Raises:
             PeerUnreachable: The node cannot be connected to.
         """
         return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(await self.channel.ready()))
+
+    async def join(self, question: pb.JoinRequest, *, heartbeat_s: float) -> AsyncGenerator[pb.JoinEvent, None]:
+        """Call `Join`, and yield the events of the node. The caller must close the iterator (`contextlib.aclosing`).
+
+        `broken`, if the caller sets it after the first event, ends the call once it is done.
+
+        Raises:
+            TransferError: The call failed, or has ended; the node is silent, or a link to it is lost.
+        """
+        call = (await self.stub()).Join(question)
+        try:
+            try:
+                async with asyncio.timeout(JOIN_TIMEOUT_S):
+                    event: object = await call.read()
+            except TimeoutError:
+                raise PeerUnreachable(f"{self.address} is silent: nothing for {JOIN_TIMEOUT_S:g} s") from None
+            while isinstance(event, pb.JoinEvent):  # otherwise it is grpc.aio.EOF
+                yield event
+                event = await self._next_event(call, HeartbeatWatch(heartbeat_s))
+            raise PeerUnreachable(f"{self.address} ended the join")
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, peer=self.address) from error
+        finally:
+            call.cancel()
+
+    async def _next_event(self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], heartbeats: HeartbeatWatch) -> object:
+        """Return the next event. The silence of a node is measured in ticks, because this loop may have been busy meanwhile."""
+        reading = asyncio.ensure_future(call.read())
+        waiting: set[asyncio.Future[Any]] = {reading} if self.broken is None else {reading, self.broken}
+        try:
+            while not (await asyncio.wait(waiting, timeout=heartbeats.tick_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                if heartbeats.tick():
+                    raise PeerUnreachable(f"{self.address} is silent: {heartbeats.describe()}")
+            if self.broken is not None and self.broken.done():
+                raise PeerUnreachable(f"{self.address}: {self.broken.result()}")
+            return reading.result()
+        finally:
+            reading.cancel()
 
     async def prefill(
         self,
@@ -136,7 +169,7 @@ class PrefillPeer:
         Args:
             start_token: First token whose KV is sent.
             engine_request: Name of the prompt in the node's engine. Empty means that the node has it computed.
-            cache_salt: Stored KV is shared with requests of the same one only.
+            cache_salt: Stored KV is shared only with requests of the same salt.
             traceparent: Parent span of the call; empty means that it is not traced.
             room: Sent to the node once it is set, in answer to `room_wanted`. None means that the node asks with `Reserve`.
 
@@ -144,7 +177,7 @@ class PrefillPeer:
             TransferError: The call failed; see `transfer.registry.status`.
         """
         if len(token_ids) >= LONG_PROMPT_TOKENS:
-            async with self.asking:
+            async with self.encoding:
                 await asyncio.sleep(0)
         question = pb.PrefillRequest(
             request_id=request_id,
@@ -180,7 +213,7 @@ class PrefillPeer:
                 room.cancel()  # gRPC goes on to wait for the next message of a call that has ended
 
     async def give_up(self, engine_request: str, reason: str) -> bool:
-        """Tell the node that nobody will ask for the prompt of that name: it need not keep its KV; False: it was not reached."""
+        """Tell the node that the prompt of that name is not wanted any more. Return False if the node was not reached."""
         question = pb.AbortRequest(request_id=engine_request, reason=clip_reason(reason))
         try:
             await (await self.stub()).Abort(question, timeout=GIVE_UP_TIMEOUT_S)
@@ -195,45 +228,3 @@ async def _messages(request: pb.PrefillRequest, room: asyncio.Future[pb.PrefillR
     await asyncio.wait((room,))
     if not room.cancelled():
         yield pb.PrefillMessage(room=room.result())
-
-
-async def first_event(call: JoinCall, address: str) -> pb.JoinEvent:
-    """What the node says to a join; it attaches every rank and probes their links first.
-
-    Raises:
-        PeerUnreachable: It has said nothing for too long, or ended the call.
-    """
-    try:
-        async with asyncio.timeout(JOIN_TIMEOUT_S):
-            return _event_of(await call.read(), address)
-    except TimeoutError:
-        raise PeerUnreachable(f"{address} is silent: nothing for {JOIN_TIMEOUT_S:g} s") from None
-
-
-async def next_event(call: JoinCall, address: str, *, heartbeats: HeartbeatWatch, broken: asyncio.Future[str]) -> pb.JoinEvent:
-    """What a joined node says next. Ticks, not seconds, tell a silent one: this loop may have been busy meanwhile.
-
-    Args:
-        heartbeats: Counts ticks since it said something.
-        broken: Set to why, where the join is over for another reason.
-
-    Raises:
-        PeerUnreachable: It is silent, has ended the call, or `broken` is set.
-    """
-    reading = asyncio.ensure_future(call.read())
-    waiting: set[asyncio.Future[Any]] = {reading, broken}
-    try:
-        while not (await asyncio.wait(waiting, timeout=heartbeats.tick_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-            if heartbeats.tick():
-                raise PeerUnreachable(f"{address} is silent: {heartbeats.describe()}")
-        if broken.done():
-            raise PeerUnreachable(f"{address}: {broken.result()}")
-        return _event_of(reading.result(), address)
-    finally:
-        reading.cancel()
-
-
-def _event_of(read: object, address: str) -> pb.JoinEvent:
-    if not isinstance(read, pb.JoinEvent):  # grpc.aio.EOF
-        raise PeerUnreachable(f"{address} ended the join")
-    return read
