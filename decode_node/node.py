@@ -21,7 +21,7 @@ from node_runtime.daemon import Daemon
 from node_runtime.engine_watch import FullPool, OutOfMemoryWatch
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
-from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from transfer.config import DecodeNodeConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
@@ -221,8 +221,6 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     life.generation.on_step_failed(message)
             case JobDone():
                 life.tiers.job_done(rank, message)
-            case PagesReleased():
-                life.requests.on_drained(rank, message.request_id)
             case _ if not life.requests.on_message(rank, message):
                 raise LocalProtocolError(f"a decode leader cannot serve {type(message).__name__}")
 

@@ -20,14 +20,12 @@ from decode_node.offload.rank import OffloadRank
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from node_runtime.rank_engine import RankEngine, device_bytes, rank_memory, run_step
 from node_runtime.rank_link import RankLink
-from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from transfer.config import DecodeNodeConfig
 from transfer.connector.incoming_rank import IncomingRank
-from transfer.connector.messages import (
-    CancelIncoming,
-)
+from transfer.connector.messages import CancelIncoming, PagesReleased
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import LocalProtocolError
@@ -240,7 +238,7 @@ class DecodeWorker:
             self._allocator.release(request_id)
             if not self._requests:
                 self._allocator.check_idle()
-            self._link.send(PagesReleased(request_id=request_id))
+            self._link.send(PagesReleased(transfer_id=request_id))
 
     def _run_step(self, message: RunDecodeStep) -> None:
         items: list[DecodeItem] = []

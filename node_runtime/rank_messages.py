@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankAddress, RankCodec
+from transfer.connector.messages import PagesReleased
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
 
 
@@ -66,13 +67,6 @@ class StepFailed:
     reason: str
     is_fatal: bool
     is_out_of_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagesReleased:
-    """The request's pages are free again in this rank's pool."""
-
-    request_id: str
 
 
 def role_codec(*types: type) -> RankCodec:

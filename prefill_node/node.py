@@ -14,13 +14,14 @@ from node_runtime.daemon import Daemon
 from node_runtime.engine_watch import FullPool, OutOfMemoryWatch
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
-from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import CODEC, PrefixLoaded, check_step_fits
 from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from transfer.config import PrefillNodeConfig
 from transfer.connector.decode_instances import Join, show_joins
+from transfer.connector.messages import PagesReleased
 from transfer.connector.prefill_calls import PrefillCalls
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
@@ -172,7 +173,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                 else:
                     life.requests.on_step_failed(message)
             case PagesReleased():
-                life.requests.on_pages_released(rank, message.request_id)
+                life.requests.on_pages_released(rank, message.transfer_id)
             case _ if not life.calls.on_rank_message(rank, message):
                 raise LocalProtocolError(f"a prefill leader cannot serve {type(message).__name__}")
 

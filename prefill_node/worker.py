@@ -17,7 +17,7 @@ import structlog
 
 from node_runtime.rank_engine import RankEngine, rank_memory, run_step
 from node_runtime.rank_link import RankLink
-from node_runtime.rank_messages import PagesReleased, StepDone, StepFailed
+from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
@@ -26,7 +26,7 @@ from prefill_node.rank_messages import LoadPrefix, PrefixLoaded, RunPrefillStep,
 from prefill_node.scheduler import page_needs
 from prefill_node.stored_prefix import StoredPrefix
 from transfer.config import PrefillNodeConfig
-from transfer.connector.messages import CancelOutgoing
+from transfer.connector.messages import CancelOutgoing, PagesReleased
 from transfer.connector.outgoing_rank import OutgoingRank
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
@@ -332,7 +332,7 @@ class PrefillWorker:
             self._allocator.release(request_id)
             if not self._requests:
                 self._allocator.check_idle()
-            self._link.send(PagesReleased(request_id=request_id))
+            self._link.send(PagesReleased(transfer_id=request_id))
 
     # Reports and end
 

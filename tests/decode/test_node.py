@@ -21,14 +21,13 @@ from decode_node.node import READ_S, DecodeNode
 from decode_node.rank_messages import CODEC, PART_BYTES, DecodeStepPart, RunDecodeStep, check_step_fits
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon, NodeState
-from node_runtime.rank_messages import PagesReleased
 from tests.decode.leader_world import Text, turns
 from tests.decode.local_nodes import LocalContext, serve_locally
 from tests.prefill.join_server import CUT, JoinServer
 from tests.runtime.instances import decode_config, hello, until
 from tests.runtime.virtual_time import in_virtual_time
 from transfer.connector import incoming as incoming_module
-from transfer.connector.messages import TransferExpected, TransferWhole
+from transfer.connector.messages import PagesReleased, TransferExpected, TransferWhole
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
@@ -131,7 +130,7 @@ class Serving:
         self.node.ranks.on_message(0, TransferWhole(transfer_id=name))
         self.prefill.is_computed.set()
         await turns()
-        self.node.ranks.on_message(0, PagesReleased(request_id=name))
+        self.node.ranks.on_message(0, PagesReleased(transfer_id=name))
 
     async def close(self) -> None:
         await self.node.end_life(PeerUnreachable("the test is over"))

@@ -11,12 +11,11 @@ import pytest
 
 from decode_node.admission import page_needs
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
-from node_runtime.rank_messages import PagesReleased
 from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.connector.messages import CancelIncoming, TransferExpected
+from transfer.connector.messages import CancelIncoming, PagesReleased, TransferExpected
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layout import DType, routes
 from transfer.piece import SessionRoute, TransferTerms
@@ -110,7 +109,7 @@ class Rank:
         return [pages.num_bound for _, pages in self.allocator.by_group]
 
     def released(self) -> list[str]:
-        return [message.request_id for message in self.said if isinstance(message, PagesReleased)]
+        return [message.transfer_id for message in self.said if isinstance(message, PagesReleased)]
 
     def assert_nothing_is_left(self) -> None:
         assert self.bound() == [0, 0, 0]

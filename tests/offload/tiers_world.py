@@ -22,12 +22,12 @@ from decode_node.offload.rank import OffloadRank
 from decode_node.offload.store_leader import StoreLeader, StoreSettings
 from decode_node.offload.tiers import PlaceRequest, Prompt
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep
-from node_runtime.rank_messages import PagesReleased, StepDone
+from node_runtime.rank_messages import StepDone
 from tests.decode.workers import Receiver, new_worker, use
 from tests.offload.tier_contexts import tier_context
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.connector.messages import CancelIncoming, TransferExpected, TransferWhole
+from transfer.connector.messages import CancelIncoming, PagesReleased, TransferExpected, TransferWhole
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layer_groups import NO_PAGE, GroupKind, PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
@@ -520,7 +520,7 @@ class World:
             case TransferWhole():
                 self.jobs[message.transfer_id].receiving.discard(rank)
             case PagesReleased():
-                job = self.jobs[message.request_id]
+                job = self.jobs[message.transfer_id]
                 job.holding.discard(rank)
                 if not job.holding:
                     self.leader.gone(job.request_id)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from node_runtime.rank_messages import PagesReleased, StepDone
+from node_runtime.rank_messages import StepDone
 from prefill_node.prefix_loader import PrefixLoader
 from prefill_node.rank_messages import LoadPrefix, PrefillStepPart, PrefixLoaded, RunPrefillStep
 from prefill_node.scheduler import page_needs
@@ -21,7 +21,7 @@ from tests.prefill.workers import Sender, decode_peer, new_worker, start_request
 from tests.runtime.instances import until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
-from transfer.connector.messages import CancelOutgoing
+from transfer.connector.messages import CancelOutgoing, PagesReleased
 from transfer.engine_types import PrefillItem
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups

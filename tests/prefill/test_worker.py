@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from node_runtime.rank_messages import PagesReleased, StepDone
+from node_runtime.rank_messages import StepDone
 from prefill_node.rank_messages import PrefillStepPart, RunPrefillStep
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
 from tests.prefill.workers import Sender, decode_peer, new_worker, start_request
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldThread, PagedMemory
 from transfer.chunk import ChunkPlan
-from transfer.connector.messages import CancelOutgoing, TransferNotSent
+from transfer.connector.messages import CancelOutgoing, PagesReleased, TransferNotSent
 from transfer.engine_types import PrefillItem
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, Shard, routes
@@ -123,7 +123,7 @@ class Rank:
         self.worker.outgoing.on_sent(request_id, SentStats())
 
     def released(self) -> list[str]:
-        return [message.request_id for message in self.said if isinstance(message, PagesReleased)]
+        return [message.transfer_id for message in self.said if isinstance(message, PagesReleased)]
 
     def assert_nothing_is_left(self) -> None:
         self.allocator.check_invariants()

@@ -38,9 +38,9 @@ from transfer.connector.attempt import (
 from transfer.connector.messages import (
     CancelIncoming,
     LinkProbed,
+    PagesReleased,
     PrefillRankLost,
     TransferBroken,
-    TransferDrained,
     TransferExpected,
     TransferWhole,
 )
@@ -736,7 +736,7 @@ class IncomingTransfers(Generic[PromptT]):
                 self.on_whole(rank, message.transfer_id)
             case TransferBroken():
                 self.on_broken(rank, message)
-            case TransferDrained():
+            case PagesReleased():
                 self.on_drained(rank, message.transfer_id)
             case PrefillRankLost():
                 self._peers.break_join(

@@ -17,10 +17,10 @@ from transfer.connector.messages import (
     ExpectTransfer,
     ForgetPrefill,
     LinkProbed,
+    PagesReleased,
     PrefillRankLost,
     SettlePrompt,
     TransferBroken,
-    TransferDrained,
     TransferExpected,
     TransferWhole,
 )
@@ -221,4 +221,4 @@ class BoundPages:
 
     def on_over(self, transfer_id: str, *, is_whole: bool) -> None:
         if not is_whole:
-            self._send(TransferDrained(transfer_id=transfer_id))
+            self._send(PagesReleased(transfer_id=transfer_id))

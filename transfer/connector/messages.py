@@ -19,8 +19,7 @@ class AttachDecode:
     """Open a session with every decode rank that this rank has a route to; answer `DecodeAttached` or `DecodeLost`.
 
     Args:
-        join: Number of this attempt; the answers name it, so that none of an earlier one is taken for it.
-        instance: The decode instance.
+        join: Number of the join. Answers contain it, so that an answer to an earlier join is recognised.
         rank_addresses: host:port of each decode rank's TransferControl, in rank order.
     """
 
@@ -37,7 +36,7 @@ class DetachDecode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeAttached:
-    """Every session is open. `ring_bytes`: the smallest ring among them; 0 where the rank has no route to the instance."""
+    """Every session is open. `ring_bytes` is the size of the smallest ring; 0 if the rank has no route to the instance."""
 
     join: int
     incarnation: int
@@ -47,7 +46,7 @@ class DecodeAttached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLost:
-    """A session with the decode instance could not be opened, or has ended. `is_refused`: it can never fit."""
+    """A session could not be opened, or has ended. `is_refused` means that the two instances never fit."""
 
     join: int
     incarnation: int
@@ -55,7 +54,7 @@ class DecodeLost:
     is_refused: bool = False
 
 
-# Prefill side: prompts. Leader -> rank
+# Prefill side: prompts, leader -> rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +67,10 @@ class PromptWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTransfer:
-    """Begin to send the KV of a prompt; answer `TransferSent` or `TransferNotSent`.
-
-    Subclasses add the fields that one kind of engine needs.
+    """Begin to send the KV of a prompt; answer `TransferSent` or `TransferNotSent`. Subclasses add fields for one kind of engine.
 
     Args:
         start_token: First token whose KV is sent.
-        plan: How the prompt is divided.
         traceparent: Parent span of the sending; empty means that it is not traced.
     """
 
@@ -88,11 +84,7 @@ class StartTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOffered(StartTransfer):
-    """Send a prompt that the engine schedules itself.
-
-    Args:
-        name: The engine's name of the prompt.
-    """
+    """Send a prompt that the engine schedules itself."""
 
     name: str
 
@@ -108,7 +100,7 @@ class ClosePrompt:
     """Nothing of the prompt will be sent any more; answer `PromptIdle` once nothing reads it.
 
     Args:
-        reason: Why it was given up; empty where it was sent.
+        reason: Why the prompt was given up; empty if it was sent.
     """
 
     name: str
@@ -117,17 +109,17 @@ class ClosePrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreePrompt:
-    """No rank reads the prompt any more: the engine may be told that its pages are free."""
+    """No rank reads the prompt any more, so the engine may be notified that its pages are free."""
 
     name: str
 
 
-# Rank -> leader
+# Prefill side: prompts, rank -> leader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSent:
-    """Every grant of this rank's part came back released."""
+    """Every grant of this rank's part was released."""
 
     transfer_id: str
     stats: SentStats
@@ -135,11 +127,11 @@ class TransferSent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferNotSent:
-    """This rank's part is over and nothing of it is under way.
+    """This rank's part is over without success, and nothing of it is in flight.
 
     Args:
-        is_passing: The prompt is still there: another attempt can succeed.
-        is_preempted: The engine has taken the prompt's pages back, and computes it again: another attempt will succeed.
+        is_passing: The prompt still exists, so another attempt can succeed.
+        is_preempted: The engine has taken the prompt's pages back and computes it again, so another attempt will succeed.
     """
 
     transfer_id: str
@@ -172,7 +164,7 @@ OUTGOING_MESSAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetPrefill:
-    """The prefill instance is gone: end its sessions."""
+    """End the sessions of a prefill instance that is gone."""
 
     incarnation: int
     reason: str
@@ -180,16 +172,16 @@ class ForgetPrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProbed:
-    """A writer told what its probe measured."""
+    """A prefill rank reported the result of its probe."""
 
     link: Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRankLost:
-    """The session with a rank of that prefill instance is closed, so no request can come from there whole.
+    """The session with a rank of that prefill instance is closed, so no prompt can arrive complete from there.
 
-    The prefill leader may know nothing of it: a rank that is frozen tells nobody.
+    The prefill leader may not know it: a frozen rank reports to nobody.
     """
 
     incarnation: int
@@ -197,19 +189,16 @@ class PrefillRankLost:
     reason: str
 
 
-# Decode side: prompts. Leader -> rank
+# Decode side: prompts, leader -> rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectTransfer:
-    """Let the writers of a prompt ask for grants; answer `TransferExpected`.
-
-    Subclasses add the fields that one kind of engine needs.
+    """Let the writers of a prompt ask for grants; answer `TransferExpected`. Subclasses add fields for one kind of engine.
 
     Args:
         start_token: First token that comes from prefill.
-        plan: How the prompt is divided, as the prefill side said.
-        traceparent: Span in which its arrival lies; empty if it is not traced.
+        traceparent: Parent span of the receiving; empty means that it is not traced.
     """
 
     transfer_id: str
@@ -225,7 +214,7 @@ class ExpectBound(ExpectTransfer):
     """Receive a prompt into pages that the engine has chosen.
 
     Args:
-        tables: Its page table in each group of layers, from token 0 on; what lies before `start_token` is not touched.
+        tables: Page table of the prompt in each group of layers, from token 0 on. Pages before `start_token` are not touched.
     """
 
     tables: tuple[tuple[int, ...], ...]
@@ -233,7 +222,7 @@ class ExpectBound(ExpectTransfer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelIncoming:
-    """Cancel a transfer at any stage. Answer `TransferDrained`; a daemon answers `PagesReleased` when the pages are free."""
+    """Cancel a transfer at any stage. Answer `PagesReleased`."""
 
     transfer_id: str
     reason: str
@@ -241,11 +230,11 @@ class CancelIncoming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettlePrompt:
-    """What has become of a prompt on all ranks, for their engine.
+    """The outcome of a prompt on all ranks, for their engine.
 
     Args:
-        failure: Why its KV did not come; empty where all of it is in the pools of all ranks.
-        note: What the prefill side's engine has to tell.
+        failure: Why its KV did not come; empty if all of it is in the pools of all ranks.
+        note: Note of the prefill side's engine.
     """
 
     name: str
@@ -253,12 +242,12 @@ class SettlePrompt:
     note: bytes = b""
 
 
-# Rank -> leader
+# Decode side: prompts, rank -> leader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferExpected:
-    """Grants may be asked for. `reason` is empty, or says why it cannot be received here."""
+    """Grants may be asked for. A `reason` means that the transfer cannot be received here."""
 
     transfer_id: str
     reason: str = ""
@@ -278,9 +267,12 @@ class TransferBroken:
     is_data_loss: bool
 
 
+# Both sides, rank -> leader
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferDrained:
-    """Nothing of it touches, or will touch, the prompt's pages on this rank."""
+class PagesReleased:
+    """Nothing of the transfer touches its pages on this rank, and nothing will. The pages of a daemon are in its pool again."""
 
     transfer_id: str
 
@@ -292,5 +284,5 @@ INCOMING_MESSAGES = (
     TransferExpected,
     TransferWhole,
     TransferBroken,
-    TransferDrained,
+    PagesReleased,
 )
