@@ -154,9 +154,9 @@ async def test_long_prompts_are_placed_a_few_at_once(world: World, clock: HandCl
     for name in "abc":
         await world.submitted(name)  # of three tokens each
     world.join(world.peer, 30)
-    assert world.transfers.num_without_node == 1
+    assert world.num_without_node == 1
     await clock.advance(PLACE_AFTER_S)
-    assert not world.transfers.num_without_node
+    assert not world.num_without_node
 
 
 async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(
@@ -184,10 +184,10 @@ async def test_nobody_who_comes_later_overtakes_those_that_wait(
     world.transfers.peers_changed()
     await world.submitted("e")
     await clock.advance(PLACE_AFTER_S)
-    assert world.transfers.num_without_node == 3
+    assert world.num_without_node == 3
     await world.submitted("f")
     await clock.advance(2 * PLACE_AFTER_S, steps=2)
-    assert not world.transfers.num_without_node
+    assert not world.num_without_node
     await world.submitted("g")
     await turns()
     assert list(world.peer.calls) == ["a", "b", "c", "d", "e", "f", "g"]

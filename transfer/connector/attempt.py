@@ -48,17 +48,16 @@ class WantedPrompt:
 
     Args:
         request_id: Id for operators. The id of each attempt begins with it.
-        token_ids: The prompt.
         engine_request: Name of the prompt in the prefill side's engine; empty means that the prefill side computes it.
         source: host:port of the prefill node that has the prompt; empty means any node.
         start_token: First token whose KV is needed, as known before the prompt has room.
         needs_first_token: The KV is of no use without the first token.
         needs_note: The KV is of no use without the note of the prefill side's engine.
         accepted_s: Time of acceptance, by the monotonic clock.
-        queue_timeout_s: How long it may wait for room, over all of its attempts.
-        join_timeout_s: How long an attempt may wait for a prefill node to be joined; 0 means not at all.
-        span: Span of the request, recorded by this leader. None means that it records none.
-        traceparent: Parent of the prefill side's and the ranks' spans if this leader records none.
+        queue_timeout_s: Limit of the wait for room, over all attempts.
+        join_timeout_s: Limit of the wait of an attempt for a prefill node to join; 0 disables this wait.
+        span: Span of the request. None means that this leader records none.
+        traceparent: Parent of the prefill side's and the ranks' spans if `span` is None.
     """
 
     request_id: str
@@ -76,12 +75,12 @@ class WantedPrompt:
     span: Span | None = None
     traceparent: str = ""
     attempts: list[Attempt[Any]] = field(default_factory=list)  # the last one is current; those before it have failed
-    queue_left_s: float = field(init=False)  # of `queue_timeout_s`, after the attempts before the current one
-    life: int = 0  # of the prefill node that it was sent to last
+    queue_left_s: float = field(init=False)  # rest of `queue_timeout_s` after the waits that have ended
+    life: int = 0  # life of the prefill node that it was sent to last
     note: bytes | None = None
     failure: TransferError | None = None  # set when the prompt is given up
     outcome: str = ""  # outcome of a prompt that was given up; empty means that of its failure
-    is_over: bool = False  # nothing can fail it any more
+    is_over: bool = False  # it cannot fail any more
     is_forgotten: bool = False  # its engine does not need it any more
 
     def __post_init__(self) -> None:
@@ -162,15 +161,14 @@ class Attempt(Generic[PromptT]):
 
     @property
     def lacks(self) -> str:
-        """Name of the data besides KV that the prefill side still has to send; empty means none."""
+        """Data besides KV that the prefill side still has to send; empty means none."""
         if self.prompt.needs_first_token and self.first_token is None:
             return "first token"
         return "note" if self.prompt.needs_note and self.prompt.note is None else ""
 
     @property
     def is_sent(self) -> bool:
-        """Whether the prefill node is no longer needed. Every grant is released, so every rank has the KV or is about to report
-        it."""
+        """Whether the prefill node is no longer needed: every rank has the KV, or is about to report it."""
         return self.stats is not None and not self.lacks
 
 
@@ -246,8 +244,7 @@ class IncomingObserver:
 
     Args:
         on_outcome: Called with "done", "failed", "aborted" or "refused".
-        on_queue_seconds: Seconds from the begin of an attempt until room was reserved, or until the attempt was given up without
-            room. The prefill node asks for room when it is about to compute or send.
+        on_queue_seconds: Seconds from the begin of an attempt until it has room, or is given up without room.
         on_retry: A prompt is sent to a prefill node again.
         on_given_up: A prompt has ended with this error.
         on_no_room: The attempt with this id found too little room, and waits.
@@ -263,14 +260,13 @@ class IncomingObserver:
 
 
 def is_retried(error: TransferError) -> bool:
-    """Whether what ended an attempt can go better on another prefill node: only what the first, or the way to it, is to blame
-    for.
+    """Return whether another prefill node may succeed after this error: only if the node, or the way to it, is to blame.
 
-    The table of docs/protocol.md, "Another try", says it of every error.
+    docs/protocol.md, "Another try", has the table of all errors.
     """
     return isinstance(error, TransportError)
 
 
 def verdict_of(error: TransferError) -> Verdict:
-    """What a failed attempt says of the prefill node; in the same table."""
+    """Return whether the error counts against the prefill node, by the same table."""
     return Verdict.FAILURE if isinstance(error, TransportError | IntegrityError | EngineError) else Verdict.NOTHING

@@ -33,26 +33,26 @@ from transfer.tracing import Tracer
 from transfer.utf8 import is_utf8
 
 BIND_WAIT_S: Final = 1.0
-"""How long a question for room waits for the engine, which looks once a step, before it is answered "not yet"."""
+"""Wait for the engine to bind pages, before a question for room is answered "not yet". An engine looks once a step."""
 
 RETELL_S: Final = 0.5
 
 YIELD_AFTER_S: Final = 5.0
-"""How long the engine has no pages for a prompt that could be sent, until one that could not be, and waits as long, gives them.
-Prefill's engine preempts a prompt when it is short of pages, and those may be held by prompts that wait for room here."""
+"""Duration of a shortage of pages after which a prompt that waits for prefill releases its pages; see `report_page_shortage`.
+Prefill's engine preempts a prompt when it is short of pages, and prompts that wait for room here may hold those."""
 
 LACKING_GAP_S: Final = 2.0
-"""An engine looks at what is ready at every step. If it has not for so long, something else than pages is short."""
+"""Longest pause between two reports of one shortage. An engine looks at ready prompts at every step."""
 
 MAX_TELLING: Final = 4096
-"""Prompts that prefill nodes are still to be told of that they need keep them no longer."""
+"""Declined prompts that prefill nodes have not heard of yet."""
 
 log = structlog.get_logger(__name__)
 
 
 class PromptState(Enum):
-    WAITING = auto()  # for the prefill side: it pins nothing here
-    READY = auto()  # the prefill side is about to send, or has tried to: bind pages
+    WAITING = auto()  # waits for the prefill side, and holds nothing here
+    READY = auto()  # the prefill side is about to send: bind pages
     BOUND = auto()
     FAILED = auto()  # before it was bound
 
@@ -80,10 +80,10 @@ class BoundPrompt(WantedPrompt):
     tables: tuple[tuple[int, ...], ...] = ()
     bound_token: int = 0  # first token whose KV is needed, once it is bound
     bound: asyncio.Event = field(default_factory=asyncio.Event)
-    lacking_s: tuple[float, float] | None = None  # when the engine had no pages for it, though it is ready: first and last
+    lacking_s: tuple[float, float] | None = None  # first and last report that the engine has no pages for it, while it is ready
     sent_s: float = 0.0  # time when it was last sent to a prefill node
     is_cancelled: bool = False
-    is_wanted_again: bool = False  # under another name, which is about to be asked for
+    is_wanted_again: bool = False  # the engine is about to want it under another name
 
     @property
     def is_idle(self) -> bool:
@@ -98,8 +98,6 @@ class BoundPrompts:
     """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, except `view`, which any thread may call.
 
     Args:
-        peers: Prefill nodes.
-        limits: Bounds.
         own: This instance.
         may_join: Whether a prompt may name a prefill node that is not known yet.
         broadcast: Sends a message to every rank.
@@ -154,7 +152,7 @@ class BoundPrompts:
         await self.transfers.close(TransferAborted("the decode side shuts down"))
         await asyncio.gather(*self._telling, return_exceptions=True)
 
-    # What the engine says
+    # Calls of the engine
 
     def want(
         self,
@@ -172,17 +170,17 @@ class BoundPrompts:
             transfer_id: Name of the prompt in the prefill side's engine; empty means that the prefill side computes it.
             source: host:port of the prefill node; empty means any that is joined.
             needs_note: The KV is of no use without the note of the prefill side's engine.
-            traceparent: Span of the request, as the engine has it.
+            traceparent: The engine's span of the request.
         """
         if name in self._prompts:
             raise ValueError(f"prompt {name} is wanted twice")
         span = None
         if self._tracer is not None:
-            told: dict[str, str | int] = {
+            attributes: dict[str, str | int] = {
                 "request_id": transfer_id if transfer_id and is_utf8(transfer_id) else name,
                 "prompt_tokens": len(token_ids),
             }
-            span = self._tracer.begin("kvferry.fetch", parent=traceparent, attributes=told)
+            span = self._tracer.begin("kvferry.fetch", parent=traceparent, attributes=attributes)
         prompt = self._prompts[name] = BoundPrompt(
             name=name,
             request_id=transfer_id or name,
@@ -200,7 +198,7 @@ class BoundPrompts:
             if not is_utf8(transfer_id):
                 raise TransferAborted(f"the prompt's transfer_id is {transfer_id!r:.300}; it must be text that UTF-8 can carry")
             self.transfers.fetch(prompt)
-        except TransferError as error:  # before anything of it was begun
+        except TransferError as error:  # no attempt was begun
             self._observer.on_outcome(outcome_of(error))
             self._observer.on_given_up(error)
             self.settled(prompt, error)
@@ -226,7 +224,7 @@ class BoundPrompts:
         if prompt.attempts:
             self.transfers.ask_again(prompt.current)
         if before.state is PromptState.FAILED:
-            self._settle(prompt, before.failure)  # which was counted when it failed
+            self._settle(prompt, before.failure)  # it was counted when it failed
 
     def report_page_shortage(self, name: str) -> None:
         """Record that the engine has no pages for a prompt that is ready.
@@ -277,7 +275,7 @@ class BoundPrompts:
             telling.add_done_callback(self._on_told)
 
     async def _tell_given_up(self, peer: PrefillPeer, transfer_id: str, reason: str) -> None:
-        """As soon as the prefill node is joined, if it is within the time that it would hold the prompt by itself."""
+        """Tell the prefill node as soon as it is joined, within the time that it holds the prompt by itself."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.hold_s):
                 while True:

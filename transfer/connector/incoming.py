@@ -1,10 +1,19 @@
 """The attempts of a decode leader: one table for daemons and for engines that schedule by themselves.
 
-A prompt is sent to one prefill node. When that node is about to send, it asks for room. The leader's scheduler answers, and the
-ranks expect the KV. When all ranks have the complete KV, the prompt is settled. If an attempt fails, another one can
-follow. If the prompt names its prefill node, it is on that node; otherwise on a node that the prompt was not sent to.
-Each attempt has an id of its own (docs/adr/0012-a-transfer-id-for-each-try.md), under which prefill node and ranks know it. So a
-late message of an attempt finds that attempt, or nothing.
+**Prompt and attempt.** A prompt is sent to one prefill node at a time. Each attempt has an id of its own, which the node and the
+ranks use (docs/adr/0012-a-transfer-id-for-each-try.md), so a late message finds its own attempt, or nothing. If an attempt
+fails, another one can follow: on the node that the prompt names, or on a node that the prompt was not sent to.
+
+**Stages.** An attempt is WAITING for a prefill node to join, then for that node to ask for room, then for the scheduler to give
+it. With room it is RECEIVING: every rank expects the KV. It is WHOLE when all ranks have the complete KV and the first token or
+note that the engine needs has come; then the prompt is settled. It is LEAVING when it is over but a rank still holds its pages.
+Then it is GONE.
+
+**Room.** A prefill node asks for room in the stream of the prompt, or by `Reserve` if it is older, and the scheduler answers. It
+is asked again for a waiting attempt when room has changed, and after `ASK_AGAIN_S`.
+
+**End.** `give_up` ends a prompt, `fail` ends an attempt. If all attempts fill the same pages (`reuses_pages`), the next attempt
+and the end of the prompt wait until no rank writes for the failed one.
 """
 
 from __future__ import annotations
@@ -69,21 +78,20 @@ RETRY_PAUSE_S: Final = 0.05
 """Pause before a prompt is sent to the same prefill node again."""
 
 REJOIN_S: Final = 5.0
-"""Time that a prompt waits for its prefill node to join again. Either the node has died with the prompt, or it comes back in a
-moment."""
+"""Limit of the wait for a node that had the prompt to join again. It comes back in a moment, or has died with the prompt."""
 
 PLACE_AFTER_S: Final = 0.1
 """Time from the first change of prefill nodes until waiting prompts are placed. Several nodes often come within milliseconds."""
 
 PLACED_AT_ONCE: Final = 32
-"""Waiting prompts that are placed at once. The first node that joins does not get all if others are about to join."""
+"""Waiting prompts that are placed at once, so that the first node that joins does not get all of them."""
 
 PLACED_TOKENS_AT_ONCE: Final = 1 << 18
-"""Tokens of the prompts that are placed at one such moment. Choosing a node for 131,072 tokens takes the loop some 5 ms."""
+"""Tokens of prompts that are placed at once. Choosing a node for 131,072 tokens takes the loop some 5 ms."""
 
 ASK_AGAIN_S: Final = 0.5
-"""Pause between two questions to the scheduler about room if nothing changes. `decode_node.admission.WAITS_S` is longer, so a
-waiting request keeps its place."""
+"""Pause between two questions to the scheduler about room. It is shorter than `decode_node.admission.WAITS_S`, so a waiting
+request keeps its place."""
 
 ASKED_AT_ONCE: Final = 32
 """Attempts for which the scheduler is asked again at a change. A question takes up to 0.3 ms of the loop, and hundreds can wait.
@@ -96,17 +104,16 @@ log = structlog.get_logger(__name__)
 
 
 class IncomingTransfers(Generic[PromptT]):
-    """Track all attempts of a decode leader. Owned by the leader's loop.
+    """See the module's docstring. Owned by the leader's loop.
 
     Args:
         scheduler: Decides when a prompt has room, and receives reports of its end.
-        peers: Prefill nodes.
         own: This instance.
         retries: How often a prompt may be sent to a prefill node again.
         may_join: Whether a prompt may name a prefill node that is not known yet.
         broadcast: Sends a message to every rank.
         observer: Receives reports about prompts.
-        name_attempt: Creates the id of an attempt from the engine's name of the prompt.
+        name_attempt: Creates the id of an attempt from that of the prompt.
     """
 
     def __init__(
@@ -156,11 +163,6 @@ class IncomingTransfers(Generic[PromptT]):
     @property
     def num_running(self) -> int:
         return self.num_prompts - self.num_queued
-
-    @property
-    def num_without_node(self) -> int:
-        """Attempts that wait for any prefill node to join."""
-        return len(self._unsent)
 
     def views(self) -> list[RequestView]:
         """Return a view of each prompt in flight."""
@@ -263,8 +265,8 @@ class IncomingTransfers(Generic[PromptT]):
     # Choice of a prefill node
 
     def peers_changed(self) -> None:
-        """Record that prefill nodes joined or left. Prompts that wait for any node are placed a moment later, so that nodes that
-        join together share them."""
+        """Record that prefill nodes joined or left. Place waiting prompts a moment later, so that nodes that join together share
+        them."""
         if self._unsent and self._placing is None:
             self._placing = asyncio.get_running_loop().call_later(PLACE_AFTER_S, self.place_waiting)
 
@@ -318,8 +320,8 @@ class IncomingTransfers(Generic[PromptT]):
         return self._peers.pick(tried=tried, token_ids=prompt.token_ids, cache_salt=prompt.cache_salt)
 
     def _may_come(self, prompt: PromptT) -> bool:
-        """Return whether another prefill node can join. A node that was lost with the prompt does not count, because the prompt
-        may have caused its failure."""
+        """Return whether another prefill node can join. Nodes that were lost with the prompt do not count: it may have caused
+        their failure."""
         return self._peers.can_wait_for_node(tried=frozenset(one.peer for one in prompt.attempts if one.peer is not None))
 
     async def _joined(self, prompt: PromptT) -> PrefillPeer:
@@ -436,11 +438,11 @@ class IncomingTransfers(Generic[PromptT]):
             self._expire(attempt)
 
     def _refuse(self, attempt: Attempt[PromptT]) -> None:
-        """No prefill node that could take it was joined in time, or none can be any more."""
-        if attempt.after is None:  # turned away, as one that may not wait
+        """Give up a prompt because no prefill node joined in time, or none can join any more."""
+        after = attempt.after
+        if after is None:  # it never had a node, as a prompt that may not wait
             self.give_up(attempt.prompt, PeerUnreachable(self._peers.unavailable_reason()), outcome="refused")
         else:
-            after = attempt.after
             self.give_up(attempt.prompt, PeerUnreachable(str(after)) if isinstance(after, Preempted) else after)
 
     def _stop_waiting(self, attempt: Attempt[PromptT]) -> None:
@@ -456,7 +458,7 @@ class IncomingTransfers(Generic[PromptT]):
         if attempt.stage not in (AttemptStage.WAITING, AttemptStage.RECEIVING):
             return
         prompt = attempt.prompt
-        # The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever attempt is under way.
+        # The caller's deadline needs no check: when it passes, the caller's call ends and gives the prompt up.
         is_counted = not isinstance(error, Preempted)  # no peer is at fault; the engine computes it again
         may_retry = (is_retried(error) and len(prompt.attempts) <= self._retries) or not is_counted
         if not may_retry or self._queue_left_s(attempt) <= 0:
@@ -484,7 +486,7 @@ class IncomingTransfers(Generic[PromptT]):
         self._settle(prompt, prompt.failure or error)
 
     def _stop(self, attempt: Attempt[PromptT], error: TransferError) -> None:
-        """Stop the prefill node's call, and have the ranks give the attempt up where they know of it."""
+        """Stop the prefill node's call, and have the ranks cancel the attempt if they know it."""
         if attempt.stage in (AttemptStage.LEAVING, AttemptStage.GONE):
             return
         attempt.failure = error
@@ -495,10 +497,7 @@ class IncomingTransfers(Generic[PromptT]):
             attempt.call.cancel()
         if attempt.stage is AttemptStage.WAITING:
             self._stop_waiting(attempt)
-            attempt.prompt.queue_left_s = self._queue_left_s(attempt)
-            self._observer.on_queue_seconds(time.monotonic() - attempt.begun_s)
-            self._observer.on_wait_over(attempt.transfer_id)
-            self._record_queue(attempt, str(error))
+            self._end_wait(attempt, str(error))
             attempt.stage = AttemptStage.GONE
             del self._attempts[attempt.transfer_id]
         else:
@@ -506,6 +505,13 @@ class IncomingTransfers(Generic[PromptT]):
             self._answer_reserve(attempt, str(error))
             if attempt.holding:
                 self._broadcast(CancelIncoming(transfer_id=attempt.transfer_id, reason=clip_reason(str(error))))
+
+    def _end_wait(self, attempt: Attempt[PromptT], error: str = "") -> None:
+        """Record that a waiting attempt gets room, or why it gets none."""
+        attempt.prompt.queue_left_s = self._queue_left_s(attempt)
+        self._observer.on_queue_seconds(time.monotonic() - attempt.begun_s)
+        self._observer.on_wait_over(attempt.transfer_id)
+        self._record_queue(attempt, error)
 
     def _record_queue(self, attempt: Attempt[PromptT], error: str = "") -> None:
         if attempt.prompt.span is not None:
@@ -603,10 +609,7 @@ class IncomingTransfers(Generic[PromptT]):
     # Room
 
     def room_changed(self) -> None:
-        """Ask the scheduler again for attempts that wait for room, the oldest prompts first: it may have some now.
-
-        Changes in one turn of the loop lead to one question for each attempt.
-        """
+        """Ask the scheduler again for attempts that wait for room, the oldest prompts first, once in a turn of the loop."""
         if self._without_room and not self._is_asking_again:
             self._is_asking_again = True
             asyncio.get_running_loop().call_soon(self._ask_oldest_again)
@@ -648,11 +651,7 @@ class IncomingTransfers(Generic[PromptT]):
         return start_token if start_token > attempt.prompt.start_token else None
 
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
-        """Take room for an attempt that a prefill leader is about to start, on every rank.
-
-        Args:
-            request_id: Id of the attempt.
-            plan: How the prompt is divided.
+        """Take room for the attempt of that id, on every rank. The prefill leader is about to start it.
 
         Returns:
             The first token whose KV has to be sent; None means "not yet".
@@ -674,22 +673,18 @@ class IncomingTransfers(Generic[PromptT]):
         if prefill_incarnation != attempt.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
         attempt.has_asked = True
-        prompt, own, num_tokens = attempt.prompt, self._own, len(attempt.prompt.token_ids)
+        own, num_tokens = self._own, len(attempt.prompt.token_ids)
         check_num_pieces(
             plan, own.layout, attempt.prefill.shard, own.shard, num_tokens=num_tokens, start_token=attempt.start_token
         )
         room = await self._scheduler.room(attempt, plan)
-        if attempt.stage is not AttemptStage.WAITING:  # only where the answer has taken a while, and then no room is taken
+        if attempt.stage is not AttemptStage.WAITING:  # the answer took a while; then no room is taken
             raise TransportClosed(f"request {request_id} is over")
         if isinstance(room, NotYet):
             self._observer.on_no_room(request_id)
             return None
-        self._observer.on_wait_over(request_id)
-        attempt.start_token = room.start_token
-        self._observer.on_queue_seconds(time.monotonic() - attempt.begun_s)
-        self._record_queue(attempt)
-        prompt.queue_left_s = self._queue_left_s(attempt)
-        attempt.stage = AttemptStage.RECEIVING
+        self._end_wait(attempt)
+        attempt.start_token, attempt.stage = room.start_token, AttemptStage.RECEIVING
         ranks = range(own.shard.num_ranks)
         attempt.holding, attempt.answering, attempt.receiving = set(ranks), set(ranks), set(ranks)
         attempt.expected = asyncio.get_running_loop().create_future()
@@ -782,7 +777,7 @@ class IncomingTransfers(Generic[PromptT]):
         if message.is_data_loss:
             self.fail(attempt, IntegrityError(f"decode rank {rank}: {message.reason}"))
             return
-        # A rank only sees that its writer gave up or went away. Why, the prefill node's call is about to say.
+        # A rank only sees that its writer gave up or went away. The prefill node's call is about to report the reason.
         error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
         asyncio.get_running_loop().call_later(REASON_GRACE_S, self.fail, attempt, error)
 

@@ -40,7 +40,7 @@ class IncomingEngine(Protocol):
         ...
 
     def on_over(self, transfer_id: str, *, is_whole: bool) -> None:
-        """Nothing writes into the transfer's pages any more: all of its KV is there, or it was cancelled and has drained."""
+        """Record that nothing writes into the transfer's pages any more: it is complete, or was cancelled and has drained."""
         ...
 
 
@@ -55,7 +55,6 @@ class IncomingRank:
     """Receive the transfers that the leader announces; implements `transfer.receive.loop.ReceiverOwner`.
 
     Args:
-        engine: Owns the pages that are filled.
         send: Called with each message to the leader.
     """
 
@@ -71,7 +70,7 @@ class IncomingRank:
         self._receiver = receiver
         self._sessions = sessions
 
-    # What the leader says
+    # Calls from the leader
 
     def expect(self, message: ExpectTransfer) -> None:
         """Let the writers of a prompt ask for grants, or report why it cannot be received."""
@@ -94,10 +93,10 @@ class IncomingRank:
         )
 
     def cancel(self, transfer_id: str, reason: str) -> None:
-        """Give a transfer up, wherever it stands; `IncomingEngine.on_over` follows, at once if nothing of it is under way."""
+        """Cancel a transfer at any stage. `IncomingEngine.on_over` follows, at once if nothing is in flight."""
         incoming = self._incoming.get(transfer_id)
         if incoming is not None and incoming.is_receiving:
-            incoming.is_cancelled = True  # before the receiver hears of it: with nothing under way, on_drained comes at once
+            incoming.is_cancelled = True  # before the call below, which calls on_drained at once if nothing is in flight
             if self._receiver.cancel_request(transfer_id, reason):
                 return
         self._incoming.pop(transfer_id, None)
@@ -110,7 +109,7 @@ class IncomingRank:
         self._sessions.forget_prefill(message.incarnation, message.reason)
         return True
 
-    # What the sessions say
+    # Reports of the sessions
 
     def on_writer_lost(self, incarnation: int, rank: int, reason: str) -> None:
         self._send(PrefillRankLost(incarnation=incarnation, prefill_rank=rank, reason=reason))
@@ -118,7 +117,7 @@ class IncomingRank:
     def on_link_probed(self, link: Link) -> None:
         self._send(LinkProbed(link=link))
 
-    # What the receiver says
+    # Reports of the receiver
 
     def tables_up_to(self, request_id: str, num_tokens: int) -> Tables:
         return self._engine.tables_up_to(request_id, num_tokens)
@@ -134,7 +133,7 @@ class IncomingRank:
     def on_drained(self, request_id: str) -> None:
         incoming = self._incoming[request_id]
         incoming.is_receiving = False
-        if incoming.is_cancelled:  # otherwise the leader is about to cancel it, for it has heard that it failed
+        if incoming.is_cancelled:  # otherwise it has failed, and the leader is about to cancel it
             del self._incoming[request_id]
             self._engine.on_over(request_id, is_whole=False)
 
@@ -149,11 +148,11 @@ class IncomingRank:
         return len(self._incoming)
 
     def expected(self, transfer_id: str) -> ExpectTransfer:
-        """Return the message that announced a transfer of which something may still be written."""
+        """Return the message that announced a transfer that is not over."""
         return self._incoming[transfer_id].message
 
     def is_receiving(self, transfer_id: str) -> bool:
-        """Whether something may write into the transfer's pages."""
+        """Return whether something may write into the transfer's pages."""
         incoming = self._incoming.get(transfer_id)
         return incoming is not None and incoming.is_receiving
 
@@ -163,7 +162,7 @@ class IncomingRank:
         return not self._incoming and self._receiver.is_idle
 
     def check_idle(self) -> bool:
-        """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
+        """Check the invariants of an idle rank; see `OutgoingRank.check_idle`."""
         if not self.is_idle:
             return False
         self._receiver.check_idle()
@@ -177,12 +176,7 @@ class IncomingRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """What has become of a prompt, on all ranks: nothing writes to its pages any more.
-
-    Args:
-        failure: Why its KV did not come; empty where all of it is in the pool, on every rank.
-        note: What the prefill side's engine had to tell.
-    """
+    """The outcome of a prompt on all ranks. Nothing writes to its pages any more; see `SettlePrompt`."""
 
     name: str
     failure: str
@@ -194,7 +188,7 @@ class BoundPages:
 
     Args:
         send: Called with each message to the leader.
-        on_news: Hears what the engine has to be told.
+        on_news: Called with each event for the engine.
     """
 
     def __init__(self, *, send: Callable[[object], None], on_news: Callable[[Settled], None]) -> None:

@@ -26,7 +26,7 @@ from transfer.errors import ConfigError, EngineError, ResourceExhausted, Transfe
 from transfer.messages import clip_reason
 
 LOOK_S: Final = 0.01
-MAX_REMEMBERED: Final = 4096  # of prompts that are closed, to tell who asks late why
+MAX_REMEMBERED: Final = 4096  # closed prompts whose reason is kept for decode sides that ask late
 MAX_NOTE_BYTES: Final = 1 << 20
 
 log = structlog.get_logger(__name__)
@@ -41,13 +41,13 @@ class _Prompt:
     token_ids: tuple[int, ...]
     offered_s: float
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    was_begun: bool = False  # and will be again
+    was_begun: bool = False  # the engine has preempted it, and will begin it again
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     finished_s: float = 0.0
     note: bytes | None = None
     first_token: int | None = None
-    transfer: Transfer | None = None  # the one under way
-    hold: asyncio.TimerHandle | None = None  # until nobody has asked for too long
+    transfer: Transfer | None = None  # the current attempt
+    hold: asyncio.TimerHandle | None = None  # closes a prompt that no decode side asks for
     is_closed: bool = False
     failure: str = ""
     reading: set[int] = field(default_factory=set)  # ranks that may read its pages, once it is closed
@@ -58,22 +58,17 @@ class _Attempt:
     """State of a transfer that is not over."""
 
     task: asyncio.Task[None]
-    computing: asyncio.Task[None] | None = None  # the engine's call for a prompt that it got for this attempt
-    prompt: _Prompt | None = None  # once the engine has it
+    computing: asyncio.Task[None] | None = None  # the engine's call, if the prompt is computed for this attempt
+    prompt: _Prompt | None = None  # set once the engine has it
 
 
 class OfferedPrompts(OutgoingTransfers):
     """See the module's docstring.
 
     Args:
-        num_ranks: Ranks of this instance.
-        limits: Bounds.
-        broadcast: Sends a message to every rank.
-        reserve: See `OutgoingTransfers`.
+        num_ranks, broadcast, reserve, on_outcome, on_given_up: See `OutgoingTransfers`.
         compute: Gives the engine a prompt that it does not have, as `Transfer.engine_request`, and ends when the prompt is
             computed. It is cancelled when the transfer is over. None means that the engine cannot do this.
-        on_outcome: See `OutgoingTransfers`.
-        on_given_up: See `OutgoingTransfers`.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class OfferedPrompts(OutgoingTransfers):
         self._compute = compute
         self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are free
         self._offered: dict[str, _Prompt] = {}  # by transfer id, until they are closed
-        self._waiting: dict[str, set[asyncio.Future[_Prompt]]] = {}  # by transfer id: who asks for what is not offered yet
+        self._waiting: dict[str, set[asyncio.Future[_Prompt]]] = {}  # by transfer id: attempts whose prompt is not offered yet
         self._closed: OrderedDict[str, str] = OrderedDict()  # transfer id -> why it is closed
         self._attempts: dict[Transfer, _Attempt] = {}  # of transfers that are not over
 
@@ -127,10 +122,10 @@ class OfferedPrompts(OutgoingTransfers):
             ),
         ]
 
-    # What the engine says
+    # Calls of the engine
 
     def offer(self, name: str, transfer_id: str, token_ids: tuple[int, ...]) -> None:
-        """The engine has been given the prompt."""
+        """Record that the engine has got the prompt."""
         if name in self._prompts:
             raise ValueError(f"prompt {name} is offered twice")
         prompt = _Prompt(name=name, transfer_id=transfer_id, token_ids=token_ids, offered_s=time.monotonic())
@@ -145,35 +140,35 @@ class OfferedPrompts(OutgoingTransfers):
                 waiting.set_result(prompt)
 
     def begin(self, name: str) -> None:
-        """The engine has pages for the prompt, and computes it."""
+        """Record that the engine has pages for the prompt, and computes it."""
         prompt = self._prompts.get(name)
         if prompt is not None:
             prompt.begun.set()
 
     def pause(self, name: str) -> None:
-        """The engine takes the prompt's pages back, to compute it again later: `begin` says when.
+        """Record that the engine takes the prompt's pages back. It computes the prompt again later, and calls `begin` then.
 
-        What is under way of it ends, and the next attempt waits for that. No room is asked for meanwhile: the decode side would
-        keep pages for a prompt that waits for pages itself, perhaps for those of prompts that wait for room on the decode side.
+        The current attempt ends. No room is asked for meanwhile: the decode side would keep pages for a prompt that waits for
+        pages itself, perhaps for those of prompts that wait for room on the decode side.
         """
         prompt = self._prompts.get(name)
         if prompt is None or prompt.is_closed or prompt.finished.is_set():
             return
         transfer = prompt.transfer
         if transfer is not None and transfer.is_only_attempt and not transfer.is_started:
-            return  # nothing else would ask for it; what is not being sent yet is sent when it is computed again
+            return  # no other attempt would follow; this one is sent when the prompt is computed again
         if prompt.begun.is_set():
             prompt.begun.clear()
             prompt.was_begun = True
-        if transfer is not None and not transfer.is_sent:  # else there is nothing more to read
+        if transfer is not None and not transfer.is_sent:  # otherwise no rank reads the pages any more
             self._preempt(transfer, "the prefill side's engine has preempted the prompt")
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
-        """The engine has computed the whole prompt; its pages stay until kvferry reports that they are free.
+        """Record that the engine has computed the whole prompt. Its pages stay until kvferry reports that they are free.
 
         Args:
-            first_token: The one after the prompt, where it is known.
-            note: For the engine of the decode side.
+            first_token: Token after the prompt, if known.
+            note: Note for the engine of the decode side.
         """
         prompt = self._prompts.get(name)
         if prompt is None or prompt.is_closed:
@@ -213,7 +208,7 @@ class OfferedPrompts(OutgoingTransfers):
         self._attempts[transfer] = _Attempt(task=task, computing=computing)
 
     def decline(self, engine_request: str, reason: str) -> bool:
-        """No decode side will ask for the prompt of that id, or ask again; False when the engine does not have it (yet)."""
+        """Record that no decode side will ask for the prompt of that id. Return False if the engine does not have it (yet)."""
         prompt = self._offered.get(engine_request)
         if prompt is None:
             self._remember(engine_request, reason)
@@ -233,12 +228,12 @@ class OfferedPrompts(OutgoingTransfers):
             if prompt.hold is not None:
                 prompt.hold.cancel()
 
-    # What the ranks say
+    # Reports of the ranks
 
     def on_idle(self, rank: int, message: PromptIdle) -> None:
         prompt = self._prompts.get(message.name)
         if prompt is None or rank not in prompt.reading:
-            return  # said of one that had the name before
+            return  # about an earlier prompt of that name
         prompt.reading.discard(rank)
         if not prompt.reading:
             del self._prompts[message.name]
@@ -266,23 +261,23 @@ class OfferedPrompts(OutgoingTransfers):
         )
 
     async def _begun_prompt(self, transfer: Transfer) -> _Prompt:
-        """As `_meet`, once the engine has begun to compute it. Raises ResourceExhausted when that takes too long, too."""
+        """As `_meet`, once the engine has begun to compute it. Also raise ResourceExhausted if that takes too long."""
         try:
             async with asyncio.timeout(self._limits.meet_timeout_s):
                 prompt = await self._meet(transfer)
                 if not prompt.was_begun:
                     await prompt.begun.wait()
         except TimeoutError:
-            what = "has not begun" if self._attempts[transfer].prompt is not None else "was not given"
+            progress = "has not begun" if self._attempts[transfer].prompt is not None else "was not given"
             raise ResourceExhausted(
-                f"the prefill side's engine {what} prompt {transfer.engine_request} within {self._limits.meet_timeout_s:g} s "
+                f"the prefill side's engine {progress} prompt {transfer.engine_request} within {self._limits.meet_timeout_s:g} s "
                 "(limits.meet_timeout_s)"
             ) from None
-        await prompt.begun.wait()  # a preempted one: for as long as the engine takes
+        await prompt.begun.wait()  # a preempted prompt may take the engine any time
         return prompt
 
     async def _meet(self, transfer: Transfer) -> _Prompt:
-        """The engine's prompt that the transfer is for, once the engine has it.
+        """Return the engine's prompt of the transfer, once the engine has it.
 
         Raises:
             TransferAborted: It is over.
@@ -295,7 +290,7 @@ class OfferedPrompts(OutgoingTransfers):
         if prompt is None:
             prompt = await self._next_offer(name)
         _check_same_prompt(prompt.token_ids, transfer.token_ids)
-        # It can be an attempt that its decode side has given up, and of whose end this side is about to hear.
+        # The decode side may have given the attempt before up, and this side is about to get its end.
         while prompt.transfer is not None:
             await asyncio.sleep(LOOK_S)
         if prompt.is_closed:
@@ -319,10 +314,10 @@ class OfferedPrompts(OutgoingTransfers):
                     del self._waiting[name]
 
     async def _take_room(self, transfer: Transfer) -> None:
-        """Wait until the decode side has room: for as long as pages would be held for one that does not ask at all.
+        """Wait until the decode side has room, as long as pages are held for a prompt that no decode side asks for.
 
         Raises:
-            ResourceExhausted: It had none.
+            ResourceExhausted: It had no room.
         """
         try:
             async with asyncio.timeout(self._limits.hold_s):
@@ -346,7 +341,7 @@ class OfferedPrompts(OutgoingTransfers):
             elif prompt.finished.is_set() and not prompt.is_closed:
                 self._hold(prompt)
         if error is not None and transfer.is_only_attempt:
-            # Nobody else can ask for it, and the engine may be given it only now, where the call could not be stopped any more.
+            # No other attempt can ask for it. If the call could not be stopped, the engine may get the prompt only now.
             self.decline(transfer.engine_request, str(error))
 
     def _begin_task(self, transfer: Transfer, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -383,7 +378,7 @@ class OfferedPrompts(OutgoingTransfers):
             self._close(prompt, reason)
 
     def _close(self, prompt: _Prompt, failure: str) -> None:
-        """Send nothing more of it; `failure` is empty where it was sent."""
+        """Send nothing more of the prompt. An empty `failure` means that it was sent."""
         prompt.is_closed, prompt.failure = True, failure
         if prompt.hold is not None:
             prompt.hold.cancel()
@@ -402,7 +397,7 @@ class OfferedPrompts(OutgoingTransfers):
 
 
 def _check_same_prompt(ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:
-    """KV of another prompt would be taken for this one's."""
+    """Raise ConfigError if the two prompts differ: KV of another prompt would be used for this one."""
     if ours == theirs:
         return
     if len(ours) != len(theirs):

@@ -54,9 +54,9 @@ class OutgoingEngine(Protocol):
 class _Outgoing:
     message: StartTransfer
     chunks: Chunks
-    num_reported: int = 0  # in the order in which chunks are computed
+    num_reported: int = 0  # chunks that are computed, in their order
     is_reading: bool = True
-    reason: str = ""  # why it was cancelled here
+    reason: str = ""  # set when it is cancelled here
     is_preempted: bool = False
     is_passing: bool = False
 
@@ -65,7 +65,6 @@ class OutgoingRank:
     """Send the transfers that the leader starts; implements `transfer.send.loop.SenderOwner`.
 
     Args:
-        engine: Owns the pages that are read.
         send: Called with each message to the leader.
     """
 
@@ -150,7 +149,7 @@ class OutgoingRank:
         """Report that a session with a decode instance cannot be opened, or has ended; see `DecodeLost`."""
         self._send(DecodeLost(join=join, incarnation=incarnation, reason=reason, is_refused=is_refused))
 
-    # What the engine says
+    # Calls of the engine
 
     def progress(
         self, transfer_id: str, num_tokens: int, event: DeviceEvent | None = None, *, end_layer: int | None = None
@@ -175,7 +174,7 @@ class OutgoingRank:
             self._sender.chunk_computed(transfer_id, chunk.index, event)
         return True
 
-    # What the sender says
+    # Reports of the sender
 
     def tables_of(self, request_id: str) -> Tables:
         return self._engine.tables_of(request_id)
@@ -232,7 +231,11 @@ class OutgoingRank:
         return not self._outgoing and not self._sender.num_requests
 
     def check_idle(self) -> bool:
-        """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
+        """Check the invariants of an idle rank. Return False if something is in flight.
+
+        Raises:
+            LocalProtocolError: An invariant is broken.
+        """
         if not self.is_idle:
             return False
         self._sender.check_idle()
@@ -248,7 +251,7 @@ class OutgoingRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A decode side waits for the prompt, from `start_token` on."""
+    """A decode side has asked for the prompt, from `start_token` on."""
 
     name: str
     start_token: int
@@ -256,8 +259,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """The prompt will not be sent, and the engine has not finished it: it need not compute the rest. Once it says that it is done
-    with it, `Free` follows."""
+    """The prompt will not be sent, so the engine need not compute the rest. `Free` follows once the engine calls `finish`."""
 
     name: str
     failure: str
@@ -265,10 +267,10 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
-    """Nothing reads the prompt's pages any more, on any rank; the name is forgotten.
+    """No rank reads the prompt's pages any more, and the name is forgotten.
 
     Args:
-        failure: Why its KV was not sent; empty where it was.
+        failure: Why its KV was not sent; empty if it was sent.
     """
 
     name: str
@@ -280,26 +282,26 @@ TransferEvent = Wanted | GivenUp | Free
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Source:
-    """A prompt of the engine, from the first that is heard of it until both leader and engine are done with it."""
+    """A prompt of the engine, from the first message about it until both leader and engine are done with it."""
 
     tables: Tables = ()
     num_computed: int = 0
-    event: DeviceEvent | None = None  # behind which `num_computed` tokens are in the pool
-    transfers: set[str] = field(default_factory=set)  # those that may still read
+    event: DeviceEvent | None = None  # after it, `num_computed` tokens are in the pool
+    transfers: set[str] = field(default_factory=set)  # attempts that may still read
     paused: list[asyncio.Future[None]] = field(default_factory=list)  # done when nothing reads
-    wanted_from: int | None = None  # the token that a decode side asked for last
-    is_finished: bool = False
-    is_closed: bool = False
-    is_idle: bool = False  # and the leader has been told, which counts each rank once
-    is_free: bool = False
+    wanted_from: int | None = None  # start token of the last question of a decode side
+    is_finished: bool = False  # by the engine
+    is_closed: bool = False  # by the leader
+    is_idle: bool = False  # `PromptIdle` was sent; the leader counts each rank once
+    is_free: bool = False  # idle on all ranks
     failure: str = ""
 
 
 class OfferedPages:
     """Serve as `OutgoingEngine` of a connector: the engine reports the pages and the progress of each prompt by its name.
 
-    A prompt can have several attempts, one after the other or while the last bytes of an earlier one travel. Its pages are free
-    when the leader has closed it and no gather of any attempt reads them.
+    A prompt can have several attempts, even while the last bytes of an earlier one are in flight. Its pages are free when the
+    leader has closed it and no gather of any attempt reads them.
 
     Args:
         send: Called with each message to the leader.
@@ -317,27 +319,27 @@ class OfferedPages:
         self._on_news = on_news
         self._sources: dict[str, _Source] = {}
 
-    # What the engine says
+    # Calls of the engine
 
     def progress(self, name: str, tables: Tables, num_computed: int, event: DeviceEvent | None) -> None:
-        """The prompt's first `num_computed` tokens are in the pool, behind `event`.
+        """Record that the prompt's first `num_computed` tokens are in the pool after `event`.
 
         Args:
-            tables: Its page table in each group of layers, from token 0 on; what was there before stays as it was, until `pause`.
+            tables: Its page table in each group of layers, from token 0 on. Entries stay the same until `pause`.
         """
         source = self._sources.setdefault(name, _Source())
         source.tables, source.num_computed, source.event = tables, num_computed, event
         self._report(source)
 
     def finish(self, name: str) -> None:
-        """The engine is done with the prompt: no more `progress` of it follows."""
+        """Record that the engine is done with the prompt, and reports no more `progress`."""
         source = self._sources.setdefault(name, _Source())
         source.is_finished = True
         self._report(source)
         self._free_if_over(name, source)
 
     def pause(self, name: str, reason: str) -> asyncio.Future[None]:
-        """The engine takes the prompt's pages back, to compute it again later: done when nothing reads them any more."""
+        """Stop reading the pages of a prompt, which the engine takes back. The result is done when nothing reads them."""
         idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         source = self._sources.get(name)
         if source is None:
@@ -355,7 +357,7 @@ class OfferedPages:
         match message:
             case PromptWanted():
                 source = self._sources.setdefault(message.name, _Source())
-                if source.wanted_from != message.start_token:  # else it is another attempt, which is no news
+                if source.wanted_from != message.start_token:  # otherwise it is another attempt
                     source.wanted_from = message.start_token
                     self._on_news(Wanted(name=message.name, start_token=message.start_token))
             case StartOffered():
@@ -419,7 +421,7 @@ class OfferedPages:
             self.rank.cancel(transfer_id, reason, is_preempted=is_preempted)
 
     def _on_reading_over(self, name: str, source: _Source) -> None:
-        """Perhaps nothing reads its pages any more."""
+        """Report if nothing reads the prompt's pages any more."""
         if source.transfers:
             return
         for idle in source.paused:
@@ -438,7 +440,7 @@ class OfferedPages:
     # Reports and end
 
     def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus."""
+        """Return fields of the wire contract's RankStatus."""
         status = self.rank.status()
         return status | {"requests": len(self._sources) + status["requests"]}
 
@@ -448,7 +450,7 @@ class OfferedPages:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is known of any prompt."""
+        """Whether no prompt is known."""
         return not self._sources and self.rank.is_idle
 
     def check_idle(self) -> bool:

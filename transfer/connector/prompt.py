@@ -1,4 +1,4 @@
-"""What a prompt and its end must be, on either tier."""
+"""Checks of prompts and end tokens, on either tier."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Final
 from transfer.errors import ConfigError
 
 MAX_STOP_TOKENS: Final = 256
-"""Token ids that may end one request: they are kept for as long as it is there. The longest lists in use have a few dozen."""
+"""Token ids that may end one request. They are kept as long as the request; the longest lists in use have a few dozen."""
 
 MAX_CACHE_SALT_CHARS: Final = 128
 
 
 def checked_prompt(token_ids: Sequence[int], *, max_context_tokens: int, vocab_size: int) -> tuple[int, ...]:
-    """The prompt, if the model can take it.
-
-    Args:
-        token_ids: As they came; nothing is made of them before their number is known to be right.
+    """Return the prompt, if the model can take it. The ids are not copied before their number is checked.
 
     Raises:
         ConfigError: It is empty, too long, or has an id out of range.
@@ -37,7 +34,7 @@ def checked_prompt(token_ids: Sequence[int], *, max_context_tokens: int, vocab_s
 
 
 def checked_stop_tokens(token_ids: Sequence[int], *, vocab_size: int) -> frozenset[int]:
-    """The token ids that end a generation.
+    """Return the token ids that end a generation.
 
     Raises:
         ConfigError: There are too many, or one is out of range.
@@ -51,6 +48,6 @@ def checked_stop_tokens(token_ids: Sequence[int], *, vocab_size: int) -> frozens
 
 
 def check_cache_salt(cache_salt: str) -> None:
-    """Raises ConfigError when it is too long."""
+    """Raise ConfigError if the salt is too long."""
     if len(cache_salt) > MAX_CACHE_SALT_CHARS:
         raise ConfigError(f"cache_salt has {len(cache_salt)} characters; it can have at most {MAX_CACHE_SALT_CHARS}")

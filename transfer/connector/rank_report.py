@@ -15,12 +15,12 @@ from transfer.pool.page_allocator import GroupAllocator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """A rank's memory once everything that lasts is allocated.
+    """A rank's memory after all permanent allocations.
 
     Args:
-        plan: The memory plan, as `MemoryPlan.as_json` gives it; empty for an engine that makes none.
+        plan: The memory plan, from `MemoryPlan.as_json`; empty if the engine makes none.
         real: Measured bytes by the name of a line of the plan.
-        warnings: Where they differ by too much.
+        warnings: Lines whose measured and planned bytes differ too much.
     """
 
     plan: dict[str, Any] = field(default_factory=dict)
@@ -35,19 +35,18 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReady:
-    """The rank's engine is loaded and its pool, staging or ring exist.
+    """The rank's engine is loaded, and its pool and its staging buffer or ring exist.
 
     Args:
         instance: The instance as this rank sees it; equal on all ranks.
         pool_pages: Pages of its pool, for each group of layers.
         max_context_tokens: Longest prompt plus generation.
         vocab_size: Token ids are below it.
-        eos_token_ids: The model's own end tokens.
-        address: host:port of the rank's own gRPC server; empty where it has none.
-        ring_bytes: Size of its ring; 0 where it has none.
-        memory: What it planned to take of its device, and what it took.
-        host_pages: Pages of its host pool, for each group of layers; empty where it has none.
-        can_switch: Whether its engine can serve the other role, too.
+        eos_token_ids: The model's end tokens.
+        address: host:port of the rank's own gRPC server; empty if it has none.
+        ring_bytes: Size of its ring; 0 if it has none.
+        host_pages: Pages of its host pool, for each group of layers; empty if it has none.
+        can_switch: Whether its engine can also serve the other role.
     """
 
     rank: int
@@ -66,10 +65,10 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStartFailed:
-    """The rank cannot start; the leader ends the node with `exit_code`.
+    """The rank cannot start, and the leader ends the node with `exit_code`.
 
     Args:
-        may_pass: Whether a later attempt can succeed, for example when another process still holds memory.
+        may_pass: Whether a later attempt can succeed, for example if another process still holds memory.
     """
 
     rank: int
@@ -80,11 +79,11 @@ class RankStartFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """A rank's state and metrics, a few times a second while they change; a sign of life otherwise.
+    """A rank's state and metrics, sent a few times a second while they change, and as a sign of life otherwise.
 
     Args:
-        status: Fields of the wire contract's RankStatus by name; plain values.
-        metrics: Snapshot of the rank's registry, see transfer.metrics.
+        status: Fields of the wire contract's RankStatus by name, as plain values.
+        metrics: Snapshot of the rank's registry; see transfer.metrics.
     """
 
     rank: int
@@ -93,14 +92,14 @@ class RankReport:
 
 
 def process_figures() -> dict[str, int]:
-    """What RankStatus says of the calling process, as /proc has it: what grows here without end is a leak.
+    """Return the fields of RankStatus about the calling process, from /proc. A value that keeps growing is a leak.
 
-    Where no file can be opened, because whoever connects has taken all of them, that is all that it says.
+    If no file can be opened, because connections hold all of them, only the number of open files is returned.
     """
     try:
         resident_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return {
-            "open_files": len(os.listdir("/proc/self/fd")) - 1,  # the one that lists them is none of its own
+            "open_files": len(os.listdir("/proc/self/fd")) - 1,  # without the one that lists them
             "threads": len(os.listdir("/proc/self/task")),
             "resident_bytes": resident_pages * resource.getpagesize(),
         }
@@ -111,17 +110,14 @@ def process_figures() -> dict[str, int]:
 
 
 def pool_status(allocator: GroupAllocator) -> dict[str, Any]:
-    """What RankStatus says of a pool: its pages by group, and all of them together."""
-    pools = [
-        {"group": group.name, "pages": pages.num_pages, "reserved": pages.num_reserved, "bound": pages.num_bound}
-        for group, pages in allocator.by_group
-    ]
-    totals = {
-        name: sum(pages for pool in pools if isinstance(pages := pool[name], int)) for name in ("pages", "reserved", "bound")
-    }
+    """Return the fields of RankStatus about a pool: its pages by group, and all of them together."""
+    by_group = allocator.by_group
     return {
-        "pool_pages": totals["pages"],
-        "pool_pages_reserved": totals["reserved"],
-        "pool_pages_bound": totals["bound"],
-        "pools": pools,
+        "pool_pages": sum(pages.num_pages for _, pages in by_group),
+        "pool_pages_reserved": sum(pages.num_reserved for _, pages in by_group),
+        "pool_pages_bound": sum(pages.num_bound for _, pages in by_group),
+        "pools": [
+            {"group": group.name, "pages": pages.num_pages, "reserved": pages.num_reserved, "bound": pages.num_bound}
+            for group, pages in by_group
+        ],
     }

@@ -1,4 +1,7 @@
-"""Asks decode leaders for room for a request that this node is about to begin."""
+"""Ask decode leaders for room with `Reserve`, for decode sides without the capability `room_in_stream`.
+
+Release 0.3 removes it (docs/adr/0045-room-in-the-stream.md).
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ RESERVE_TIMEOUT_S = 5.0
 
 
 class ReserveClient:
-    """`DecodeControl.Reserve`, with one channel for each decode leader.
+    """Call `DecodeControl.Reserve`, over one channel for each decode leader.
 
     Args:
-        security: How decode leaders are spoken to.
+        security: TLS or plain text of these calls.
     """
 
     def __init__(self, security: Security) -> None:
@@ -58,12 +61,12 @@ class ReserveClient:
             answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise tier_error_of(error, peer=join.address) from error
-        told = readable(answer, peer=join.address, method="Reserve")
-        start_token = told.start_token if told.HasField("start_token") else None
-        return Reservation(is_reserved=bool(told.reserved), start_token=start_token)
+        found = readable(answer, peer=join.address, method="Reserve")
+        start_token = found.start_token if found.HasField("start_token") else None
+        return Reservation(is_reserved=bool(found.reserved), start_token=start_token)
 
     def forget_address(self, address: str) -> None:
-        """No decode leader there is asked for room any more; calls that are under way end."""
+        """Close the channel to a decode leader; calls in flight end."""
         channel = self._channels.pop(address, None)
         if channel is not None:
             closing = asyncio.ensure_future(channel.close())
@@ -71,7 +74,7 @@ class ReserveClient:
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """End every channel and wait until it has; a later `reserve()` opens a new one."""
+        """Close every channel. A later `reserve` opens a new one."""
         for address in list(self._channels):
             self.forget_address(address)
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -23,7 +23,7 @@ from transfer.transfer_ids import is_attempt_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestView:
-    """The fields of the wire contract's RequestStatus, which says what each means."""
+    """A request in flight, as operators see it: the fields of the wire contract's RequestStatus, without those of its prompt."""
 
     request_id: str
     transfer_id: str
@@ -58,14 +58,14 @@ class Requests(Protocol):
 
 
 class DrainReason(StrEnum):
-    """Who wants it. Each withdraws what is its own: a change of role ends its own drain, and an operator's goes on after it."""
+    """Reason of a drain. Each is withdrawn separately: the drain of an operator goes on after a change of role."""
 
-    OPERATOR = "operator"  # or the signal that ends the node
+    OPERATOR = "operator"  # also the signal that ends the node
     SWITCH = "switch"  # a change of role
 
 
 class Draining:
-    """On for as long as there is a reason. Owned by the leader's loop."""
+    """Whether a node takes new work. A drain is on as long as it has a reason. Owned by the leader's loop."""
 
     def __init__(self) -> None:
         self._reasons: set[DrainReason] = set()
@@ -85,7 +85,7 @@ class Draining:
         self._off.clear()
 
     def end(self, *reasons: DrainReason) -> None:
-        """Withdraw these; without any: all."""
+        """Withdraw these reasons; without arguments, all reasons."""
         self._reasons.difference_update(reasons or DrainReason)
         if not self._reasons:
             self._off.set()
@@ -189,7 +189,7 @@ class SideNode(Protocol):
         ...
 
     def abort_in(self, sides: Iterable[Side], request: pb.AbortRequest) -> pb.AbortResponse:
-        """Give a request up in those sides only."""
+        """Abort a request in those sides only."""
         ...
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse: ...
@@ -245,7 +245,7 @@ def _discovery_to_proto(view: DiscoveryView) -> pb.DiscoveryStatus:
 
 
 def memory_to_proto(ranks: Sequence[RankMemory]) -> pb.MemoryPlan | None:
-    """What the node says of its memory: rank 0's plan, and every rank's warnings; None where the engine makes no plan."""
+    """Return the memory plan of rank 0 with the warnings of all ranks; None if the engine makes no plan."""
     if not ranks or not ranks[0].plan:
         return None
     first = ranks[0]
