@@ -11,6 +11,7 @@ from node_runtime.loop_thread import LoopThread
 from tests.connector.instances import Instance, target
 
 Start = Callable[..., Instance]
+Pair = Callable[..., tuple[Instance, Instance]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def pair(start: Start) -> Iterator[Callable[..., tuple[Instance, Instance]]]:
+def pair(start: Start) -> Iterator[Pair]:
     """Starts a prefill side and a decode side that has joined it."""
     with ExitStack() as stack:
 

@@ -22,7 +22,7 @@ from transfer.connector.bound_prompts import BIND_WAIT_S, BoundPrompts, PromptSt
 from transfer.connector.incoming import PLACE_AFTER_S, REJOIN_S, RETRY_PAUSE_S
 from transfer.connector.messages import CancelIncoming, ExpectBound, SettlePrompt, TransferBroken, TransferExpected
 from transfer.connector.prefill_peer import PrefillPeer
-from transfer.errors import Preempted, TransferAborted, TransportClosed
+from transfer.errors import Preempted, TransportClosed
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto
 from transfer.tracing import Tracer
@@ -136,20 +136,6 @@ async def test_pages_are_bound_when_prefill_is_about_to_send(clock: HandClock, c
     assert connector.span.error == "" and connector.span.values == {"retries": 0}
 
 
-async def test_operators_see_a_prompt_as_they_see_a_request(connector: Connector) -> None:
-    attempt = await connector.wants()
-    (queued,) = connector.transfers.views()
-    assert (queued.request_id, queued.transfer_id, queued.stage, queued.peer) == ("t", attempt, "queued", "prefill:1")
-    connector.prompts.bind("b", TABLES)
-    await connector.has_room(attempt)
-    connector.transfers.on_whole(0, attempt)
-    (receiving,) = connector.transfers.views()
-    assert (receiving.stage, receiving.ranks_done, receiving.prompt_tokens) == ("receiving", 1, len(PROMPT))
-    assert connector.transfers.abort(attempt, TransferAborted("by an operator"))
-    await connector.drained(attempt)
-    assert connector.settled() == ["by an operator"] and connector.outcomes == ["aborted"]
-
-
 @pytest.mark.parametrize(("can_start_late", "answer"), [(True, pb.ReserveResponse(reserved=True, start_token=8)), (False, None)])
 async def test_tokens_that_came_here_meanwhile_are_not_sent(
     clock: HandClock, connector: Connector, can_start_late: bool, answer: pb.ReserveResponse | None
@@ -249,14 +235,6 @@ async def test_a_prompt_that_is_under_way_waits_a_moment_for_its_node_to_come_ba
     assert connector.outcomes == ["failed"]
     connector.prompts.bind("b", TABLES)  # an engine that fails the prompt instead of computing it
     assert connector.settled() == ["prefill node prefill:1 is lost: it is silent"]
-
-
-async def test_a_prompt_that_names_no_node_is_fetched_again_from_another_one(connector: Connector) -> None:
-    await connector.wants(source="", transfer_id="")
-    assert list(connector.peer.calls) and not connector.other.calls
-    connector.peer.instance, connector.peer.state = None, "lost"
-    await connector.loses()
-    assert len(connector.other.calls) == 1 and connector.num_retries == 1
 
 
 async def test_a_prompt_that_names_no_node_waits_for_one(clock: HandClock, connector: Connector) -> None:

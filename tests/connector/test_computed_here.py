@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 
+from tests.connector.conftest import Pair
 from tests.connector.instances import PROMPT, TO, Instance, wait_for
 from transfer.connector.outgoing import Transfer
 from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-
-Pair = Callable[..., tuple[Instance, Instance]]
 
 
 class Front:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL
 from kvferry.engines.connector_leader import ConnectorLeader
 from node_runtime.rank_link import LeaderLink
-from tests.connector.conftest import Start
+from tests.connector.conftest import Pair, Start
 from tests.connector.instances import FROM, PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
 from tests.runtime.instances import hello
 from transfer.config import ConnectorConfig
+from transfer.connector import decode_service
 from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, TransferError
-
-Pair = Callable[..., tuple[Instance, Instance]]
+from transfer.load_config import load_config
+from transfer.registry.security import PlainText
 
 
 def begun(source: Instance, decode: Instance, *, num_computed: int = 40) -> None:
@@ -149,6 +153,27 @@ def test_an_instance_without_a_group_of_ranks_does_not_start(
             leader.start(timeout_s=0.2)
     finally:
         leader.close()
+
+
+async def test_a_decode_side_whose_start_fails_ends_its_discovery(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("refused")
+
+    monkeypatch.setattr(decode_service, "PrefillNodes", refuse)
+    config = load_config(ConnectorConfig, flags={"tls.insecure": 1, "discovery.file": str(tmp_path / "nodes.yaml")})
+    side = decode_service.DecodeService(
+        node=cast(Any, None),
+        config=config,
+        hellos=(hello(0),),
+        security=PlainText(),
+        broadcast=lambda message: None,
+        reports=lambda: (),
+    )
+    with pytest.raises(ConfigError, match="refused"):
+        side.start("127.0.0.1:1")
+    assert len(asyncio.all_tasks()) == 2, "it follows the file"
+    await side.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 NO_UTF8 = "t\ud800"  # half of a surrogate pair, as a JSON body can name it; gRPC carries UTF-8 only

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from kvferry.engines.connector import PREFILL
 from node_runtime.rank_link import rank_socket_address
-from tests.connector.conftest import Start
+from tests.connector.conftest import Pair, Start
 from tests.connector.instances import PROMPT, TIMEOUT_S, Instance, hand_over, wait_for
 from transfer.connector import offered_prompts as source_prompts
 from transfer.connector import prefill_nodes as peers_module
@@ -23,9 +22,6 @@ from transfer.copy.piece_copier import PieceCopy
 from transfer.errors import LocalProtocolError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-
-Pair = Callable[..., tuple[Instance, Instance]]
-
 
 # Messages of peers
 

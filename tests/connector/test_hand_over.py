@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from urllib.request import urlopen
 
 from kvferry.engines.connector import DECODE, PREFILL
-from tests.connector.conftest import Start
-from tests.connector.instances import FROM, PROMPT, TO, Instance, target, wait_for
-
-Pair = Callable[..., tuple[Instance, Instance]]
+from tests.connector.conftest import Pair, Start
+from tests.connector.instances import FROM, PROMPT, TO, target, wait_for
 
 
 def test_a_prompt_that_is_fetched_once_it_is_computed(pair: Pair) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 
-from tests.connector.instances import PROMPT, TIMEOUT_S, Instance, hand_over
+from tests.connector.conftest import Pair
+from tests.connector.instances import PROMPT, TIMEOUT_S, hand_over
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 
-Pair = Callable[..., tuple[Instance, Instance]]
 SERVED = [
     (service.name, method.name)
     for service in pb.DESCRIPTOR.services_by_name.values()

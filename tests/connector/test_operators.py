@@ -19,15 +19,13 @@ from kvferry.cli.node_client import NodeClient
 from kvferry.engines.connector import DECODE, PREFILL
 from node_runtime.loop_thread import LoopThread
 from tests.cluster.links.etcd_server import etcd_server
-from tests.connector.conftest import Start
+from tests.connector.conftest import Pair, Start
 from tests.connector.instances import PROMPT, TIMEOUT_S, TO, Instance, hand_over, wait_for
 from tests.tracing.collector import Collector, listening
 from transfer.errors import ConfigError, TransferError
 from transfer.logs import log_level, set_log_level
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-
-Pair = Callable[..., tuple[Instance, Instance]]
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -5,7 +5,7 @@ What its scheduler and workers hand over are plain objects with the attributes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,12 +13,12 @@ import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_sides import Results, SchedulerSide, StepMessage, WorkerSide
+from tests.connector.conftest import Pair
 from tests.connector.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
 from transfer.connector import bound_prompts
 from transfer.connector.bound_prompts import PromptState, PromptView
 from transfer.connector.outgoing_rank import Free
 
-Pair = Callable[..., tuple[Instance, Instance]]
 PROMPT = prompt_of(100)
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 

@@ -10,24 +10,18 @@ import grpc
 import pytest
 
 from prefill_node.rank_messages import StartRequest
+from tests.decode.leader_world import turns
 from tests.decode.local_nodes import LocalContext
+from tests.prefill.conftest import Leader
 from tests.prefill.leader_world import World, kind_of
-from tests.prefill.test_node import Leader, leader
 from transfer.connector import prefill_calls as calls_module
 from transfer.connector.decode_instances import Reservation
 from transfer.errors import RemoteProtocolError, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto
 
-__all__ = ["leader"]
-
 REQUEST = pb.PrefillMessage(request=pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101))
 ROOM = pb.PrefillMessage(room=pb.PrefillRoom())
-
-
-async def turns() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 class Caller:
