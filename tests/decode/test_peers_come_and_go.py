@@ -147,18 +147,18 @@ async def test_answers_that_change_and_change_do_not_have_ever_more_addresses_tr
         busy, waited = one.peer(looks[0][0]), one.peer(looks[0][1])
         busy.outstanding_tokens = 1
         every = list(one.peers.peers)
-        with one.peers.used(waited):
-            for look in looks[1:]:
-                await asyncio.sleep(0.01)
-                one.peers.use(look)
-                every += [peer for peer in one.peers.peers if peer not in every]
-                assert len(one.peers.peers) <= 20
-            assert set(looks[-1]) <= set(one.states()), "whoever is named is tried"
-            assert one.states()[FIRST] == "joined" and {busy, waited} <= set(one.peers.peers), "whoever is needed stays"
-            latest_s = max(peer.unnamed_s or 0.0 for peer in one.peers.peers)
-            assert [peer.address for peer in one.peers.peers if peer.unnamed_s == latest_s] == looks[-2][3:], (
-                "the latest of the others"
-            )
+        waited.num_users = 1
+        for look in looks[1:]:
+            await asyncio.sleep(0.01)
+            one.peers.use(look)
+            every += [peer for peer in one.peers.peers if peer not in every]
+            assert len(one.peers.peers) <= 20
+        assert set(looks[-1]) <= set(one.states()), "whoever is named is tried"
+        assert one.states()[FIRST] == "joined" and {busy, waited} <= set(one.peers.peers), "whoever is needed stays"
+        latest_s = max(peer.unnamed_s or 0.0 for peer in one.peers.peers)
+        assert [peer.address for peer in one.peers.peers if peer.unnamed_s == latest_s] == looks[-2][3:], (
+            "the latest of the others"
+        )
         await asyncio.sleep(BEAT_S)
         going_on = [peer for peer in every if peer.joining is not None and not peer.joining.done()]
         assert set(going_on) == set(one.peers.peers) and len(going_on) == 20
@@ -193,7 +193,7 @@ async def test_a_prompt_goes_where_its_beginning_was_and_else_where_there_is_lea
             ]
         asked, longer = tuple(range(600)), tuple(range(900))
         assert one.peers.pick(token_ids=asked) is fast, "of equal work the one whose slowest link is fastest"
-        one.peers.sent(slow, asked, "")
+        one.peers.begin(slow, asked)
         slow.outstanding_tokens = 500
         assert one.peers.pick(token_ids=longer) is slow, "512 of its tokens were there lately"
         assert one.peers.pick(token_ids=longer, cache_salt="another") is fast

@@ -215,11 +215,11 @@ class IncomingScheduler(Protocol[PromptT]):
 
     def announced(self, attempt: Attempt[PromptT]) -> None:
         """Record that the message of an attempt that has room was sent to the ranks."""
-        ...
+        return
 
     def is_loading(self, attempt: Attempt[PromptT]) -> bool:
         """Return whether KV from another source than prefill is still missing; `IncomingTransfers.run_if_whole` follows."""
-        ...
+        return False
 
     def stopped(self, attempt: Attempt[PromptT], error: TransferError) -> None:
         """Record that an attempt is given up, before the ranks cancel it."""
@@ -227,7 +227,7 @@ class IncomingScheduler(Protocol[PromptT]):
 
     def drained(self, attempt: Attempt[PromptT]) -> None:
         """Record that no rank holds or writes the pages of an attempt any more."""
-        ...
+        return
 
     def settled(self, prompt: PromptT, failure: TransferError | None) -> None:
         """Record that a prompt is complete, or why it is given up. A complete prompt can be given up later."""

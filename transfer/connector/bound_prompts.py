@@ -20,7 +20,15 @@ import structlog
 
 from transfer.chunk import ChunkPlan
 from transfer.config import ConnectorLimitsConfig
-from transfer.connector.attempt import Attempt, AttemptStage, IncomingObserver, IncomingRoom, NotYet, WantedPrompt
+from transfer.connector.attempt import (
+    Attempt,
+    AttemptStage,
+    IncomingObserver,
+    IncomingRoom,
+    IncomingScheduler,
+    NotYet,
+    WantedPrompt,
+)
 from transfer.connector.incoming import IncomingTransfers
 from transfer.connector.messages import ExpectBound, SettlePrompt
 from transfer.connector.prefill_nodes import PrefillNodes
@@ -94,7 +102,7 @@ class BoundPrompt(WantedPrompt):
         return attempt.stage is AttemptStage.WAITING and attempt.peer is not None and not attempt.has_asked
 
 
-class BoundPrompts:
+class BoundPrompts(IncomingScheduler[BoundPrompt]):
     """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, except `view`, which any thread may call.
 
     Args:
@@ -105,7 +113,7 @@ class BoundPrompts:
         tracer: Records a span of each prompt; None disables tracing.
     """
 
-    reuses_pages: Final = True
+    reuses_pages = True
 
     def __init__(
         self,
@@ -313,12 +321,6 @@ class BoundPrompts:
             raise error
         return IncomingRoom(start_token=prompt.bound_token, message=partial(ExpectBound, tables=prompt.tables))
 
-    def announced(self, attempt: Attempt[BoundPrompt]) -> None:
-        pass
-
-    def is_loading(self, attempt: Attempt[BoundPrompt]) -> bool:
-        return False
-
     def stopped(self, attempt: Attempt[BoundPrompt], error: TransferError) -> None:
         prompt = attempt.prompt
         log.info("transfer_failed", name=prompt.name, attempt=prompt.num_retries, reason=str(error))
@@ -326,9 +328,6 @@ class BoundPrompts:
             prompt.start_token = prompt.bound_token
         elif isinstance(error, Preempted):
             prompt.shown, prompt.lacking_s = _WAITING, None
-
-    def drained(self, attempt: Attempt[BoundPrompt]) -> None:
-        pass
 
     def settled(self, prompt: BoundPrompt, failure: TransferError | None) -> None:
         if prompt.span is not None:

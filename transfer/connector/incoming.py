@@ -345,10 +345,11 @@ class IncomingTransfers(Generic[PromptT]):
                 raise TransferAborted(f"the prompt's prefill node is {prompt.source!r:.300}: {error}") from error
         wait_s = min(REJOIN_S, prompt.join_timeout_s) if prompt.life else prompt.join_timeout_s
         waiting = [asyncio.ensure_future(event.wait()) for event in (peer.joined, peer.unfit)]
+        peer.num_users += 1
         try:
-            with self._peers.used(peer):
-                await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            peer.num_users -= 1
             for event in waiting:
                 event.cancel()
         if not peer.joined.is_set():
@@ -409,12 +410,12 @@ class IncomingTransfers(Generic[PromptT]):
         assert peer.instance is not None
         self._stop_waiting(attempt)
         prompt = attempt.prompt
-        attempt.peer, attempt.prefill, attempt.permit = peer, peer.instance, self._peers.begin(peer)
+        attempt.peer, attempt.prefill = peer, peer.instance
+        attempt.permit = self._peers.begin(peer, prompt.token_ids, prompt.cache_salt)
         attempt.start_token, prompt.life = prompt.start_token, peer.instance.incarnation
         if prompt.span is not None:
             attempt.span = prompt.span.begin("kvferry.try", transfer_id=attempt.transfer_id, prefill_node=peer.address)
         peer.outstanding_tokens += len(prompt.token_ids)
-        self._peers.sent(peer, prompt.token_ids, prompt.cache_salt)
         attempt.call = self._run(attempt, self._follow(attempt, peer))
         attempt.call.add_done_callback(lambda task: self._on_call_over(attempt, peer))
         if attempt.after is not None and not isinstance(attempt.after, Preempted):

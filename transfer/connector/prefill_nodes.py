@@ -271,15 +271,6 @@ class PrefillNodes:
         self._begin(peer)
         return peer
 
-    @contextmanager
-    def used(self, peer: PrefillPeer) -> Iterator[None]:
-        """Keep a peer while a prompt waits for it."""
-        peer.num_users += 1
-        try:
-            yield
-        finally:
-            peer.num_users -= 1
-
     def _remove(self, peer: PrefillPeer, reason: str) -> None:
         """Stop using a peer on which nothing is in flight."""
         self.peers.remove(peer)
@@ -346,19 +337,16 @@ class PrefillNodes:
             states.append(str(view))
         return "no prefill node is joined: " + "; ".join(states)
 
-    def sent(self, peer: PrefillPeer, token_ids: tuple[int, ...], cache_salt: str) -> None:
-        """Remember that a prompt was sent to a peer."""
-        if self._prefixes is not None and peer.instance is not None:
-            self._prefixes.sent(self._blocks(token_ids, cache_salt), peer.instance.incarnation)
-
     def _blocks(self, token_ids: tuple[int, ...], cache_salt: str) -> tuple[bytes, ...]:
         """Return the hashes of a prompt. The last ones are kept, because a prompt is sent right after `pick`."""
         if self._hashed[0] is not token_ids or self._hashed[1] != cache_salt:
             self._hashed = token_ids, cache_salt, block_hashes(token_ids, cache_salt)
         return self._hashed[2]
 
-    def begin(self, peer: PrefillPeer) -> Permit:
-        """Record that a prompt is sent to a peer; `end` must follow."""
+    def begin(self, peer: PrefillPeer, token_ids: tuple[int, ...] = (), cache_salt: str = "") -> Permit:
+        """Record that a prompt is sent to a peer, for the prefix memory and the breaker; `end` must follow."""
+        if self._prefixes is not None and peer.instance is not None:
+            self._prefixes.sent(self._blocks(token_ids, cache_salt), peer.instance.incarnation)
         permit = peer.breaker.begin()
         if permit.is_trial:
             log.info("breaker_half_open", address=peer.address)

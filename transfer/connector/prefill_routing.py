@@ -1,15 +1,13 @@
-"""Which of the prefill nodes that could take a prompt is to take it. Pure (docs/adr/0037-placement.md).
+"""Choose the prefill node for a prompt. Pure (docs/adr/0037-placement.md).
 
-Of each node its *work* counts: the tokens of prompts that it has and has not sent all of yet. This decode node's own ones it
-knows at every moment. Of those of other decode nodes a prefill node tells with its heartbeats, without those of whom it tells: so
-nothing counts twice, and what this node sends counts at once. Where one of the nodes to choose among does not tell, as an older
-one does not, what the others tell does not count either: the silent one would look idle.
+The *work* of a node is the number of tokens of prompts that it has and has not completely sent. This decode node knows its own
+prompts at any time. Prefill nodes report the prompts of other decode nodes with their heartbeats, so nothing counts twice. If one
+candidate does not report them, as older ones do not, no report counts: the silent node would look idle.
 
-The *load* is the work less what the node may save of this prompt. That is the part of it that the node computed lately,
-`prefix_tokens` at most: so a prompt never waits behind more than `prefix_tokens` tokens for the sake of its prefix, nor behind
-more than the prefix is long. The least load wins; of equal ones the node with less work, of equal work the one whose slowest
-link is fastest, then the first in an order that each decode node has of its own: of links that are alike all would else take
-the same.
+The *load* is the work minus the tokens that the node can save, because it computed the beginning of the prompt lately. At most
+`prefix_tokens` are subtracted, so a prompt never waits behind more tokens than that for its prefix. The smallest load wins, then
+the smallest work, then the fastest slowest link, then an order that differs for each decode node. Without that order, all decode
+nodes would choose the same of several equal nodes.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from typing import Final
 
 BLOCK_TOKENS: Final = 128
 MAX_BLOCKS_OF_A_PROMPT: Final = 512
-"""65,536 tokens; what two prompts share behind that moves neither."""
+"""65,536 tokens. Tokens that two prompts share after them do not matter."""
 
 MAX_BLOCKS: Final = 1 << 16
-"""That are remembered, over all nodes: some 16 MiB, and 8 million tokens of prompts that share nothing."""
+"""Blocks that are remembered over all nodes: some 16 MiB, and 8 million tokens of prompts that share nothing."""
 
 MAX_HOLDERS: Final = 4
-"""Nodes that a block is remembered of, the newest."""
+"""Nodes that are remembered for a block, the newest ones."""
 
 MAX_TOLD_TOKENS: Final = (1 << 32) - 1
-"""Of others' prompts; whoever tells of more is taken not to tell."""
+"""Most tokens that a node can report of others' prompts. A larger number counts as no report."""
 
 _HASH_BYTES: Final = 16
 _64_BITS: Final = (1 << 64) - 1
@@ -44,10 +42,9 @@ class Candidate:
     """A node that could take the prompt.
 
     Args:
-        incarnation: Of the node's life.
-        outstanding_tokens: Of prompts that this decode node has sent it, and of which it has not sent all.
-        others_tokens: Of other decode nodes' prompts, as it told last; None: it has not told.
-        bandwidth_bytes_per_s: Of its slowest link, as measured when it was joined.
+        outstanding_tokens: Tokens of prompts that this decode node has sent it and that it has not completely sent.
+        others_tokens: Tokens of other decode nodes' prompts, as last reported. None means that it does not report them.
+        bandwidth_bytes_per_s: Bandwidth of its slowest link, measured at the join.
     """
 
     incarnation: int
@@ -57,12 +54,12 @@ class Candidate:
 
 
 def place(candidates: Sequence[Candidate], *, chooser: int, held_tokens: Mapping[int, int], prefix_tokens: int) -> int:
-    """The index of the candidate that is to take a prompt; there is at least one.
+    """Return the index of the candidate that gets a prompt. There is at least one candidate.
 
     Args:
         chooser: Incarnation of the decode node.
-        held_tokens: Tokens of the prompt's beginning that a life has computed lately.
-        prefix_tokens: Most of them that count.
+        held_tokens: Tokens of the prompt's beginning that each life has computed lately.
+        prefix_tokens: Limit of the held tokens that count.
     """
     have_told = all(one.others_tokens is not None for one in candidates)
 
@@ -78,12 +75,12 @@ def place(candidates: Sequence[Candidate], *, chooser: int, held_tokens: Mapping
 
 
 def told_tokens(told: int) -> int | None:
-    """What a prefill node has told of others' prompts, as far as it can be; None: as if it had not told."""
+    """Return the tokens of others' prompts that a prefill node has reported. None means that the report is out of range."""
     return told if 0 <= told <= MAX_TOLD_TOKENS else None
 
 
 def _place_in_order(chooser: int, incarnation: int) -> int:
-    """Of a node in the chooser's own order, which is another one for each chooser. Source: the last step of SplitMix64."""
+    """Return the place of a node in the chooser's own order. Source: the last step of SplitMix64."""
     mixed = (chooser * 0x9E3779B97F4A7C15 + incarnation) & _64_BITS
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
@@ -91,10 +88,10 @@ def _place_in_order(chooser: int, incarnation: int) -> int:
 
 
 class PrefixMemory:
-    """Which lives were sent which beginnings of prompts lately, in whole blocks of `BLOCK_TOKENS`.
+    """Remember the beginnings of prompts that were sent to each life lately, in whole blocks of `BLOCK_TOKENS`.
 
-    A block is known by a hash of all tokens from the prompt's first to its own last, and of the salt: whoever has another salt
-    finds nothing, as in the store. At most `max_blocks` are kept; the least recently sent go first, of one prompt the last ones.
+    The key of a block is a hash of the salt and of all tokens up to its end, so prompts of another salt find nothing, as in the
+    store. At most `max_blocks` are kept. The least recently sent are removed first, and of one prompt the last ones.
     """
 
     def __init__(self, *, max_blocks: int = MAX_BLOCKS) -> None:
@@ -105,11 +102,7 @@ class PrefixMemory:
         return len(self._holders)
 
     def held(self, blocks: Iterable[bytes]) -> dict[int, int]:
-        """Tokens of a prompt's beginning that each life has, of those that have any.
-
-        Args:
-            blocks: See `block_hashes`.
-        """
+        """Return the tokens of a prompt's beginning that each life has. `blocks` are its `block_hashes`."""
         found: dict[int, int] = {}
         holders: set[int] | None = None
         for number, block in enumerate(blocks, 1):
@@ -121,7 +114,7 @@ class PrefixMemory:
         return found
 
     def sent(self, blocks: Sequence[bytes], incarnation: int) -> None:
-        """A life was sent that prompt."""
+        """Record that a prompt was sent to a life."""
         for block in reversed(blocks):
             known = self._holders.pop(block, ())
             self._holders[block] = (incarnation, *(one for one in known if one != incarnation))[:MAX_HOLDERS]
@@ -130,7 +123,7 @@ class PrefixMemory:
 
 
 def block_hashes(token_ids: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
-    """One hash for each whole block of a prompt, `MAX_BLOCKS_OF_A_PROMPT` at most; ids in [0, 2**32)."""
+    """Return one hash for each whole block of a prompt, at most `MAX_BLOCKS_OF_A_PROMPT`. Token ids are below 2**32."""
     num_tokens = min(len(token_ids) // BLOCK_TOKENS, MAX_BLOCKS_OF_A_PROMPT) * BLOCK_TOKENS
     tokens = memoryview(array("I", islice(token_ids, num_tokens)).tobytes())
     chain = hashlib.blake2b(salt.encode(), digest_size=_HASH_BYTES).digest()

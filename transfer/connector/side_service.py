@@ -153,6 +153,7 @@ class Side(Protocol):
 
     def announce(self, is_serving: bool) -> None:
         """Record whether new requests are accepted."""
+        return
 
     # Views
 
