@@ -106,10 +106,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
     """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, except `view`, which any thread may call.
 
     Args:
-        own: This instance.
         may_join: Whether a prompt may name a prefill node that is not known yet.
-        broadcast: Sends a message to every rank.
-        observer: Receives reports about prompts.
         tracer: Records a span of each prompt; None disables tracing.
     """
 

@@ -135,12 +135,10 @@ class DecodeInstances:
     """Keep the joins of one life of a prefill side's ranks, and serve their streams. Owned by the leader's loop.
 
     Args:
-        own: This instance.
         num_ranks: Ranks of this instance. A decode instance has joined when all of them are attached.
         security: TLS or plain text of calls to the decode side.
         draining: Whether this side takes new work; every joined instance is notified.
         traffic: The transfers to the instances.
-        broadcast: Sends a message to every rank.
         on_lost: Called with a join that was lost, after its transfers were given up.
         choose_cut: Decides how prompts of a join are divided, once its links are measured.
     """

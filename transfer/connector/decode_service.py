@@ -29,12 +29,7 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
     engine's own API.
 
     Args:
-        node: The instance.
-        config: Settings.
-        hellos: Self-descriptions of the ranks.
         security: TLS or plain text of calls to prefill nodes.
-        broadcast: Sends a message to every rank.
-        reports: Returns the newest reports of the ranks.
         tracer: Records spans of fetches; None disables tracing.
     """
 

@@ -108,11 +108,8 @@ class IncomingTransfers(Generic[PromptT]):
 
     Args:
         scheduler: Decides when a prompt has room, and receives reports of its end.
-        own: This instance.
         retries: How often a prompt may be sent to a prefill node again.
         may_join: Whether a prompt may name a prefill node that is not known yet.
-        broadcast: Sends a message to every rank.
-        observer: Receives reports about prompts.
         name_attempt: Creates the id of an attempt from that of the prompt.
     """
 

@@ -52,11 +52,7 @@ class _Incoming:
 
 
 class IncomingRank:
-    """Receive the transfers that the leader announces; implements `transfer.receive.loop.ReceiverOwner`.
-
-    Args:
-        send: Called with each message to the leader.
-    """
+    """Receive the transfers that the leader announces; implements `transfer.receive.loop.ReceiverOwner`."""
 
     def __init__(self, *, engine: IncomingEngine, send: Callable[[object], None]) -> None:
         self._engine = engine
@@ -187,7 +183,6 @@ class BoundPages:
     """Serve as `IncomingEngine` of a connector: the leader sends the page tables with each transfer.
 
     Args:
-        send: Called with each message to the leader.
         on_news: Called with each event for the engine.
     """
 

@@ -89,8 +89,6 @@ class OutgoingTransfers(ABC):
     """See the module's docstring. Owned by the leader's loop.
 
     Args:
-        num_ranks: Ranks of this instance.
-        broadcast: Sends a message to every rank.
         reserve: Asks the decode leader for room.
         on_outcome: Called with "sent", "failed", "aborted" or "refused" for each accepted transfer that ends.
         on_given_up: Called with the error of each that was not "sent".

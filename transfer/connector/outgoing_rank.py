@@ -62,11 +62,7 @@ class _Outgoing:
 
 
 class OutgoingRank:
-    """Send the transfers that the leader starts; implements `transfer.send.loop.SenderOwner`.
-
-    Args:
-        send: Called with each message to the leader.
-    """
+    """Send the transfers that the leader starts; implements `transfer.send.loop.SenderOwner`."""
 
     def __init__(self, *, engine: OutgoingEngine, send: Callable[[object], None]) -> None:
         self._engine = engine
@@ -304,7 +300,6 @@ class OfferedPages:
     leader has closed it and no gather of any attempt reads them.
 
     Args:
-        send: Called with each message to the leader.
         on_news: Called with each event for the engine.
     """
 

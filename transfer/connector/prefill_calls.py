@@ -41,15 +41,10 @@ class PrefillCalls:
     """Serve the calls and the joins of decode instances in one life of a prefill instance's ranks.
 
     Args:
-        hello: Self-description of rank 0.
-        num_ranks: Ranks of this instance.
         config: Settings that divide prompts into chunks.
         security: TLS or plain text of calls to the decode side.
         draining: While it is on, prompts that would be computed only for the call are rejected.
-        broadcast: Sends a message to every rank.
-        requests: Accepts the transfers.
         reserve_client: Keeps a channel to the leader of each joined instance.
-        metrics: Count the calls.
         tracer: Records the spans of calls whose caller traces them. None disables tracing.
     """
 

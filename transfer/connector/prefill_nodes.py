@@ -103,12 +103,9 @@ class PrefillNodes:
 
     Args:
         addresses: host:port of each node that is named at first; see `use`.
-        config: Settings of the instance.
-        hellos: Self-descriptions of its ranks.
         security: TLS or plain text of calls to the nodes.
         decode_address: Address at which prefill leaders ask for room.
         metrics: Counts breakers that opened, and joins that an unexpected error has ended.
-        broadcast: Sends a message to every rank.
         on_lost: Called with (peer, reason) after a joined peer is lost and the ranks were notified.
         on_change: Called when the result of `pick` or `can_wait_for_node` may have changed.
         view: Returns the state of discovery; None means that the settings name the nodes.

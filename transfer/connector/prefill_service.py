@@ -31,13 +31,8 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
     """See the module's docstring. Owned by its process's loop.
 
     Args:
-        node: The instance.
-        config: Settings.
-        hellos: Self-descriptions of the ranks.
         security: TLS or plain text of calls to decode sides.
         draining: Whether the instance takes new work.
-        broadcast: Sends a message to every rank.
-        reports: Returns the newest reports of the ranks.
         compute: See `OfferedPrompts`.
         tracer: Records spans of calls; None disables tracing.
     """

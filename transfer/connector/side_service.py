@@ -197,13 +197,7 @@ class SideNode(Protocol):
 
 
 class SideService(Side):
-    """A side of an engine's instance, with the methods of its own service that `NodeControl` has for the whole instance.
-
-    Args:
-        node: The instance.
-        hellos: Self-descriptions of the ranks.
-        reports: Returns the newest reports of the ranks.
-    """
+    """A side of an engine's instance, with the methods of its own service that `NodeControl` has for the whole instance."""
 
     def __init__(
         self, *, node: SideNode, role: str, hellos: tuple[RankReady, ...], reports: Callable[[], Sequence[RankReport]]
