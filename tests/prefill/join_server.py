@@ -52,7 +52,14 @@ class JoinServer(pb_grpc.PrefillControlServicer):
         traffic: What is in flight.
     """
 
-    def __init__(self, incarnation: int, *, capabilities: frozenset[str] = frozenset(), security: Security | None = None) -> None:
+    def __init__(
+        self,
+        incarnation: int,
+        *,
+        num_ranks: int = 1,
+        capabilities: frozenset[str] = frozenset(),
+        security: Security | None = None,
+    ) -> None:
         self.instance = instance(incarnation, capabilities=capabilities)
         self.attach_s = 0.0
         self.num_joins = 0
@@ -60,13 +67,13 @@ class JoinServer(pb_grpc.PrefillControlServicer):
         self.draining = Draining()
         self.joins = DecodeInstances(
             own=self.instance,
-            num_ranks=1,
+            num_ranks=num_ranks,
             security=security or PlainText(),
             draining=self.draining,
             traffic=self.traffic,
-            broadcast=self._rank,
+            broadcast=self._broadcast,
             on_lost=lambda join: None,
-            choose_cut=lambda join: CUT,
+            choose_cut=self._choose_cut,
         )
 
     @property
@@ -74,7 +81,10 @@ class JoinServer(pb_grpc.PrefillControlServicer):
         """Why joins ended."""
         return [str(error) for _, error in self.traffic.lost]
 
-    def _rank(self, message: object) -> None:
+    def _choose_cut(self, join: Join) -> Cut:
+        return CUT
+
+    def _broadcast(self, message: object) -> None:
         if isinstance(message, AttachDecode):
             self.num_joins += 1
             attached = DecodeAttached(join=message.join, incarnation=message.instance.incarnation, links=())

@@ -7,16 +7,14 @@ import asyncio
 import pytest
 
 from tests.decode.leader_world import turns
-from tests.prefill.join_server import Traffic
+from tests.prefill.join_server import JoinServer
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.connector import decode_instances as joins_module
-from transfer.connector.decode_instances import DecodeInstances, Join
+from transfer.connector.decode_instances import Join
 from transfer.connector.messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
-from transfer.connector.side_service import Draining
 from transfer.errors import LayoutError, PeerUnreachable, ResourceExhausted, TransferError
 from transfer.instance import Link
-from transfer.registry.security import PlainText
 from transfer.sizes import Cut
 
 LIFE = 5
@@ -28,23 +26,16 @@ def link(prefill_rank: int) -> Link:
     return Link(prefill_rank=prefill_rank, decode_rank=0, lane="x", latency_s=0.0, bandwidth_bytes_per_s=1.0)
 
 
-class Leader:
-    """A real `DecodeInstances` with two ranks that a test controls."""
+class Leader(JoinServer):
+    """A leader with two ranks that a test controls."""
 
     def __init__(self) -> None:
+        super().__init__(3, num_ranks=2)
         self.sent: list[object] = []
-        self.traffic = Traffic()
         self.chosen_with: list[tuple[list[Link], int]] = []
-        self.joins = DecodeInstances(
-            own=instance(3),
-            num_ranks=2,
-            security=PlainText(),
-            draining=Draining(),
-            traffic=self.traffic,
-            broadcast=self.sent.append,
-            on_lost=lambda join: None,
-            choose_cut=self._choose_cut,
-        )
+
+    def _broadcast(self, message: object) -> None:
+        self.sent.append(message)
 
     def _choose_cut(self, join: Join) -> Cut:
         self.chosen_with.append((join.links[:], join.ring_bytes))
@@ -93,7 +84,7 @@ async def test_an_instance_has_joined_when_every_rank_is_attached() -> None:
     leader.joins.close(LIFE, PeerUnreachable("it left"))
     leader.joins.close(LIFE, PeerUnreachable("said twice"))
     assert leader.joins.find(LIFE) is None and not list(leader.joins)
-    assert [str(error) for _, error in leader.traffic.lost] == ["it left"]
+    assert leader.lost == ["it left"]
     assert str(join.lost.result()) == "it left"
     assert [message.reason for message in leader.detaches()] == ["it left"]
 
@@ -161,7 +152,7 @@ async def test_the_end_of_the_ranks_ends_every_join_without_them() -> None:
     assert str(join.lost.result()) == "rank 0 died"
     with pytest.raises(PeerUnreachable, match="rank 0 died"):
         await opening
-    assert len(leader.traffic.lost) == 2 and not leader.detaches(), "there is nobody to tell"
+    assert len(leader.lost) == 2 and not leader.detaches(), "there is nobody to tell"
 
 
 async def test_joins_are_limited_and_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
