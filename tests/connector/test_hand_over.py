@@ -5,19 +5,8 @@ from __future__ import annotations
 from urllib.request import urlopen
 
 from kvferry.engines.connector import DECODE, PREFILL
-from tests.connector.conftest import Pair, Start
+from tests.connector.conftest import Start
 from tests.connector.instances import FROM, PROMPT, TO, target, wait_for
-
-
-def test_a_prompt_that_is_fetched_once_it_is_computed(pair: Pair) -> None:
-    source, decode = pair({"tp_size": 2})
-    source.sends("a", "t", note=b"what one engine tells the other")
-    decode.leader.want("b", "t", source.leader.address, PROMPT, needs_note=True)
-    decode.wait_until_ready("b")
-    decode.leader.bind("b", [TO])
-    assert decode.settled("b").note == b"what one engine tells the other"
-    decode.assert_has(TO, PROMPT)
-    assert source.freed("a").failure == ""
 
 
 def test_an_instance_that_is_both_sides(start: Start) -> None:
