@@ -124,7 +124,7 @@ def prefill_nodes(watch: Watch, *, number: int = NUM_PEERS) -> None:
                 tokens = tuple(range(request, request + 1024))
                 peer = peers.pick(token_ids=tokens)
                 assert peer is not None
-                peers.sent(peer, tokens, "")
+                peers.begin(peer, tokens)
                 await asyncio.sleep(0)
             process.kill()
             await _until(lambda: not any(peer.state == "joined" for peer in peers.peers))

@@ -12,7 +12,6 @@ from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import DecodeInstances, Join
 from transfer.connector.messages import AttachDecode, DecodeAttached
 from transfer.connector.side_service import Draining
-from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.security import PlainText, Security
@@ -22,25 +21,17 @@ CUT = Cut(plan=ChunkPlan(chunk_tokens=4), largest_piece_bytes=64)
 
 
 class Traffic:
-    """The transfers to decode instances.
-
-    Attributes:
-        lost: Joins that ended, and why.
-    """
+    """The transfers to decode instances."""
 
     def __init__(self) -> None:
         self.idle = True
         self.tokens = 0
-        self.lost: list[tuple[Join, TransferError]] = []
 
     def is_idle(self, join: Join) -> bool:
         return self.idle
 
     def others_tokens(self, join: Join) -> int:
         return self.tokens
-
-    def abort_join(self, join: Join, error: TransferError) -> None:
-        self.lost.append((join, error))
 
 
 class JoinServer(pb_grpc.PrefillControlServicer):
@@ -50,6 +41,7 @@ class JoinServer(pb_grpc.PrefillControlServicer):
         attach_s: Seconds until the rank is attached.
         num_joins: Number of joins that the leader announced to the rank.
         traffic: What is in flight.
+        lost: Why joins ended.
     """
 
     def __init__(
@@ -64,6 +56,7 @@ class JoinServer(pb_grpc.PrefillControlServicer):
         self.attach_s = 0.0
         self.num_joins = 0
         self.traffic = Traffic()
+        self.lost: list[str] = []
         self.draining = Draining()
         self.joins = DecodeInstances(
             own=self.instance,
@@ -72,14 +65,9 @@ class JoinServer(pb_grpc.PrefillControlServicer):
             draining=self.draining,
             traffic=self.traffic,
             broadcast=self._broadcast,
-            on_lost=lambda join: None,
+            on_lost=lambda join, error: self.lost.append(str(error)),
             choose_cut=self._choose_cut,
         )
-
-    @property
-    def lost(self) -> list[str]:
-        """Why joins ended."""
-        return [str(error) for _, error in self.traffic.lost]
 
     def _choose_cut(self, join: Join) -> Cut:
         return CUT

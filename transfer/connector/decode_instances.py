@@ -126,10 +126,6 @@ class JoinTraffic(Protocol):
         """Return the prompt tokens of the other instances that are not sent yet."""
         ...
 
-    def abort_join(self, join: Join, error: TransferError) -> None:
-        """Give up every transfer to an instance that is lost."""
-        ...
-
 
 class DecodeInstances:
     """Keep the joins of one life of a prefill side's ranks, and serve their streams. Owned by the leader's loop.
@@ -139,7 +135,7 @@ class DecodeInstances:
         security: TLS or plain text of calls to the decode side.
         draining: Whether this side takes new work; every joined instance is notified.
         traffic: The transfers to the instances.
-        on_lost: Called with a join that was lost, after its transfers were given up.
+        on_lost: Called with a join that was lost, and the reason. Its transfers cannot go on.
         choose_cut: Decides how prompts of a join are divided, once its links are measured.
     """
 
@@ -152,7 +148,7 @@ class DecodeInstances:
         draining: Draining,
         traffic: JoinTraffic,
         broadcast: Callable[[object], None],
-        on_lost: Callable[[Join], None],
+        on_lost: Callable[[Join, TransferError], None],
         choose_cut: Callable[[Join], Cut],
     ) -> None:
         self._own = own
@@ -335,16 +331,11 @@ class DecodeInstances:
         if join is not None:
             join.lost.set_result(error)
             self._broadcast(DetachDecode(incarnation=incarnation, reason=clip_reason(str(error))))
-            self._lose(join, error)
+            self._on_lost(join, error)
 
     def forget_all(self, error: TransferError) -> None:
         """End every join without the ranks, which have ended or are about to end."""
         for join in list(self._joins.values()):
             del self._joins[join.incarnation]
             join.lost.set_result(error)
-            self._lose(join, error)
-
-    def _lose(self, join: Join, error: TransferError) -> None:
-        log.warning("decode_instance_lost", address=join.address, reason=str(error))
-        self._traffic.abort_join(join, error)
-        self._on_lost(join)
+            self._on_lost(join, error)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Final, NoReturn
 
 import grpc
+import structlog
 
 from transfer.chunk import check_num_pieces
 from transfer.config import ConnectorConfig, PrefillNodeConfig
@@ -35,6 +36,8 @@ FIRST_MESSAGE_S: Final = 10.0
 """Limit for the first message of `PrefillIntoRoom`. An honest caller sends it with the call."""
 
 GIVEN_UP: Final = "the decode side gave the request up"
+
+log = structlog.get_logger(__name__)
 
 
 class PrefillCalls:
@@ -86,7 +89,9 @@ class PrefillCalls:
         config, own = self._config, self._hello.instance
         return choose_cut(config.chunk, own, join.instance, join.links, join.ring_bytes, device=config.device)
 
-    def _on_join_lost(self, join: Join) -> None:
+    def _on_join_lost(self, join: Join, error: TransferError) -> None:
+        log.warning("decode_instance_lost", address=join.address, reason=str(error))
+        self._requests.abort_join(join, error)
         if all(other.address != join.address for other in self.joins):
             self._reserve_client.forget_address(join.address)
 
