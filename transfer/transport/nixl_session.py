@@ -34,7 +34,7 @@ _DRAIN_S = 1.0
 
 
 class NixlOperation(Operation):
-    """A write or a decline on its way.
+    """A write under way.
 
     Attributes:
         next_byte: First byte of the source range that NIXL has not been given yet.
