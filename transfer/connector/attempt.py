@@ -127,7 +127,7 @@ class Attempt(Generic[PromptT]):
     prefill: Instance | None = None  # set with `peer`
     permit: Permit | None = None  # until the outcome is reported to the peer's breaker
     unsent: asyncio.TimerHandle | asyncio.Task[None] | None = None  # ends its wait for a peer
-    call: asyncio.Task[None] | None = None  # the prefill node's
+    call: asyncio.Task[None] | None = None  # the call to the prefill node
     is_asked: bool = False  # the prefill node has the prompt
     has_asked: bool = False  # the prefill node has asked for room
     stage: AttemptStage = AttemptStage.WAITING
@@ -139,7 +139,7 @@ class Attempt(Generic[PromptT]):
     answering: set[int] = field(default_factory=set)  # ranks that have not answered
     receiving: set[int] = field(default_factory=set)  # ranks whose KV is not whole
     holding: set[int] = field(default_factory=set)  # ranks that may still use its pages
-    span: Span | None = None  # of the prefill node's call
+    span: Span | None = None  # span of the prefill node's call
 
     @property
     def is_current(self) -> bool:
@@ -244,7 +244,7 @@ class IncomingObserver:
 
     Args:
         on_outcome: Called with "done", "failed", "aborted" or "refused".
-        on_queue_seconds: Seconds from the begin of an attempt until it has room, or is given up without room.
+        on_queue_seconds: Seconds from the start of an attempt until it has room, or is given up without room.
         on_retry: A prompt is sent to a prefill node again.
         on_given_up: A prompt has ended with this error.
         on_no_room: The attempt with this id found too little room, and waits.

@@ -47,13 +47,13 @@ RETELL_S: Final = 0.5
 
 YIELD_AFTER_S: Final = 5.0
 """Duration of a shortage of pages after which a prompt that waits for prefill releases its pages; see `report_page_shortage`.
-Prefill's engine preempts a prompt when it is short of pages, and prompts that wait for room here may hold those."""
+Prefill's engine preempts a prompt when it is short of pages. Prompts that wait for room here may hold those pages."""
 
 LACKING_GAP_S: Final = 2.0
 """Longest pause between two reports of one shortage. An engine looks at ready prompts at every step."""
 
 MAX_TELLING: Final = 4096
-"""Declined prompts that prefill nodes have not heard of yet."""
+"""Maximum number of declined prompts that are not reported to prefill nodes yet."""
 
 log = structlog.get_logger(__name__)
 
@@ -280,7 +280,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             telling.add_done_callback(self._on_told)
 
     async def _tell_given_up(self, peer: PrefillPeer, transfer_id: str, reason: str) -> None:
-        """Tell the prefill node as soon as it is joined, within the time that it holds the prompt by itself."""
+        """Notify the prefill node as soon as it is joined, within the time that it holds the prompt by itself."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.hold_s):
                 while True:

@@ -78,7 +78,7 @@ class Join:
 
     @property
     def largest_piece_bytes(self) -> int:
-        """Most bytes of a chunk that one rank sends to another; 0 until the links are measured."""
+        """Maximum bytes of a chunk that one rank sends to another; 0 until the links are measured."""
         return 0 if self.cut is None else self.cut.largest_piece_bytes
 
     def status(self) -> pb.PeerStatus:
@@ -135,7 +135,7 @@ class DecodeInstances:
         security: TLS or plain text of calls to the decode side.
         draining: Whether this side takes new work; every joined instance is notified.
         traffic: The transfers to the instances.
-        on_lost: Called with a join that was lost, and the reason. Its transfers cannot go on.
+        on_lost: Called with a join that was lost, and the reason. Its transfers cannot continue.
         choose_cut: Decides how prompts of a join are divided, once its links are measured.
     """
 
@@ -232,7 +232,7 @@ class DecodeInstances:
         finally:
             if change is not None:
                 change.cancel()
-            # The decode leader went away, or the join was lost. In both cases its ranks are not written to any more.
+            # The decode leader is gone, or the join was lost. In both cases, nothing is written to its ranks any more.
             self.leave(join, PeerUnreachable("the decode leader has left"))
 
     def _is_joined_by_another_address(self, request: pb.JoinRequest) -> bool:
@@ -272,7 +272,7 @@ class DecodeInstances:
             ResourceExhausted: There are too many joins.
         """
         if instance.incarnation in self._joins:
-            # The same life joins again: its old stream died on the way, and so have its sessions.
+            # The same life joins again, because its old stream was lost. Its sessions were lost, too.
             self.close(instance.incarnation, PeerUnreachable("the decode instance has joined again"))
         if len(self._joins) >= MAX_JOINS:
             raise ResourceExhausted(f"{len(self._joins)} decode instances have joined this prefill node, as many as it takes")
@@ -288,7 +288,7 @@ class DecodeInstances:
             prefill_address=prefill_address,
         )
         self._broadcast(AttachDecode(join=join.number, instance=instance, rank_addresses=rank_addresses))
-        self._joins[instance.incarnation] = join  # only now: a join that the ranks do not know would never end
+        self._joins[instance.incarnation] = join  # only now, because a join that the ranks do not know would never end
         outcomes: list[asyncio.Future[Any]] = [join.attached, join.lost]
         try:
             await asyncio.wait(outcomes, timeout=ATTACH_ALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)

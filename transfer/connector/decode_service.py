@@ -104,7 +104,7 @@ class DecodeService(SideService, pb_grpc.DecodeControlServicer):
 
     def on_rank_message(self, rank: int, message: Any) -> None:
         if not self._is_started:
-            return  # about strangers that have attached to a rank: no prefill node was joined before
+            return  # about unknown ranks that have attached: no prefill node was joined before
         if not self.requests.on_message(rank, message):
             raise LocalProtocolError(f"a connector's decode leader cannot serve {type(message).__name__}")
 

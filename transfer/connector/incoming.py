@@ -1,19 +1,19 @@
 """The attempts of a decode leader: one table for daemons and for engines that schedule by themselves.
 
-**Prompt and attempt.** A prompt is sent to one prefill node at a time. Each attempt has an id of its own, which the node and the
-ranks use (docs/adr/0012-a-transfer-id-for-each-try.md), so a late message finds its own attempt, or nothing. If an attempt
-fails, another one can follow: on the node that the prompt names, or on a node that the prompt was not sent to.
+**Prompt and attempt.** A prompt is sent to one prefill node at a time. Each attempt has its own id, which the node and the ranks
+use (docs/adr/0012-a-transfer-id-for-each-try.md). So a late message finds its own attempt, or nothing. If an attempt fails,
+another one can follow. It uses the node that the prompt names, or a node that the prompt was not sent to.
 
-**Stages.** An attempt is WAITING for a prefill node to join, then for that node to ask for room, then for the scheduler to give
-it. With room it is RECEIVING: every rank expects the KV. It is WHOLE when all ranks have the complete KV and the first token or
-note that the engine needs has come; then the prompt is settled. It is LEAVING when it is over but a rank still holds its pages.
-Then it is GONE.
+**Stages.** An attempt is WAITING for a prefill node to join, then for that node to ask for room, then for the scheduler's room.
+With room it is RECEIVING: every rank expects the KV. It is WHOLE when all ranks have the complete KV and the first token or note
+that the engine needs has come. Then the prompt is settled. It is LEAVING when it is over but a rank still holds its pages. Then
+it is GONE.
 
 **Room.** A prefill node asks for room in the stream of the prompt, or by `Reserve` if it is older, and the scheduler answers. It
 is asked again for a waiting attempt when room has changed, and after `ASK_AGAIN_S`.
 
-**End.** `give_up` ends a prompt, `fail` ends an attempt. If all attempts fill the same pages (`reuses_pages`), the next attempt
-and the end of the prompt wait until no rank writes for the failed one.
+**End.** `give_up` ends a prompt, `fail` ends an attempt. With `reuses_pages`, all attempts fill the same pages. Then the next
+attempt and the end of the prompt wait until no rank writes for the failed one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ RETRY_PAUSE_S: Final = 0.05
 """Pause before a prompt is sent to the same prefill node again."""
 
 REJOIN_S: Final = 5.0
-"""Limit of the wait for a node that had the prompt to join again. It comes back in a moment, or has died with the prompt."""
+"""Limit of the wait for a node that had the prompt to join again. It joins again within moments, or has died with the prompt."""
 
 PLACE_AFTER_S: Final = 0.1
 """Time from the first change of prefill nodes until waiting prompts are placed. Several nodes often come within milliseconds."""
@@ -108,7 +108,7 @@ class IncomingTransfers(Generic[PromptT]):
 
     Args:
         scheduler: Decides when a prompt has room, and receives reports of its end.
-        retries: How often a prompt may be sent to a prefill node again.
+        retries: Number of times that a prompt may be sent to a prefill node again.
         may_join: Whether a prompt may name a prefill node that is not known yet.
         name_attempt: Creates the id of an attempt from that of the prompt.
     """
@@ -470,7 +470,7 @@ class IncomingTransfers(Generic[PromptT]):
     def _go_on(self, attempt: Attempt[PromptT]) -> None:
         """Begin the attempt after a failed one, or end the prompt, once the pages may be used again."""
         if attempt.holding and self._scheduler.reuses_pages:
-            return  # `on_drained` goes on
+            return  # `on_drained` continues
         prompt, error = attempt.prompt, attempt.failure
         assert error is not None, "it has failed"
         if prompt.failure is None:
@@ -761,7 +761,7 @@ class IncomingTransfers(Generic[PromptT]):
         self.run_if_whole(attempt)
 
     def run_if_whole(self, attempt: Attempt[PromptT]) -> None:
-        """Settle the prompt only when every rank has the complete KV, and all data that goes with it has come."""
+        """Settle the prompt only when every rank has the complete KV, and all data that belongs to it has arrived."""
         is_receiving = attempt.stage is AttemptStage.RECEIVING
         if is_receiving and not attempt.receiving and not attempt.lacks and not self._scheduler.is_loading(attempt):
             attempt.stage = AttemptStage.WHOLE
@@ -775,7 +775,7 @@ class IncomingTransfers(Generic[PromptT]):
         if message.is_data_loss:
             self.fail(attempt, IntegrityError(f"decode rank {rank}: {message.reason}"))
             return
-        # A rank only sees that its writer gave up or went away. The prefill node's call is about to report the reason.
+        # A rank only sees that its writer gave up or is gone. The prefill node's call is about to report the reason.
         error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
         asyncio.get_running_loop().call_later(REASON_GRACE_S, self.fail, attempt, error)
 

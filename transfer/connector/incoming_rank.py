@@ -136,7 +136,7 @@ class IncomingRank:
     # Reports and end
 
     def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus."""
+        """Return the fields of the wire contract's RankStatus."""
         return self._sessions.status() | {"requests": len(self._incoming) + self._receiver.num_requests}
 
     @property

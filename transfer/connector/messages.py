@@ -1,6 +1,6 @@
 """Messages about sessions and prompts between a leader and its ranks.
 
-A *name* is the engine's own for a prompt. A *transfer* is one attempt to move its KV.
+A *name* is the engine's own name of a prompt. A *transfer* is one attempt to move its KV.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class LinkProbed:
 class PrefillRankLost:
     """The session with a rank of that prefill instance is closed, so no prompt can arrive complete from there.
 
-    The prefill leader may not know it: a frozen rank reports to nobody.
+    The prefill leader may not know it, because a frozen rank sends no report.
     """
 
     incarnation: int
@@ -233,7 +233,7 @@ class SettlePrompt:
     """The outcome of a prompt on all ranks, for their engine.
 
     Args:
-        failure: Why its KV did not come; empty if all of it is in the pools of all ranks.
+        failure: Why its KV did not arrive; empty if all of it is in the pools of all ranks.
         note: Note of the prefill side's engine.
     """
 

@@ -91,7 +91,7 @@ class OfferedPrompts(OutgoingTransfers):
         self._offered: dict[str, _Prompt] = {}  # by transfer id, until they are closed
         self._waiting: dict[str, set[asyncio.Future[_Prompt]]] = {}  # by transfer id: attempts whose prompt is not offered yet
         self._closed: OrderedDict[str, str] = OrderedDict()  # transfer id -> why it is closed
-        self._attempts: dict[Transfer, _Attempt] = {}  # of transfers that are not over
+        self._attempts: dict[Transfer, _Attempt] = {}  # attempts of transfers that are not over
 
     @property
     def num_prompts(self) -> int:
@@ -148,8 +148,8 @@ class OfferedPrompts(OutgoingTransfers):
     def pause(self, name: str) -> None:
         """Record that the engine takes the prompt's pages back. It computes the prompt again later, and calls `begin` then.
 
-        The current attempt ends. No room is asked for meanwhile: the decode side would keep pages for a prompt that waits for
-        pages itself, perhaps for those of prompts that wait for room on the decode side.
+        The current attempt ends. This side asks for no room meanwhile. Otherwise the decode side would keep pages for a prompt
+        that waits for pages itself. Those pages may belong to prompts that wait for room on the decode side.
         """
         prompt = self._prompts.get(name)
         if prompt is None or prompt.is_closed or prompt.finished.is_set():
@@ -261,7 +261,7 @@ class OfferedPrompts(OutgoingTransfers):
         )
 
     async def _begun_prompt(self, transfer: Transfer) -> _Prompt:
-        """As `_meet`, once the engine has begun to compute it. Also raise ResourceExhausted if that takes too long."""
+        """Return the prompt as `_meet` does, but once the engine has begun it. Raise ResourceExhausted if that takes too long."""
         try:
             async with asyncio.timeout(self._limits.meet_timeout_s):
                 prompt = await self._meet(transfer)

@@ -120,7 +120,7 @@ class OutgoingTransfers(ABC):
 
     @abstractmethod
     def _on_end(self, transfer: Transfer, error: TransferError | None) -> None:
-        """Handle the end of a transfer. None means that all of its KV has arrived; otherwise the ranks were told to cancel it."""
+        """Handle the end of a transfer. None means that all of its KV arrived; otherwise the ranks were asked to cancel it."""
 
     # Reports
 
@@ -136,7 +136,7 @@ class OutgoingTransfers(ABC):
 
     @property
     def num_running(self) -> int:
-        """Number of transfers that the ranks were told to send. Pages can be released while bytes are still in flight."""
+        """Number of transfers that the ranks were asked to send. Pages can be released while bytes are still in flight."""
         return sum(transfer.is_started for transfer in self._transfers.values())
 
     @property
@@ -322,7 +322,7 @@ class OutgoingTransfers(ABC):
     def _end(self, transfer: Transfer, error: TransferError) -> None:
         transfer.is_over = True
         if transfer.room is not None:
-            transfer.room.cancel()  # and with it the task that waits for it
+            transfer.room.cancel()  # this also ends the task that waits for it
         transfer.progress.put_nowait(error)
         self._on_outcome(outcome_of(error))
         self._on_given_up(error)

@@ -286,8 +286,8 @@ class _Source:
     transfers: set[str] = field(default_factory=set)  # attempts that may still read
     paused: list[asyncio.Future[None]] = field(default_factory=list)  # done when nothing reads
     wanted_from: int | None = None  # start token of the last question of a decode side
-    is_finished: bool = False  # by the engine
-    is_closed: bool = False  # by the leader
+    is_finished: bool = False  # the engine has finished it
+    is_closed: bool = False  # the leader has closed it
     is_idle: bool = False  # `PromptIdle` was sent; the leader counts each rank once
     is_free: bool = False  # idle on all ranks
     failure: str = ""

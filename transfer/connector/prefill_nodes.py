@@ -1,11 +1,11 @@
 """The prefill nodes that a decode side uses: keep each joined, and choose one for a prompt.
 
-**Join.** Each address has a task that joins its node, reads the events of the join, and joins again after a pause when the node
-is lost. A node is identified by its incarnation. If two addresses reach the same node, one peer is joined and the other is an
-*alias*, which waits until that join ends.
+**Join.** Each address has a task that joins its node and reads the events of the join. When the node is lost, the task joins
+again after a pause. A node is identified by its incarnation. If two addresses reach the same node, one peer is joined and the
+other is an *alias*, which waits until that join ends.
 
 **Names.** The settings, discovery (`use`) or a prompt (`add`) name an address. A node that discovery no longer names keeps its
-join until nothing is in flight there, but gets prompts only if no named node can take them. The last joined nodes stay until a
+join until nothing is in flight there. It gets prompts only if no named node can take them. The last joined nodes stay until a
 named one is joined: a directory that has lost its data must not stop a tier that works.
 
 **Choice.** Each peer has a circuit breaker (`transfer.breaker`), so that prompts go elsewhere for a while after the node was lost
@@ -55,10 +55,10 @@ from transfer.registry.security import Security
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
 REASON_GRACE_S = 0.2
-"""Wait for a prefill node's own reason for a loss. A decode rank, which only sees a link end, has a worse one."""
+"""Wait for a prefill node's own reason for a loss. It is more precise than that of a decode rank, which only sees a link end."""
 
 MAX_ADDED = 256
-"""Prefill nodes that prompts have named. Each is one more join that is kept, or retried forever."""
+"""Prefill nodes that prompts have named. Each costs one more join, which is kept or retried forever."""
 
 MAX_KNOWN = 2 * MAX_FOUND
 """Prefill nodes that discovery names or has named. Above it, unnamed nodes that are not joined are removed at once."""
@@ -190,7 +190,7 @@ class PrefillNodes:
         """
         known = {peer.address: peer for peer in self.peers}
         if addresses and not any(peer.unnamed_s is None and not peer.is_added for peer in self.peers):
-            # Discovery named no node until now. The first one that comes back must not cost the others their joins.
+            # Discovery named no node until now. The first node that is named again must not end the joins of the others.
             for peer in self.peers:
                 peer.unnamed_s = None
         for address in addresses:
@@ -230,7 +230,7 @@ class PrefillNodes:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def _may_go(self, peer: PrefillPeer) -> bool:
-        """Return whether nobody names or needs the peer any more. The last joined peers stay until a named one is joined."""
+        """Return whether the peer is no longer named or needed. The last joined peers stay until a named one is joined."""
         if peer.unnamed_s is None or self._clock() - peer.unnamed_s < self._config.discovery.grace_s:
             return False
         if peer.outstanding_tokens or peer.num_users:
@@ -418,7 +418,7 @@ class PrefillNodes:
                 peer.other = None
                 was_joined = peer.instance is not None
                 self._lose(peer, error)
-                if isinstance(error, LayoutError):  # somebody has to deploy the node differently, which takes a while
+                if isinstance(error, LayoutError):  # the node must be deployed differently first, which takes a while
                     peer.unfit.set()
                     backoff_s = MAX_BACKOFF_S
                 else:
@@ -448,7 +448,7 @@ class PrefillNodes:
                     peer.hurry.set()
 
     async def _join_once_or_report(self, peer: PrefillPeer) -> NoReturn:
-        """As `_join_once`. A bug, for example in reading the events of one node, must not prevent its next join."""
+        """Do as `_join_once`. Raise EngineError for a bug, so that it does not prevent the node's next join."""
         try:
             await self._join_once(peer)
         except (TransferError, _AlreadyJoined):
@@ -558,7 +558,7 @@ class PrefillNodes:
         """Leave an instance to which a decode rank has lost a link, and join it again.
 
         Only links of the join count: any process can attach in the name of a rank that does not exist, and go silent. If the
-        join ends by itself within `REASON_GRACE_S`, its own reason is the better one.
+        join ends by itself within `REASON_GRACE_S`, its own reason is reported, because it is more precise.
         """
         for peer in self.peers:
             if peer.instance is None or peer.instance.incarnation != incarnation or peer.broken is None:
@@ -574,7 +574,7 @@ class PrefillNodes:
             _log_failed_join(peer, error)
             return
         log.warning("prefill_node_lost", address=peer.address, reason=peer.reason)
-        if not is_leaving:  # a node that drained before it went has failed nobody
+        if not is_leaving:  # a node that drained before it left has failed no prompt
             with self._watching_breaker(peer, peer.reason):
                 peer.breaker.lose()
         self._hurry(peer)

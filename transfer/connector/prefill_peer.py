@@ -33,7 +33,7 @@ JOIN_TIMEOUT_S: Final = 60.0
 """Limit for the first event of a join. Before it, every rank attaches and probes its links."""
 
 LONG_PROMPT_TOKENS: Final = 8192
-"""Prompts of at least this length are encoded one in a turn of the loop: 131,072 tokens take 3 ms, and many can start at once."""
+"""Prompts of at least this length are encoded one per turn of the loop. 131,072 tokens take 3 ms, and many can start at once."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,24 +49,24 @@ class PrefillPeer:
     vocab_size: int  # ids of first tokens are below it
     breaker_reason: str = ""  # why the breaker opened last; empty once it is closed
     state: str = "joining"
-    reason: str = "not tried yet"  # for the state
+    reason: str = "not tried yet"  # reason of the state
     instance: Instance | None = None  # while it is joined
     links: list[Link] = field(default_factory=list)
     plan: ChunkPlan | None = None  # how prompts are divided, as last received; None while it is not joined
     largest_piece_bytes: int = 0  # most bytes of a chunk of `plan` that one rank sends to another
-    outstanding_tokens: int = 0  # of prompts that this decode side has sent it
-    others_tokens: int | None = None  # of prompts of other decode sides, as last received; None means unknown
+    outstanding_tokens: int = 0  # tokens of this decode side's prompts whose calls have not ended
+    others_tokens: int | None = None  # tokens of other decode sides' prompts, as last received; None means unknown
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it, or the node that it is an alias of, is joined
     unfit: asyncio.Event = field(default_factory=asyncio.Event)  # set while the node cannot be joined as it is deployed
     broken: asyncio.Future[str] | None = None  # while it is joined: done, with the reason, when a link to it is lost
     over: asyncio.Future[None] | None = None  # while it is joined: done when it no longer is
-    log_limiter: LogRateLimiter = field(default_factory=LogRateLimiter)  # of failed joins since it was joined
+    log_limiter: LogRateLimiter = field(default_factory=LogRateLimiter)  # limits the log of failed joins since it was joined
     joining: asyncio.Task[None] | None = None  # keeps it joined
     hurry: asyncio.Event = field(default_factory=asyncio.Event)  # set to end the pause before the next join
-    is_added: bool = False  # by a request, not by the settings or discovery
+    is_added: bool = False  # named by a request, not by the settings or discovery
     num_users: int = 0  # prompts that wait for it, joined or not
     unnamed_s: float | None = None  # time from which discovery no longer names it
-    other: PrefillPeer | None = None  # of an alias: the peer by which its node is joined
+    other: PrefillPeer | None = None  # for an alias, the peer by which its node is joined
     alias_of: int = 0  # life of the node that it was last logged as an alias of
     last_incarnation: int = 0  # life of the node that was last found at this address
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one turn by each call with a long prompt
@@ -210,7 +210,7 @@ class PrefillPeer:
         finally:
             call.cancel()
             if room is not None:
-                room.cancel()  # gRPC goes on to wait for the next message of a call that has ended
+                room.cancel()  # gRPC still waits for the next message of a call that has ended
 
     async def give_up(self, engine_request: str, reason: str) -> bool:
         """Tell the node that the prompt of that name is not wanted any more. Return False if the node was not reached."""

@@ -22,16 +22,16 @@ from typing import Final
 
 BLOCK_TOKENS: Final = 128
 MAX_BLOCKS_OF_A_PROMPT: Final = 512
-"""65,536 tokens. Tokens that two prompts share after them do not matter."""
+"""Equals 65,536 tokens. Tokens that two prompts share after them do not matter."""
 
 MAX_BLOCKS: Final = 1 << 16
-"""Blocks that are remembered over all nodes: some 16 MiB, and 8 million tokens of prompts that share nothing."""
+"""Blocks that are remembered over all nodes. They take some 16 MiB, and hold 8 million tokens of prompts that share nothing."""
 
 MAX_HOLDERS: Final = 4
-"""Nodes that are remembered for a block, the newest ones."""
+"""Newest nodes that are remembered for a block."""
 
 MAX_TOLD_TOKENS: Final = (1 << 32) - 1
-"""Most tokens that a node can report of others' prompts. A larger number counts as no report."""
+"""Maximum tokens that a node can report of others' prompts. A larger number counts as no report."""
 
 _HASH_BYTES: Final = 16
 _64_BITS: Final = (1 << 64) - 1
@@ -90,8 +90,9 @@ def _place_in_order(chooser: int, incarnation: int) -> int:
 class PrefixMemory:
     """Remember the beginnings of prompts that were sent to each life lately, in whole blocks of `BLOCK_TOKENS`.
 
-    The key of a block is a hash of the salt and of all tokens up to its end, so prompts of another salt find nothing, as in the
-    store. At most `max_blocks` are kept. The least recently sent are removed first, and of one prompt the last ones.
+    The key of a block is a hash of the salt and of all tokens up to its end. So prompts of another salt find nothing, as in the
+    store. At most `max_blocks` are kept. The least recently sent blocks are removed first. Within one prompt, the last blocks are
+    removed first.
     """
 
     def __init__(self, *, max_blocks: int = MAX_BLOCKS) -> None:

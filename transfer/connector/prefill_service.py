@@ -102,7 +102,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine's pages are all its own."""
+        """Whether no page of the engine is kept for a transfer."""
         return not self.requests.num_prompts and not self.requests.num_transfers
 
     # Implementation of `Side`
@@ -128,7 +128,7 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
             self._registration.want(is_serving)
 
     def abort(self, request_id: str, reason: str) -> bool:
-        """Give up also the prompt itself, by the id that its engine and a decode side know, so that nobody keeps it any more."""
+        """Give up the prompt itself, too, by the id that its engine and a decode side know. Then neither keeps it any more."""
         found = super().abort(request_id, reason)
         return (1 <= len(request_id) <= MAX_ID_CHARS and self.requests.decline(request_id, reason)) or found
 

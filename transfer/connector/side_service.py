@@ -58,7 +58,7 @@ class Requests(Protocol):
 
 
 class DrainReason(StrEnum):
-    """Reason of a drain. Each is withdrawn separately: the drain of an operator goes on after a change of role."""
+    """Reason of a drain. Each is withdrawn separately: the drain of an operator continues after a change of role."""
 
     OPERATOR = "operator"  # also the signal that ends the node
     SWITCH = "switch"  # a change of role
