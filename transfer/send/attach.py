@@ -110,7 +110,7 @@ class DecodeSessions:
         self._open: dict[int, _Open] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past_acks = 0
-        self._keys = new_key_pair()  # of this life, for every session
+        self._keys = new_key_pair()  # keys of this life, for every session
         scratch = StagingBuffer(num_bytes=context.transport_config.probe_bytes, device=context.device)
         self._scratch = context.transport.register(scratch.tensor)
         self._probe_turn = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
@@ -218,7 +218,7 @@ class DecodeSessions:
                 incarnation=peer.instance.incarnation,
                 ring_capacity_bytes=answer.ring_capacity_bytes,
             )
-            undo.pop_all()  # from now on the session's end closes all of it
+            undo.pop_all()  # from now on the end of the session closes all its parts
         async with self._probe_turn:
             probe = await probe_link(
                 self._sender.driver,
@@ -305,7 +305,7 @@ class DecodeSessions:
                 self._sender.close_session(number, reason)
 
     def _on_session_closed(self, number: int, reason: str) -> None:
-        """The sender has closed a session. The instance is of no use without it."""
+        """End all sessions with an instance after the sender closed one: the instance is of no use without it."""
         session = self._open.pop(number, None)
         if session is None:
             return
@@ -329,8 +329,8 @@ class DecodeSessions:
 async def _close_and_collect(client: TransferControlClient) -> None:
     """Close the client and its connection now.
 
-    gRPC's objects of a call that was cut off reference each other and the connection until a collection, which an idle rank may
-    not need for hours. The collection takes a millisecond or two, because objects from before the rank was ready are frozen
+    After a call was interrupted, gRPC's objects reference each other and the connection until a garbage collection. An idle rank
+    may need none for hours. The collection takes a millisecond or two, because objects from before the rank was ready are frozen
     (`node_runtime.process_setup`).
     """
     await client.close()

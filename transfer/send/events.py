@@ -143,7 +143,7 @@ class StartGather:
     """Gather the piece after `event`, and answer with `GatherFinished`. `credit_wait_s` is for the metrics.
 
     The piece goes into the slot. On a direct session it goes into the grant, all of it before the answer, and `slot` only names
-    the gather. If a direct session is closed, nothing is gathered, and the answer comes all the same.
+    the gather. If a direct session is closed, nothing is gathered, but the answer still follows.
     """
 
     piece: SenderPiece
@@ -163,7 +163,7 @@ class StartWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decline:
-    """Tell the transport that nothing will come for the key."""
+    """Notify the transport that no write will follow for the key."""
 
     session: int
     key: int

@@ -1,7 +1,7 @@
 """Drive a `Sender`: carry out its actions with a pool, staging memory and open sessions, and report the outcomes.
 
-An engine needs a pool and a `SenderLoop` to send KV: it starts a request, reports computed chunks, and hears when its pages are
-free and when the request has arrived. The loop belongs to one asyncio loop. Gathers run on a copy queue beside it.
+To send KV, an engine needs a pool and a `SenderLoop`. It starts a request and reports computed chunks. It gets reports when its
+pages are free and when the request has arrived. The loop belongs to one asyncio loop. Gathers run on a copy queue beside it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ log = structlog.get_logger(__name__)
 
 
 class SenderOwner(Protocol):
-    """What a `SenderLoop` reports to the part that runs the engine."""
+    """The part that runs the engine. A `SenderLoop` asks it for page tables, and reports to it."""
 
     def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
         """Return the request's page table in each group of layers so far, from token 0 on."""
         ...
 
     def on_source_released(self, request_id: str) -> None:
-        """No gather will read the request's pages any more."""
+        """Handle the release of a request's pages: no gather will read them any more."""
         ...
 
     def on_sent(self, request_id: str, stats: SentStats) -> None: ...
@@ -88,7 +88,7 @@ class SenderLoop:
         self._sender = Sender(settings, incarnation=context.instance.incarnation)
         self._metrics = context.metrics
         self._tracer = context.tracer
-        self._spans: dict[str, Span] = {}  # of traced requests
+        self._spans: dict[str, Span] = {}  # spans of traced requests
         self.driver = SessionDriver(loop)
         self._queue = open_copy_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
@@ -172,14 +172,14 @@ class SenderLoop:
         self._pump.feed(opened)
 
     def close_session(self, number: int, reason: str) -> None:
-        """End a session: its transport first, so that nothing more of it begins when the protocol hears of the end."""
+        """End a session: its transport first, so that no further write begins when the protocol learns of the end."""
         peer = self._peers.pop(number, None)
         if peer is None:
             return
         self.driver.remove(peer.session)
         self._metrics.link_closed(number)
         self._queue.forget(number)
-        peer.session.close()  # tells the peer behind gathers that are under way into its ring; nothing here waits for them
+        peer.session.close()  # notifies the peer after the gathers under way into its ring; nothing here waits for them
         peer.control.close()
         self._pump.feed(protocol.SenderSessionLost(session=number, reason=reason))
         self._on_session_closed(number, reason)
@@ -267,7 +267,7 @@ class SenderLoop:
     def _gather(self, action: protocol.StartGather) -> None:
         out = self._gather_target(action)
         if out is None:
-            # Its loss is on its way to the protocol, which waits for the end of what it has started.
+            # The protocol is about to learn of the lost session. It waits for the end of each gather that it started.
             self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=0))
             return
         piece, session = action.piece, action.piece.session
@@ -321,7 +321,7 @@ class SenderLoop:
         number, num_bytes, grant = action.piece.session, action.piece.num_bytes, action.piece.granted
         peer = self._peers.get(number)
         if peer is None:
-            return  # its loss is on its way to the protocol
+            return  # the protocol is about to learn of the lost session
         begin = action.slot * self._slot_bytes
         offset = grant.begin % peer.ring_capacity_bytes
         started = time.monotonic()

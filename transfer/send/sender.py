@@ -21,10 +21,9 @@ The stages of a piece::
 - ASKED. `_ask` requests the next grants of a route. At most `grants_ahead` pieces of a route are between ASKED and RELEASED, so
   one request cannot fill a ring.
 - GRANTED. The piece has bytes of the ring, but an older grant may still use them.
-- GATHERING. A gather begins when three conditions hold: the chunk is computed, the `RingView` shows the bytes as released (rule
-  2), and a staging slot is free. The slot comes last. A slot that is held by a piece that waits for the ring could be the slot
-  that the older piece needs, for which the ring waits (docs/adr/0010). A direct session needs no slot: its gathers store into the
-  ring.
+- GATHERING. A gather begins when three conditions hold: the chunk is computed, the `RingView` shows its bytes as released (rule
+  2), and a slot is free. The slot comes last. Otherwise a piece that waits for the ring could hold the slot that an older piece
+  needs. The ring may wait for that older piece (docs/adr/0010). A direct session needs no slot: its gathers store into the ring.
 - WRITING, WRITTEN. One write carries the slot. Then `ChunkReady` is sent. On a direct session the gather is the write, and at
   most `MAX_DIRECT_GATHERS` are under way.
 - RELEASED. A watermark shows that the decode rank has copied the bytes into its pool. The slot is kept until then, because a
@@ -43,10 +42,10 @@ settle. Then every route whose session is open reports `WriterDrained`, and the 
 session is lost, its transport is closed already, so only its gathers are waited for.
 
 `SourceReleased` comes when the last gather is done. With a direct session it comes when the last grant is released, because a
-rejected piece is gathered again, or after a failure when no gather is under way.
+rejected piece is gathered again. After a failure it comes when no gather is under way.
 
-Sessions take turns for slots (`_begin_ready_pieces`). The last free slot is kept for a session that has grants and no slot, so
-that a peer that releases nothing cannot stop the others.
+Sessions take turns for slots (`_begin_ready_pieces`). The last free slot is kept for a session that has grants and no slot. So a
+peer that releases nothing cannot stop the others.
 
 No event visits all pieces of a request, which can be tens of thousands. Grants that wait for ring bytes are indexed by the
 position that blocks them (`transfer.ring_index`).
@@ -102,9 +101,9 @@ from transfer.send.events import (
 from transfer.send.state import SenderPiece, SenderRequest, SenderRoute, SenderStage, SessionState, StagingSlots
 
 MAX_DIRECT_GATHERS = 64
-"""Per session. All of them may be queued behind one event, and a launch into a full queue (some 1000 entries) blocks the loop."""
+"""Per session. All may be queued behind one event, and a launch into a full queue (some 1000 entries) blocks the loop."""
 
-MAX_SPENT_KEYS = 4096  # of one session; an honest ring has far fewer unreleased grants
+MAX_SPENT_KEYS = 4096  # limit of one session; an honest ring has far fewer unreleased grants
 
 
 class Sender:
@@ -252,7 +251,7 @@ class Sender:
         self._note_free(event.session, session)
 
     def _release(self, piece: SenderPiece) -> None:
-        """The peer has taken over the piece: free its slot, and end the request after its last piece."""
+        """Free the slot of a piece that the peer has taken over, and end the request after its last piece."""
         request = piece.sending
         self._slots.free(piece)
         self._let_go(piece)
@@ -323,12 +322,12 @@ class Sender:
         self._note_free(piece.session, session)
 
     def _note_free(self, number: int, session: SessionState) -> None:
-        """Some waiting grants of the session may have become writable, or must be looked at."""
+        """Queue the session for a look if waiting grants may have become writable, or must be looked at."""
         if session.waiting.has_free or session.waiting.has_later:
             self._eager[number] = session
 
     def _begin_ready_pieces(self) -> None:
-        """Begin the pieces whose grants are writable: at once on direct sessions, else as free slots allow, by turns.
+        """Begin the pieces whose grants are writable: at once on direct sessions, otherwise as free slots allow, in turn.
 
         A slot goes only to a writable grant. If a waiting grant held it, the older grant that it waits for could lack it (rule 2,
         docs/adr/0010).
@@ -409,7 +408,7 @@ class Sender:
         self._actions.append(StartWrite(piece=piece, slot=piece.slot, key=grant_key(piece.granted.begin, piece.attempt)))
 
     def _on_written(self, piece: SenderPiece) -> None:
-        """The piece's bytes lie in its grant: `WriteFinished`, or on a direct session `GatherFinished`."""
+        """Record that the piece's bytes lie in its grant: `WriteFinished`, or on a direct session `GatherFinished`."""
         request, grant = piece.sending, piece.granted
         request.writes += 1
         request.num_bytes += piece.num_bytes
@@ -601,7 +600,7 @@ class Sender:
             self._actions.append(Decline(session=number, key=key))
 
     def _finish_failed(self, request: SenderRequest) -> None:
-        """After a step of a failed request: report what has drained, and forget the request when all has (rule 9)."""
+        """Release the source after the last gather. If nothing is under way, report and forget the request (rule 9)."""
         under_way = request.outstanding()
         if not any(piece.stage is SenderStage.GATHERING for piece in under_way):
             self._release_source(request)

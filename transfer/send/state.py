@@ -213,12 +213,12 @@ class SessionState:
         return begin in self.held or self._is_spent(begin)
 
     def add_written(self, piece: SenderPiece) -> None:
-        """The piece was written, and its grant is not released yet."""
+        """Record a piece that was written and whose grant is not released yet."""
         self.written[piece] = None
         self._watched.add(piece.granted.end - 1, piece)
 
     def discard_written(self, piece: SenderPiece) -> None:
-        """The piece is written again, or was given up. No-op for a piece that was not written."""
+        """Remove a piece that is written again or was given up. No-op for a piece that was not written."""
         if piece in self.written:
             del self.written[piece]
             self._watched.remove(piece.granted.end - 1, piece)
