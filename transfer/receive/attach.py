@@ -91,7 +91,7 @@ def open_receiving(
     scratch = None if memory.scratch is None else context.transport.register(memory.scratch.tensor)
     control = ZmqControlServer(
         f"tcp://{host_port(server.host, 0)}",
-        keys=new_key_pair(),  # of this life
+        keys=new_key_pair(),  # keys of this life
         advertise_host=server.advertised_host,
         max_payload_bytes=MAX_MESSAGE_BYTES,
     )
@@ -113,7 +113,7 @@ class Writer:
 
     instance: Instance
     rank: int
-    routes: tuple[Route, ...]  # from all ranks of its instance to this rank
+    routes: tuple[Route, ...]  # routes from all ranks of its instance to this rank
     lane: str
     digest: str  # algorithm of payload digests
     scales: Mapping[tuple[int, bool], float] | None
@@ -219,7 +219,7 @@ class PrefillSessions:
         )
 
     def forget_prefill(self, incarnation: int, reason: str) -> None:
-        """The prefill instance is gone: end its sessions."""
+        """End the sessions of a prefill instance that is gone."""
         for number, writer in list(self._writers.items()):
             if writer.instance.incarnation == incarnation:
                 self._receiver.close_session(number, reason)
@@ -236,7 +236,7 @@ class PrefillSessions:
 
     @property
     def num_strangers(self) -> int:
-        """Messages that the control channel itself dropped."""
+        """Number of messages that the control channel itself dropped."""
         return self._control.num_dropped
 
     def status(self) -> dict[str, Any]:

@@ -142,8 +142,8 @@ class PublishWatermark:
     """The ring's state has changed.
 
     Args:
-        sessions: Sessions to which that is news: a grant of theirs was released, or may be written now. Others can hear of it
-            with their next heartbeat. None means all sessions.
+        sessions: Sessions that the change concerns: a grant of theirs was released, or may be written now. Others can get it with
+            their next heartbeat. None means all sessions.
     """
 
     sessions: frozenset[int] | None
@@ -174,7 +174,7 @@ class IncomingDrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkBroken:
-    """A chunk's bytes did not have their digest. Counted."""
+    """The digest of a chunk's bytes differs. Counted."""
 
     session: int
     request_id: str

@@ -1,7 +1,7 @@
 """Drive a `Receiver`: carry out its actions with a ring, a pool and open sessions, and report the outcomes.
 
-An engine needs a pool and a `ReceiverLoop` to receive KV: it expects a request, and hears when the request is whole or why it
-failed. The loop belongs to one asyncio loop. Scatters run on a copy queue beside it.
+To receive KV, an engine needs a pool and a `ReceiverLoop`. It expects a request, and gets a report when the request is whole or
+has failed. The loop belongs to one asyncio loop. Scatters run on a copy queue beside it.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ Publish = Callable[[Watermark, frozenset[int] | None], None]
 
 
 class ReceiverOwner(Protocol):
-    """What a `ReceiverLoop` reports to, and asks, the part that runs the engine."""
+    """The part that runs the engine. A `ReceiverLoop` asks it for page tables, and reports to it."""
 
     def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
         """Bind missing pages, and return the request's page table in each group of layers for tokens [0, num_tokens)."""
         ...
 
     def on_complete(self, request_id: str) -> None:
-        """The KV of the whole prompt is in the pool."""
+        """Handle a complete request: the KV of the whole prompt is in the pool."""
         ...
 
     def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None: ...
 
     def on_drained(self, request_id: str) -> None:
-        """After a failure or a cancel: nothing writes into the request's pages any more."""
+        """Handle the end of a failed or cancelled request: nothing writes into its pages any more."""
         ...
 
 
 class HostArrivals(Protocol):
-    """Where part of a prompt goes to host memory, because the device has no room for all of it."""
+    """Decides which part of a prompt goes to host memory, because the device has no room for all of it."""
 
     @property
     def copier(self) -> PieceCopier:
@@ -109,7 +109,7 @@ class ReceiverLoop:
         self._control = control
         self._metrics = metrics = context.metrics
         self._tracer = context.tracer
-        self._spans: dict[str, Span] = {}  # of traced requests
+        self._spans: dict[str, Span] = {}  # spans of traced requests
         self.ring = StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=context.instance.incarnation)
         self._receiver = Receiver(ReceiverSettings(is_one_sided=transport.is_one_sided), self.ring)
         metrics.watch_ring(self.ring)
@@ -198,7 +198,7 @@ class ReceiverLoop:
             control_key: The writer's public key on the control plane, if that has keys.
 
         Raises:
-            LocalProtocolError: `watch_sessions` was not called, so writers would never hear of free bytes.
+            LocalProtocolError: `watch_sessions` was not called, so writers would never learn of free bytes.
         """
         if self._publish is None:
             raise LocalProtocolError("a session is opened before watch_sessions() has set who publishes the watermark")
@@ -302,7 +302,7 @@ class ReceiverLoop:
         piece, grant = action.piece, action.piece.grant
         session = self._sessions.get(piece.session)
         if session is None:
-            return  # its loss is on its way to the protocol
+            return  # the protocol is about to learn of the lost session
         offset = grant.begin % self.ring.capacity_bytes
         handle = session.expect(self.memory, ByteRange(begin=offset, end=offset + piece.num_bytes), action.key)
 
@@ -317,7 +317,7 @@ class ReceiverLoop:
     def _forget(self, request_id: str) -> None:
         """Forget a request. No copy of it is queued, and none will be."""
         if self._spans and (span := self._spans.pop(request_id, None)) is not None:
-            span.end()  # unless what failed it has ended it
+            span.end()  # no-op if the failure has ended it
         del self._requests[request_id]
         self._prepared.pop(request_id, None)
         self.copier.forget(request_id)

@@ -107,7 +107,7 @@ class Receiver:
         self._lost: set[int] = set()  # closed sessions whose writers may still write
         self._requests: dict[str, ReceiverRequest] = {}
         self._live: dict[int, ReceiverPiece] = {}  # by grant.begin
-        # Those of them that are not writable yet.
+        # The pieces of `_live` whose grants are not writable yet.
         self._waiting: WaitingGrants[Grant, ReceiverPiece] = WaitingGrants(ring.blocker_of, lambda: ring.num_steps)
         self._actions: list[Action] = []
         self._now_s = 0.0
@@ -235,7 +235,7 @@ class Receiver:
 
     def _ask_to_drain(self, request: ReceiverRequest, route: ReceiverRoute) -> None:
         if route.is_drained or route.session not in self._sessions:
-            return  # nobody is left to ask
+            return  # no writer is left to ask
         route.asked_s = self._now_s
         message = AbortTransfer(
             incarnation=self.ring.incarnation,
@@ -254,7 +254,7 @@ class Receiver:
         for piece in pieces:
             route = request.routes[piece.route.index]
             # On a live two-sided session every key is received once and written or declined once, even if the receive is posted
-            # later. Otherwise a decline without a receive would stay in the transport for ever.
+            # later. Otherwise a decline without a receive would stay in the transport forever.
             is_over = piece.is_settled or self._settings.is_one_sided or piece.session not in self._sessions
             if piece.stage is ReceiverStage.GRANTED and route.is_drained and is_over:
                 self._release(piece)
@@ -298,7 +298,7 @@ class Receiver:
                 self._settle(request, [piece for route in mine for piece in route.pieces.values()])
 
     def _on_session_over(self, session: int) -> None:
-        """The writer is gone for good: the bytes that it could still write go back to the ring."""
+        """Release the bytes that the writer of a lost session could still write. It writes no more."""
         if session not in self._lost:
             raise LocalProtocolError(f"session {session:#x} is over, but it was not lost, or was over before")
         self._lost.remove(session)
@@ -346,7 +346,7 @@ class Receiver:
     def _problem_of(self, request: ReceiverRequest, route: ReceiverRoute, message: GrantRequest) -> str | None:
         """Return why the grant request cannot be served as a whole, or None."""
         count = len(route.pieces) + sum(route.grant_of(wanted.chunk) is None for wanted in message.chunks)
-        if count > MAX_CHUNKS_PER_MESSAGE:  # which no writer's grants_ahead can exceed
+        if count > MAX_CHUNKS_PER_MESSAGE:  # the upper bound of grants_ahead of any writer
             return (
                 f"request {message.request_id} would have {count} unreleased grants on route {message.route}; "
                 f"there can be {MAX_CHUNKS_PER_MESSAGE}"
@@ -439,7 +439,7 @@ class Receiver:
         elif (message.begin, message.num_bytes) != (granted.begin, route.expected.size_of(message.chunk)):
             self._drop(session, "wrong_grant")
         elif (piece := route.pieces.get(message.chunk)) is None:
-            self._drop(session, "repeated")  # and released since
+            self._drop(session, "repeated")  # the grant was released meanwhile
         elif piece.stage is ReceiverStage.GRANTED and message.attempt < piece.attempt and piece.receiving.failure is None:
             self._reject(piece, "said again, because the rejection was not heard")
         elif piece.stage is not ReceiverStage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
@@ -449,7 +449,7 @@ class Receiver:
             self._scatter_if_here(piece)
 
     def _scatter_if_here(self, piece: ReceiverPiece) -> None:
-        """Scatter once the writer says that it wrote and, on a two-sided transport, the receive has ended."""
+        """Scatter once the writer has reported its write and, on a two-sided transport, the receive has ended."""
         if piece.ready is None or not (self._settings.is_one_sided or piece.is_settled):
             return
         if not self._settings.is_one_sided and piece.received_bytes != piece.num_bytes:
@@ -484,7 +484,7 @@ class Receiver:
     def _on_receive_settled(self, event: ReceiveSettled) -> None:
         piece = self._live.get(event.grant.begin)
         if piece is None:
-            return  # its session was lost, and the grant released, first
+            return  # its session was lost before, and the grant was released
         piece.is_settled, piece.received_bytes = True, event.num_bytes
         if piece.receiving.failure is not None:
             self._settle(piece.receiving, [piece])
@@ -517,7 +517,7 @@ class Receiver:
             self._complete(request)
 
     def _on_broken(self, piece: ReceiverPiece, reason: str) -> None:
-        """The bytes that arrived are not those that were sent: ask for them once more."""
+        """Ask for a piece once more whose bytes arrived broken, or fail the request after the last attempt."""
         request = piece.receiving
         if piece.session in self._sessions:  # else the bytes may be incomplete or unchecked
             self._actions.append(ChunkBroken(session=piece.session, request_id=request.request_id))
@@ -565,7 +565,7 @@ class Receiver:
                     self._ask_to_drain(request, route)
 
     def _remind(self, request: ReceiverRequest, route: ReceiverRoute) -> None:
-        """Repeat messages that a drained writer may have lost, so that it declines what it has not written."""
+        """Repeat messages that a drained writer may have lost, so that it declines the grants that it has not written."""
         waiting = [piece for piece in route.pieces.values() if piece.stage is ReceiverStage.GRANTED]
         route.asked_s = self._now_s
         for piece in waiting:

@@ -1,4 +1,4 @@
-"""The state of a `Receiver`: the expected pieces of each request, and how far each has come. The `Receiver` decides."""
+"""The state of a `Receiver`: the expected pieces of each request, and the progress of each. The `Receiver` decides."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class ReceiverRoute:
     session: int
     expected: Pieces
     pieces: dict[int, ReceiverPiece] = field(default_factory=dict)  # by chunk index, as below: granted and not released
-    # Grants of released pieces, for repeated messages. Nothing else of them is kept: a long prompt has thousands, and the
-    # garbage collector and each step of a failed request would visit them all.
+    # Grants of released pieces, for repeated messages. Nothing else of them is kept. A long prompt has thousands, and the garbage
+    # collector and each step of a failed request would visit them all.
     released: dict[int, Grant] = field(default_factory=dict)
     scattered: set[int] = field(default_factory=set)  # released pieces whose KV is in the pool
-    is_drained: bool = False  # the writer reported, or its session's end proves, that nothing more will come
+    is_drained: bool = False  # the writer reported, or its session's end proves, that no more bytes will arrive
     asked_s: float = 0.0  # when the abort was last sent
 
     def grant_of(self, chunk: int) -> Grant | None:
