@@ -1,27 +1,27 @@
 """The data plane's interface: bytes only, nothing of KV.
 
 One `Session` joins a writer (a prefill rank) and a target (a decode rank). In a *one-sided* transport, a write lands without the
-target's help. In a *two-sided* transport, a write lands only in a receive that the target has posted under the same key, so
-even a wrong writer cannot land early. One owner thread drives a session, and nothing blocks: an operation returns a handle,
+target's help. In a *two-sided* transport, a write lands only in a receive that the target has posted under the same key. So even
+a wrong writer cannot land early. One owner thread drives a session, and nothing blocks. An operation returns a handle,
 `Session.progress()` moves the session forward, and the handle's `poll()` returns the result.
 
-Completion. A completed write says that the source may be reused. A completed receive says that it has settled. Neither proves
+Completion. A completed write means that the source may be reused. A completed receive means that it has settled. Neither proves
 integrity or that the peer lives. A lane without peer-failure detection can settle a receive without an error although the sender
-died in the middle (seen with UCX shared memory and a SIGKILLed sender), and a write can complete before its bytes are visible. So
-a receiver accepts bytes only with the writer's `ChunkReady` and an equal digest. A transport does promise that a receive
-touches no byte outside its range, none before it is expected, none after it was declined, and none after `close()`. A message
-of an unexpected length fails its receive; the bytes of that range are then undefined.
+died in the middle. This was seen with UCX shared memory and a SIGKILLed sender. A write can complete before its bytes are
+visible. So a receiver accepts bytes only with the writer's `ChunkReady` and an equal digest. A transport guarantees that a
+receive touches no byte outside its range. It touches none before it is expected, after it was declined, or after `close()`. A
+message of an unexpected length fails its receive; the bytes of that range are then undefined.
 
 A lost peer. If the data plane detects it, every pending handle and every later one raise `WriteFailed`. If not, handles stay
 pending until the owner closes the session. Deadlines and heartbeats belong to the owner.
 
-Proof of death. When `Session.close()` has returned, no byte of that peer can land in any memory of this process any more, and
-every unfinished handle of the session raises `TransportClosed`. The ring relies on exactly that to end a quarantine. If the
-target cannot take the writer's access away, `Session.is_over` reports its end after `close()`. The proof covers bytes that land
-*here*. The peer can still read a source range until its own side is closed. So a writer that closes and reuses its source can
-damage the bytes of a transfer, which the digest detects, but never another transfer's memory.
+Proof of death. When `Session.close()` has returned, no byte of that peer can land in any memory of this process any more. Every
+unfinished handle of the session raises `TransportClosed`. The ring relies on exactly that to end a quarantine. If the target
+cannot take the writer's access away, `Session.is_over` reports its end after `close()`. The proof covers bytes that land *here*.
+The peer can still read a source range until its own side is closed. So a writer that closes and reuses its source can damage the
+bytes of a transfer, which the digest detects, but never another transfer's memory.
 
-On two-sided transports bytes also travel from the target to the writer, which the link probe needs: either end can `expect` in
+On two-sided transports, bytes also travel from the target to the writer, which the link probe needs. Either end can `expect` in
 its own memory and `write` to the other. The keys of the two directions are independent.
 """
 
@@ -33,13 +33,13 @@ from typing import Any, Protocol
 from transfer.errors import ConfigError, LocalProtocolError
 
 MAX_KEY = 2**62 - 1
-"""The largest key that every transport can carry: a UCX tag has 64 bits, and two of them are the kind of message."""
+"""Largest key that every transport can carry. A UCX tag has 64 bits, and two of them are the kind of message."""
 
 REGION_ALIGNMENT_BYTES = 4096
 """Alignment of registered memory and of staging slots: a page of host memory, the unit of registration and zero-copy sends."""
 
 FIRST_PROBE_KEY = 2**61
-"""Keys from here to `MAX_KEY` belong to the link probe; grants use keys below."""
+"""First key of the link probe, which uses keys up to `MAX_KEY`. Grants use the keys below."""
 
 
 def check_key(key: int) -> None:
@@ -76,13 +76,13 @@ class DirectMemory(Protocol):
 
     @property
     def device_index(self) -> int:
-        """The device whose kernels may use the address, not the one that the memory lies on."""
+        """The device whose kernels may use the address. The memory may lie on another one."""
         ...
 
     def data_ptr(self) -> int: ...
 
     def numel(self) -> int:
-        """Bytes."""
+        """Return the number of bytes."""
         ...
 
 
@@ -100,7 +100,7 @@ class Handle(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of a receive: bytes that arrived; 0 if the writer declined. Valid once `poll()` returned True."""
+        """Bytes that arrived in a receive; 0 if the writer declined. Valid once `poll()` returned True."""
         ...
 
 
@@ -109,12 +109,12 @@ class Session(Protocol):
 
     @property
     def lane(self) -> str:
-        """What carries the bytes, for people (for example ``ucx/shm`` or ``ucx/net``)."""
+        """Name of the path that carries the bytes, for people (for example ``ucx/shm`` or ``ucx/net``)."""
         ...
 
     @property
     def obstacle(self) -> str:
-        """At the target's end: why two processes of one machine go over the network. Empty if they do not, or are set to."""
+        """Reason, at the target's end, why two processes of one machine use the network. Empty if they do not, or are set to."""
         ...
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> Handle:
@@ -131,7 +131,7 @@ class Session(Protocol):
         ...
 
     def decline(self, key: int) -> Handle:
-        """Tell a two-sided target that nothing will come for `key`; its receive settles with 0 bytes, its memory untouched.
+        """Notify a two-sided target that no write follows for `key`. Its receive settles with 0 bytes and does not touch memory.
 
         On a one-sided transport the handle is settled at once.
         """
@@ -177,10 +177,11 @@ class Session(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """After `close()`: whether it is proven that nothing of the peer can land here any more.
+        """Return, after `close()`, whether it is proven that nothing of the peer can land here any more.
 
-        It is True as soon as `close()` has returned, except where only the writer can end its access (a mapping of this device's
-        memory in another process). Then it is True once the writer has said so, or its process is gone. Cheap to call often.
+        It is True as soon as `close()` has returned, with one exception. If another process maps this device's memory, only the
+        writer can end its access. Then it is True once the writer has reported the end, or its process is gone. Cheap to call
+        often.
         """
         ...
 

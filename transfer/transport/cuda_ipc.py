@@ -1,12 +1,12 @@
 """Transport over CUDA IPC: between GPUs of one host (NVLink, PCIe), or within one GPU; one-sided.
 
 The target exports its ring once per session, and the writer maps it for its own device. Then a write is a device copy
-(`Session.write`). In mode "fused" no write is needed: the owner's gather kernel stores straight into the mapped ring
+(`Session.write`). In mode "fused" no write is needed. The owner's gather kernel stores straight into the mapped ring
 (`Session.direct`), and reads, moves and digests every byte exactly once.
 
-The target cannot revoke a mapping. So after the target's `close()`, `Session.is_over` becomes True when the writer has said that
-its mapping is closed, or when its process is gone (`liveness`). A frozen writer keeps the quarantine. Until then the memory stays
-registered and alive here.
+The target cannot revoke a mapping. So after the target's `close()`, `Session.is_over` becomes True when the writer has reported
+that its mapping is closed, or when its process is gone (`liveness`). A frozen writer keeps the quarantine. Until then the memory
+stays registered and alive here.
 
 A mapping holds the whole allocation that the ring lies in, because CUDA shares nothing smaller. So a `StagingBuffer` is an
 allocation of its own, and the writer checks every range against the offered memory.
@@ -36,7 +36,7 @@ from transfer.transport.waiting_thread import WaitingThread
 
 Mode = Literal["fused", "copy"]
 
-_CLOSE_WAIT_S = 1.0  # for this transport's writers and its peers' writers to let go, which takes milliseconds
+_CLOSE_WAIT_S = 1.0  # limit for writers of this transport and of its peers to let go, which takes milliseconds
 _CLOSE_STEP_S = 0.001
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
         self._waits = WaitingThread(f"{NAME}-closing")
 
     def register(self, buffer: Any) -> DeviceBuffer:
-        """As `Transport.register`, for memory of the transport's device.
+        """Register as `Transport.register` does, for memory of the transport's device.
 
         Raises:
             ConfigError: It is host memory, or of another device.
@@ -128,14 +128,14 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
         return session, answered.to_blob()
 
     def close(self) -> None:
-        """Close every session. Wait up to a second until all writers have let go. Memory that a writer still holds is kept."""
+        """Close every session. Wait up to a second until all writers have let go. Memory that a writer still maps is kept."""
         super().close()
         ends_at = time.monotonic() + _CLOSE_WAIT_S
         while not all([session.has_ended for session in list(self._sessions)]) and time.monotonic() < ends_at:
             time.sleep(_CLOSE_STEP_S)
         for session in list(self._sessions):
             if isinstance(session, WriterSession):
-                if not session.has_ended:  # its thread keeps what it needs
+                if not session.has_ended:  # its thread keeps the objects that it needs
                     log.warning(
                         "%s: copies or kernels into memory of process %d have not ended; its mapping stays open until they have, "
                         "or this process has ended",
@@ -153,7 +153,7 @@ class CudaIpcTransport(PeerTransport[DeviceBuffer, WriterSession | TargetSession
         self._sessions.clear()
 
     def _open_writer(self, answered: Answered, line: LivenessPipe) -> WriterSession:
-        """Map the offered memory. `line` tells the target when the mapping has ended.
+        """Map the offered memory. `line` notifies the target when the mapping has ended.
 
         Raises:
             PeerUnreachable: The two devices, or the two processes, have no way to each other.

@@ -111,7 +111,7 @@ class Cuda:
         try:
             self.call("cuInit", 0)
             self._num_devices = int(self.call("cuDeviceGetCount"))
-        except Exception as error:  # of several kinds where there is no libcuda
+        except Exception as error:  # without libcuda, exceptions of several kinds are raised
             raise ConfigError(
                 f"transport cuda_ipc needs an NVIDIA GPU and its driver, and there is none ({_in_a_line(error)}): choose "
                 "transport: ucx"
@@ -128,7 +128,7 @@ class Cuda:
         return len(self._mapped)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """One function of the driver API; returns its value, if it has one.
+        """Call one function of the driver API; return its value, if it has one.
 
         Raises:
             CudaError: It failed.
@@ -160,7 +160,7 @@ class Cuda:
         return device_of_address(address)
 
     def uuid_of(self, device: int) -> str:
-        # CUDA 12's plain cuDeviceGetUuid names the whole GPU where a MIG slice is used; CUDA 13 has only the right one left.
+        # CUDA 12's plain cuDeviceGetUuid names the whole GPU where a MIG slice is used; CUDA 13 has only the correct function.
         name = "cuDeviceGetUuid_v2" if hasattr(self.driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return str(UUID(bytes=bytes(self.call(name, self._device(device)).bytes)))
 
@@ -245,7 +245,7 @@ class Cuda:
         return self.call("cuDeviceGet", device)
 
     def _context(self, device: int) -> Any:
-        """Kept for the life of the process, as torch keeps it."""
+        """Return the device's primary context. It is kept for the life of the process, as torch keeps it."""
         context = self._contexts.get(device)
         if context is None:
             context = self._contexts[device] = self.call("cuDevicePrimaryCtxRetain", self._device(device))

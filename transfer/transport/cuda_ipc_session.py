@@ -63,8 +63,8 @@ class TargetMemory:
 class WriterSession(PeerSession[DeviceBuffer]):
     """The writer's end: copies on a stream of its own, and kernels of the owner's, into the target's memory.
 
-    `close()` returns at once. Afterwards the transport's waiting thread waits for both to end, closes the mapping, and tells the
-    target (`has_ended`).
+    `close()` returns at once. Afterwards the transport's waiting thread waits for both to end, closes the mapping, and notifies
+    the target (`has_ended`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class WriterSession(PeerSession[DeviceBuffer]):
         return "a copy"
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> Operation:
-        """As `Session.write`; the source's bytes must be there already, because the copy waits for no other stream."""
+        """Write as `Session.write` does. The source's bytes must be there already: the copy waits for no other stream."""
         memory = self._checked_source(source, source_range, target_range, key)
         if key in self._pending:
             raise LocalProtocolError(f"key {key} is on its way already; keys are unique in a session")
@@ -115,10 +115,10 @@ class WriterSession(PeerSession[DeviceBuffer]):
         return write
 
     def direct(self, target_range: ByteRange) -> DeviceBuffer | None:
-        """As `Session.direct`: return the output of a kernel, instead of local staging memory.
+        """Return the output of a kernel, instead of local staging memory, as `Session.direct` does.
 
-        To gather straight into a peer's ring, pass the returned memory to the kernel as `out` (it has `data_ptr()` and
-        `numel()`), on any stream of device `device_index`. The bytes lie in the ring when that stream's event has fired. The
+        To gather straight into a peer's ring, pass the returned memory to the kernel as `out`, on any stream of device
+        `device_index`. It has `data_ptr()` and `numel()`. The bytes lie in the ring when that stream's event has fired. The
         kernel's time is the time of the link. The result is None in mode "copy", and once the session has failed or was closed.
         """
         self._check_target_range(target_range, "direct memory")
@@ -164,7 +164,7 @@ class WriterSession(PeerSession[DeviceBuffer]):
         return any(copy.memory is memory for copy in self._copies)
 
     def _let_go(self) -> None:
-        """On the waiting thread: wait for all that was queued before `close()`, also by kernels on the owner's streams."""
+        """Wait, on the waiting thread, for all work queued before `close()`, also by kernels on the owner's streams."""
         try:
             self._stream.synchronize()
             if self._has_given_direct:
@@ -187,7 +187,7 @@ class WriterSession(PeerSession[DeviceBuffer]):
         return self._fail(f"peer process {self._peer.pid} closed the session, or is gone")
 
     def _fail(self, reason: str) -> bool:
-        """Fail the session. Copies under way go on until `close()`. Return whether a pending write failed."""
+        """Fail the session. Copies under way continue until `close()`. Return whether a pending write failed."""
         had_pending = bool(self._pending)
         self._fail_pending(self._pending.values(), reason)
         self._pending.clear()
@@ -221,7 +221,7 @@ class TargetSession(PeerSession[DeviceBuffer]):
         raise LocalProtocolError(f"write of key {key}: the peer offered no memory; only the writer of a session can write")
 
     def close(self) -> None:
-        """Tell the writer. `is_over` says whether it has let go."""
+        """Notify the writer. `is_over` shows whether it has closed its mapping."""
         if not self._is_closed:
             self._is_closed = True
             self._line.end()

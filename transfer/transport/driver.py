@@ -18,10 +18,10 @@ from transfer.transport.base import Handle, Session
 
 Callback = Callable[[Handle, TransferError | None], None]
 
-_MAX_ROUNDS = 16  # of one session before the loop serves others
-_MAX_TURN_S = 0.001  # and the time for them
-# A session without a descriptor that has pending handles is looked at in each turn of the loop at first, which small writes need.
-# Later the pause is a share of the time that it has waited already, so that no write takes longer by more than that share.
+_MAX_ROUNDS = 16  # rounds of one session before the loop serves others
+_MAX_TURN_S = 0.001  # longest time for these rounds
+# A session without a descriptor that has pending handles is checked in each turn of the loop at first, because small writes need
+# it. Later the pause is a share of the time that it has waited already, so that no write takes longer by more than that share.
 _EAGER_S = 50e-6
 _LOOK_SHARE = 1 / 40
 _MIN_PAUSE_S = 20e-6
@@ -94,7 +94,7 @@ class _Driven:
     fd: int | None
     watches: list[Watch] = field(default_factory=list)
     is_scheduled: bool = False
-    timer: _FineTimer | None = None  # of a session without a descriptor
+    timer: _FineTimer | None = None  # timer of a session without a descriptor
     waiting_since: float | None = None
 
 
@@ -104,7 +104,7 @@ class SessionDriver:
     Args:
         loop: The loop that owns the sessions; every method is called from it.
         spin_s: Time for which a session with pending handles is polled before the loop sleeps on its descriptor. By default 0,
-            because polling takes the core from others. If every rank has a core of its own, 50 us help: 4 KiB and an answer took
+            because polling takes the core from others. If every rank has a core of its own, 50 us help. 4 KiB and an answer took
             220 us without and 95 us with it (bench_link, two cores, two processes). 20 us gained nothing.
     """
 
@@ -213,7 +213,7 @@ class SessionDriver:
             self._pump(driven)
 
     def _pump(self, driven: _Driven) -> None:
-        """Progress until nothing moves and the descriptor is armed, in turns with the rest of the loop."""
+        """Make progress until nothing moves and the descriptor is armed, in turns with the rest of the loop."""
         session = driven.session
         if driven.fd is not None and session.fileno() != driven.fd:
             self._loop.remove_reader(driven.fd)  # closed by its owner without remove()
@@ -263,7 +263,7 @@ class SessionDriver:
         if driven.timer is None:
             try:
                 driven.timer = _FineTimer(self._loop, lambda: self._run_scheduled(driven))
-            except OSError:  # out of descriptors: the callbacks come later
+            except OSError:  # out of descriptors: the callbacks are called later
                 self._loop.call_later(pause_s, self._run_scheduled, driven)
                 return
         driven.timer.start(pause_s)

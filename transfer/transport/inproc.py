@@ -28,7 +28,7 @@ class InprocHub:
 
     def __init__(self) -> None:
         self.token = secrets.token_bytes(8)
-        """Tells this hub from every other one."""
+        """Distinguishes this hub from every other one."""
         self.offers: dict[int, InprocOffer] = {}
         self.numbers = itertools.count()
 
@@ -130,7 +130,7 @@ class InprocSession(PeerSession[HostMemory]):
         return send
 
     def _land(self, peer: InprocSession) -> bool:
-        """One-sided: the writer's progress copies, without the target."""
+        """Copy all writes of a one-sided session, in the writer's progress and without the target."""
         landed = list(self._sends.values())
         for send in landed:
             source = send.view
@@ -141,7 +141,7 @@ class InprocSession(PeerSession[HostMemory]):
         return bool(landed)
 
     def _take(self, peer: InprocSession) -> bool:
-        """Two-sided: the receiver's progress copies the bytes of keys that are both sent and expected."""
+        """Copy the bytes of keys that are both sent and expected, in the receiver's progress of a two-sided session."""
         ready = [key for key in peer._sends if key in self._receives]
         for key in ready:
             sent, receive = peer._sends.pop(key), self._receives.pop(key)

@@ -1,13 +1,13 @@
-"""How two processes of one host learn that the other has let go of their memory, or is gone.
+"""Detect that a peer process of the same host has let go of this process's memory, or is gone.
 
 Each end makes a pipe and keeps both of its ends. The other end opens the pipe for reading through ``/proc/PID/fd``. An end lets
 go by writing into its pipe. When every write end is closed (the process ended, and every child that it forked without exec),
 the reader sees the end of the pipe. No socket, file or port is needed. So it works between containers of one host that share a
-pid namespace, and it needs the same rights as CUDA IPC: the same user, or the right to trace.
+pid namespace. It needs the same rights as CUDA IPC: the same user, or the right to trace.
 
 The end of the pipe alone proves nothing, because a dying process closes its descriptors one after the other. The pipe can end a
-moment before the device's descriptor does. The end of the process alone proves nothing either, because a forked child keeps both
-open, and with them work that the parent had queued on a device. Each alone would call a write over that may still land.
+moment before the device's descriptor does. The end of the process alone proves nothing either. A forked child keeps both open,
+and with them work that the parent had queued on a device. Either proof alone could report a write as over that may still land.
 
 The kernel reports the end of a process: without a time-out, and without confusion if its id was given to another process. A
 frozen process has not ended. A zombie has: its memory, descriptors and device contexts are gone.
@@ -30,7 +30,7 @@ from transfer.transport.peer import ProcessIdentity
 _OVER = bytes(select.PIPE_BUF)
 _SessionT = TypeVar("_SessionT")
 _MAX_PID = 2**22  # PID_MAX_LIMIT of Linux
-_START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1: proc_pid_stat(5)
+_START_TIME_FIELD = 22  # field of /proc/PID/stat, counted from 1: proc_pid_stat(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +73,15 @@ class LivenessPipe:
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._fds: tuple[int, ...] = (read_fd, write_fd)
         start_time = start_time_of(os.getpid())
-        assert start_time is not None  # of this very process
+        assert start_time is not None  # this process exists
         self.address = PipeAddress(
             identity=ProcessIdentity.own(), start_time=start_time, fd=read_fd, inode=os.fstat(read_fd).st_ino
         )
 
     def end(self) -> None:
-        """Say that nothing that this end began can touch the peer's memory any more. May be called twice.
+        """Report that nothing that this end began can touch the peer's memory any more. May be called twice.
 
-        A forked child says nothing, because it does not know its parent's work.
+        A forked child reports nothing, because it does not know its parent's work.
         """
         if self._fds:
             if os.getpid() == self.address.identity.pid:
@@ -150,7 +150,7 @@ class PeerPipe:
 
     @property
     def has_left(self) -> bool:
-        """Whether the peer has let go, is gone, or is going. Nothing more is to be expected of it."""
+        """Whether the peer has let go, is gone, or is going. Expect nothing more of it."""
         self._look()
         return self._has_ended or self._is_cut or self._watch.is_gone
 
@@ -224,7 +224,7 @@ class PeerWatch:
 
     Args:
         pid: As this process sees it: the peer must share its pid namespace (`ProcessIdentity.shares_kernel_with`).
-        start_time: The peer's own `start_time_of(os.getpid())`, so that a later process of the same pid is not mistaken for it.
+        start_time: The peer's own `start_time_of(os.getpid())`, so that it differs from a later process with the same pid.
 
     Raises:
         PeerUnreachable: The process exists and cannot be watched: Linux before 5.3, a seccomp filter, or a /proc that hides it.

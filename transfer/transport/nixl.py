@@ -90,7 +90,7 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         self.backend = backend
         self.wanted_lane: str = lane
         self._options = dict(options or {})
-        self._endings: list[Ending] = []  # of closed sessions whose writers may still write
+        self._endings: list[Ending] = []  # endings of closed sessions whose writers may still write
         self.waits = WaitingThread("nixl-closing")
         """Thread on which closed sessions wait for devices."""
         self._create_agent(_NET, is_target=False).close()  # detects a missing plugin, and loads it (0.4 s)

@@ -1,7 +1,7 @@
 """Access to NIXL and its workarounds: import, one agent per session, UCX's options.
 
-The bindings are used without NIXL's Python wrapper. The wrapper sets the delay of the progress thread to zero, so that the thread
-polls without a pause (seen: a whole core for each agent), and it logs to standard output.
+The bindings are used without NIXL's Python wrapper. The wrapper sets the delay of the progress thread to zero, so the thread
+polls without a pause (seen: a whole core for each agent). It also logs to standard output.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from transfer.transport.ucx_library import in_words
 
 UCX_BACKEND = "UCX"
 _PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}
-# A target's progress thread handles TCP and new connections while its owner's loop is idle. It sleeps on UCX's descriptor, and
+# A target's progress thread handles TCP and new connections while its owner's loop is idle. It sleeps on UCX's descriptor. It
 # also wakes up once in this time, in case an event was missed: a few microseconds, 10 times a second.
 _PROGRESS_DELAY_US = 100_000
-# NIXL brings its own UCX beside that of the ucx transport. Each UCX hooks mmap, munmap and similar calls to detect memory that
+# NIXL includes its own UCX, beside that of the ucx transport. Each UCX hooks mmap, munmap and similar calls to detect memory that
 # goes away, and the second one silently unhooks the first. Then the first one's registration cache goes stale, its next context
 # gets none, and without one UCX 1.21 dies when a peer leaves (see `ucx`). NIXL's memory is registered explicitly and needs no
 # cache. So its UCX must hook nothing; it reads that once, when the plugin is loaded.
 _NO_HOOKS = {"UCX_MEM_EVENTS": "n", "UCX_RCACHE_ENABLE": "n"}
 
-# UCX's module for Amazon's EFA loads the system's libefa if it is installed (any host with Debian's ibverbs-providers), and
-# with it the system's libibverbs and libnl, although the process has those of NIXL's wheel. Two libnl-route take each other's
+# UCX's module for Amazon's EFA loads the system's libefa if it is installed (any host with Debian's ibverbs-providers). That
+# loads the system's libibverbs and libnl, although the process has those of NIXL's wheel. Two libnl-route use each other's
 # functions, and the process dies of SIGSEGV when it exits (NIXL 1.5.1; rtnl_tc_unregister under _dl_fini).
 _WITHOUT_EFA = "^efa"
 

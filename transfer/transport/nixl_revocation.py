@@ -3,12 +3,12 @@
 Host memory. Each session offers a second mapping of the ring (`SharedAlias`). Closing replaces it by an inaccessible one. So a
 late write fails with a bad address, and the ring's bytes stay. A copy that the kernel had begun before can still run for its few
 pages; `CopyWatch` detects when it cannot any more. The address range stays reserved until the writer has let go or is gone
-(`liveness`), so that nothing new can be mapped where a late write would land.
+(`liveness`). So nothing new can be mapped where a late write would land.
 
-Device memory. A mapping in another process cannot be revoked. Only the writer's liveness pipe says when it can write no more.
+Device memory. A mapping in another process cannot be revoked. Only the writer's liveness pipe reports when it can write no more.
 
-Sources: mremap(2) on a length of 0; process_vm_writev(2); mm/process_vm_access.c of Linux (a copy pins at most two pages full of
-page pointers at a time, copies, and looks the addresses up again: 4 MiB, and 1 GiB where pages have 64 KiB).
+Sources: mremap(2) on a length of 0; process_vm_writev(2); mm/process_vm_access.c of Linux. There, a copy pins at most two pages
+full of page pointers at a time, copies, and looks the addresses up again. That is 4 MiB, and 1 GiB where pages have 64 KiB.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SharedAlias:
         """Make every access to these addresses fail. They stay reserved until `release()`.
 
         Raises:
-            OSError: They could not be taken away.
+            OSError: The addresses could not be made inaccessible.
         """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         if _libc.mmap(self._base, self._num_bytes, _PROT_NONE, flags, -1, 0) != _FAILED:
@@ -207,7 +207,7 @@ class HostEnding:
 
 
 class DeviceEnding:
-    """The access of a same-host writer to device memory: it cannot be revoked, and ends when the writer says so or is gone.
+    """The access of a same-host writer to device memory: it cannot be revoked, and ends when the writer reports it or is gone.
 
     The memory stays allocated until then.
     """

@@ -1,8 +1,8 @@
-"""One attached peer over NIXL: writes, their handles, and the end of it all.
+"""One attached peer over NIXL: its writes, their handles, and its end.
 
 Between processes of one host NIXL's UCX copies in the calling thread, and returns only when all of a request is done. So a bulk
-write goes in pieces there, one for each `progress()`; on every other lane it is one request from the start. Where UCX has
-only TCP, it gets one write at a time: UCX 1.23 may kill the process when a peer leaves, and does so far more often with several.
+write goes in pieces there, one for each `progress()`; on every other lane it is one request from the start. If UCX has only TCP,
+it gets one write at a time. UCX 1.23 may kill the process when a peer leaves, far more often with several writes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _INLINE_BYTES = 64 * 2**10  # below this a copy takes less than a turn of the lo
 _CLOSE_WAIT_S = 0.02
 _CLOSE_LOOK_S = 0.0005
 _DRAIN_S = 1.0
-"""How long a closed session waits for NIXL to notice that the copies on its device have ended, off the owner's loop."""
+"""Longest wait of a closed session for NIXL to notice the end of copies on its device. The owner's loop does not wait."""
 
 
 class NixlOperation(Operation):
     """A write under way.
 
     Attributes:
-        next_byte: First byte of the source range that NIXL has not been given yet.
+        next_byte: First byte of the source range that was not posted to NIXL yet.
         request: NIXL's pending request, or None.
     """
 
@@ -101,8 +101,8 @@ class NixlSession(PeerSession[Memory]):
         self._is_over_tcp = is_over_tcp
         self._pending: dict[int, NixlOperation] = {}
         self._registered: dict[int, Memory] = {}
-        self._abandoned: list[Memory] = []  # sources of failed writes that NIXL may still be at
-        self._unfinished: list[Any] = []  # NIXL's requests of those
+        self._abandoned: list[Memory] = []  # sources of failed writes that NIXL may still use
+        self._unfinished: list[Any] = []  # NIXL's requests of these writes
         self._has_ended = False
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> NixlOperation:
@@ -125,7 +125,7 @@ class NixlSession(PeerSession[Memory]):
         moved = False
         if self._is_over_tcp:
             while self._pending and self._step(next(iter(self._pending.values()))):
-                moved = True  # and the next one is posted at once
+                moved = True  # the next write is posted at once
             return moved
         for write in list(self._pending.values()):
             if self._failure is None:
@@ -185,7 +185,7 @@ class NixlSession(PeerSession[Memory]):
             if write.request is None and id(memory) not in self._registered:
                 self._agent.register(memory, address_of(memory))
                 self._registered[id(memory)] = memory
-        except ConfigError as error:  # of this source alone: the peer and the other writes go on
+        except ConfigError as error:  # an error of this source alone: the peer and the other writes continue
             write.fail(WriteFailed(f"key {write.key} on session {self.lane}: {error}"))
             del self._pending[write.key]
             return True
@@ -229,7 +229,7 @@ class NixlSession(PeerSession[Memory]):
         self._pending.clear()
 
     def _let_go_behind_devices(self) -> None:
-        """On the waiting thread, after the copies that NIXL left on a device of this process."""
+        """End the session on the waiting thread, after the copies that NIXL left on a device of this process."""
         if not have_devices_ended(self.lane):
             return
         if self._is_ipc_writer:

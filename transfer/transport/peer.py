@@ -20,7 +20,7 @@ import msgpack
 from transfer.errors import ConfigError
 
 _MAX_BLOB_BYTES = 64 * 1024  # a UCX worker address on an eight-NIC host is about 2 KiB
-_MAX_ENTRIES = 32  # of each list and map, nested ones too: the unpacker makes room for as many as are claimed
+_MAX_ENTRIES = 32  # limit of each list and map, also nested: the unpacker allocates as many entries as a blob claims
 _LIMITS = {"max_array_len": _MAX_ENTRIES, "max_map_len": _MAX_ENTRIES, "max_ext_len": 0}
 _PROOF_BYTES = 16
 _T = TypeVar("_T")

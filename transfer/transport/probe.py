@@ -1,10 +1,10 @@
-"""Measure a link at attach, which detects slow links, and moves their cold start there.
+"""Measure a link at attach. This detects slow links, and moves the cold start of every link to its attach.
 
 Both ends run their half at the same time with the same plan: `probe_link` on the writer, `serve_probe` on the target. On a
 two-sided transport, small writes go back and forth, and a small write answers each bulk write, so that the time includes the
-arrival. On a one-sided transport, the writer times the completion of its own writes, and the target does nothing. On a fast
-link a bulk write takes little more than the latency: 4 MiB occupy an NVLink for 11 us, and the writer sees their end after 42
-us. Such a link is also measured with a burst of bulk writes, which pays the latency once.
+arrival. On a one-sided transport, the writer times the completion of its own writes, and the target does nothing. On a fast link
+a bulk write takes little more than the latency. 4 MiB occupy an NVLink for 11 us, and the writer sees their end after 42 us. Such
+a link is also measured with a burst of bulk writes, which pays the latency once.
 
 The probe uses keys from `FIRST_PROBE_KEY` in both directions; grants use keys below.
 """
@@ -26,7 +26,7 @@ _DEADLINE_S = 10.0
 _MAX_BULK_BYTES = 8 * 2**20
 _BURST_WRITES = 16
 _BURST_BELOW = 20
-"""A bulk write that takes more latencies than this measures the bandwidth to 5 %."""
+"""Number of latencies. A bulk write that takes longer measures the bandwidth to 5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

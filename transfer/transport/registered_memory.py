@@ -106,7 +106,7 @@ def wait_for_devices() -> None:
             if torch._C._cuda_hasPrimaryContext(device):  # otherwise nothing is queued there, and asking would make a context
                 torch.cuda.synchronize(device)
         return
-    runtime = importlib.import_module("cuda.bindings.runtime")  # ucxx brings it; it has no type stubs
+    runtime = importlib.import_module("cuda.bindings.runtime")  # ucxx installs it; it has no type stubs
     (status,) = runtime.cudaDeviceSynchronize()
     if int(status) != 0:
         raise LocalProtocolError(f"cudaDeviceSynchronize failed with {status!r}: pending device copies cannot be ruled out")

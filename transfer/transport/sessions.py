@@ -1,4 +1,4 @@
-"""The book-keeping that all transports share: registered memories, open sessions, and the operations that are pending in them.
+"""State that all transports share: registered memories, open sessions, and the operations that are pending in them.
 
 A transport registers memories and opens sessions. A session starts operations under keys. Each operation settles or fails once.
 
@@ -97,7 +97,7 @@ class PeerSession(Generic[_MemoryT]):
 
     @property
     def has_ended(self) -> bool:
-        """After `close()`: whether nothing that this end began is waited for any more."""
+        """Whether, after `close()`, the session waits for nothing any more that this end began."""
         return self.is_over
 
     def decline(self, key: int) -> Operation:

@@ -1,9 +1,9 @@
 """Transport on UCX (RDMA, shared memory, TCP) through UCXX's low-level API; two-sided.
 
-The way of a write: the writer tag-sends the source range under its key. The target posts nothing in advance. It looks at each
-message that has arrived (tag, length). It starts the receive, straight into the granted range, only when the key is expected and
-the length is right. So no posted receive exists that could be neither cancelled nor trusted. A decline, a wrong length or an
-unknown key never touches the range. Above the rendezvous threshold, no payload travels before the receive.
+For a write, the writer tag-sends the source range under its key. The target posts nothing in advance. It looks at each message
+that has arrived (tag, length). It starts the receive, straight into the granted range, only when the key is expected and the
+length is right. So no posted receive exists that could be neither cancelled nor trusted. A decline, a wrong length or an unknown
+key never touches the range. Above the rendezvous threshold, no payload travels before the receive.
 
 One UCX worker serves one session. UCX cannot cancel a request that has begun, but `close()` destroys the worker, and a destroyed
 worker moves nothing. This takes 5 ms, and the context stays.
@@ -15,7 +15,7 @@ The structure of a peer's address is checked before UCX sees it (`ucx_address`),
 one aborts the process. A hostile address with a correct structure still reaches UCX's parser.
 
 UCX always reports peer failure (endpoint error handling is on). With it off, UCX aborts the *surviving* process when a
-cross-memory read fails because the writer was killed (seen: exit status 134, process_vm_readv: No such process).
+cross-memory read fails because the writer was killed. This was seen: exit status 134, process_vm_readv: No such process.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _OPTIONS = {"TCP_TX_SEG_SIZE": "64K", "TCP_RX_SEG_SIZE": "256K"}
 # offering worker is made before the lane is known, and keeps UCX's own choice, which is get, too. It only receives the probe's
 # answers, in the probe's scratch memory.
 _SHM_OPTIONS = {"RNDV_SCHEME": "get_zcopy"}
-# Without its registration cache, UCX before 1.22.0 ends the process when a peer leaves in the middle of a write (a null pointer
-# in ucp_request_memh_invalidate; openucx/ucx pull request 11485). The default "try" goes on without a cache if UCX_MEM_EVENTS=n
-# is set, or if a second UCX in the process took over the memory hooks. "y" fails then.
+# Without its registration cache, UCX before 1.22.0 ends the process when a peer leaves in the middle of a write. The cause is a
+# null pointer in ucp_request_memh_invalidate (openucx/ucx pull request 11485). The default "try" continues without a cache in two
+# cases: UCX_MEM_EVENTS=n is set, or a second UCX in the process took over the memory hooks. "y" fails then.
 _CACHE = {"RCACHE_ENABLE": "y"}
 _NO_CACHE_HINT = (
     "; its registration cache needs its memory hooks: take UCX_MEM_EVENTS and UCX_MEM_MMAP_HOOK_MODE out of the environment, and "
@@ -211,7 +211,7 @@ class UcxTransport(PeerTransport[Memory, UcxSession]):
                 options["TLS"] = transports_without(options.get("TLS") or os.environ.get("UCX_TLS") or "all", ("cma",))
             else:
                 # With error handling, UCX excludes cross-memory attach, because it cannot revoke a peer's access to memory. Here
-                # nobody writes into a peer's memory, and nothing needs revoking. So this says that it could.
+                # no process writes into a peer's memory, and nothing needs revoking. So this option declares that it can.
                 options["CMA_MEMORY_INVALIDATE"] = "y"
             features = (self.ucx.Feature.TAG, self.ucx.Feature.WAKEUP)
             try:

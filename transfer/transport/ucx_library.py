@@ -46,10 +46,10 @@ class Ucx:
     def destroy(self, worker: Any) -> None:
         """Free UCX's part of a worker that an endless request keeps alive. The worker must not be used any more.
 
-        If the peer falls silent in the middle of a receive (its host is cut off, its process is stopped), the receive cannot be
-        cancelled, and the forced end of the endpoint does not complete it (UCX 1.21 over TCP). UCXX's worker and the request keep
-        each other. So descriptors and memory of every such session would stay for the life of the process. The two small objects
-        of UCXX do stay, and prevent a second destruction of the worker.
+        A peer can fall silent in the middle of a receive, because its host is unreachable or its process is stopped. Then the
+        receive cannot be cancelled, and the forced end of the endpoint does not complete it (UCX 1.21 over TCP). UCXX's worker
+        and the request keep each other. So descriptors and memory of every such session would stay for the life of the process.
+        The two small objects of UCXX do stay, and prevent a second destruction of the worker.
         """
         if self._worker_destroy is not None:
             self._worker_destroy(worker.handle)

@@ -15,9 +15,9 @@ from transfer.transport.sessions import Operation, PeerSession, PeerTransport, h
 from transfer.transport.ucx_library import Ucx, in_words, transport_error
 
 _KIND_SHIFT = 62
-_PROGRESS_STEPS = 64  # of one `progress()`: limits the time for which one busy session holds its owner
+_PROGRESS_STEPS = 64  # steps of one `progress()`: limits the time for which one busy session holds its owner
 _PROGRESS_S = 0.0005  # the same: a step can copy a whole payload, and the payloads that have arrived wait to be scattered
-_CLOSE_STEPS = 10_000  # of `close()`: UCX settles cancelled requests within a few
+_CLOSE_STEPS = 10_000  # steps of `close()`: UCX settles cancelled requests within a few
 _MAX_UNEXPECTED = 4096  # messages without a receive. A correct writer sends only granted bytes, so more mean a broken peer
 
 
@@ -160,10 +160,10 @@ class UcxSession(PeerSession[Memory]):
             self._discard(found)  # UCX complains about every message that was taken and not received
         # The first progress of a worker looks at its endpoints, and UCX 1.21 crashes if one of them is closed by then.
         self._worker.progress_once()
-        self._endpoint.close_blocking()  # forced, as errors are handled: waits for no peer
-        self._worker.cancel_inflight_requests()  # those that UCXX scheduled for cancelling when the peer died
+        self._endpoint.close_blocking()  # forced, because errors are handled: does not wait for the peer
+        self._worker.cancel_inflight_requests()  # requests that UCXX scheduled for cancelling when the peer died
         active = pending
-        for _ in range(_CLOSE_STEPS):  # not `worker.progress()`: after a refused connection, UCX makes progress for ever
+        for _ in range(_CLOSE_STEPS):  # not `worker.progress()`: after a refused connection, UCX makes progress forever
             has_moved = self._worker.progress_once()
             self._discard_arrived()
             active = [operation for operation in active if operation.is_active]

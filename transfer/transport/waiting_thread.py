@@ -1,4 +1,4 @@
-"""A thread that waits for devices when sessions are closed. A device can hang, and the owner's loop must go on."""
+"""A thread that waits for devices when sessions are closed. A device can hang, and the owner's loop must continue."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ class WaitingThread:
                 wait()
             except Exception:
                 _log.exception("thread %s: a wait failed", self._name)
-            del wait  # and the objects that it holds
+            del wait  # also releases the objects that it holds
