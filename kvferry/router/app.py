@@ -39,7 +39,7 @@ class RouterApp:
         self._metrics = metrics
         self._metrics_page = MetricsPage()
         self._running: set[_Reply] = set()
-        self._num_body_bytes = 0  # of running requests
+        self._num_body_bytes = 0  # body bytes of running requests
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -75,7 +75,7 @@ class RouterApp:
             with contextlib.suppress(RuntimeError):  # its answer is complete
                 reply.timeout.reschedule(asyncio.get_running_loop().time())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5.0):  # for clients that do not read the error
+            async with asyncio.timeout(5.0):  # limit for clients that do not read the error
                 await self._idle.wait()
         return len(cut_off)
 

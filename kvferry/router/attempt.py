@@ -5,8 +5,8 @@ The flow depends on how decode learns the source of the KV:
 - *sequential*, vLLM prefill servers: decode is called after prefill has answered, with the `kv_transfer_params` of that answer.
   This works with any connector.
 - *concurrent*, vLLM prefill servers: both are called at once, decode with the parameters that prefill's answer would have. The
-  router learns the source of the KV from the server's answers: the first request goes there sequentially, and so does the first
-  after a failure (docs/adr/0025-concurrent-prefill-and-decode.md).
+  router learns the source of the KV from the server's answers. So the first request goes there sequentially, and so does the
+  first after a failure (docs/adr/0025-concurrent-prefill-and-decode.md).
 - *fetched*, kvferry's prefill nodes: only decode is called. kvferry's connector has the named node compute the prompt.
 - *node*, kvferry's decode nodes: they find their prefill nodes by themselves.
 - *alone*: the decode server computes a prompt that cannot be handed over.
@@ -44,7 +44,7 @@ class PairAttempt:
         decode: Place at the decode server.
         prefill: Place at the prefill server; None if decode computes the prompt, or has it computed.
         may_guess: Whether decode may be called before prefill has answered.
-        ending: Prefill requests that go on after their attempt.
+        ending: Prefill requests that continue after their attempt.
         transfer_id: Names the hand-off at both servers.
     """
 
@@ -146,7 +146,7 @@ class PairAttempt:
 
     @contextlib.asynccontextmanager
     async def _decode(self, params: Mapping[str, Any] | None, *, is_guess: bool = False) -> AsyncIterator[Answer]:
-        """Open the answer of the decode server, and report to its breaker how it went.
+        """Open the answer of the decode server, and report the outcome to its breaker.
 
         Args:
             is_guess: `params` come from an earlier answer of the prefill server. If decode fails before its first token, they can

@@ -22,7 +22,7 @@ MAX_LIGHT_VALUES: Final = 200_000
 """Weight above which a separate process parses a body. The loop parses a lighter body in three turns, each of at most 50 ms of
 CPU time. 131,072 token ids are lighter."""
 
-BYTES_PER_VALUE: Final = 16  # bytes that take as long as a small integer
+BYTES_PER_VALUE: Final = 16  # number of bytes that take as long to parse as a small integer
 MAX_PROCESSES: Final = 2
 
 _MARKS: Final = {b",": 1, b".": 1, b":": 3, b"[": 6, b"{": 6}

@@ -41,7 +41,7 @@ class HttpServer(Server):
         self, url: str, tier: str, *, connect_timeout_s: float, lost_after_s: float, on_opened: Callable[[], None]
     ) -> None:
         super().__init__(url, tier, lost_after_s=lost_after_s, on_opened=on_opened)
-        self.learnt = LearntSource(url)  # of a prefill server
+        self.learnt = LearntSource(url)  # KV source of a prefill server
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),

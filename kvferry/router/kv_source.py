@@ -86,7 +86,7 @@ class LearntSource:
         """Forget the source, because the server failed and can come back as another engine.
 
         Args:
-            is_stale: Decode got the source, which seems to be wrong. If that happens repeatedly, expect none any more.
+            is_stale: Decode got the source, which seems to be wrong. If that happens repeatedly, no source is expected any more.
         """
         self.source = None
         self._doubt = self._doubt + 1 if is_stale else 0.0

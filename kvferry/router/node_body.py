@@ -1,4 +1,4 @@
-"""Convert between OpenAI's API and decode nodes. Reject by name what a decode node does not support. Pure."""
+"""Convert between OpenAI's API and decode nodes. Reject, by name, fields that a decode node does not support. Pure."""
 
 from __future__ import annotations
 

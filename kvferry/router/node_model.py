@@ -56,7 +56,7 @@ class NodeModel:
 
 
 class ChatTemplate:
-    """A tokenizer with its chat template. To load it takes seconds.
+    """A tokenizer with its chat template. Loading takes seconds.
 
     Raises:
         ConfigError: The tokenizer or its template is missing or cannot be loaded.

@@ -14,8 +14,8 @@ KV_FIELD: Final = "kv_transfer_params"
 _EXTRA_FIELD: Final = "vllm_xargs"  # vLLM merges its members with kv_transfer_params
 
 MAX_DEPTH: Final = 100
-"""Most nested objects and lists. Requests have about ten, and the schema of a tool a few more. Python's recursion limits, which
-differ between versions, must not be reached."""
+"""Maximum depth of nested objects and lists. Requests have about ten, and the schema of a tool a few more. Python's recursion
+limits, which differ between versions, must not be reached."""
 
 _CHARS_PER_TOKEN: Final = 4  # a rough estimate, to compare loads
 

@@ -30,7 +30,7 @@ from transfer.registry.security import Security
 
 log = structlog.get_logger(__name__)
 
-_STOP_S: Final = 2.0  # for the last bytes of answers
+_STOP_S: Final = 2.0  # limit for the last bytes of answers
 
 _OPTIONS: Final = {
     "file": "--config",

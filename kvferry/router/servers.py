@@ -70,7 +70,7 @@ class Server(ABC):
         self.tier = tier
         self.breaker = Breaker(_BREAKER, clock)
         self.outstanding = 0  # prompt tokens (prefill) or requests (decode)
-        self.names: frozenset[str] | None = None  # of the models that it serves; None: unknown
+        self.names: frozenset[str] | None = None  # names of the models that it serves; None means unknown
         self.are_names_due = True
         self.misfit = ""  # why it cannot be used with the others
         self.problem = "its health has not been checked yet"  # empty if it is healthy

@@ -139,7 +139,7 @@ def _size(option: str, given: str) -> int:
         size = parse_size(given)
     except ValueError as error:
         raise ConfigError(f"{option} is {given!r}; {error}") from None
-    assert isinstance(size, int)  # of a text
+    assert isinstance(size, int)  # `parse_size` returns an int for a text
     return size
 
 

@@ -25,7 +25,7 @@ class EventBuffer:
 
     def feed(self, received: bytes) -> list[bytes]:
         """Return the events that are complete now. Raises ValueError if one is larger than `MAX_EVENT_BYTES`."""
-        # The end of an event may have begun in the bytes before. Do not search the others twice.
+        # The end of an event may have begun in the bytes before. Do not search the earlier bytes twice.
         searched = max(0, len(self._rest) - 3)
         self._rest += received
         events, start = [], 0
