@@ -1,6 +1,7 @@
-"""kvferry inside engines that schedule by themselves: vLLM, SGLang, and what an adapter for another one is made of."""
+"""kvferry inside engines that schedule by themselves: vLLM, SGLang, and the parts of an adapter for another engine."""
 
 import os
 
-# gRPC's core writes lines of its own form to standard error, of what its callers are told anyway; it reads this when it starts.
+# gRPC's core logs errors to standard error in another format. Its callers receive these errors anyway. It reads this variable
+# when it starts.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

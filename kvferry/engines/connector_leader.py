@@ -194,7 +194,7 @@ class ConnectorLeader:
         self._call(self.incoming.prompts.cancel, name, reason, is_wanted_again=is_wanted_again)
 
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
-        """Tell the prefill side at `source` that the engine will never fetch the prompt of that id."""
+        """Notify the prefill side at `source` that the engine will never fetch the prompt of that id."""
         self._call(self.incoming.prompts.decline, transfer_id, source, reason)
 
     @property
@@ -315,7 +315,7 @@ class ConnectorLeader:
                     self._all_there.set_exception(ConfigError(f"rank {rank} cannot start: {message.reason}"))
             case SideReport():
                 self._reports[Sides(message.side)][rank] = message.report
-            case _ if self._node is None:  # about a stranger, because no peer has joined yet
+            case _ if self._node is None:  # about an unknown peer, because no peer has joined yet
                 log.debug("rank_message_dropped", message=type(message).__name__)
             case _ if isinstance(message, FROM_DECODE):
                 self.incoming.on_rank_message(rank, message)

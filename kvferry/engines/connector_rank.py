@@ -56,7 +56,7 @@ log = structlog.get_logger(__name__)
 
 
 class ConnectorRank:
-    """The kvferry of one rank, on a thread of its own beside the engine's.
+    """The kvferry of one rank. It runs on its own thread, beside the engine's.
 
     Args:
         instance: Name of this life of the instance, the same in all its processes and different from all others.
@@ -75,7 +75,7 @@ class ConnectorRank:
         self._news: deque[TransferEvent | Settled] = deque()
         self._outgoing: OfferedPages | None = None
         self._incoming: BoundPages | None = None
-        self._parts: dict[Sides, OfferedPages | IncomingRank] = {}  # that are open
+        self._parts: dict[Sides, OfferedPages | IncomingRank] = {}  # open sides
         self._metrics: dict[Sides, RankMetrics] = {}
         self._tracers: list[Tracer] = []
         self._life: asyncio.Future[int]

@@ -15,7 +15,7 @@ from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 from transfer.errors import ConfigError
 
 _VOLATILE: Final = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "auto_map"})
-"""Fields of a config.json that do not change what the model computes."""
+"""Fields of a config.json that do not change the model's results."""
 
 
 def model_directory(model: str) -> Path:
@@ -43,7 +43,7 @@ def model_fields(model: str, *, changes: Mapping[str, object] | None = None) -> 
 
     Args:
         model: Directory, or a name in the hub's cache.
-        changes: Settings of the engine that change what the model computes, such as a quantisation. None, "" and "{}" count as
+        changes: Settings of the engine that change the model's results, such as a quantisation. None, "" and "{}" count as
             absent.
 
     Raises:

@@ -100,7 +100,7 @@ class PrefillInfo:
     follow_bootstrap_room: bool
     page_size: int
     attn_tp_size: int
-    addresses: tuple[str, ...]  # of PrefillControl, for each replica
+    addresses: tuple[str, ...]  # addresses of PrefillControl, one for each replica
 
 
 def engine_key() -> bytes:

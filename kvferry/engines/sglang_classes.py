@@ -248,7 +248,7 @@ class KvferryReceiver(BaseKVReceiver):
         self.prompt.fail()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Do nothing: kvferry notifies prefill."""
+        """Do nothing, because kvferry notifies prefill."""
 
 
 class KvferryBootstrapServer(BootstrapServer, BaseKVBootstrapServer):
@@ -261,7 +261,7 @@ CLASSES: Final[dict[str, type]] = {
     "receiver": KvferryReceiver,
     "bootstrap_server": KvferryBootstrapServer,
 }
-"""By the value of SGLang's KVClassType."""
+"""The classes by the value of SGLang's KVClassType."""
 
 
 # Hooks of a scheduler, see kvferry.engines.sglang_backend

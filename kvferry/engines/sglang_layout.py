@@ -1,8 +1,8 @@
 """Views of SGLang's KV pools: which tensors of a pool hold which layer, and whether they can be moved.
 
 SGLang gives a transfer backend pointers and lengths. This file reads the tensors from the attributes of the pool object, and
-imports nothing of SGLang. It knows a pool by the name of its class. A pool of another class is rejected, because a subclass may
-store its bytes in another way (packed, swizzled, spread over ranks) under the same attributes.
+imports nothing of SGLang. It knows a pool by the name of its class. A pool of another class is rejected. A subclass may store its
+bytes in another way (packed, swizzled, spread over ranks) under the same attributes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EngineCut:
     Args:
         num_layers, num_kv_heads: Of the whole model; the heads have no effect for MLA.
         tp_size, tp_rank: Of attention; with attention data parallelism these are not SGLang's own tp_size and tp_rank.
-        dtype: What the model computes in, by torch's name.
+        dtype: Element type in which the model computes, by torch's name.
     """
 
     num_layers: int
@@ -88,7 +88,7 @@ def read_pool(pool: Any, cut: EngineCut, *, draft_pool: Any = None) -> PoolView:
 def page_table(pages: Sequence[int], *, start_token: int, page_size: int) -> tuple[int, ...]:
     """Return the page table of a whole prompt from the pages that hold it from `start_token` on.
 
-    The pages before become page 0, SGLang's page for padding. They are neither read nor written.
+    The entries before it name page 0, SGLang's page for padding. They are neither read nor written.
 
     Raises:
         LayoutError: `start_token` does not begin a page.

@@ -2,7 +2,7 @@
 
 Every scheduler of an SGLang engine runs the same steps for the same prompts in the same order. Each has these objects, under the
 same names, and only the scheduler with the leader calls it. A scheduler polls the state of each prompt repeatedly, and the
-schedulers take the minimum: a prompt has failed if it failed for one of them, and is done once it is done for all.
+schedulers use the minimum of their states. A prompt has failed if it failed for one of them. It is done once it is done for all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Poll(IntEnum):
 
 
 def pack_note(fields: Sequence[bytes]) -> bytes:
-    """Pack what the prefill engine sends beside the KV (first token, log probabilities): one row of each metadata buffer."""
+    """Pack the metadata that the prefill engine sends beside the KV (first token, log probabilities): one row of each buffer."""
     return struct.pack(f"<{len(fields) + 1}I", len(fields), *map(len, fields)) + b"".join(fields)
 
 
@@ -93,7 +93,7 @@ class SchedulerPrompts:
         self.page_size = page_size
         self.timeout_s = timeout_s
         self.clock = clock
-        self._prompts: dict[str, _Prompt] = {}  # those that the rank reports events of
+        self._prompts: dict[str, _Prompt] = {}  # prompts for which the rank reports events
         self._num_named = 0
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class SchedulerPrompts:
         return f"{room}.{self._num_named}"
 
     def watch(self, prompt: _Prompt) -> None:
-        """Pass on events of the prompt until its last one."""
+        """Begin to pass on events of the prompt, until its last one."""
         self._prompts[prompt.name] = prompt
 
     def look(self) -> None:
@@ -122,7 +122,7 @@ class _Prompt(ABC):
     """One prompt of a scheduler, from the moment that SGLang gets it until kvferry uses none of its pages."""
 
     late: ClassVar[str]
-    """What did not happen in time if the prompt fails by its deadline."""
+    """Description of the event that did not happen in time, if the prompt fails by its deadline."""
 
     def __init__(self, prompts: SchedulerPrompts, room: int) -> None:
         self.name = prompts.new_name(room)
@@ -131,7 +131,7 @@ class _Prompt(ABC):
         """Why it failed, or was given up and will fail."""
         self._prompts = prompts
         self._transfer_id = str(room)
-        self._note_index = -1  # of its rows in the metadata buffers
+        self._note_index = -1  # index of its rows in the metadata buffers
         self._has_pages = False
         self._deadline_s = math.inf
 
@@ -164,11 +164,11 @@ class _Prompt(ABC):
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Tell the leader and the rank that the prompt is given up, where they know it."""
+        """Give the prompt up at the leader and at the rank, if they know it."""
 
     @abstractmethod
     def on_event(self, event: TransferEvent | Settled) -> None:
-        """Take in an event of the rank."""
+        """Handle an event of the rank."""
 
 
 class OutgoingPrompt(_Prompt):
@@ -186,7 +186,7 @@ class OutgoingPrompt(_Prompt):
         self._read_note = read_note
         self._is_offered = False
         self._is_finished = False
-        self._num_pages = 0  # that will be sent
+        self._num_pages = 0  # number of pages that will be sent
         self._pages: list[int] = []
         self._num_computed = 0
         self._deadline_s = prompts.clock() + prompts.timeout_s
@@ -275,7 +275,7 @@ class IncomingPrompt(_Prompt):
         self._prefill_address = ""
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Record the prompt whose KV will come."""
+        """Record the prompt whose KV will arrive."""
         self._token_ids = tuple(token_ids)
 
     def meet(self, prefill_address: str) -> None:

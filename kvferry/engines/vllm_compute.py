@@ -1,4 +1,4 @@
-"""Send a vLLM instance prompts by its own API: those that a decode node requests and no router sent."""
+"""Send prompts to a vLLM instance by its own API, if a decode node requests them and no router sent them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ComputeByApi:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "seed": sampling.seed,
-            "repetition_penalty": 1.0,  # these two may come otherwise from the model's generation_config.json
+            "repetition_penalty": 1.0,  # otherwise these two may come from the model's generation_config.json
             "min_p": 0.0,
             "kv_transfer_params": {
                 "do_remote_decode": True,

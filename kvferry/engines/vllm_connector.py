@@ -136,7 +136,7 @@ class KvferryConnector(KVConnectorBase_V1):
         self._worker.preempt(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: KV comes between steps, and vLLM schedules its requests after all of it came."""
+        """Do nothing: KV arrives between steps, and vLLM schedules its requests after all of it arrived."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing, see `start_load_kv`."""

@@ -63,7 +63,7 @@ class VllmFacts:
 
     Args:
         stage_layers: Number of layers in each pipeline stage.
-        model_dtype: What the model computes in.
+        model_dtype: Element type in which the model computes.
         cache_dtype: The setting ``--kv-cache-dtype``.
         cache_layout: vLLM's name of the order of layers, blocks, heads and tokens in memory, for example ``LBHNC``.
         total_num_kv_heads: KV heads of the whole model; 1 if it keeps latents.
@@ -149,13 +149,13 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
 def model_fields(vllm_config: Any) -> dict[str, str]:
     """Return the fields of the model that must be equal on both sides; see `kvferry.engines.model_identity`.
 
-    They equal an embedded node's of the same directory, unless vLLM's settings change the model: by ``--hf-overrides``, or by a
-    quantisation that config.json does not name.
+    They equal an embedded node's of the same directory, unless vLLM's settings change the model. Such settings are
+    ``--hf-overrides``, and a quantisation that config.json does not name.
 
     Raises:
         ConfigError: The model's directory is missing or damaged.
     """
-    from kvferry.engines import model_identity  # brings transformers
+    from kvferry.engines import model_identity  # imports transformers
 
     model = vllm_config.model_config
     is_stored_quantised = getattr(model.hf_config, "quantization_config", None) is not None

@@ -1,14 +1,14 @@
 """Convert vLLM's KV cache to kvferry's layout, shard and views of tensors. Nothing is copied.
 
-vLLM 0.32 and 0.33 pass a connector one tensor per layer, ``[blocks, heads, block_size, content]`` with any strides (the order in
-memory is a setting, mostly ``LBNHC`` or ``LBHNC``). The content of a block and head depends on the backend:
+vLLM 0.32 and 0.33 pass a connector one tensor per layer, ``[blocks, heads, block_size, content]`` with any strides. The order in
+memory is a setting, mostly ``LBNHC`` or ``LBHNC``. The content of a block and head depends on the backend:
 
 - on GPUs, K of each token and V after it: ``[token, K | V]``;
 - MLA, on all devices: one head, whose content is the latent: ``[token, latent]``;
-- attention on a CPU (``CPU_ATTN``): the content of all tokens of the block is one run of memory, first K as ``[dim, token]``,
-  then V as ``[token, dim]``. This was verified with vLLM 0.32's own kernel for its instruction sets ``vec`` and ``vec16`` of x86.
-  The set ``amx``, for bfloat16, stores K and V in tiles of pairs. It is rejected, and so are the sets of other machines, which
-  were not verified. 8-bit floats are packed like other types.
+- attention on a CPU (``CPU_ATTN``): the content of all tokens of the block is one run of memory. K comes first, as
+  ``[dim, token]``, then V as ``[token, dim]``. This was verified with vLLM 0.32's own kernel for its instruction sets ``vec`` and
+  ``vec16`` of x86. The set ``amx``, for bfloat16, stores K and V in tiles of pairs. It is rejected, and so are the sets of other
+  machines, which were not verified. 8-bit floats are packed like other types.
 
 Source: vLLM 0.32.0 and 0.33.0, ``v1/kv_cache_interface.py``, ``v1/kv_cache_layout.py``, ``v1/attention/backends/``.
 """
@@ -30,7 +30,7 @@ from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenO
 from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 
 NULL_BLOCK: Final = 0
-"""The block in a block table in place of those that a window has passed."""
+"""Block id in a block table in place of each block that a window has passed."""
 
 PACKED_BACKENDS: Final = ("CPU_ATTN",)
 PACKED_ISAS: Final = ("vec", "vec16")
@@ -115,7 +115,7 @@ class VllmLayout:
         return tuple([NO_PAGE if block == NULL_BLOCK else block for block in block_ids[group]] for group in self.block_groups)
 
     def _buffers(self, layer: LayerFacts, cache: Tensor) -> LayerBuffers:
-        """Return K and V, [blocks, tokens, heads, dim] or [blocks, heads, tokens, dim], as the shard's order says."""
+        """Return K and V, [blocks, tokens, heads, dim] or [blocks, heads, tokens, dim], in the shard's order."""
         k, v = self._views(layer, self._checked(layer, cache))
         if self.shard.order is TokenOrder.NHD:
             k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)

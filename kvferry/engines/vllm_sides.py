@@ -141,7 +141,7 @@ class SchedulerSide:
     Args:
         leader: The leader of this instance, started.
         engine_id: vLLM's name of this engine, for routers.
-        recomputes: Whether vLLM computes a prompt whose KV did not come, instead of failing it (``kv_load_failure_policy``).
+        recomputes: Whether vLLM computes a prompt whose KV did not arrive, instead of failing it (``kv_load_failure_policy``).
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class SchedulerSide:
         return num_tokens - num_computed, True
 
     def _why_not_fetched(self, request: Any, params: Mapping[str, Any]) -> str:
-        """Return why the KV that can be fetched differs from what vLLM would compute or use; empty if it does not."""
+        """Return why the KV that can be fetched differs from the KV that vLLM would compute or use; empty if it does not."""
         if DECODE not in self._sides:
             return "do_remote_prefill is true; this instance's kv_role is kv_producer, so it fetches nothing"
         if getattr(request, "skip_reading_prefix_cache", False):
@@ -306,7 +306,7 @@ class SchedulerSide:
             self._leader.begin(outgoing.name)
 
     def received(self, request_ids: Sequence[str]) -> None:
-        """Forget requests whose KV came, or failed to come, on all workers."""
+        """Forget requests whose KV arrived, or failed to arrive, on all workers."""
         for request_id in request_ids:
             self._wanted.pop(request_id, None)
 
@@ -345,8 +345,8 @@ class Results:
 
     Args:
         sent: Nothing reads their blocks any more.
-        received: Their KV came or failed to come; nothing writes to their blocks.
-        failed: Those of `received` whose KV failed to come.
+        received: Their KV arrived or failed to arrive; nothing writes to their blocks.
+        failed: Those of `received` whose KV failed to arrive.
     """
 
     sent: set[str] = field(default_factory=set)
@@ -365,8 +365,8 @@ class WorkerSide:
         self._rank = rank
         self._page_tables = page_tables
         self._record = record
-        self._tables: dict[str, list[list[int]]] = {}  # of requests that are handed over
-        self._held: set[str] = set()  # whose blocks the scheduler keeps until they are reported as sent
+        self._tables: dict[str, list[list[int]]] = {}  # page tables of requests that are handed over
+        self._held: set[str] = set()  # requests whose blocks the scheduler keeps until they are reported as sent
 
     def preempt(self, plan: StepMessage) -> None:
         """Stop reading the blocks of preempted requests, which the step is about to overwrite."""
