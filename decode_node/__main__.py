@@ -8,7 +8,7 @@ from node_runtime.fork_server import start_early
 
 
 def main() -> None:
-    """Entry point of the `decode-node` script."""
+    """Run the `decode-node` script."""
     start_early(sys.argv[1:])
     from decode_node.command import app
 

@@ -2,7 +2,7 @@
 
 All ranks have pools of the same number of pages, so one count serves them all. A request takes room when its prefill is about to
 start. The room covers prompt and new tokens, so that generation never runs out of pages half way. If pages can leave the device
-early (`decode_node.offload`), it covers the least that a request needs there, and host memory is promised for the rest.
+early (`decode_node.offload`), it covers the minimum that a request needs there, and host memory is promised for the rest.
 
 A request that finds too little room waits, and its prefill node asks again. Room is set aside for the oldest request that waits.
 Younger requests can take only the free room beyond it. Without this rule, an endless stream of short requests starves a long
@@ -21,7 +21,7 @@ from transfer.errors import LocalProtocolError
 from transfer.layer_groups import LayerGroup, PageCounts, PageNeeds
 
 WAITS_S: Final = 1.0
-"""Seconds after the last question about a waiting request, after which nothing is set aside for it until the next question.
+"""Seconds for which room is set aside for a waiting request after the last question about it.
 
 A prefill node asks about the oldest requests of its queue every 50 to 60 ms, as long as it has room for them itself.
 """

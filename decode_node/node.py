@@ -51,7 +51,7 @@ READ_S: Final = 10.0
 
 
 class _Life:
-    """State of the leader that lives as long as its ranks."""
+    """State of the leader that exists as long as its ranks."""
 
     def __init__(self, node: DecodeNode, hellos: tuple[RankReady, ...], address: str, store: StoreClient | None = None) -> None:
         config, first = node.config, hellos[0]
@@ -215,7 +215,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                 if message.is_out_of_memory:
                     life.memory_watch.step_failed(f"rank {rank}: {message.reason}")
                 if message.is_fatal:
-                    # Often another rank has died. The requests end with the life, through no fault of theirs.
+                    # Often another rank has died. The requests end with the life, not because of an error of their own.
                     self.lose(f"rank {rank}: {message.reason}")
                 else:
                     life.generation.on_step_failed(message)
@@ -328,7 +328,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         work = asyncio.ensure_future(self.text.encode(text, max_tokens=max_tokens))
         self._tokenising.add(work)
         work.add_done_callback(self._tokenising.discard)
-        # It goes on without its caller, because a thread that has begun cannot be stopped.
+        # It continues without its caller, because a thread that has begun cannot be stopped.
         return await asyncio.shield(work)
 
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:

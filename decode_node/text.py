@@ -62,7 +62,7 @@ class TextStream:
         try:
             return self._step(token_id)
         except Exception:  # the library's only kind, "Invalid prefix encountered", e.g. for bytes that are no UTF-8
-            # It would fail at every later token too, so begin a new text with this token.
+            # It would fail at every later token, too. So begin a new text with this token.
             self._stream = DecodeStream(skip_special_tokens=True)
         try:
             return self._step(token_id)

@@ -1,4 +1,4 @@
-"""What the parts of the leader's offload share."""
+"""State that the parts of the leader's offload share."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 All ranks have equally many host pages and one numbering: page 7 of every rank holds the same tokens, each rank its own heads.
 A page is known by the hash of its tokens and of all before them (`transfer.storage.keys`), so equal prefixes are kept once.
 
-A page is *free*, *cached* (nothing uses its content, so it can be evicted), or *held* by users: requests that read it, and jobs
-that fill or read it. Room can be *promised* to a request for pages that it may still have to move off the device.
+A page is *free*, *cached* or *held*. Nothing uses the content of a cached page, so it can be evicted. Users hold a page: requests
+that read it, and jobs that fill or read it. Room can be *promised* to a request for pages that it may still have to move off the
+device.
+
 Invariant, executed by `check_invariants()`: free and cached pages cover the promised ones, so every promise can be kept.
 """
 
@@ -23,7 +25,7 @@ class HostPage:
 
     Args:
         number: Its number in the ranks' host pools.
-        page_hash: Hash of its present or future content. None if another page has that hash, or if it is not to be found.
+        page_hash: Hash of its present or future content. None if another page has that hash, or if no lookup may find it.
         depth: Pages before it in every prompt that it is part of.
         is_ready: Every rank has filled it.
         stored_s: Last monotonic time at which every rank's part was known to be in the store; None means never.
@@ -192,7 +194,7 @@ class HostTier:
         self.unname(page)
 
     def unname(self, page: HostPage) -> None:
-        """Let nothing find the page any more. It becomes free now, or after its last user."""
+        """Remove the page from all lookups. It becomes free now, or after its last user."""
         found = self._groups[page.group]
         if page.page_hash is not None:
             del found.by_hash[page.page_hash]

@@ -109,7 +109,7 @@ class OffloadLeader(Tiers):
         self.context.metrics.counter("offload_prompt_tokens").inc(len(prompt.token_ids))
         self._count_hits(found, prompt.fetched)
         if self._store is not None:
-            # The store may have been away when they were saved, or may have evicted them.
+            # The store may have been unreachable when they were saved, or may have evicted them.
             self._store.back_up((*found.hits, *found.loaded_from), asked_ns=prompt.asked_ns)
         return Place(
             pages=found.pages,
@@ -220,7 +220,7 @@ class OffloadLeader(Tiers):
         self.context.on_device.remove(request)
 
     def damaged(self, prompt: Prompt) -> None:
-        """Let no page of its chain be found again, in any tier, because the damaged one is not known.
+        """Hide all pages of its chain from lookups in every tier, because the damaged one is not known.
 
         The same applies to running requests that begin alike: they may have copied the page from this one, or this one from them.
         """
@@ -228,7 +228,7 @@ class OffloadLeader(Tiers):
             return
         chains = [prompt.chain]
         for request in self._requests.values():
-            if request.chain.hashes[:1] == prompt.chain.hashes[:1] != []:  # else they have no page in common
+            if request.chain.hashes[:1] == prompt.chain.hashes[:1] != []:  # otherwise they have no page in common
                 request.is_damaged = True
                 chains.append(request.chain)
         hashes = list(dict.fromkeys(page_hash for chain in chains for page_hash in chain.hashes))
@@ -252,7 +252,7 @@ class OffloadLeader(Tiers):
             if not page.is_ready:
                 self._tier.discard(page)
             self._tier.let_go(page)
-        self.context.touch(request.chain.hashes)  # in any order they were saved
+        self.context.touch(request.chain.hashes)  # the pages were saved in any order
         self._go_on()
         self.check_idle()
 
@@ -384,7 +384,7 @@ class OffloadLeader(Tiers):
         self._saving[spare.request_id] = None
 
     def _bring_back(self) -> None:
-        """Load pages that left the device early, while there is plenty of room. The request that lacks fewest goes first."""
+        """Load pages that left the device early, while there is plenty of room. The request that lacks the fewest goes first."""
         room = self._rules.low_pages - (self._rules.pool_pages - self._free_pages()) - self._num_wanted()
         behind = [request for request in self._movable() if request.boundary and request.shrinks_to is None]
         if room <= 0 or not behind:

@@ -1,7 +1,7 @@
 """Place a request in both tiers, and find the pages of its prompt that are there already.
 
-Known leading pages of a prompt need not come from prefill. Of a sliding window, only the pages that the next tokens still reach
-must be there. If they are missing, prefill sends from an earlier token on.
+Known leading pages of a prompt need not come from prefill. A sliding window needs only the pages that the next tokens still
+reach. If they are missing, prefill sends from an earlier token on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transfer.layer_groups import PageCounts
 from transfer.storage.keys import PageHashes
 
 MAX_HITS: Final = 48 << 10
-"""Most pages of a prompt from host memory: 786,432 tokens in pages of 16. Each page takes 0.7 us of the leader's loop."""
+"""Maximum pages of a prompt from host memory: 786,432 tokens in pages of 16. Each page takes 0.7 us of the leader's loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def place(context: TierContext, wanted: PlaceRequest) -> Placement | None:
         boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
         return max(total - share, boundary)
 
-    # The least share whose remainder fits an empty host memory. With a smaller share the request would wait for ever.
+    # The least share whose remainder fits an empty host memory. With a smaller share the request would wait forever.
     shares = range(least, total)
     smallest = least + bisect_left(shares, True, key=lambda share: in_host_memory(share) <= context.tier.num_pages(FULL))
     others = admission.set_aside(request_id, accepted_s=accepted_s)

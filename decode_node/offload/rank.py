@@ -121,7 +121,7 @@ class OffloadRank:
         self._save_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         self._load_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         for mover in (self._save_mover, self._load_mover):
-            mover.compile()  # on a GPU; otherwise the first copies would wait for that
+            mover.compile()  # on a GPU, the first copies would otherwise wait for the compiler
         self.copier = PieceCopier(mixed_pool(pool, host, FULL), is_source=False)
         """Prepares the pieces of prompts that arrive in host memory."""
         self._requests: dict[str, _Request] = {}

@@ -1,8 +1,8 @@
 """Divide a request's pages between device and host memory. Counts pages of the layers that keep every token. Pure.
 
 A request with early release has a *share* of the device pool. Its leading pages beyond the share, the *guaranteed* pages, have
-room promised in host memory, so it can always go on. Its *boundary* is the number of leading pages in host memory alone.
-The newest pages are on the device, at least those of the window in the settings.
+room promised in host memory, so it can always continue. Its *boundary* is the number of leading pages in host memory alone. The
+newest pages are on the device, at least those of the window in the settings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from transfer.errors import ConfigError
 
 STRIDES_BEHIND = 3
-"""Strides of a share besides the window: one is filled, one is being saved, one is saved and about to leave the device.
+"""Strides of a share besides the window: one is being filled, one is being saved, one is saved and about to leave the device.
 
 With fewer strides a request waits for its copies.
 """
@@ -57,7 +57,7 @@ class TierRules:
 
     @property
     def high_pages(self) -> int:
-        """Used pages up to which requests take more than their least share."""
+        """Used pages up to which requests may take more than their least share."""
         return int(self.pool_pages * self.high_water)
 
     @property
@@ -84,7 +84,7 @@ class TierRules:
         return math.lcm(self.page_size, chunk_tokens) // self.page_size
 
     def least_share(self, total_pages: int, grid_pages: int) -> int:
-        """Return the smallest share with which a request of so many pages can go on."""
+        """Return the smallest share with which a request of so many pages can continue."""
         if not self.has_early_release:
             return total_pages
         needed = max(self._window_share, grid_pages + 1 + self.stride_pages)

@@ -17,7 +17,7 @@ from decode_node.offload.tiered_request import TieredRequest
 from decode_node.rank_messages import HostPageRun
 
 MAX_SAVED_PAGES: Final = 256
-"""Most pages of a save: enough to fill the link, few enough that other requests have their turn."""
+"""Maximum pages of a save: enough to fill the link, few enough that other requests have their turn."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,13 +28,13 @@ JOBS_AT_ONCE: Final = 2
 
 MOST_JOB_PAGES: Final = 64
 LOOKUP_FRACTION: Final = 1 / 3
-"""Fraction of a fetch's time in which the store is asked for pages. The rest is for their bytes."""
+"""Fraction of a fetch's time for asking the store which pages it has. The rest is for their bytes."""
 
 PAGES_A_TURN: Final = 1024
 """Pages of a prompt that one turn of the loop looks up."""
 
 RETRY_S: Final = 5.0
-"""Pause of backups after a job of which the store took nothing, because it is full or away."""
+"""Pause of backups after a job of which the store stored nothing, because it is full or unreachable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class StoreSettings:
     fetch_timeout_s: Longest wait of a request for the pages of its prompt in the store.
     refresh_s: Age after which a stored page that is found in host memory is put into the store again. It then counts as used
         there: a store with a limit does not see the use of host memory, and would evict pages that are used all the time.
-    job_bytes: Most bytes of a rank in one job.
+    job_bytes: Maximum bytes of a rank in one job.
     page_bytes: Size of a page of each group on the rank that has the largest.
     """
 
@@ -63,7 +63,7 @@ class _Came:
 
     Args:
         hashes: Fetched pages of the layers that keep every token.
-        has_gap: One of those pages did not come.
+        has_gap: One of those pages was not fetched.
         is_cut: There was no room for the rest.
     """
 
@@ -205,7 +205,7 @@ class StoreLeader:
         self._num_backups += 1
         hashes = _hashes(pages)
         names = [(page.group, page_hash) for page, page_hash in zip(pages, hashes, strict=True)]
-        new = frozenset(place for place, page in enumerate(pages) if page.stored_s is None)  # the others are refreshed
+        new = frozenset(place for place, page in enumerate(pages) if page.stored_s is None)  # the other pages are refreshed
         self._under_way.update(names)
 
         def done(failed: frozenset[int]) -> None:

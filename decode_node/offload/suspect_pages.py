@@ -12,10 +12,10 @@ PAGES_AT_ONCE: Final = 64
 """Pages of one call, which has one deadline."""
 
 RETRY_S: Final = 5.0
-"""Pause before the pages that were not deleted are tried again."""
+"""Pause before the next attempt to delete pages that were not deleted."""
 
 MOST: Final = 1 << 18
-"""Most pages that are remembered, in some tens of megabytes. Beyond that the oldest are trusted again."""
+"""Maximum number of remembered pages, which take some tens of megabytes. Above it, the oldest pages are trusted again."""
 
 PageName = tuple[int, bytes]
 """Group of layers and hash of a page in host memory and in the store."""

@@ -1,6 +1,6 @@
 """Remember how far one request's pages are computed, saved, and given up by the device; and which of them others can copy.
 
-Data, and what follows from it. `decode_node.offload.leader` makes every decision. Pure.
+Holds data and values derived from it. `decode_node.offload.leader` makes every decision. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TieredRequest:
         chain: Hashes of its whole pages, prompt first.
         total_pages: Pages of prompt and new tokens.
         share: Device pages that it may have.
-        least_share: The smallest share with which it can go on.
+        least_share: The smallest share with which it can continue.
         guaranteed: Leading pages that have, or are promised, room in host memory.
         boundary: Leading pages that are read in host memory.
         host: Leading pages that are held in host memory for the request's life.
@@ -41,7 +41,7 @@ class TieredRequest:
         saving: First window entry that a copy in flight still reads, by job and group.
         num_copied_from: Requests that copy pages of this one.
         stalled_at: Position of the last step that had to wait.
-        is_damaged: Its KV may be damaged. It goes on, but no other request gets any of it.
+        is_damaged: Its KV may be damaged. It continues, but no other request gets any of its KV.
         asked_ns: See `Prompt`.
     """
 
@@ -74,7 +74,7 @@ class TieredRequest:
 
     @property
     def target_share(self) -> int:
-        """Share that it should manage with."""
+        """Share that the request should reach."""
         return self.share if self.shrinks_to is None else self.shrinks_to
 
     @property

@@ -1,4 +1,4 @@
-"""Where the pages of a decode node's requests lie. `Tiers` has the device alone, `OffloadLeader` adds host memory and a store."""
+"""Place the pages of a decode node's requests. `Tiers` has the device alone, `OffloadLeader` adds host memory and a store."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transfer.storage.keys import PageHashes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is known of a prompt before it is computed.
+    """A prompt, before it is computed.
 
     Args:
         chain: Hashes of its whole pages, which those of generated pages extend; None if nothing is kept.
-        fetched: The hashes whose pages were brought from the store for it.
+        fetched: Hashes of the pages that were fetched from the store for it.
         asked_ns: When it was asked for, since the epoch. Its stored pages count as used then.
     """
 
@@ -36,7 +36,7 @@ class PlaceRequest:
     Args:
         request_id: Id of the attempt.
         chunk_tokens: Size of the prompt's chunks.
-        may_skip: Whether prefill can leave out what is known of the prompt.
+        may_skip: Whether prefill can leave out the known pages of the prompt.
         accepted_s: Monotonic time of the request's acceptance, the same for all of its attempts.
     """
 
@@ -85,7 +85,7 @@ class Tiers:
 
         Args:
             on_loaded: Called with the id of a request when all of its known pages are on the device.
-            on_room: Called when a request that missed a step may be able to go on.
+            on_room: Called when a request that missed a step may be able to continue.
         """
 
     def refusal(self, num_tokens: int) -> str | None:
@@ -96,11 +96,11 @@ class Tiers:
         return f"need {self._admission.needs.shown(pages)} pages; this decode node's pool has fewer"
 
     async def look_up(self, token_ids: Sequence[int], salt: str, *, prefill: Instance, may_skip: bool) -> Prompt:
-        """Find what is known of a prompt, and bring it near, in bounded time.
+        """Find the known pages of a prompt, and fetch them into host memory, in bounded time.
 
         Args:
             prefill: Instance that computes the prompt. Only KV of the same precision is shared.
-            may_skip: See `PlaceRequest`. If False, nothing is waited for.
+            may_skip: See `PlaceRequest`. If False, this does not wait.
         """
         return Prompt(token_ids=token_ids)
 
@@ -117,7 +117,7 @@ class Tiers:
         return None
 
     def begin_loading(self, request_id: str) -> None:
-        """Load what is known of the prompt onto the device. Every rank knows the request by now."""
+        """Load the known pages of the prompt onto the device. Every rank knows the request by now."""
 
     def is_loading(self, request_id: str) -> bool:
         return False
@@ -139,11 +139,11 @@ class Tiers:
         """Record that a running request has its last token. The ranks learn it next."""
 
     def give_up(self, request_id: str) -> None:
-        """End a request early, in whatever state it is. Idempotent."""
+        """End a request early, in any state. Idempotent."""
         self._admission.stop_waiting(request_id)
 
     def damaged(self, prompt: Prompt) -> None:
-        """Forget the KV of a prompt, and of what was generated behind it: a step of either tier found it damaged."""
+        """Forget the KV of a prompt and of its generated tokens: a step of either tier found it damaged."""
 
     def gone(self, request_id: str) -> None:
         """Release a request whose pages every rank has given back."""
