@@ -8,7 +8,7 @@ from node_runtime.fork_server import start_early
 
 
 def main() -> None:
-    """Entry point of the `prefill-node` script."""
+    """Run the `prefill-node` script."""
     start_early(sys.argv[1:])
     from prefill_node.command import app
 

@@ -27,7 +27,7 @@ from transfer.storage.pages import PagePart
 from transfer.worker_thread import WorkerThread
 
 BATCH_BYTES = 32 << 20
-"""Bytes that are read and then written at once. The client needs as much again."""
+"""Bytes that are read and then written at once. The client needs the same amount in addition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class PrefixLoader:
 
         Returns:
             Number of the prompt's first tokens that are in the pool now. With sliding windows, all tokens of `prefix` or 0: the
-            leader has looked up the windows' pages before that place only.
+            leader has looked up the windows' pages only right before the end of `prefix`.
         """
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         sources = page_sources(self._own.layout, self._own.shard, prefix.decode.shard)

@@ -21,10 +21,10 @@ from transfer.storage.halving import first_false
 from transfer.storage.hashing import HashingTurns
 
 MAX_KEYS: Final = 1024
-"""Most keys of a window in one question."""
+"""Maximum keys of a window in one question."""
 
 MAX_STEPS: Final = 32
-"""Most steps back from a place whose window is not stored. After that the whole prompt is computed."""
+"""Maximum number of steps back from a place whose window is not stored. After that the whole prompt is computed."""
 
 Exists = Callable[[list[str]], Awaitable[list[bool]]]
 
@@ -171,7 +171,7 @@ async def _with_windows(prefix: StoredPrefix, exists: Exists, windows: Sequence[
 async def _ask(
     prefix: StoredPrefix, exists: Exists, window: LayerGroup, count: int, known: dict[int, bool], *, more: int
 ) -> None:
-    """Find out which pages exist that a window needs after `count` pages, from the last to the first, until one is missing.
+    """Query which pages exist that a window needs after `count` pages, from the last to the first, until one is missing.
 
     Args:
         known: Pages that were asked for before; the answers are added.

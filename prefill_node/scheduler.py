@@ -47,7 +47,7 @@ class _Request:
     num_tokens: int
     pages: PageCounts
     destination: int
-    order: int  # of submission
+    order: int  # order of submission
     is_overtaken: bool = False  # a younger request, for another destination, was started first
     computed: int = 0
     is_held: bool = False  # its prefix is being loaded
@@ -70,8 +70,8 @@ class PrefillScheduler:
         pool_pages: Pages of every rank's pool.
         needs: Pages that requests need.
         chunk_tokens: Tokens of a chunk. A step computes a request up to the next multiple of it.
-        max_step_tokens: Most tokens of a step, which has at least one chunk.
-        max_running: Most requests between start and release.
+        max_step_tokens: Maximum tokens of a step, which has at least one chunk.
+        max_running: Maximum number of requests between start and release.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class PrefillScheduler:
         )
 
     def startable(self) -> list[str]:
-        """Return the waiting requests that shall ask the decode side for room, the oldest first.
+        """Return the waiting requests that should ask the decode side for room, the oldest first.
 
         This node must have room for them, counted for each destination alone: a destination without room must not use up the room
-        of the others. Within a destination, a younger request asks only if the older ones fit, too. The oldest request of a
-        destination asks even if it does not fit, once others have overtaken it: when it is accepted, the next pages are its own.
+        of the others. Within a destination, a younger request asks only if the older ones fit, too. Once others have overtaken
+        the oldest request of a destination, it asks even if it does not fit. When it is accepted, it gets the next free pages.
         """
         pages = self._free_pages
         for request in self._accepted.values():
@@ -222,7 +222,7 @@ class PrefillScheduler:
         return tuple(items)
 
     def num_computed(self, request_id: str) -> int:
-        """Tokens of a started request that were loaded or given to a step; 0 for any other."""
+        """Return the tokens of a started request that were loaded or given to a step; 0 for any other."""
         request = self._computing.get(request_id) or self._sending.get(request_id)
         return 0 if request is None else request.computed
 

@@ -18,7 +18,7 @@ from transfer.storage.keys import PageHashes, chain_seed, rounding, store_finger
 from transfer.storage.pages import PagePart, can_be_stored, page_parts
 
 MAX_PAGES: Final = 1 << 17
-"""Most pages of a prompt that are looked up: 2,097,152 tokens in pages of 16. Ordering them takes the leader's loop 28 ms."""
+"""Maximum pages of a prompt that are looked up: 2,097,152 tokens in pages of 16. Ordering them takes the leader's loop 28 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def prefix_chain(prefill: Instance, decode: Instance, *, store_salt: str, reques
 
 
 def needed_pages(group: LayerGroup, num_pages: int, page_size: int) -> range:
-    """Return the pages of a group that are needed to compute what follows the first `num_pages` pages."""
+    """Return the pages of a group that are needed to compute the tokens after the first `num_pages` pages."""
     return range(group.first_needed_token(num_pages * page_size) // page_size, num_pages)
 
 

@@ -60,7 +60,7 @@ class _Request:
     num_tokens: int
     sampling: SamplingParams
     steps_under_way: int = 0  # the load of its prefix counts as one
-    num_prepared: int = 0  # tokens that have pages because they shall be loaded
+    num_prepared: int = 0  # tokens that have pages because they are to be loaded
     is_begun: bool = False  # its first step was sent
     is_computed: bool = False  # its last step is done, or the leader will send no more steps
 
@@ -202,7 +202,7 @@ class PrefillWorker:
     def _on_load_over(self, task: asyncio.Task[None]) -> None:
         self._loads.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._rank_engine.crash(error)  # or the leader would wait for an answer that never comes
+            self._rank_engine.crash(error)  # otherwise the leader would wait for an answer that never comes
 
     def _start_request(self, message: StartRequest) -> None:
         self._reserve(message.transfer_id, message.num_tokens)
