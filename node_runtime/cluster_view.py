@@ -163,14 +163,14 @@ class RequestRow:
 
     @property
     def stage(self) -> str:
-        """The stage on the decode node; of a request that waits there for prefill, the stage on the prefill node."""
+        """The stage on the decode node; for a request that waits there for prefill, the stage on the prefill node."""
         if self.at_decode is None or (self.at_decode.stage == "queued" and self.at_prefill is not None):
             return self.at_prefill.stage if self.at_prefill is not None else "queued"
         return self.at_decode.stage
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Prompt tokens whose KV is computed, of all; all of them once the prefill node has forgotten the request."""
+        """Computed prompt tokens, and all prompt tokens. They are equal once the prefill node has forgotten the request."""
         total = self.one.prompt_tokens
         if self.at_prefill is not None:
             return self.at_prefill.ready_tokens, total
@@ -179,7 +179,7 @@ class RequestRow:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Ranks whose part of the transfer is complete, of all."""
+        """Ranks whose part of the transfer is complete, and all ranks."""
         return (self.num_ranks if self.stage == "generating" else min(self.one.ranks_done, self.num_ranks)), self.num_ranks
 
     @property
@@ -224,7 +224,7 @@ def view_of(nodes: Iterable[Seen], before: Iterable[Seen] = ()) -> ClusterView:
 
     Args:
         nodes: Nodes in the order in which they are shown.
-        before: An earlier answer of each node; the difference is how fast links are.
+        before: An earlier answer of each node. The differences give the speeds of links.
     """
     sides = [side for node in nodes for side in node.sides]
     earlier = {side.key: side for node in before for side in node.sides}

@@ -168,7 +168,7 @@ class Daemon:
         if self.state is not NodeState.READY or self._stop.is_set() or self._switched is not None:
             raise PeerUnreachable(f"the node is {self.state}")
         switched = self._switched = asyncio.get_running_loop().create_future()
-        switched.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # perhaps nobody waits for it
+        switched.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # perhaps no caller waits for it
         self._switch_wanted.set()
         await asyncio.shield(switched)
 
@@ -189,13 +189,13 @@ class Daemon:
             loop.add_signal_handler(number, self.request_stop)
         self._supervisor = self._role.supervisor(self._on_lost)
         try:
-            self._remove_ready_file()  # of an earlier process that was killed
+            self._remove_ready_file()  # left by an earlier process that was killed
             self.address = await self._role.open()
             self.http_port = await self._health.start(self.config.server.host, self.config.server.http_port)
             return await self._live()
         finally:
             self._end_switch(PeerUnreachable("the node has shut down"))
-            # No rank process stays behind, whatever happened.
+            # No rank process remains, in any case.
             await self._supervisor.stop(is_graceful=False)
             await self._role.close()
             if self._other_role is not None:
@@ -224,7 +224,7 @@ class Daemon:
                 await self._end_life(PeerUnreachable(reason))
             except RankStartError as error:
                 log.error("start_failed", error=str(error))
-                # Ranks that have served before can fail to start for a reason that passes, such as memory that is not free yet.
+                # Ranks that have served before can fail to start for a temporary reason, such as memory that is not free yet.
                 is_for_good = error.exit_code in (exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY) and not error.may_pass
                 if self.num_restarts == 0 or is_for_good:
                     return error.exit_code
@@ -391,7 +391,7 @@ class Daemon:
             "rank_pids": self._supervisor.pids,
             "address": self.address,
             "http_address": f"{self.config.server.advertised_host}:{self.http_port}",
-            "incarnation": f"{self._supervisor.incarnation:#018x}",  # as in the log; as a number, JSON readers would round it
+            "incarnation": f"{self._supervisor.incarnation:#018x}",  # text, as in the log: JSON readers would round a number
         }
         temporary = Path(f"{path}.new")
         try:

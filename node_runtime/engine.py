@@ -4,7 +4,7 @@ The setting `engine` names the loader as ``module:function``. It is called once 
 
     def load(config: NodeConfig, *, rank: int, rendezvous: Path) -> PrefillEngine | DecodeEngine
 
-`config` has the settings of the node, `rank` is the index of the process in the instance, and `rendezvous` is the path of a file
+`config` has the settings of the node, and `rank` is the index of the process in the instance. `rendezvous` is the path of a file
 that does not exist yet, at which the ranks of a group can meet. It is new in each life of the group. A `TransferError` of the
 loader ends the node with its exit code and its one line. docs/integration.md has a whole engine with its loader.
 """
@@ -52,7 +52,7 @@ class PagedEngine(InstanceEngine, Protocol):
 
     @property
     def max_context_tokens(self) -> int:
-        """Most tokens of a prompt and its generation together."""
+        """Maximum number of tokens of a prompt and its generation together."""
         ...
 
     @property
@@ -64,9 +64,9 @@ class PagedEngine(InstanceEngine, Protocol):
     #
     #     def switch_role(self, config: NodeConfig) -> PrefillEngine | DecodeEngine
     #
-    # It frees the pool and everything that refers to it, and returns an engine for the role of `config`, which may be itself,
-    # with the same weights and group. It is called in every rank, on the thread that runs the steps; no step runs meanwhile. If
-    # it raises a `TransferError`, or the change fails for another reason, it is called with the former settings.
+    # It frees the pool and everything that refers to it. It returns an engine for the role of `config`, with the same weights and
+    # group; this may be the same object. It is called in every rank, on the thread that runs the steps; no step runs meanwhile.
+    # If it raises a `TransferError`, or the change fails for another reason, it is called with the former settings.
 
     def close(self) -> None:
         """Free everything and leave the TP group. May be called twice."""

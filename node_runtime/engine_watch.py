@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 class StepWatch:
     """A deadline for the oldest step under way: an engine can hang while its rank still answers. Owned by the leader's loop.
 
-    It counts its own ticks, not seconds: while this process is stopped or starved, the end of a step lies unread.
+    It counts its own ticks, not seconds: while this process is stopped or starved, it does not read the end of a step.
 
     Args:
         timeout_s: Longest time without the end of a step while one is under way.
@@ -44,7 +44,7 @@ class StepWatch:
         self._num_ticks = 0
 
     def step_sent(self) -> None:
-        """Record that the ranks were told to run a step. Earlier steps count first."""
+        """Record that a step was sent to the ranks. Earlier steps count first."""
         if self._timer is None:
             self._num_ticks = 0
             self._tick_later()

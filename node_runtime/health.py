@@ -23,7 +23,7 @@ from transfer.loop_turns import TimedSteps
 from transfer.metrics import MetricFamily, MetricsPage
 
 MAX_CONNECTIONS: Final = 128
-"""Most connections at once. Probes and scrapers need a few. More connections replace each other, and use no files of the node."""
+"""Maximum connections. Probes and scrapers need a few. More connections replace each other, and use no files of the node."""
 
 REQUEST_S: Final = 10.0
 """Longest time from a new connection to its request."""
@@ -33,12 +33,12 @@ IDLE_S: Final = 75.0
 
 _PAGES: Final = ("/", "/status.json")
 _LINGER_S: Final = 1.0  # wait for the rest of a request whose answer was sent
-_STOP_S: Final = 1.0  # wait for answers under way, which take milliseconds unless nobody reads them
+_STOP_S: Final = 1.0  # wait for answers under way, which take milliseconds unless the client does not read them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness:
-    """Whether a node can serve requests, and in one line why not."""
+    """Whether a node can serve requests, and one line on why not."""
 
     is_ready: bool
     reason: str = ""

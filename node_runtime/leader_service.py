@@ -296,7 +296,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
                 is_handed_over = True
                 self.undone_by_operator = (DrainReason.OPERATOR,)  # a change of role that has begun cannot be undone
                 self._switching = asyncio.ensure_future(self._switch_now())
-                await asyncio.shield(self._switching)  # goes on when the caller has gone away
+                await asyncio.shield(self._switching)  # continues after the caller has disconnected
         except PeerUnreachable as error:
             refused, code = str(error), grpc.StatusCode.UNAVAILABLE
         except TransferError as error:

@@ -23,7 +23,7 @@ from transfer.loop_turns import MeasuredLoop
 CLOSE_TIMEOUT_S = 5.0
 SWITCH_INTERVAL_S = 0.0005
 """An engine's scheduler runs Python code for milliseconds at a time, and a transfer takes a dozen turns of the loop. With the
-default of 5 ms for each turn, most of that time would be waiting. The engine pays a switch only if the loop has work."""
+default of 5 ms for each turn, most of that time would be waiting. The loop interrupts the engine only if it has work."""
 
 _T = TypeVar("_T")
 
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 class LoopThread:
     """The one loop of a process, between `shared()` and `release()`.
 
-    gRPC's asyncio objects of a process are best kept on one loop, and an engine may have its scheduler and a rank in the same
+    gRPC's asyncio objects of a process are best kept on one loop. An engine may have its scheduler and a rank in the same
     process. An unexpected exception does not end the process, which belongs to the engine. It is logged, and `check()` raises it
     from then on, so that the engine ends at its next call.
     """
@@ -59,7 +59,7 @@ class LoopThread:
             LocalProtocolError: This process was forked from one with a loop. Threads do not survive a fork.
         """
         before = cls._shared
-        if before is not None and not before.is_own:  # read without the lock, which may be held for ever here
+        if before is not None and not before.is_own:  # read without the lock, which may be held forever here
             raise LocalProtocolError(
                 f"process {os.getpid()} was forked from {before._pid} while a kvferry ran there; start the engine's processes "
                 "before the first kvferry, or by spawn"
@@ -81,7 +81,7 @@ class LoopThread:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Have the loop call a function after earlier calls, from any thread, without waiting."""
+        """Queue a call of a function on the loop, after earlier calls. Any thread may do this; it does not wait."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, perhaps at this moment
             self.loop.call_soon_threadsafe(function, *args)
 
@@ -115,8 +115,8 @@ class LoopThread:
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        # gRPC handles the events of all loops of a process in any of them, and raises here for an event of a loop that the engine
-        # has closed. This loop runs, so such an error never concerns it.
+        # gRPC handles the events of all loops of a process in any of them. So it raises here for an event of a loop that the
+        # engine has closed. This loop runs, so such an error never concerns it.
         if error is None or (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             loop.default_exception_handler(context)
         else:

@@ -37,7 +37,7 @@ ANSWER_S = 0.1  # time before a call's deadline that its answer needs
 DRAIN_LOOK_S = 0.02
 MAX_LISTED = 1000  # requests in an answer; 300 bytes each
 CERTIFICATE_LOOK_S = 10.0
-"""Seconds between two checks of the certificate files, so that problems are reported also while nobody connects."""
+"""Seconds between two checks of the certificate files, so that problems are reported even while no client connects."""
 
 log = structlog.get_logger(__name__)
 
@@ -162,7 +162,7 @@ class NodeService(pb_grpc.NodeControlServicer):
 
     @property
     def draining(self) -> Draining:
-        """Why the node takes no new requests, if it takes none."""
+        """Reason for which the node takes no new requests, if it takes none."""
         return self._draining
 
     @property

@@ -1,4 +1,4 @@
-"""Ask the nodes of the other tier for their status, while somebody looks at this node's status page."""
+"""Ask the nodes of the other tier for their status, while a viewer has this node's status page open."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LOOK_S: Final = 1.0
 """Shortest time between two questions to a peer, however many people look."""
 ANSWER_S: Final = 2.0
 FIRST_WAIT_S: Final = 1.0
-"""How long the first look waits for the answers of peers. Later looks return the last answers at once."""
+"""Wait of the first look for the answers of peers. Later looks return the last answers at once."""
 IDLE_S: Final = 15.0
-"""Connections are closed when nobody has looked for this time."""
+"""Connections are closed after this time without a look."""
 MAX_ASKED: Final = 32
 MAX_STATUS_BYTES: Final = 256 << 10
-"""Largest status that is shown. The status of 32 ranks with 32 links each has a tenth of it."""
+"""Largest status that is shown. The status of 32 ranks with 32 links each has a tenth of this size."""
 MAX_STATUS_PARTS: Final = 8192
-"""Most ranks, pools, links and so on of a status. Each may have two bytes on the wire, and hundreds in JSON."""
+"""Maximum number of ranks, pools, links and so on of a status. Each may have two bytes on the wire, and hundreds in JSON."""
 
 
 class PeerLook:

@@ -57,9 +57,9 @@ def keep_freed_memory() -> bool:
     """Keep freed memory for later allocations. Call this before other threads start.
 
     Each step of a model on a CPU allocates and frees tensors of some hundred KiB to some MiB. By default, glibc returns them to
-    the system, and each page of the next step is a fault: 64 tokens of 24 requests take the demo model 4.3 to 4.5 s with 500,000
-    faults, and 3.5 s with 4,000 faults after this call. Blocks of `_LARGEST_MMAP_THRESHOLD` or more, such as a pool, are still
-    returned.
+    the system, and each page of the next step is a fault. The demo model takes 4.3 to 4.5 s for 64 tokens of 24 requests, with
+    500,000 faults. After this call it takes 3.5 s, with 4,000 faults. Blocks of `_LARGEST_MMAP_THRESHOLD` or more, such as a
+    pool, are still returned.
 
     Returns:
         Whether the C library supports it: glibc does, musl does not.
@@ -77,9 +77,9 @@ def keep_freed_memory() -> bool:
 def freeze_gc() -> None:
     """Exclude all present objects from later garbage collections. Call this once a process is set up.
 
-    A full collection visits every object. With torch loaded it stops the process for 110 to 150 ms (two cores of a Xeon), at
-    first once in some 150 requests, and it finds nothing. Heartbeats and all transfers wait for it. After this call, no round of
-    240 with 16 requests each had such a stop (benchmark `host`).
+    A full collection visits every object. With torch loaded it stops the process for 110 to 150 ms (two cores of a Xeon) and
+    finds nothing. This happens at first once in some 150 requests. Heartbeats and all transfers wait for it. After this call, no
+    round of 240 with 16 requests each had such a stop (benchmark `host`).
     """
     gc.collect()
     gc.freeze()
@@ -99,9 +99,10 @@ def streaming_copies() -> Iterator[None]:
 
     A gather writes to staging memory that the peer reads next, and a scatter writes pages that attention reads much later. An
     ordinary store first loads the line into the cache and evicts another one. Copies of 64 KiB pages that are not cached ran at
-    6.8 GB/s, with non-temporal stores at 10.1; copies of 64 MiB at 7.3 and 13.8 (one core of a Xeon with a shared cache of
-    480 MB, glibc 2.36). glibc uses such stores above a threshold that follows the size of the last cache. Many guests see all of
-    that cache and own little of it, so there the threshold exceeds 100 MB. It can only be set at the start of a process.
+    6.8 GB/s, and with non-temporal stores at 10.1. Copies of 64 MiB ran at 7.3 and 13.8. (One core of a Xeon with a shared cache
+    of 480 MB, glibc 2.36.) glibc uses such stores above a threshold that follows the size of the last cache. Many virtual
+    machines see all of that cache and own little of it, so there the threshold exceeds 100 MB. It can only be set at the start of
+    a process.
     """
     old = os.environ.get(TUNABLES)
     os.environ[TUNABLES] = tunables(os.environ)

@@ -27,13 +27,13 @@ from transfer.errors import ConfigError, LocalProtocolError, TransferError
 from transfer.loop_turns import turns_of
 
 MAX_PAYLOAD_BYTES = 64 << 20
-"""Longest message. The largest have page tables: 5 MB for each layer group of a prompt of a million tokens on pages of one."""
+"""Largest message. The largest ones have page tables: 5 MB for each layer group of a prompt of a million one-token pages."""
 
 SILENCE_MS = 10_000
 """Silence only detects a frozen rank: the exit of a process is seen at once. On a machine with more ranks than cores, a healthy
-rank can be silent for a second, and to count it as lost would end the life of the whole group."""
+rank can be silent for a second. Counting it as lost would end the life of the whole group."""
 
-_NAME_CHARS = 16  # of a digest: the path of a socket has 107 characters at most
+_NAME_CHARS = 16  # characters of a digest: the path of a socket has 107 characters at most
 
 
 class RankCodec:

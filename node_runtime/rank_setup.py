@@ -72,7 +72,7 @@ def _is_installed(module: str) -> bool:
     """Return whether a module can be imported. Its package may belong to several distributions, as `cuda` does."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its package
+    except ModuleNotFoundError:  # the package of the module is missing
         return False
 
 

@@ -81,7 +81,7 @@ class Worker(Protocol):
         ...
 
     def metrics(self, status: Mapping[str, Any]) -> Any:
-        """Snapshot of the rank's metrics; `status` is what its report says of it."""
+        """Return a snapshot of the rank's metrics. `status` is the result of `status()`."""
         ...
 
     async def close(self) -> None:

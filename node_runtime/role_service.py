@@ -1,7 +1,7 @@
 """Serve both roles' services on a node that can change its role: each call goes to the leader of the node's present role.
 
 A call of the other role's service ends UNAVAILABLE, so that callers retry it. The services of a gRPC server are fixed when it
-starts, and the server must outlive a change of role: the change is requested there, and clients and peers stay connected.
+starts. The server must outlive a change of role, because the change is requested there, and clients and peers stay connected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transfer.registry.status import end_with
 _SERVICES: Final = pb.DESCRIPTOR.services_by_name
 _SERVICE_OF_ROLE: Final = {"prefill": "PrefillControl", "decode": "DecodeControl"}
 _OF_PEERS: Final = frozenset({"kvferry.v1.PrefillControl.Abort"})
-"""Methods that NodeControl also has, but that peers may call here: they must not end the request of a client."""
+"""Methods that NodeControl also has. Peers may call them here, so they must not end the request of a client."""
 
 
 class RoleLeader(Protocol):

@@ -1,8 +1,8 @@
 """The status page of a node: `/`, one file that needs nothing else, and `/status.json`, its content.
 
-The HTTP port does not know its callers. The content has no part of a prompt. It replaces a request's id, which its client chose,
-with a word. The cost does not grow with the number of viewers: the content is created at most every `KEPT_S`, and encoded as JSON
-outside the loop.
+The HTTP port does not know its callers. The content has no part of a prompt. A word replaces the id of each request, because the
+client chose the id. The cost does not grow with the number of viewers: the content is created at most every `KEPT_S`, and encoded
+as JSON outside the loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_REQUESTS: Final = 100
 """Number of the oldest requests that are shown."""
 MAX_LINKS: Final = 200
 MAX_RINGS: Final = 16
-"""Most rings that are shown of each node."""
+"""Maximum number of rings that are shown for each node."""
 WINDOW_S: Final = 5.0
 """Time over which the current speed of a link is averaged."""
 
@@ -107,7 +107,7 @@ class StatusPage:
         self._made = b""
         self._made_s = -KEPT_S
         self._making: asyncio.Task[bytes] | None = None
-        self._looks: deque[tuple[float, list[Seen]]] = deque()  # of the last `WINDOW_S`; monotonic seconds
+        self._looks: deque[tuple[float, list[Seen]]] = deque()  # looks of the last `WINDOW_S`; monotonic seconds
 
     async def json(self) -> bytes:
         """Return the current content."""

@@ -26,7 +26,7 @@ from transfer.errors import EngineError, LocalProtocolError, TransferError
 
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 10.0
-RANK_SILENCE_S = 30.0  # a rank reports every second; on a busy machine reports can be late, from a hung rank they never come
+RANK_SILENCE_S = 30.0  # a rank reports every second; reports of a busy machine can be late, and those of a hung rank never arrive
 SILENCE_TICK_S = 1.0
 EXIT_GRACE_S = 0.2  # the socket of a rank that died may close a moment before its exit is seen
 
@@ -95,7 +95,7 @@ class RankSupervisor:
         self._link: LeaderLink | None = None
         self._group: RankGroup | None = None
         self._hellos: dict[int, RankReady] = {}
-        self._refusals: dict[int, RankStartFailed] | None = None  # of ranks that could not change their role; None: no change
+        self._refusals: dict[int, RankStartFailed] | None = None  # ranks that could not change their role; None: no change
         self._started: asyncio.Future[None] | None = None
         self._is_running = False
         self.is_whole = True
@@ -241,7 +241,7 @@ class RankSupervisor:
         if self._link is not None:
             self._link.close()
             self._link = None
-        self.reports = {}  # or pages would show rings, links and sessions that no longer exist
+        self.reports = {}  # otherwise pages would show rings, links and sessions that no longer exist
 
     def cleanup(self) -> None:
         """End the fork server and remove the private folder. The supervisor cannot be used any more."""

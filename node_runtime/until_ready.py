@@ -1,8 +1,8 @@
 """Wait until a node that was just started can serve: ``python -m node_runtime.until_ready READY_FILE PID SECONDS``.
 
-The systemd units use this. The node's `ready_file` has the address of ``/readyz``. The exit code is 0 once the node is ready, and
-1 if it has ended or the time is over; the reason is then on stderr. This module imports the standard library only, because it
-runs beside each start.
+The systemd units use this. The node's `ready_file` has the address of ``/readyz``. The exit code is 0 once the node is ready. It
+is 1 if the node has ended or the time is over; the reason is then on stderr. This module imports the standard library only,
+because it runs beside each start.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _why_not(ready_file: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Do as the module says. Raise ValueError if the arguments are not three, or not numbers."""
+    """Run the command that the module's docstring describes. Raise ValueError if the arguments are not three, or not numbers."""
     ready_file, pid, wait_s = arguments
     reason = until_ready(Path(ready_file), int(pid), float(wait_s))
     if reason:
