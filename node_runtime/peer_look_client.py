@@ -95,7 +95,7 @@ class PeerLook:
                 answer = readable(await stub.Status(pb.StatusRequest(), timeout=ANSWER_S), method="Status", peer=address)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older version
-                    raise RemoteProtocolError(f"{address}: it has no NodeControl to tell how it is") from error
+                    raise RemoteProtocolError(f"{address}: it does not serve NodeControl") from error
                 raise error_of(error, peer=address) from error
             num_bytes, num_parts = answer.ByteSize(), _num_parts(answer)
             if num_bytes > MAX_STATUS_BYTES or num_parts > MAX_STATUS_PARTS:

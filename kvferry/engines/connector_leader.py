@@ -302,7 +302,7 @@ class ConnectorLeader:
     def _on_message(self, rank: int, message: Any) -> None:
         match message:
             case RankWaiting() if rank in self._hellos:
-                self._break(f"rank {rank} has been started again, which knows nothing of what the one before was told")
+                self._break(f"rank {rank} was started again and lost the state of the earlier process")
             case RankWaiting():
                 if self._link is not None:
                     self._link.send(rank, LifeBegins(incarnation=self._incarnation))

@@ -164,7 +164,7 @@ def _joined(cache: Tensor, block_size: int) -> Tensor:
     blocks, tokens = cache.stride(0), cache.stride(2)
     if blocks != kernel_size * tokens:
         raise LayoutError(
-            f"vLLM cuts its blocks of {block_size} tokens into {parts} for the attention kernel, and their heads lie apart; "
+            f"vLLM divides its blocks of {block_size} tokens into {parts} for the attention kernel, and their heads lie apart; "
             f"start it with --block-size {kernel_size}"
         )
     shape, strides = (num_kernel_blocks // parts, heads, block_size, content), (parts * blocks, *cache.stride()[1:])
@@ -320,8 +320,8 @@ def _model_specs(layers: Sequence[LayerFacts], facts: VllmFacts, windows: Window
         return
     if len(set(own)) > 1:
         raise LayoutError(
-            "the layers of this stage differ, and kvferry does not know the model's architecture; what the other stages have "
-            "cannot be told: use pipeline_parallel_size 1"
+            "the layers of this stage differ, and kvferry does not know the model's architecture; the layers of other stages "
+            "cannot be determined: use pipeline_parallel_size 1"
         )
     yield from own[:1] * sum(facts.stage_layers)
 
@@ -374,7 +374,7 @@ def _total_heads(layer: LayerFacts, facts: VllmFacts) -> int:
     if max(1, total // facts.tp_size) != layer.num_kv_heads:
         raise LayoutError(
             f"layer {layer.name} has 1 KV head on each of {facts.tp_size} ranks, and the model has {total}: how many this layer "
-            "has in all cannot be told; use tensor_parallel_size 1"
+            "has in all cannot be determined; use tensor_parallel_size 1"
         )
     if facts.tp_size % total:
         raise LayoutError(f"layer {layer.name} has {total} KV heads on {facts.tp_size} ranks; must divide them")

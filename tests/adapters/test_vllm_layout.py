@@ -313,7 +313,7 @@ def test_blocks_that_are_cut_for_the_kernel_are_joined_where_strides_can_say_so(
 
 def test_blocks_that_are_cut_for_the_kernel_and_cannot_be_joined() -> None:
     rank = gpu_rank(gpu_layers("FLASHINFER", 64, 64, block_size=32), "LBHNC", kernel_size=16)
-    with pytest.raises(LayoutError, match=r"cuts its blocks of 32 tokens into 2 .* start it with --block-size 16"):
+    with pytest.raises(LayoutError, match=r"divides its blocks of 32 tokens into 2 .* start it with --block-size 16"):
         rank.described.pool(rank.memory.caches)
 
 

@@ -85,7 +85,7 @@ async def test_what_a_peer_does_not_tell_is_said(look: PeerLook, monkeypatch: py
     async with serving(None) as old, serving(endless) as hostile, serving(many) as swelling:
         found = await look.look([old, hostile, swelling, "127.0.0.1:1"])
     assert found[swelling].status is None and "8,193 parts" in found[swelling].error
-    assert found[old].status is None and "it has no NodeControl" in found[old].error
+    assert found[old].status is None and "it does not serve NodeControl" in found[old].error
     assert found[hostile].status is None and "262,144" in found[hostile].error
     assert found["127.0.0.1:1"].status is None and found["127.0.0.1:1"].error
 

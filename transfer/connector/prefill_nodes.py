@@ -381,7 +381,7 @@ class PrefillNodes:
             ChunkTooLarge: A piece of it can be larger than the ring.
         """
         if not question.HasField("chunk_plan"):
-            raise ConfigError("chunk_plan is missing; the prefill side decides how a request is cut")
+            raise ConfigError("chunk_plan is missing; the prefill side decides how a request is divided into chunks")
         plan = chunk_plan_from_proto(question.chunk_plan)
         for peer in self.peers:
             if peer.instance is not None and peer.instance.incarnation == incarnation and peer.plan != plan:
