@@ -16,9 +16,9 @@ from node_runtime.fork_server import MODULES_AT
 gc.disable()
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the leader reacts to Ctrl-C of a terminal
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-# OSError: the leader has ended, and then this process ends too. Or its files are not readable, and then the ranks import all
-# modules themselves.
-with contextlib.suppress(OSError), open(os.environ.pop(MODULES_AT), encoding="utf-8") as names:
+# OSError: the leader has ended, and then this process ends too. Or its files are not readable, or a fork server ended between two
+# ranks and the standard library started this one, without the variable. Then the ranks import all modules themselves.
+with contextlib.suppress(OSError), open(os.environ.pop(MODULES_AT, ""), encoding="utf-8") as names:
     for name in names:
         with contextlib.suppress(ImportError):  # the ranks report the error
             importlib.import_module(name.strip())

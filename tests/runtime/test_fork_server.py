@@ -76,6 +76,26 @@ def test_a_node_that_is_killed_before_its_settings_are_known_leaves_no_process(
         assert (node.returncode, output, has_waited, list(short_path.iterdir())) == (exit_codes.OK, "", True, [])
 
 
+KILLED_BETWEEN_RANKS = """
+import multiprocessing, os, signal
+from node_runtime.fork_server import end_fork_server, fork_server_pid, start_fork_server
+start_fork_server(("json",))
+for number in range(2):
+    process = multiprocessing.get_context("forkserver").Process(target=print, args=(number,))
+    process.start()
+    process.join()
+    os.kill(fork_server_pid(), signal.SIGKILL)
+    os.waitid(os.P_PID, fork_server_pid(), os.WEXITED | os.WNOWAIT)
+end_fork_server()
+"""
+
+
+def test_a_fork_server_that_ends_between_two_ranks_is_started_again() -> None:
+    command = [sys.executable, "-c", KILLED_BETWEEN_RANKS]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "0\n1\n")
+
+
 DECODE, PREFILL = ({"node_runtime.rank_process", f"{role}_node.worker"} for role in ("decode", "prefill"))
 MODULES = {"torch", "embedded_engine.loading", "transformers.models.llama.modeling_llama", *DECODE}
 SET_BEFORE = {"UCX_LOG_LEVEL": "info"}
