@@ -298,6 +298,18 @@ async def test_a_bug_that_ends_a_join_is_said_and_counted_and_the_node_is_joined
     assert len(said) == 2 and all(isinstance(line["exc_info"], ZeroDivisionError) for line in said), "once, then once a minute"
 
 
+@in_virtual_time
+async def test_a_link_that_is_lost_just_before_its_node_is_left_is_no_bug(node: PrefillNode) -> None:
+    async with joining() as one:
+        await one.until(joined=1)
+        peer = one.peer(FIRST)
+        assert peer.broken is not None
+        peer.broken.set_result("a link is lost")
+        peer.broken = None  # as for a node that is named no longer
+        await until(lambda: bool(one.lost))
+        assert one.lost[0][2].endswith("a link is lost") and not one.num_faults
+
+
 # The last joined node goes, while others are tried again after long pauses
 
 LONG_PAUSE_S = 120.0

@@ -137,14 +137,14 @@ class PrefillPeer:
 
     async def _next_event(self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], heartbeats: HeartbeatWatch) -> object:
         """Return the next event. The silence of a node is measured in ticks, because this loop may have been busy meanwhile."""
-        reading = asyncio.ensure_future(call.read())
-        waiting: set[asyncio.Future[Any]] = {reading} if self.broken is None else {reading, self.broken}
+        reading, broken = asyncio.ensure_future(call.read()), self.broken  # the caller may leave the node meanwhile
+        waiting: set[asyncio.Future[Any]] = {reading} if broken is None else {reading, broken}
         try:
             while not (await asyncio.wait(waiting, timeout=heartbeats.tick_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if heartbeats.tick():
                     raise PeerUnreachable(f"{self.address} is silent: {heartbeats.describe()}")
-            if self.broken is not None and self.broken.done():
-                raise PeerUnreachable(f"{self.address}: {self.broken.result()}")
+            if broken is not None and broken.done():
+                raise PeerUnreachable(f"{self.address}: {broken.result()}")
             return reading.result()
         finally:
             reading.cancel()
