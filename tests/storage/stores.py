@@ -108,7 +108,7 @@ class MemoryStore:
 
 
 class Seen:
-    """A `StoreObserver` that remembers."""
+    """The calls of a client to its `StoreMetrics`."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[str, tuple[Outcome, ...]]] = []

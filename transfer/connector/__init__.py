@@ -5,6 +5,7 @@ Leader: `outgoing` tracks the transfers of a prefill side; `offered_prompts` add
 other tier for a connector; `prefill_calls` serves `Prefill` for daemons, too.
 `decode_instances` and `prefill_nodes` track the joined instances.
 
-Rank: `outgoing_rank` and `incoming_rank` send and receive. `outgoing_sessions` and `incoming_sessions` keep the sessions.
+Rank: `outgoing_rank` and `incoming_rank` send and receive, over the sessions of `transfer.send.attach` and
+`transfer.receive.attach`.
 `messages` defines the messages between a leader and its ranks.
 """
