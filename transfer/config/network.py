@@ -132,7 +132,7 @@ class TlsConfig(Section):
     )
     key_file: Path | None = Field(
         default=None,
-        description="PEM private key of that certificate, without a passphrase, for this user only.",
+        description="PEM private key of that certificate, without a passphrase. Rejected if everybody may read or write it.",
     )
     ca_file: Path | None = Field(
         default=None, description="PEM certificates of the authorities that sign the other side's certificates."
