@@ -105,10 +105,14 @@ def run_daemon(context: typer.Context, config_type: type[NodeConfig]) -> None:
     # Without the flag, a repeatable flag is empty, a counted flag is 0, and any other flag is None.
     given = {name: value for name, value in context.params.items() if value != () and (name != "insecure" or value)}
     flags = {SETTING_OF_FLAG[name]: value for name, value in given.items() if name in SETTING_OF_FLAG}
-    is_check_only = given.get("check_config", False)
+    file, overrides, is_check_only = given.get("config"), given.get("set_") or [], given.get("check_config", False)
     try:
         config = load_config(
-            config_type, file=given.get("config"), environment=os.environ, flags=flags, overrides=given.get("set_") or []
+            config_type,
+            file=None if file is None else Path(file),  # older versions of typer have a str in the context
+            environment=os.environ,
+            flags=flags,
+            overrides=overrides,
         )
         if not is_check_only:
             prepare_process()

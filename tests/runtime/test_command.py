@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import typer
@@ -111,6 +112,15 @@ def test_a_flag_that_is_not_given_leaves_what_the_file_says(loaded: list[NodeCon
     run(decode_app, "--config", str(settings), "--prefill-node", "b:1", "--prefill-node", "c:1", "--set", "server.port=8")
     assert [value_of(config, "peers.prefill_nodes") for config in loaded] == [("a:1",), ("b:1", "c:1")]
     assert [value_of(config, "server.port") for config in loaded] == [7, 8]
+
+
+def test_the_config_file_may_be_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """In versions of typer before it had its own types, the context has the words of the command line."""
+    context = SimpleNamespace(params={"config": "/none.yaml", "set_": (), "check_config": True})
+    with pytest.raises(SystemExit) as ended:
+        command.run_daemon(cast(Any, context), PrefillNodeConfig)
+    assert ended.value.code == exit_codes.BAD_CONFIG
+    assert "prefill-node: config file /none.yaml cannot be read" in capsys.readouterr().err
 
 
 APPS = pytest.mark.parametrize("app", [prefill_app, decode_app], ids=["prefill", "decode"])
