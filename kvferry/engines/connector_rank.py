@@ -140,12 +140,12 @@ class ConnectorRank:
     @property
     def is_idle(self) -> bool:
         """Whether no prompt, transfer or grant is known, and no event waits for `poll_events`."""
-        return not self._news and all(part.is_idle for part in self._parts.values())
+        return not self._news and all(part.is_idle for part in tuple(self._parts.values()))  # the loop may add one
 
     @property
     def num_transfers(self) -> int:
         """Number of transfers of this rank."""
-        return sum(part.num_transfers for part in self._parts.values())
+        return sum(part.num_transfers for part in tuple(self._parts.values()))
 
     def close(self) -> None:
         """End everything, and wait for that at most `CLOSE_TIMEOUT_S`."""
