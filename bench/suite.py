@@ -114,8 +114,8 @@ def run_suite(
                 print(f"{name}: {took}{', ' + reason if reason else ''}", file=sys.stderr, flush=True)
             if reason:
                 failures[name] = reason
-            if content is None:
                 outcomes.append(Outcome.failed(name, reason))
+            if content is None:
                 continue
             reports[name] = content
             outcomes += outcomes_of(name, content)
@@ -144,13 +144,13 @@ def run_command(
     """Run the command of a suite: ``[--json FILE] [--quick] [--only NAME ...]``.
 
     Returns:
-        The exit code: 1 if a benchmark fails or, without ``--quick``, a target is missed; otherwise 0.
+        The exit code: 1 if a benchmark fails or lacks a value or, without ``--quick``, a target is missed; otherwise 0.
     """
     names = [run.module for run in runs]
     parser = argument_parser(f"{title}, measured here")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     arguments = parser.parse_args()
-    outcomes, failures = run_suite(
+    outcomes, _ = run_suite(
         {run.module: run for run in runs if run.module in arguments.only},
         outcomes_of,
         title=title,
@@ -158,5 +158,6 @@ def run_command(
         is_quick=arguments.quick,
         json_file=arguments.json,
     )
+    is_failed = any(outcome.measured is None for outcome in outcomes)
     is_missed = not arguments.quick and not all(outcome.is_reached for outcome in outcomes)
-    return int(bool(failures) or is_missed)
+    return int(is_failed or is_missed)
