@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # the leader names the entry point of ranks, and loads no tor
 _ENGINE_LINES: Final = {"weights": "weights_bytes", "page_tables": "page_table_bytes", "cuda_graphs": "cuda_graph_bytes"}
 """Lines of a memory plan that only the engine can measure, and the engine's attribute for each, which may be missing."""
 
+MAX_TOKEN_ID: Final = 2**32 - 1
+"""Token ids travel as uint32 (proto/transfer/pb/kvferry.proto)."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -125,7 +128,13 @@ def run_step(
             is_fatal=error.is_fatal or num_ranks > 1,
             is_out_of_memory=isinstance(error, OutOfMemory),
         )
-    return StepDone(step=step, tokens=dict(tokens), compute_s=time.monotonic() - begun_s, faults=faults)
+    faults |= {
+        request_id: f"the engine returned token {token}; a token id is 0 to {MAX_TOKEN_ID}"
+        for request_id, token in tokens.items()
+        if not 0 <= token <= MAX_TOKEN_ID
+    }
+    found = {request_id: token for request_id, token in tokens.items() if request_id not in faults}
+    return StepDone(step=step, tokens=found, compute_s=time.monotonic() - begun_s, faults=faults)
 
 
 def device_bytes(device: torch.device) -> int:

@@ -109,7 +109,10 @@ async def run_demo_cluster(options: DemoClusterOptions) -> int:
             _say_where(cluster, server, console)
             summary = await _under_load(options, cluster, server, console, ready_s=ready_s)
             if options.is_kept:  # the summary comes now, because a signal ends the command here
-                _publish(summary, options, console)
+                try:
+                    _publish(summary, options, console)
+                except TransferError as error:  # the kept cluster is worth more than its report
+                    console.print(f"kvferry demo-cluster: {error}")
                 console.print("still running; Ctrl-C ends it")
                 await asyncio.Event().wait()
         stopped = await cluster.stop()

@@ -159,3 +159,19 @@ def test_a_fault_of_one_request_leaves_the_others_their_tokens() -> None:
     outcome = outcome_of(RequestFault("not finite", request_ids=["bad"], tokens={"good": 7}), num_ranks=2)
     assert isinstance(outcome, StepDone)
     assert (outcome.tokens, outcome.faults) == ({"good": 7}, {"bad": "not finite"})
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_that_cannot_be_sent_fails_its_own_request(token: int) -> None:
+    outcome = run_step(
+        lambda: {"bad": token, "good": 7},
+        "computing a step",
+        step=3,
+        request_ids=("bad", "good"),
+        device="cpu",
+        advice="lower it",
+        num_ranks=1,
+    )
+    assert isinstance(outcome, StepDone)
+    assert outcome.tokens == {"good": 7}
+    assert outcome.faults == {"bad": f"the engine returned token {token}; a token id is 0 to 4294967295"}
