@@ -54,11 +54,10 @@ class Link:
         peer.do("complete", answer=answer.hex())
         return session
 
-    def start_writes(self, session: Session, peer: RemotePeer) -> None:
-        for key in range(self.num):
-            begin, end = key * self.piece, (key + 1) * self.piece
-            session.expect(self._memory, rng(begin, end), key)
-            peer.start("write", begin=begin, end=end, target_begin=begin, key=key)
+    def start_write(self, session: Session, peer: RemotePeer, key: int) -> None:
+        begin, end = key * self.piece, (key + 1) * self.piece
+        session.expect(self._memory, rng(begin, end), key)
+        peer.start("write", begin=begin, end=end, target_begin=begin, key=key)
 
     def cut(self, *prefixes: tuple[str, ...]) -> None:
         for prefix in prefixes:
@@ -84,7 +83,8 @@ def receive(writer: str, device: str) -> None:
         idle = idle or len(os.listdir("/proc/self/fd")) - PIPES
         session = link.open(peer)
         peer.do("fill", seed=1)
-        link.start_writes(session, peer)
+        for key in range(link.num):
+            link.start_write(session, peer, key)
         while (link.array[:4096] == 0x44).all():
             session.progress()
         link.cut(())
@@ -107,9 +107,9 @@ def close(writer: str, device: str) -> None:
         is_cut_early, is_healed, closes_first = (random.random() < share for share in (0.3, 0.8, 0.6))
         if is_cut_early:
             link.cut(*hosts)
-        link.start_writes(session, peer)
-        for _ in range(link.num):
-            peer.hear()
+        for key in range(link.num):
+            link.start_write(session, peer, key)
+            peer.hear()  # the peer reads one command at a time
         progress(session, random.choice((0.0, 0.002, 0.01)))
         if not is_cut_early:
             link.cut(*hosts)

@@ -107,7 +107,7 @@ def test_target_killed_in_mid_transfer(writer: Ends, delay_s: float) -> None:
     if writer.session.lane == "nixl/net" and not settled[0]:
         # TCP may still send out of memory of a write that had begun. A later one may not have been: NIXL refuses it once it has
         # noticed the end.
-        with pytest.raises(LocalProtocolError, match="in use by a session"):
+        with pytest.raises(LocalProtocolError, match="is in use by nixl/net"):
             writer.transport.deregister(writer.memory)
     fd = writer.session.fileno()
     writer.session.close()
