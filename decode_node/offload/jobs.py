@@ -1,6 +1,6 @@
 """Work that every rank does, and that counts once the last rank has done it.
 
-The leader thus goes by the minimum over the ranks, without a collective: each rank answers each job with one message.
+Each rank answers each job with one message. The leader uses the minimum over the ranks, so no collective is needed.
 """
 
 from __future__ import annotations

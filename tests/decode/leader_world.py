@@ -471,7 +471,7 @@ def told_of(request: Any) -> list[object]:
 
 
 def outcome(request: GenerationRequest) -> pb.GenerateDone | TransferError:
-    """What its caller was told last."""
+    """The last progress that its caller received."""
     last = told_of(request)[-1]
     assert isinstance(last, pb.GenerateDone | TransferError), last
     return last

@@ -153,8 +153,8 @@ async def test_answers_that_change_and_change_do_not_have_ever_more_addresses_tr
             one.peers.use(look)
             every += [peer for peer in one.peers.peers if peer not in every]
             assert len(one.peers.peers) <= 20
-        assert set(looks[-1]) <= set(one.states()), "whoever is named is tried"
-        assert one.states()[FIRST] == "joined" and {busy, waited} <= set(one.peers.peers), "whoever is needed stays"
+        assert set(looks[-1]) <= set(one.states()), "every named node is contacted"
+        assert one.states()[FIRST] == "joined" and {busy, waited} <= set(one.peers.peers), "nodes in use stay"
         latest_s = max(peer.unnamed_s or 0.0 for peer in one.peers.peers)
         assert [peer.address for peer in one.peers.peers if peer.unnamed_s == latest_s] == looks[-2][3:], (
             "the latest of the others"

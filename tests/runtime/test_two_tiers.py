@@ -44,7 +44,7 @@ ONE_LAYER = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=4, dtype=DTy
 
 
 class DeviceWork:
-    """Work on a device that lags behind, and the event after it: the KV is in the pool only once somebody has waited."""
+    """Work on a device that lags behind, and the event after it. The KV is in the pool only after a wait for the event."""
 
     def __init__(self, tiers: TwoTiers, num_tokens: int) -> None:
         self.pages = tiers.senders[0].pages

@@ -33,7 +33,7 @@ class PageStore(ABC):
         for key, page, at_ns in _with_times(pages, used_ns):
             outcomes.append(self._guarded(self._get, key, page, at_ns))
             if outcomes[-1] is Outcome.CORRUPT:
-                # Otherwise a put would keep it as the page. A foreign one may be a whole page of somebody else.
+                # Otherwise a put would keep it as the page. A foreign one may be a whole page of another owner.
                 self._guarded(self._delete, key)
         return outcomes
 
