@@ -79,7 +79,7 @@ def instance_from_proto(info: pb.InstanceInfo) -> Instance:
         ("model_fingerprint", info.model_fingerprint, instance.model_fingerprint()),
     ):
         if reported != computed:
-            raise RemoteProtocolError(f"instance: {name} is {reported[:64]!r}; what it describes has {computed}")
+            raise RemoteProtocolError(f"instance: {name} is {reported[:64]!r}; its settings have {computed}")
     return instance
 
 
