@@ -22,6 +22,7 @@ POOL_TOKENS: Final = 512
 DEVICE_WINDOW: Final = 64
 STRIDE_TOKENS: Final = 64
 HOST_RATIO: Final = 12
+GET_TIMEOUT_S: Final = 20.0  # on a busy laptop, lookups took longer than the default of 2 s, and nothing was found
 _SETTLE_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.1
 
@@ -72,7 +73,7 @@ def offload_settings(directory: Path) -> dict[str, object]:
 
 def store_settings(directory: Path) -> dict[str, object]:
     """Return the settings that both tiers share, by path."""
-    return {"storage.directory": directory.absolute()}
+    return {"storage.directory": directory.absolute(), "storage.get_timeout_s": GET_TIMEOUT_S}
 
 
 class Figures:
