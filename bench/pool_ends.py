@@ -149,7 +149,11 @@ class PrefillEnd:
         self._sent: dict[str, asyncio.Future[SentStats]] = {}
         self._transport = open_transport(lane, device)
         self._instance = own_instance(setting, setting.prefill_shard, self._transport)
-        slot_bytes = staging_slot_bytes(setting.config.chunk, setting.config.staging, setting.layout, setting.prefill_shard)
+        config = setting.config
+        gpu_bytes = torch.cuda.mem_get_info(device)[1] if setting.devices.is_cuda else 0
+        slot_bytes = staging_slot_bytes(
+            config.chunk, config.staging, setting.layout, setting.prefill_shard, gpu_bytes, device=config.device
+        )
         context = RankContext(
             loop=loop,
             instance=self._instance,
@@ -186,7 +190,13 @@ class PrefillEnd:
         for case in self._setting.cases:
             config = self._setting.config_of(case)
             self._plans[case] = choose_cut(
-                config.chunk, self._instance, decode, [link], self._setting.ring_bytes, device=config.device
+                config.chunk,
+                self._instance,
+                decode,
+                [link],
+                ring_bytes=self._setting.ring_bytes,
+                slot_bytes=peer.slot_bytes,
+                device=config.device,
             ).plan
         return link, self._plans
 

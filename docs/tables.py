@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Final
 
 import grpc
-import yaml
 
 from bench import simulate
+from bench.simulation.node_settings import LARGE_GPU_BYTES, gpu_nodes
 from deploy.kubernetes import PROMETHEUS_RULE, prometheus_rule
 from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
 from deploy.monitoring.grafana import dashboard_json
@@ -33,7 +33,6 @@ from embedded_engine.architectures import ARCHITECTURES
 from kvferry.cli import exit_codes as command_codes
 from kvferry.router.metrics import ROUTER_METRICS
 from node_runtime import exit_codes as node_codes
-from transfer.config import ChunkConfig, DecodeLimitsConfig, PrefillLimitsConfig, RingConfig, StagingConfig
 from transfer.config.__main__ import configuration_page
 from transfer.errors import TransferError
 from transfer.registry.status import error_of
@@ -172,32 +171,20 @@ def message_limits(rows: list[Row]) -> list[Row]:
 def simulated_settings(rows: list[Row]) -> list[Row]:
     """Write the default of the simulator and the default of a node, for each option of the simulator."""
     simulated = vars(simulate.parser().parse_args([]))
+    prefill, decode = gpu_nodes()
     defaults = {
-        "decode-running": DecodeLimitsConfig().max_running_requests,
-        "prefill-running": PrefillLimitsConfig().max_running_requests,
-        "chunk-tokens": ChunkConfig().chunk_tokens,
-        "max-step-tokens": PrefillLimitsConfig().max_step_tokens,
-        "ring-mib": ring_capacity_bytes(RingConfig(), 80 << 30, device="cuda") >> 20,
-        "staging-slots": StagingConfig().num_slots,
+        "decode-running": decode.limits.max_running_requests,
+        "prefill-running": prefill.limits.max_running_requests,
+        "chunk-tokens": prefill.chunk.chunk_tokens,
+        "max-step-tokens": prefill.limits.max_step_tokens,
+        "ring-mib": ring_capacity_bytes(decode.ring, LARGE_GPU_BYTES, device="cuda") >> 20,
+        "staging-slots": prefill.staging.num_slots,
     }
     found = []
     for setting, here, default in rows:
         option = re.findall(r"\(`--([a-z-]+)`\)", setting)[0]
         here = re.sub(r"^\d+", str(simulated[option.replace("-", "_")]), here)
         found.append([setting, here, re.sub(r"^\d+", str(defaults[option]), default) if option in defaults else default])
-    return found
-
-
-def gpu_settings(_: list[Row]) -> list[Row]:
-    """Write the limits that the component gpu of deploy/kubernetes sets, with the defaults."""
-    limits = {"prefill": PrefillLimitsConfig(), "decode": DecodeLimitsConfig()}
-    found = []
-    for role, of_role in limits.items():
-        page = yaml.safe_load((ROOT / f"deploy/kubernetes/components/gpu/{role}.yaml").read_text(encoding="utf-8"))
-        for one in page["spec"]["template"]["spec"]["containers"][0]["env"]:
-            section, name = one["name"].removeprefix("KVFERRY_").lower().split("__")
-            default = getattr({"chunk": ChunkConfig(), "limits": of_role}[section], name)
-            found.append([f"`{section}.{name}`", role, f"{default:,}", f"{int(one['value']):,}"])
     return found
 
 
@@ -208,7 +195,6 @@ def toy_engine(_: str) -> str:
 
 REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
     "SECURITY.md": {"message-limits": table(message_limits)},
-    "deploy/README.md": {"gpu-settings": table(gpu_settings)},
     "docs/embedded-engine.md": {"families": table(families)},
     "docs/engines.md": {"router-metrics": table(router_metrics)},
     "docs/integration.md": {"toy-engine": toy_engine},

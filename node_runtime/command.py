@@ -117,7 +117,7 @@ def run_daemon(context: typer.Context, config_type: type[NodeConfig]) -> None:
         if not is_check_only:
             prepare_process()
             start_fork_server(preloaded_modules(config))
-        other_config, warning = _checked(config)
+        config, other_config, warning = _checked(config)
         if is_check_only:
             _report_valid(config, warning)
             code = exit_codes.OK
@@ -133,22 +133,25 @@ def run_daemon(context: typer.Context, config_type: type[NodeConfig]) -> None:
     sys.exit(code)
 
 
-def _checked(config: NodeConfig) -> tuple[NodeConfig | None, str | None]:
-    """Validate the settings before a rank starts; return the settings of the other role, and a warning or None."""
+def _checked(config: NodeConfig) -> tuple[NodeConfig, NodeConfig | None, str | None]:
+    """Validate the settings before a rank starts.
+
+    Return them and those of the other role, with the defaults of the device, and a warning or None.
+    """
     from node_runtime.rank_setup import check_before_start
     from transfer.plain_text import check_plain_text
     from transfer.registry.certificates import certificate_files
     from transfer.role_settings import load_other_role
 
+    other_config = load_other_role(config)  # from the settings as given, without the defaults of this role's device
+    config = check_before_start(config)
     check_step_fits(config)
-    check_before_start(config)
-    other_config = load_other_role(config)
     if other_config is not None:
+        other_config = check_before_start(other_config)
         check_step_fits(other_config)
-        check_before_start(other_config)
     warning = check_plain_text(config)
     certificate_files(config)
-    return other_config, warning
+    return config, other_config, warning
 
 
 def _report_valid(config: NodeConfig, warning: str | None) -> None:

@@ -11,10 +11,13 @@ from typing import Any, Final
 
 import transfer
 from node_runtime.engine import InstanceEngine, engine_loader
+from planner.device_defaults import AnyNode, visible_gpu_bytes, with_gpu_defaults
+from planner.model_directory import read_model_directory
 from planner.node_plan import check_fits
 from transfer.config import EMBEDDED_ENGINE, NodeConfig, TracingConfig, TransportConfig
 from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, Instance
+from transfer.layout import DType
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.storage.open import check_store
 from transfer.tracing import Tracer
@@ -28,8 +31,10 @@ _LIBRARIES: Final = {
 """Transport -> modules, of which it needs one, and the extras that install them."""
 
 
-def check_before_start(config: NodeConfig) -> None:
-    """Reject settings with which no rank could start. Starting ranks takes seconds.
+def check_before_start(config: AnyNode) -> AnyNode:
+    """Reject settings with which no rank could start, because starting ranks takes seconds.
+
+    Return the settings with the defaults of the ranks' device, where nothing is set.
 
     Raises:
         ConfigError: The model directory is invalid or does not fit the parallel degree, or the transport, the store, discovery or
@@ -50,9 +55,24 @@ def check_before_start(config: NodeConfig) -> None:
     if config.engine == EMBEDDED_ENGINE:
         embedded: Any = importlib.import_module("embedded_engine.model_config")
         embedded.check_before_start(config.model, config.parallel.tp_size, dummy_weights=config.dummy_weights)
+        config = _with_device_defaults(config)
         check_fits(config)
-    else:
-        engine_loader(config)
+        return config
+    engine_loader(config)
+    return _with_device_defaults(config)
+
+
+def _with_device_defaults(config: AnyNode) -> AnyNode:
+    if config.device != "cuda":
+        return config
+    size = config.memory.device_memory or visible_gpu_bytes(config.first_device)
+    if not size:
+        return config  # the ranks report what is wrong with the GPU
+    layout = None
+    if config.engine == EMBEDDED_ENGINE:
+        shape = read_model_directory(config.model).shape
+        layout = shape.layout(DType(config.dtype) if config.dtype else shape.dtype or DType.BFLOAT16)
+    return with_gpu_defaults(config, layout, device_bytes=size)
 
 
 def _check_transport(config: NodeConfig) -> None:

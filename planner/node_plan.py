@@ -119,7 +119,7 @@ def node_plan_inputs(
     has_page_tables = False
     if isinstance(config, PrefillNodeConfig):
         staging_bytes = config.staging.num_slots * staging_slot_bytes(
-            config.chunk, config.staging, model.shape.layout(dtype), shard
+            config.chunk, config.staging, model.shape.layout(dtype), shard, counted.total_bytes, device=config.device
         )
         staging_bytes += config.transport.probe_bytes  # the buffers of probes are on the same device
         step_tokens = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)  # a step has at least one chunk

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from node_runtime.rank_engine import RankEngine, rank_memory, run_step
+from node_runtime.rank_engine import RankEngine, device_bytes, rank_memory, run_step
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
@@ -113,7 +113,15 @@ class PrefillWorker:
             page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens), pool.num_pages
         )
         num_slots = self._config.staging.num_slots
-        num_bytes = num_slots * staging_slot_bytes(self._config.chunk, self._config.staging, engine.layout, engine.shard)
+        slot_bytes = staging_slot_bytes(
+            self._config.chunk,
+            self._config.staging,
+            engine.layout,
+            engine.shard,
+            self._config.memory.device_memory or device_bytes(pool.device),
+            device=self._config.device,
+        )
+        num_bytes = num_slots * slot_bytes
         with allocating("allocating the staging slots", device=pool.device, advice=STAGING_ADVICE, num_bytes=num_bytes):
             staging = StagingBuffer(num_bytes=num_bytes, device=pool.device)
         memory = rank_memory(engine, {"staging": staging.num_bytes + self._config.transport.probe_bytes})

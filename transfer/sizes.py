@@ -15,6 +15,9 @@ from transfer.piece_size import largest_piece_bytes, piece_bytes_for, plan_with_
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 HOST_RING_BYTES: Final = 64 << 20
+GPU_STAGING_BYTES: Final = 1 << 30
+GPU_STAGING_PART: Final = 64
+"""By default the staging slots of a rank together take at most this fraction of a GPU: one in 64."""
 GPU_RING_BYTES: Final = 2 << 30
 GPU_RING_PART: Final = 32
 """By default a ring takes at most this fraction of a GPU: one in 32."""
@@ -31,20 +34,32 @@ def finest_chunk_plan(chunk: ChunkConfig) -> ChunkPlan:
     return ChunkPlan(chunk_tokens=chunk.chunk_tokens, layers_per_group=1 if layers is None else layers)
 
 
-def staging_slot_bytes(chunk: ChunkConfig, staging: StagingConfig, layout: KVLayout, shard: Shard) -> int:
-    """Return the size of a staging slot: room for the largest grant, which is this rank's whole share of a chunk.
+def staging_slot_bytes(
+    chunk: ChunkConfig, staging: StagingConfig, layout: KVLayout, shard: Shard, device_bytes: int, *, device: str
+) -> int:
+    """Return the size of a staging slot: as configured, or room for this rank's whole share of a chunk.
 
-    Raise MemoryPlanError if `staging.slot_bytes` is smaller.
+    On a GPU, a slot can be smaller than that share: pieces then have fewer layers, and never less than one.
+
+    Args:
+        device_bytes, device: As in `ring_capacity_bytes`.
+
+    Raises:
+        MemoryPlanError: `staging.slot_bytes` is smaller than the smallest pieces.
     """
     mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == shard.rank]
-    most = largest_wire_bytes(chunk_plan(chunk), layout, mine, shard.pool_dtype(layout))
-    asked = staging.slot_bytes
-    if asked is not None and asked < most:
+    dtype = shard.pool_dtype(layout)
+    least, most = (largest_wire_bytes(plan, layout, mine, dtype) for plan in (finest_chunk_plan(chunk), chunk_plan(chunk)))
+    size = most if staging.slot_bytes is None else staging.slot_bytes
+    if size < least:
+        what = "one layer" if chunk.layers_per_group is None else f"{chunk.layers_per_group or 'all'} layers"
         raise MemoryPlanError(
-            f"staging.slot_bytes is {asked}; a chunk of {chunk.chunk_tokens} tokens has up to {most} bytes here: "
+            f"staging.slot_bytes is {size}; a chunk of {chunk.chunk_tokens} tokens and {what} has up to {least} bytes here: "
             "raise it, or lower chunk.chunk_tokens"
         )
-    return -(-(most if asked is None else asked) // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+    if staging.slot_bytes is None and device == "cuda" and device_bytes:
+        size = min(most, max(least, min(GPU_STAGING_BYTES, device_bytes // GPU_STAGING_PART) // staging.num_slots))
+    return -(-size // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
 
 
 def ring_capacity_bytes(ring: RingConfig, device_bytes: int, *, device: str) -> int:
@@ -78,7 +93,14 @@ class Cut:
 
 
 def choose_cut(
-    chunk: ChunkConfig, own: Instance, decode: Instance, links: Sequence[Link], ring_bytes: int, *, device: str
+    chunk: ChunkConfig,
+    own: Instance,
+    decode: Instance,
+    links: Sequence[Link],
+    *,
+    ring_bytes: int,
+    slot_bytes: int,
+    device: str,
 ) -> Cut:
     """Choose the plan by `chunk.layers_per_group`, or as coarse as `chunk.piece_bytes` allows, or as is good for the links.
 
@@ -86,6 +108,7 @@ def choose_cut(
         own: The prefill instance.
         links: All links to the decode instance.
         ring_bytes: Size of its smallest ring.
+        slot_bytes: Size of the smallest staging slot for its pieces; 0 if none goes through staging memory.
         device: Device of the prefill ranks' computation, as the setting `device`.
     """
     plan = chunk_plan(chunk)
@@ -93,5 +116,5 @@ def choose_cut(
         wanted = chunk.piece_bytes
         if wanted is None:
             wanted = piece_bytes_for(links, device_type=device, ring_bytes=ring_bytes)
-        plan = plan_with_pieces(plan, own, decode, piece_bytes=min(wanted, ring_bytes))
+        plan = plan_with_pieces(plan, own, decode, piece_bytes=min(wanted, ring_bytes, slot_bytes or ring_bytes))
     return Cut(plan=plan, largest_piece_bytes=largest_piece_bytes(own, decode, plan))

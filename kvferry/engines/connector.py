@@ -83,6 +83,7 @@ class ConnectorEngine:
         model_fields: Fields of the model that must be equal on both sides, by name.
         max_context_tokens: Longest prompt.
         vocab_size: Upper bound of token ids, exclusive.
+        step_tokens: Most prompt tokens of a step of the engine.
         kv_scales: Scales of 8-bit floats; see `transfer.instance.Instance`.
     """
 
@@ -92,6 +93,7 @@ class ConnectorEngine:
     model_fields: Mapping[str, str]
     max_context_tokens: int
     vocab_size: int
+    step_tokens: int = 2048
     kv_scales: Sequence[tuple[float, float]] = ()
 
 

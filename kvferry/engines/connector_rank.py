@@ -30,6 +30,7 @@ from node_runtime.rank_engine import device_bytes
 from node_runtime.rank_link import RankLink, rank_socket_address
 from node_runtime.rank_messages import RankLogLevel
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
+from planner.device_defaults import with_gpu_chunks
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import BoundPages, IncomingRank, Settled
 from transfer.connector.outgoing_rank import OfferedPages, TransferEvent
@@ -39,6 +40,7 @@ from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.logs import configure_engine_logging, set_log_level
 from transfer.metrics import RankMetrics
+from transfer.out_of_memory import allocating
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, RingMemory, open_receiving
@@ -48,6 +50,9 @@ from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
 from transfer.tracing import Tracer
 
+ENGINE_ADVICE: Final = "lower the engine's share of the GPU (--gpu-memory-utilization of vLLM, --mem-fraction-static of SGLang)"
+RING_ADVICE: Final = f"lower ring.capacity_bytes, or {ENGINE_ADVICE}"
+STAGING_ADVICE: Final = f"lower staging.slot_bytes or chunk.chunk_tokens, or {ENGINE_ADVICE}"
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25
 SIGN_OF_LIFE_S: Final = 1.0
@@ -199,6 +204,9 @@ class ConnectorRank:
 
     async def _open(self, incarnation: int) -> RankReady:
         engine, pool = self._engine, self._engine.pool
+        if pool.device.type == "cuda":
+            chunk = with_gpu_chunks(self._config.chunk, engine.layout, engine.shard, step_tokens=engine.step_tokens)
+            self._config = self._config.model_copy(update={"chunk": chunk})
         instance, address, ring_bytes = None, "", 0
         if PREFILL in self._sides:
             instance = self._open_prefill(self._context_of(PREFILL, "prefill", incarnation))
@@ -217,6 +225,7 @@ class ConnectorRank:
             vocab_size=engine.vocab_size,
             address=address,
             ring_bytes=ring_bytes,
+            chunk_tokens=self._config.chunk.chunk_tokens if PREFILL in self._sides else 0,
         )
 
     def _context_of(self, side: Sides, role: str, incarnation: int) -> RankContext:
@@ -245,13 +254,18 @@ class ConnectorRank:
     def _open_prefill(self, context: RankContext) -> Instance:
         engine, config = self._engine, self._config
         pages = OfferedPages(send=self._send, on_news=self._news.append)
-        num_slots = config.staging.num_slots
-        slot_bytes = staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard)
+        num_slots, device = config.staging.num_slots, engine.pool.device
+        slot_bytes = staging_slot_bytes(
+            config.chunk, config.staging, engine.layout, engine.shard, device_bytes(device), device=config.device
+        )
+        with allocating("allocating the staging slots", device=device, advice=STAGING_ADVICE, num_bytes=num_slots * slot_bytes):
+            staging = StagingBuffer(num_bytes=num_slots * slot_bytes, device=device)
+        log.info("staging_memory", num_bytes=staging.num_bytes, chunk_tokens=config.chunk.chunk_tokens)
         sender = SenderLoop(
             context=context,
             owner=pages.rank,
             pool=engine.pool,
-            staging=StagingBuffer(num_bytes=num_slots * slot_bytes, device=engine.pool.device),
+            staging=staging,
             settings=SenderSettings(num_slots=num_slots),
         )
         sessions = DecodeSessions(
@@ -268,12 +282,15 @@ class ConnectorRank:
         """Open the decode side and return the address to announce to prefill ranks."""
         config, pool = self._config, self._engine.pool
         pages = BoundPages(send=self._send, on_news=self._news.append)
-        memory = RingMemory.take(
-            ring_bytes=ring_bytes,
-            probe_bytes=config.transport.probe_bytes,
-            device=pool.device,
-            is_one_sided=context.transport.is_one_sided,
-        )
+        num_bytes = ring_bytes + config.transport.probe_bytes
+        with allocating("allocating the ring", device=pool.device, advice=RING_ADVICE, num_bytes=num_bytes):
+            memory = RingMemory.take(
+                ring_bytes=ring_bytes,
+                probe_bytes=config.transport.probe_bytes,
+                device=pool.device,
+                is_one_sided=context.transport.is_one_sided,
+            )
+        log.info("ring_memory", num_bytes=num_bytes)
         receiving = open_receiving(context=context, owner=pages.rank, pool=pool, memory=memory, server=config.server)
         writers = PrefillSessions(
             context=context,

@@ -362,6 +362,7 @@ def _start(
         model_fields=model_fields(server_args.model_path, changes=changes),
         max_context_tokens=scheduler.model_config.context_len,
         vocab_size=MAX_TOKEN_ID,
+        step_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
     )
     rank = ConnectorRank(config, instance=instance, rank=pool.shard.tp_rank, sides=sides, engine=engine)
     atexit.register(rank.close)

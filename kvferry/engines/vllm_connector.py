@@ -123,6 +123,7 @@ class KvferryConnector(KVConnectorBase_V1):
             model_fields=model_fields(self._vllm_config),
             max_context_tokens=model.max_model_len,
             vocab_size=model.get_vocab_size(),
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             kv_scales=layout.kv_scales,
         )
         self._rank = ConnectorRank(

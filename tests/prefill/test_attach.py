@@ -232,6 +232,10 @@ class Sender:
         self.closed: dict[int, str] = {}
         self.watched: set[int] = set()
         self.copier = AsyncMock()  # its warm_up() does nothing
+        self.slot_bytes = 1
+
+    def is_direct(self, number: int) -> bool:
+        return False
 
     def watch_sessions(self, on_closed: Callable[[int, str], None]) -> None:
         self.on_closed = on_closed

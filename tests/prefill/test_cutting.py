@@ -20,10 +20,10 @@ LINK = Link(prefill_rank=0, decode_rank=0, lane="x", latency_s=50e-6, bandwidth_
 RING_BYTES = 64 << 20
 
 
-def chosen(folder: Path, ring_bytes: int = RING_BYTES, **chunk: Any) -> Cut:
+def chosen(folder: Path, ring_bytes: int = RING_BYTES, slot_bytes: int = 0, **chunk: Any) -> Cut:
     one = instance(1, layout=LAYOUT)
     config = prefill_config(folder, chunk={"chunk_tokens": 128, **chunk})
-    return choose_cut(config.chunk, one, one, [LINK], ring_bytes, device=config.device)
+    return choose_cut(config.chunk, one, one, [LINK], ring_bytes=ring_bytes, slot_bytes=slot_bytes, device=config.device)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,11 @@ def test_a_setting_is_stronger_than_the_links(
 ) -> None:
     cut = chosen(tmp_path, ring_bytes, **chunk)
     assert cut == Cut(plan=ChunkPlan(chunk_tokens=128, layers_per_group=layers), largest_piece_bytes=largest)
+
+
+def test_a_piece_fits_a_staging_slot_if_it_goes_through_one(tmp_path: Path) -> None:
+    assert chosen(tmp_path, slot_bytes=3 * LAYER_BYTES, piece_bytes="8MiB").largest_piece_bytes == 3 * LAYER_BYTES
+    assert chosen(tmp_path, slot_bytes=0, piece_bytes="8MiB").largest_piece_bytes == 16 * LAYER_BYTES
 
 
 def test_two_ways_to_cut_are_refused(tmp_path: Path) -> None:

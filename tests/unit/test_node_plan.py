@@ -120,13 +120,27 @@ def test_a_slot_holds_the_largest_piece_and_says_when_it_cannot() -> None:
     mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == 1]
     most = largest_wire_bytes(chunk_plan(config.chunk), layout, mine, DType.BFLOAT16)
     assert most == 100 * 3 * 2 * 4 * 64 * 2
-    slot = staging_slot_bytes(config.chunk, config.staging, layout, shard)
+
+    def slot_of(config: PrefillNodeConfig, device_bytes: int = 0, device: str = "cpu") -> int:
+        return staging_slot_bytes(config.chunk, config.staging, layout, shard, device_bytes, device=device)
+
+    slot = slot_of(config)
     assert slot - REGION_ALIGNMENT_BYTES < most <= slot and slot % REGION_ALIGNMENT_BYTES == 0
     small = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3}, staging={"slot_bytes": most - 1})
-    with pytest.raises(MemoryPlanError, match=f"staging.slot_bytes is {most - 1}; a chunk of 100 tokens has up to {most} bytes"):
-        staging_slot_bytes(small.chunk, small.staging, layout, shard)
+    with pytest.raises(
+        MemoryPlanError, match=f"staging.slot_bytes is {most - 1}; a chunk of 100 tokens and 3 layers has up to {most} b"
+    ):
+        slot_of(small)
     large = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3}, staging={"slot_bytes": 5 * most})
-    assert staging_slot_bytes(large.chunk, large.staging, layout, shard) >= 5 * most
+    assert slot_of(large) >= 5 * most
+    long = prefill(chunk={"chunk_tokens": 100_000}, device="cuda")
+    of_layer = 100_000 * 2 * 4 * 64 * 2
+    assert slot_of(long) >= 8 * of_layer
+    assert slot_of(long, 80 * GIB, "cuda") == GIB // 4, "the four slots of a large GPU have 1 GiB"
+    assert slot_of(long, 32 * GIB, "cuda") == GIB // 8, "or a 64th of the device"
+    assert slot_of(long, 1 * GIB, "cuda") >= of_layer, "and at least one layer of a chunk each"
+    long = prefill(chunk={"chunk_tokens": 100_000}, device="cuda", staging={"slot_bytes": of_layer})
+    assert slot_of(long, 80 * GIB, "cuda") >= of_layer
 
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 1000000000\ntotal_inactive_file")

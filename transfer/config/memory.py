@@ -71,7 +71,13 @@ class MemoryConfig(Section):
 class ChunkConfig(Section):
     """Chunks of a prompt, for its computation and transfer. Decode nodes learn them when they join."""
 
-    chunk_tokens: Count = Field(default=128, description="Tokens per chunk.")
+    chunk_tokens: Count = Field(
+        default=128,
+        description=(
+            "Tokens per chunk. On a GPU the default is the least power of two with 256 MiB of KV on a rank, at least 512 and at "
+            "most the tokens of a step of the engine."
+        ),
+    )
     layers_per_group: CountOrZero | None = Field(
         default=None,
         description=(
@@ -101,10 +107,14 @@ class StagingConfig(Section):
 
     num_slots: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = Field(
         default=4,
-        description="Chunks gathered, written or awaiting their release at once; 2 is the least with overlap.",
+        description="Pieces of chunks gathered, written or awaiting their release at once; 2 is the least with overlap.",
     )
     slot_bytes: SizeBytes | None = Field(
-        default=None, description="Size of a slot; null means the size of the largest chunk of this rank."
+        default=None,
+        description=(
+            "Size of a slot, and the most bytes of a piece that goes through one. null: the largest chunk of this rank; on a GPU "
+            "at most such that all slots have 1 GiB, or a 64th of the device if that is less."
+        ),
     )
 
 

@@ -21,7 +21,10 @@ class LimitsConfig(Section):
     max_queued_requests: Count = Field(
         default=256, description="Requests that may wait, as each does at first. Further ones are refused at once."
     )
-    max_running_requests: Count = Field(default=32, description="Requests computed, transferred or generated at once.")
+    max_running_requests: Count = Field(
+        default=32,
+        description="Requests computed, transferred or generated at once. On a GPU the default follows from its memory.",
+    )
     max_seq_len: Count | None = Field(
         default=None, description="Most tokens of a request, prompt and generation together; null means the model's context."
     )
@@ -35,7 +38,9 @@ class LimitsConfig(Section):
 class PrefillLimitsConfig(LimitsConfig):
     """Bounds of a prefill node."""
 
-    max_step_tokens: Count = Field(default=512, description="Most tokens of one step of the engine.")
+    max_step_tokens: Count = Field(
+        default=512, description="Most tokens of one step of the engine. On a GPU the default follows from its memory."
+    )
 
 
 class DecodeLimitsConfig(LimitsConfig):

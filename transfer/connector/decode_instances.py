@@ -47,6 +47,7 @@ class Join:
         lost: Done, with the reason, when nothing can be sent to the instance any more.
         waiting_for: Ranks that are not attached.
         ring_bytes: Size of its smallest ring, known once all ranks are attached.
+        slot_bytes: Size of the smallest staging slot for its pieces, known likewise; 0 if none goes through staging memory.
         cut: How its prompts are divided, known once all ranks are attached.
         prefill_address: Address by which it reached this side; empty means unknown.
     """
@@ -59,6 +60,7 @@ class Join:
     lost: asyncio.Future[TransferError]
     waiting_for: set[int]
     ring_bytes: int = 0
+    slot_bytes: int = 0
     cut: Cut | None = None
     prefill_address: str = ""
 
@@ -310,6 +312,8 @@ class DecodeInstances:
         join.links.extend(message.links)
         if message.ring_bytes:
             join.ring_bytes = min(join.ring_bytes or message.ring_bytes, message.ring_bytes)
+        if message.slot_bytes:
+            join.slot_bytes = min(join.slot_bytes or message.slot_bytes, message.slot_bytes)
         if not join.waiting_for and not join.attached.done():
             join.cut = self._choose_cut(join)
             join.attached.set_result(None)

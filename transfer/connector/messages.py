@@ -36,12 +36,18 @@ class DetachDecode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeAttached:
-    """Every session is open. `ring_bytes` is the size of the smallest ring; 0 if the rank has no route to the instance."""
+    """Every session is open.
+
+    Args:
+        ring_bytes: Size of the smallest ring; 0 if the rank has no route to the instance.
+        slot_bytes: Size of the rank's staging slots; 0 if no piece for the instance goes through one.
+    """
 
     join: int
     incarnation: int
     links: tuple[Link, ...]
     ring_bytes: int = 0
+    slot_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,8 +133,10 @@ class OutgoingRank:
             self.on_session_lost(message.join, incarnation, str(error), is_refused=not isinstance(error, DecodeSessions.PASSING))
             return
         peer = self._sessions.of(incarnation)
-        ring_bytes = 0 if peer is None else peer.ring_bytes
-        self._send(DecodeAttached(join=message.join, incarnation=incarnation, links=links, ring_bytes=ring_bytes))
+        ring_bytes, slot_bytes = (0, 0) if peer is None else (peer.ring_bytes, peer.slot_bytes)
+        self._send(
+            DecodeAttached(join=message.join, incarnation=incarnation, links=links, ring_bytes=ring_bytes, slot_bytes=slot_bytes)
+        )
 
     def _on_attach_over(self, attaching: asyncio.Task[None]) -> None:
         self._attaching.discard(attaching)

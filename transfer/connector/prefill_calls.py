@@ -86,8 +86,19 @@ class PrefillCalls:
         """The decode instances that may call."""
 
     def _choose_cut(self, join: Join) -> Cut:
-        config, own = self._config, self._hello.instance
-        return choose_cut(config.chunk, own, join.instance, join.links, join.ring_bytes, device=config.device)
+        hello, config = self._hello, self._config
+        chunk = config.chunk
+        if hello.chunk_tokens:
+            chunk = chunk.model_copy(update={"chunk_tokens": hello.chunk_tokens})
+        return choose_cut(
+            chunk,
+            hello.instance,
+            join.instance,
+            join.links,
+            ring_bytes=join.ring_bytes,
+            slot_bytes=join.slot_bytes,
+            device=config.device,
+        )
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:
         log.warning("decode_instance_lost", address=join.address, reason=str(error))

@@ -47,6 +47,7 @@ class RankReady:
         ring_bytes: Size of its ring; 0 if it has none.
         host_pages: Pages of its host pool, for each group of layers; empty if it has none.
         can_switch: Whether its engine can also serve the other role.
+        chunk_tokens: Tokens of a chunk, chosen by the rank; 0 means those of the leader's settings.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class RankReady:
     memory: RankMemory = field(default_factory=RankMemory)
     host_pages: tuple[int, ...] = ()
     can_switch: bool = False
+    chunk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

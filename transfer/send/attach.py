@@ -55,6 +55,7 @@ class DecodePeer:
         routes: Routes from this rank to its ranks; the same objects for all requests.
         sessions: Decode rank -> session.
         ring_bytes: Size of the smallest ring of the sessions; 0 without any.
+        slot_bytes: Size of a staging slot; 0 if no session's pieces go through one.
     """
 
     join: int
@@ -66,6 +67,7 @@ class DecodePeer:
     routes: tuple[Route, ...]
     sessions: dict[int, int] = field(default_factory=dict)
     ring_bytes: int = 0
+    slot_bytes: int = 0
 
     @property
     def terms(self) -> TransferTerms:
@@ -247,6 +249,8 @@ class DecodeSessions:
             raise PeerUnreachable(f"decode rank {decode_rank} at {address} was lost while its link was probed")
         peer.sessions[decode_rank] = number
         peer.ring_bytes = min(peer.ring_bytes or answer.ring_capacity_bytes, answer.ring_capacity_bytes)
+        if not self._sender.is_direct(number):
+            peer.slot_bytes = self._sender.slot_bytes
         self._context.metrics.link_measured(number, link, address)
         watch.report_link(link)
         return link

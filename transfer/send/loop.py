@@ -83,7 +83,8 @@ class SenderLoop:
         self._owner = owner
         self._transport = context.transport
         self._staging = staging
-        self._slot_bytes = staging.num_bytes // settings.num_slots
+        self.slot_bytes = staging.num_bytes // settings.num_slots
+        """Size of a staging slot."""
         self._memory = context.transport.register(staging.tensor)
         self._sender = Sender(settings, incarnation=context.instance.incarnation)
         self._metrics = context.metrics
@@ -170,6 +171,10 @@ class SenderLoop:
             is_direct=is_direct,
         )
         self._pump.feed(opened)
+
+    def is_direct(self, number: int) -> bool:
+        """Return whether the pieces of an open session go into the peer's ring without staging memory."""
+        return self._peers[number].is_direct
 
     def close_session(self, number: int, reason: str) -> None:
         """End a session: its transport first, so that no further write begins when the protocol learns of the end."""
@@ -295,7 +300,7 @@ class SenderLoop:
         if peer is None:
             return None
         if not peer.is_direct:
-            begin = action.slot * self._slot_bytes
+            begin = action.slot * self.slot_bytes
             return self._staging.tensor[begin : begin + piece.num_bytes]
         offset = piece.granted.begin % peer.ring_capacity_bytes
         try:
@@ -322,7 +327,7 @@ class SenderLoop:
         peer = self._peers.get(number)
         if peer is None:
             return  # the protocol is about to learn of the lost session
-        begin = action.slot * self._slot_bytes
+        begin = action.slot * self.slot_bytes
         offset = grant.begin % peer.ring_capacity_bytes
         started = time.monotonic()
         try:

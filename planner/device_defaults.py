@@ -1,0 +1,110 @@
+"""Settings that follow from a rank's GPU. On a CPU, they have the defaults of `transfer.config`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final, TypeVar
+
+from planner.plan_inputs import default_batches
+from transfer.chunk import ChunkPlan, largest_wire_bytes
+from transfer.config import ChunkConfig, NodeConfig, PrefillNodeConfig
+from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind, layer_groups
+from transfer.layout import KVLayout, Shard, routes
+
+CHUNK_BYTES: Final = 256 << 20
+"""KV of a chunk on a rank. Each piece costs both ends about 400 us (docs/adr/0019), in which an NVLink carries 60 MB, so smaller
+chunks cost time. Larger ones leave more of a prompt to send after its last step."""
+
+MIN_CHUNK_TOKENS: Final = 512
+UNKNOWN_CHUNK_TOKENS: Final = 2048  # `CHUNK_BYTES` for the KV of Llama 3 8B
+
+PREFILL_REQUESTS: Final = 64
+"""Most prompts that a prefill node computes or sends at once: a step has a few, the others are being sent."""
+
+REQUESTS_PART: Final = 8
+LEAST_REQUESTS: Final = 32
+"""Sliding windows and recurrent states of all running requests take at most an eighth of a GPU, if that has room for 32."""
+
+_LONG_PROMPT: Final = 1 << 30  # tokens; longer than any window
+
+AnyNode = TypeVar("AnyNode", bound=NodeConfig)
+
+
+def gpu_chunk_tokens(layout: KVLayout, shard: Shard, *, step_tokens: int) -> int:
+    """Return the tokens of a chunk, for an engine on GPUs whose steps have up to `step_tokens` prompt tokens.
+
+    The result is the least power of two from `MIN_CHUNK_TOKENS` on with `CHUNK_BYTES` of KV on the fullest rank, and at most
+    `step_tokens`. It is the same for all ranks.
+    """
+    every, dtype = routes(layout, shard, shard), shard.pool_dtype(layout)
+    tokens = MIN_CHUNK_TOKENS
+    while tokens < step_tokens and largest_wire_bytes(ChunkPlan(chunk_tokens=tokens), layout, every, dtype) < CHUNK_BYTES:
+        tokens *= 2
+    return min(tokens, step_tokens)
+
+
+def with_gpu_chunks(chunk: ChunkConfig, layout: KVLayout | None, shard: Shard, *, step_tokens: int) -> ChunkConfig:
+    """Return `chunk` with the default of a GPU for its tokens, unless they are set."""
+    if "chunk_tokens" in chunk.model_fields_set:
+        return chunk
+    if layout is None:
+        tokens = min(UNKNOWN_CHUNK_TOKENS, step_tokens)
+    else:
+        tokens = gpu_chunk_tokens(layout, shard, step_tokens=step_tokens)
+    return chunk.model_copy(update={"chunk_tokens": tokens})
+
+
+def with_gpu_defaults(config: AnyNode, layout: KVLayout | None, *, device_bytes: int) -> AnyNode:
+    """Return a daemon's settings with the defaults for a GPU of `device_bytes`, where nothing is set.
+
+    Args:
+        layout: KV of the model; None if only the engine knows it.
+    """
+    pool = config.pool
+    shard = Shard(tp_size=config.parallel.tp_size, page_size=pool.page_size, order=pool.order, dtype=pool.dtype)
+    step_tokens, batch = default_batches(device_bytes, shard.tp_size)  # those of `kvferry plan`
+    if not isinstance(config, PrefillNodeConfig):
+        running = _running_requests(layout, shard, batch, device_bytes, tokens_in_flight=1)
+        return _with_limits(config, max_running_requests=running)
+    changed = _with_limits(config, max_step_tokens=step_tokens)
+    most = changed.limits.max_step_tokens
+    if config.most_pages is not None:
+        most = min(most, config.most_pages * pool.page_size)
+    chunk = with_gpu_chunks(config.chunk, layout, shard, step_tokens=most)
+    in_flight = PREFILL_STEPS_IN_FLIGHT * chunk.chunk_tokens
+    running = _running_requests(layout, shard, min(batch, PREFILL_REQUESTS), device_bytes, tokens_in_flight=in_flight)
+    return _with_limits(changed, max_running_requests=running).model_copy(update={"chunk": chunk})
+
+
+def _with_limits(config: AnyNode, **values: int) -> AnyNode:
+    """Return the settings with those limits, where they are not set."""
+    unset = {name: value for name, value in values.items() if name not in config.limits.model_fields_set}
+    return config.model_copy(update={"limits": config.limits.model_copy(update=unset)})
+
+
+def _running_requests(layout: KVLayout | None, shard: Shard, batch: int, device_bytes: int, *, tokens_in_flight: int) -> int:
+    """Return how many of `batch` requests run at once, by the room for their sliding windows and states."""
+    if layout is None:
+        return batch
+    of_one = sum(
+        group.page_bytes(layout, shard)
+        * group.peak_pages(_LONG_PROMPT, page_size=shard.page_size, tokens_in_flight=tokens_in_flight)
+        for group in layer_groups(layout)
+        if group.kind is not GroupKind.FULL
+    )
+    return min(batch, max(LEAST_REQUESTS, device_bytes // REQUESTS_PART // of_one)) if of_one else batch
+
+
+def visible_gpu_bytes(index: int) -> int:
+    """Return the memory of a GPU, by its index among those that this process sees; 0 without such a GPU or a driver.
+
+    It asks the driver without opening a context, which would take memory of the GPU.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
+        return 0
+    return size.value if not driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) else 0

@@ -1,0 +1,75 @@
+"""Defaults that follow from the memory of a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.device_defaults import MIN_CHUNK_TOKENS, gpu_chunk_tokens, with_gpu_defaults
+from transfer.config import DecodeNodeConfig, PrefillNodeConfig
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
+
+GIB = 1 << 30
+LLAMA_8B = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
+LLAMA_70B = KVLayout.uniform(num_layers=80, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
+LATENTS = KVLayout(
+    layers=(LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=576, v_head_dim=0),) * 61, dtype=DType.BFLOAT16
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shard", "step_tokens", "wanted"),
+    [
+        (LLAMA_8B, Shard(), 8192, 2048),  # 128 KiB a token: 256 MiB
+        (LLAMA_8B, Shard(tp_size=2), 8192, 4096),
+        (LLAMA_8B, Shard(tp_size=2), 3000, 3000),  # a step has no more
+        (LLAMA_8B, Shard(), 100, 100),
+        (LLAMA_70B, Shard(), 8192, 1024),  # 320 KiB
+        (LLAMA_70B, Shard(tp_size=4), 8192, 4096),
+        (LLAMA_70B, Shard(pp_size=2), 8192, 2048),
+        (LATENTS, Shard(), 8192, 4096),  # 69 KiB
+        (KVLayout.uniform(num_layers=400, num_kv_heads=8, head_dim=128, dtype=DType.FLOAT32), Shard(), 8192, MIN_CHUNK_TOKENS),
+    ],
+)
+def test_a_chunk_has_256_mib_on_a_rank(layout: KVLayout, shard: Shard, step_tokens: int, wanted: int) -> None:
+    assert {gpu_chunk_tokens(layout, shard.at(rank), step_tokens=step_tokens) for rank in range(shard.num_ranks)} == {wanted}
+
+
+def prefill(**settings: Any) -> PrefillNodeConfig:
+    return PrefillNodeConfig.model_validate({"model": Path("m"), "device": "cuda", **settings})
+
+
+def test_steps_chunks_and_requests_follow_from_the_gpu() -> None:
+    config = with_gpu_defaults(prefill(), LLAMA_8B, device_bytes=80 * GIB)
+    assert (config.limits.max_step_tokens, config.limits.max_running_requests) == (8192, 64)
+    assert config.chunk.chunk_tokens == 2048
+    small = with_gpu_defaults(prefill(), LLAMA_8B, device_bytes=24 * GIB)
+    assert (small.limits.max_step_tokens, small.limits.max_running_requests) == (2048, 24)
+    decode = DecodeNodeConfig.model_validate({"model": Path("m"), "device": "cuda", "parallel": {"tp_size": 4}})
+    assert with_gpu_defaults(decode, None, device_bytes=80 * GIB).limits.max_running_requests == 512
+
+
+def test_windows_and_states_of_running_requests_have_an_eighth_of_the_gpu() -> None:
+    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=8, k_head_dim=128, v_head_dim=128, window_tokens=1024)
+    windows = KVLayout(layers=(window,) * 32 + LLAMA_8B.layers, dtype=DType.BFLOAT16)
+    decode = DecodeNodeConfig.model_validate({"model": Path("m"), "device": "cuda"})
+    running = with_gpu_defaults(decode, windows, device_bytes=80 * GIB).limits.max_running_requests
+    assert running == 10 * GIB // (65 * 16 * 128 * 1024) == 78, "65 pages of 16 tokens of 128 KiB each"
+    small = with_gpu_defaults(decode, windows, device_bytes=40 * GIB).limits.max_running_requests
+    assert small == 32, "and at least as many as on a CPU, of the 32 for such a device"
+
+
+def test_settings_that_are_given_stay() -> None:
+    given = prefill(chunk={"chunk_tokens": 128}, limits={"max_step_tokens": 512, "max_running_requests": 32})
+    assert with_gpu_defaults(given, LLAMA_8B, device_bytes=80 * GIB) == given
+    config = with_gpu_defaults(prefill(limits={"max_step_tokens": 1000}), LLAMA_8B, device_bytes=80 * GIB)
+    assert config.chunk.chunk_tokens == 1000, "no chunk is larger than a step"
+    config = with_gpu_defaults(prefill(pool={"num_pages": 10}), LLAMA_8B, device_bytes=80 * GIB)
+    assert config.chunk.chunk_tokens == 160, "nor than the pool"
+    assert config.limits.queue_timeout_s == prefill().limits.queue_timeout_s
+
+
+def test_an_engine_of_its_own_gets_chunks_too() -> None:
+    assert with_gpu_defaults(prefill(), None, device_bytes=80 * GIB).chunk.chunk_tokens == 2048
