@@ -202,7 +202,7 @@ class Target:
         self._publish = publish
         self._ahead: set[str] = set()  # requests that are expected, and that nobody has asked for
         self.ring = StagingAllocator(ring_bytes, incarnation=DECODE_LIFE)
-        self._machine = Receiver(rx.ReceiverSettings(is_one_sided=False), self.ring)
+        self._machine = Receiver(rx.ReceiverSettings(), self.ring)
         self._pump: EventPump[rx.Event] = EventPump(
             loop,
             handle=self._machine.handle,
@@ -212,7 +212,7 @@ class Target:
         )
 
     def open(self, session: int) -> None:
-        self._pump.feed(rx.ReceiverSessionOpened(session=session, incarnation=life_of(session)))
+        self._pump.feed(rx.ReceiverSessionOpened(session=session, incarnation=life_of(session), is_one_sided=False))
 
     def on_payload(self, session: int, payload: bytes) -> None:
         message = decode(payload)

@@ -148,7 +148,7 @@ def write(pipe: Connection, device: str, plan: Sequence[Step], lane: str, spin_s
     async def run() -> LinkSamples:
         driver = SessionDriver(asyncio.get_running_loop(), spin_s=spin_s)
         driver.add(session)
-        found = await End(driver=driver, session=session, memory=memory).write_all(plan, is_answered=not transport.is_one_sided)
+        found = await End(driver=driver, session=session, memory=memory).write_all(plan, is_answered=not transport.has_one_sided)
         driver.remove(session)
         return found
 
@@ -161,7 +161,7 @@ def write(pipe: Connection, device: str, plan: Sequence[Step], lane: str, spin_s
 def serve(pipe: Connection, device: str, plan: Sequence[Step], lane: str, spin_s: float) -> None:
     """The target's process."""
     transport = open_transport(lane, device)
-    memory = transport.register(bytes_on(device, memory_bytes_of(plan), is_shared=transport.is_one_sided))
+    memory = transport.register(bytes_on(device, memory_bytes_of(plan), is_shared=transport.has_one_sided))
     synchronize(device)
     session, answer = transport.accept(pipe.recv(), memory)
     pipe.send(answer)
@@ -170,7 +170,7 @@ def serve(pipe: Connection, device: str, plan: Sequence[Step], lane: str, spin_s
         loop = asyncio.get_running_loop()
         driver = SessionDriver(loop, spin_s=spin_s)
         driver.add(session)
-        if not transport.is_one_sided:
+        if not transport.has_one_sided:
             await End(driver=driver, session=session, memory=memory).answer_all(plan)
         await loop.run_in_executor(None, pipe.recv)
         driver.remove(session)

@@ -76,7 +76,7 @@ class Machines:
         self.is_frozen = False  # the writers hear nothing, and do nothing
         self.now_s = 0.0
         self.rings = [StagingAllocator(ring_bytes, incarnation=DECODE_LIFE) for _ in range(decode.num_ranks)]
-        settings = target.ReceiverSettings(is_one_sided=is_one_sided)
+        settings = target.ReceiverSettings()
         self.receivers = [_Rank(Receiver(settings, ring), "decode") for ring in self.rings]
         self._settings = source.SenderSettings(num_slots=num_slots, grants_ahead=grants_ahead)
         self.sessions: dict[int, tuple[int, int]] = {}
@@ -94,7 +94,8 @@ class Machines:
     def open_session(self, prefill_rank: int, decode_rank: int) -> int:
         number = next(self._numbers)
         self.sessions[number] = prefill_rank, decode_rank
-        self._turn(self.receivers[decode_rank], [target.ReceiverSessionOpened(session=number, incarnation=PREFILL_LIFE)])
+        attached = target.ReceiverSessionOpened(session=number, incarnation=PREFILL_LIFE, is_one_sided=self.is_one_sided)
+        self._turn(self.receivers[decode_rank], [attached])
         opened = source.SenderSessionOpened(
             session=number, incarnation=DECODE_LIFE, ring_capacity_bytes=self.rings[decode_rank].capacity_bytes, is_direct=False
         )

@@ -283,7 +283,7 @@ class DecodeEnd:
         self.instance = own_instance(setting, setting.decode_shard, self._transport)
         self._control = ZmqControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
         # A one-sided probe writes behind the ring.
-        probe_bytes = setting.config.transport.probe_bytes if self._transport.is_one_sided else 0
+        probe_bytes = setting.config.transport.probe_bytes if self._transport.has_one_sided else 0
         context = RankContext(
             loop=loop,
             instance=self.instance,
@@ -298,7 +298,7 @@ class DecodeEnd:
             owner=self,
             pool=self.picker.pool,
             ring_memory=StagingBuffer(
-                num_bytes=setting.ring_bytes + probe_bytes, device=device, is_shared=self._transport.is_one_sided
+                num_bytes=setting.ring_bytes + probe_bytes, device=device, is_shared=self._transport.has_one_sided
             ),
             control=self._control,
             probe_bytes=probe_bytes,
@@ -331,7 +331,7 @@ class DecodeEnd:
         self._receiver.open_session(
             self._session, session, incarnation=request.prefill.incarnation, control_key=request.control_key
         )
-        if not self._transport.is_one_sided:
+        if not self._transport.has_one_sided:
             scratch = self._transport.register(StagingBuffer(num_bytes=request.probe_bytes, device=self._device).tensor)
             plan = ProbePlan.fitting(request.probe_bytes)
             self._probe = self._loop.create_task(serve_probe(self._receiver.driver, session, scratch, plan=plan))

@@ -104,9 +104,7 @@ class DecodeWorker:
         )
         num_bytes = ring_bytes + probe_bytes
         with allocating("allocating the ring", device=pool.device, advice=RING_ADVICE, num_bytes=num_bytes):
-            ring_memory = RingMemory.take(
-                ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, is_one_sided=transport.is_one_sided
-            )
+            ring_memory = RingMemory.take(transport, ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device)
         slack_tokens = config.offload.window_slack_tokens(pool.page_size)
         allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
         context = RankContext(

@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import ipaddress
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import transfer
 from node_runtime.engine import InstanceEngine, engine_loader
@@ -15,13 +16,16 @@ from planner.device_defaults import AnyNode, visible_gpu_bytes, with_gpu_default
 from planner.model_directory import read_model_directory
 from planner.node_plan import check_fits
 from transfer.config import EMBEDDED_ENGINE, NodeConfig, TracingConfig, TransportConfig
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, TransferError
 from transfer.instance import CAPABILITIES, Instance
 from transfer.layout import DType
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.storage.open import check_store
 from transfer.tracing import Tracer
 from transfer.transport.base import Transport
+
+if TYPE_CHECKING:
+    from transfer.transport.sessions import PeerTransport
 
 _LIBRARIES: Final = {
     "ucx": (("ucxx",), "'kvferry[ucx-cu13]' (or ucx-cu12)"),
@@ -83,9 +87,21 @@ def _check_transport(config: NodeConfig) -> None:
         )
     if name == "cuda_ipc" and config.device != "cuda":
         raise ConfigError(f"transport.name is cuda_ipc, which joins GPUs, and device is {config.device}: choose ucx or nixl")
+    if name == "auto":
+        usable = [name for name in _LIBRARIES if name != "cuda_ipc" or config.device == "cuda"]
+        if not any(_has_library(name) for name in usable):
+            raise ConfigError(
+                "transport.name is auto, and no transport is installed: pip install "
+                + " or ".join(_LIBRARIES[name][1] for name in usable)
+            )
+        return
     modules, extras = _LIBRARIES[name]
-    if not any(map(_is_installed, modules)):
+    if not _has_library(name):
         raise ConfigError(f"transport.name is {name}, and {' or '.join(modules)} is not installed: pip install {extras}")
+
+
+def _has_library(transport: str) -> bool:
+    return any(map(_is_installed, _LIBRARIES[transport][0]))
 
 
 def _is_installed(module: str) -> bool:
@@ -108,7 +124,15 @@ def open_transport(config: TransportConfig, *, host: str, device_index: int | No
         ConfigError: The transport is not available on this machine, or not between processes.
     """
     options = {"NET_DEVICES": "lo"} if is_loopback(host) and "UCX_NET_DEVICES" not in os.environ else None
-    match config.name:
+    if config.name == "auto":
+        return _open_auto(config, options, device_index)
+    return _open_one(config.name, config, options, device_index)
+
+
+def _open_one(
+    name: str, config: TransportConfig, options: Mapping[str, str] | None, device_index: int | None
+) -> PeerTransport[Any, Any]:
+    match name:
         case "ucx":
             from transfer.transport.ucx import UcxTransport  # loads a foreign library only where it is used
 
@@ -120,10 +144,45 @@ def open_transport(config: TransportConfig, *, host: str, device_index: int | No
         case "cuda_ipc":
             from transfer.transport.cuda_ipc import CudaIpcTransport
 
-            assert device_index is not None  # `check_before_start` has checked it
+            if device_index is None:
+                raise ConfigError("transport cuda_ipc joins GPUs, and the pool is in host memory: choose ucx or nixl")
             return CudaIpcTransport(mode=config.cuda_ipc.mode, device_index=device_index)
         case _:
-            raise ConfigError(f"transport.name is {config.name}, which joins two ends of one process; a rank needs another")
+            raise ConfigError(f"transport.name is {name}, which joins two ends of one process; a rank needs another")
+
+
+def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, device_index: int | None) -> Transport:
+    """Open every transport that can be of use to this rank."""
+    from transfer.transport.auto import ORDER, AutoTransport  # loads numpy, which leaders do not need
+    from transfer.transport.nixl_library import has_only_tcp
+
+    has_rdma = not has_only_tcp(os.environ.get("UCX_TLS") or "all")
+    members: dict[str, PeerTransport[Any, Any]] = {}
+    unusable: dict[str, str] = {}
+    for name in ORDER:
+        modules, extras = _LIBRARIES[name]
+        if not _has_library(name):
+            unusable[name] = f"{' or '.join(modules)} is not installed: pip install {extras}"
+        elif name == "nixl" and device_index is None and not has_rdma and _has_library("ucx"):
+            unusable[name] = "this host has no RDMA device, and ucx is faster without one"  # an agent takes 0.4 s to open
+        else:
+            try:
+                members[name] = _checked_for_device(_open_one(name, config, options, device_index), device_index)
+            except TransferError as error:
+                unusable[name] = str(error)
+    return AutoTransport(members, has_rdma=has_rdma, unusable=unusable)
+
+
+def _checked_for_device(transport: PeerTransport[Any, Any], device_index: int | None) -> PeerTransport[Any, Any]:
+    """Return the transport if it moves memory of the rank's device.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if device_index is not None and not transport.supports_devices:
+        transport.close()
+        raise ConfigError("device memory needs a UCX with CUDA support, and this one has none: install kvferry[ucx-cu13]")
+    return transport
 
 
 def open_tracer(config: TracingConfig, *, role: str, rank: int | None = None) -> Tracer | None:
@@ -161,6 +220,7 @@ def own_instance(engine: InstanceEngine, transport: Transport, *, incarnation: i
         shard=engine.shard,
         model_fields=engine.model_fields,
         transport=transport.name,
+        transports=transport.names if len(transport.names) > 1 else (),
         digests=digests_for(device_type),
         protocol_versions=PROTOCOL_VERSIONS,
         capabilities=CAPABILITIES,

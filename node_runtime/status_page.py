@@ -36,6 +36,7 @@ from node_runtime.view_cells import (
     state_badge,
     table_of,
 )
+from transfer.registry.convert import transport_names
 
 if TYPE_CHECKING:  # a node whose settings are wrong ends before it has loaded gRPC
     from transfer.pb import kvferry_pb2 as pb
@@ -242,8 +243,8 @@ def _card(node: Seen, *, is_self: bool) -> dict[str, Any]:
         instance = status.instance
         facts = (
             f"{number(status.queued_requests)} queued, {number(status.running_requests)} running, TP {instance.shard.tp_size}, "
-            f"pages of {instance.shard.page_size}, {instance.transport or 'no transport'}, version {node.version}, "
-            f"up {duration(status.uptime_s)}, {status.restarts} restarts"
+            f"pages of {instance.shard.page_size}, {', '.join(transport_names(instance)) or 'no transport'}, "
+            f"version {node.version}, up {duration(status.uptime_s)}, {status.restarts} restarts"
         )
         meters = [*_pool_meters(status), *_staging_meters(node), *_ring_meters(status)]
     return {

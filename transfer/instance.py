@@ -49,7 +49,8 @@ class Instance:
         layout: The KV of its model.
         shard: Sharding of its ranks. The rank in it does not matter; `at()` returns each rank's.
         model_fields: Everything of the model that must be equal (architecture, vocabulary, weights digest), by name.
-        transport: Name of the data plane, for example ``ucx``.
+        transport: Name of the data plane, for example ``ucx``. If there are several, the one for peers that know only this field.
+        transports: Names of all data planes, preferred first; empty means `transport` alone.
         digests: Payload digests that its ranks can compute, preferred first, for example ``("xxh3-64", "kvferry-words-64")``.
         protocol_versions: Supported versions, ascending.
         capabilities: Abilities by name, see `CAPABILITIES`.
@@ -63,6 +64,7 @@ class Instance:
     shard: Shard
     model_fields: Mapping[str, str] = field(default_factory=dict)
     transport: str
+    transports: tuple[str, ...] = ()
     digests: tuple[str, ...]
     protocol_versions: tuple[int, ...]
     capabilities: frozenset[str] = frozenset()
@@ -81,6 +83,11 @@ class Instance:
         if self.kv_scales:
             self._check_scales()
         object.__setattr__(self, "model_fields", dict(self.model_fields))
+
+    @property
+    def transport_names(self) -> tuple[str, ...]:
+        """Names of all data planes, preferred first."""
+        return self.transports or (self.transport,)
 
     @property
     def pool_dtype(self) -> DType:
@@ -231,8 +238,8 @@ def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
     """
     differences = prefill.layout.differences(decode.layout)
     differences += [f"model {text}" for text in named_differences(dict(prefill.model_fields), dict(decode.model_fields))]
-    if prefill.transport != decode.transport:
-        differences.append(f"transport: {prefill.transport} != {decode.transport}")
+    if not set(prefill.transport_names) & set(decode.transport_names):
+        differences.append(f"transport: {_listed(prefill.transport_names)} != {_listed(decode.transport_names)}")
     digests = [name for name in prefill.digests if name in decode.digests]
     if not digests:
         differences.append(f"digests: {_listed(prefill.digests)} != {_listed(decode.digests)}")

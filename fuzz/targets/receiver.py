@@ -56,7 +56,7 @@ class World:
         self.is_one_sided = bool(setting.below(2))
         self.routes = tuple(route for route in routes_of(setting.number()) if route.decode_rank == 0)
         self.ring = StagingAllocator((1 + setting.below(64)) * ALIGNMENT_BYTES, incarnation=DECODE_LIFE)
-        self.machine = Receiver(rx.ReceiverSettings(is_one_sided=self.is_one_sided), self.ring)
+        self.machine = Receiver(rx.ReceiverSettings(), self.ring)
         self.now_s = 0.0
         self.num_opened = 0
         self.session_of: dict[int, int] = {}  # prefill rank -> open session
@@ -78,7 +78,7 @@ class World:
         self.num_opened += 1
         self.session_of[prefill_rank] = self.num_opened
         self.open.add(self.num_opened)
-        self.tell(rx.ReceiverSessionOpened(session=self.num_opened, incarnation=PREFILL_LIFE))
+        self.tell(rx.ReceiverSessionOpened(session=self.num_opened, incarnation=PREFILL_LIFE, is_one_sided=self.is_one_sided))
 
     def lose(self, session: int, *, is_over: bool, reason: str = "lost") -> None:
         if session not in self.open:

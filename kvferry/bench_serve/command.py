@@ -25,6 +25,7 @@ from kvferry.cli.json_report import check_writable, is_standard_output, write_re
 from kvferry.cli.node_client import NodeClient
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import transport_names
 from transfer.registry.security import Security
 
 
@@ -151,7 +152,7 @@ async def _described(client: NodeClient) -> dict[str, Any]:
     return {
         "address": client.address,
         "version": instance.version,
-        "transport": instance.transport,
+        "transport": ", ".join(transport_names(instance)),
         "tp_size": instance.shard.tp_size,
         "page_size": instance.shard.page_size,
         "dtype": instance.shard.dtype,

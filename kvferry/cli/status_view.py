@@ -27,6 +27,7 @@ from node_runtime.view_cells import (
 )
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import transport_names
 from transfer.registry.plain_values import plain
 from transfer.registry.security import Security
 
@@ -103,7 +104,8 @@ def _head(node: Seen, status: pb.NodeStatus) -> Text:
         shard = status.instance.shard
         lines = (
             f"incarnation {status.instance.incarnation:#018x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "
-            f"{shard.dtype}), transport {status.instance.transport}, model {status.instance.model_fingerprint}",
+            f"{shard.dtype}), transport {', '.join(transport_names(status.instance))}, "
+            f"model {status.instance.model_fingerprint}",
             f"capabilities: {', '.join(status.instance.capabilities) or 'none'}",
         )
         for line in lines:

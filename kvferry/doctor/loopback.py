@@ -126,8 +126,7 @@ async def _write(name: str) -> dict[str, Any]:
         driver = SessionDriver(asyncio.get_running_loop())
         driver.add(session)
         plan = ProbePlan(bulk_bytes=NUM_BYTES)
-        one_sided = transport.is_one_sided
-        probe = await probe_link(driver, session, memory, plan=plan, is_one_sided=one_sided, deadline_s=TIMEOUT_S)
+        probe = await probe_link(driver, session, memory, plan=plan, deadline_s=TIMEOUT_S)
         target.stdin.write(_WRITTEN)
         target.stdin.flush()
         # Two-sided, the target's answers were parts of what it had received: both ends hold the same bytes, or one was damaged.
@@ -154,9 +153,7 @@ async def _receive(name: str) -> None:
     driver = SessionDriver(asyncio.get_running_loop())
     driver.add(session)
     plan = ProbePlan(bulk_bytes=NUM_BYTES)
-    serving = asyncio.create_task(
-        serve_probe(driver, session, memory, plan=plan, is_one_sided=transport.is_one_sided, deadline_s=TIMEOUT_S)
-    )
+    serving = asyncio.create_task(serve_probe(driver, session, memory, plan=plan, deadline_s=TIMEOUT_S))
     if await asyncio.to_thread(sys.stdin.readline) != _WRITTEN:
         os._exit(1)  # the writer has died
     await serving

@@ -22,6 +22,7 @@ from transfer.errors import ConfigError, TransferError
 from transfer.load_config import load_config
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import transport_names
 from transfer.registry.security import Security
 
 MAX_OFFSET_S: Final = 0.5
@@ -145,12 +146,13 @@ def _check_protocol(name: str, status: pb.NodeStatus) -> Finding:
 
 def _check_transport(name: str, status: pb.NodeStatus, transports: Collection[str]) -> Finding:
     name = f"{name} transport"
-    theirs = status.instance.transport
-    if not theirs or theirs in transports:
-        return ok(name, f"{theirs}, which this machine has, too" if theirs else "it does not tell yet: it has no ranks")
-    text = f"{theirs}, which this machine does not have ({', '.join(transports)}): a node here could not join it"
+    theirs = transport_names(status.instance)
+    common = [one for one in theirs if one in transports]
+    if not theirs or common:
+        return ok(name, f"{', '.join(common)} in common" if common else "it does not tell yet: it has no ranks")
+    text = f"{', '.join(theirs)}, which this machine does not have ({', '.join(transports)}): a node here could not join it"
     return warn(
-        name, text, f"pip install 'kvferry[{'nixl' if theirs == 'nixl' else 'cuda-ipc'}]', or another transport.name there"
+        name, text, f"pip install 'kvferry[{'nixl' if 'nixl' in theirs else 'cuda-ipc'}]', or another transport.name there"
     )
 
 

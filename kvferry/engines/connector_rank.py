@@ -285,10 +285,7 @@ class ConnectorRank:
         num_bytes = ring_bytes + config.transport.probe_bytes
         with allocating("allocating the ring", device=pool.device, advice=RING_ADVICE, num_bytes=num_bytes):
             memory = RingMemory.take(
-                ring_bytes=ring_bytes,
-                probe_bytes=config.transport.probe_bytes,
-                device=pool.device,
-                is_one_sided=context.transport.is_one_sided,
+                context.transport, ring_bytes=ring_bytes, probe_bytes=config.transport.probe_bytes, device=pool.device
             )
         log.info("ring_memory", num_bytes=num_bytes)
         receiving = open_receiving(context=context, owner=pages.rank, pool=pool, memory=memory, server=config.server)

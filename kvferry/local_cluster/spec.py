@@ -69,7 +69,7 @@ class ClusterSpec:
     decode: TierSpec
     num_prefill: int = 1
     num_decode: int = 1
-    transport: str = "ucx"
+    transport: str = "auto"
     security: Security | None = None
     chunk_tokens: int | None = None
     layers_per_group: int | None = None

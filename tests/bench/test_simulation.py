@@ -271,14 +271,14 @@ def test_the_command_says_which_settings_the_nodes_have_to_be_given(capsys: pyte
     assert command.main([*one, "--staging-slots", "4"]) == 0
     said = capsys.readouterr().out
     found = re.findall(r"^  (prefill|decode): ([a-z_.]+): (\d+)  \(default (\d+)\)$", said, re.M)
-    assert ("prefill", "chunk.chunk_tokens", "2048", "128") in found
-    assert ("decode", "limits.max_running_requests", "128", "32") in found
+    assert ("prefill", "limits.max_step_tokens", "4096", "8192") in found
+    assert ("decode", "limits.max_running_requests", "128", "256") in found
     assert ("decode", "ring.capacity_bytes", str(8 << 30), str(2 << 30)) in found
     assert "staging.num_slots" not in said
     known: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
     for role, name, _, _ in found:
         assert name in {path for path, _ in settings_of_nodes(known[role])}
-    own = ["--chunk-tokens", "128", "--max-step-tokens", "512", "--prefill-running", "32", "--decode-running", "32"]
+    own = ["--max-step-tokens", "8192", "--decode-running", "256"]
     assert command.main([*one, *own, "--staging-slots", "4", "--ring-mib", "2048"]) == 0
     assert "settings that nodes do not have" not in capsys.readouterr().out
 

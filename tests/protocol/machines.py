@@ -203,7 +203,8 @@ class ReceiverHand:
 
     def __init__(self, *, ring_cells: int = 8, is_one_sided: bool = False, prefill_tp: int = 1, decode_tp: int = 1) -> None:
         self.ring = StagingAllocator(ring_cells * CELL, incarnation=DECODE_LIFE)
-        self.machine = Receiver(rx.ReceiverSettings(is_one_sided=is_one_sided), self.ring)
+        self.machine = Receiver(rx.ReceiverSettings(), self.ring)
+        self.is_one_sided = is_one_sided
         self.now_s = 0.0
         self.routes = [
             route for route in routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)) if route.decode_rank == 0
@@ -218,7 +219,7 @@ class ReceiverHand:
         return actions
 
     def open(self, session: int) -> None:
-        self.tell(rx.ReceiverSessionOpened(session=session, incarnation=PREFILL_LIFE))
+        self.tell(rx.ReceiverSessionOpened(session=session, incarnation=PREFILL_LIFE, is_one_sided=self.is_one_sided))
 
     def expect(self, request_id: str = "r", *, num_tokens: int = 8) -> list[rx.Action]:
         mine = [SessionRoute(route=route, session=1 + route.prefill_rank) for route in self.routes]

@@ -381,7 +381,7 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
 
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="repeat_after_s is 0 s; it must be above 0"):
-        rx.ReceiverSettings(is_one_sided=False, repeat_after_s=0.0)
+        rx.ReceiverSettings(repeat_after_s=0.0)
 
 
 def test_a_spoilt_receiver_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,7 +545,7 @@ def test_the_owner_is_told_when_it_ends_a_session_wrongly() -> None:
     with pytest.raises(LocalProtocolError, match="was over before"):
         receiver.over()
     two_sided = ReceiverHand()
-    with pytest.raises(LocalProtocolError, match="on a two-sided transport its close is its end"):
+    with pytest.raises(LocalProtocolError, match="the close of a two-sided session is its end"):
         two_sided.lose(is_over=False)
 
 

@@ -228,7 +228,7 @@ class World:
 
     def _new_receiver(self, rank: int) -> ReceiverRank:
         incarnation = self.random.getrandbits(63) + 1
-        settings = rx.ReceiverSettings(is_one_sided=self.config.is_one_sided, repeat_after_s=float(REPEAT_AFTER))
+        settings = rx.ReceiverSettings(repeat_after_s=float(REPEAT_AFTER))
         machine = Receiver(settings, StagingAllocator(self._capacity_bytes, incarnation=incarnation))
         memory = RingMemory(self._capacity_bytes)
         return ReceiverRank(rank=rank, incarnation=incarnation, machine=machine, ring=memory)
@@ -248,7 +248,10 @@ class World:
             is_revocable=self.config.is_revocable and not is_direct,
         )
         self.links[link.number] = self.current[prefill_rank, decode_rank] = link
-        self.tell_receiver(receiver, rx.ReceiverSessionOpened(session=link.number, incarnation=sender.incarnation))
+        attached = rx.ReceiverSessionOpened(
+            session=link.number, incarnation=sender.incarnation, is_one_sided=self.config.is_one_sided
+        )
+        self.tell_receiver(receiver, attached)
         opened = tx.SenderSessionOpened(
             session=link.number,
             incarnation=receiver.incarnation,

@@ -49,7 +49,7 @@ async def test_requests_arrive_whole_while_another_writer_probes_its_link() -> N
     async def probe_again_and_again() -> None:
         nonlocal num_probes
         while True:
-            await probe_link(driver, writer, memory, plan=plan, is_one_sided=True)
+            await probe_link(driver, writer, memory, plan=plan)
             num_probes += 1
 
     probing = asyncio.ensure_future(probe_again_and_again())

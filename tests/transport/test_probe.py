@@ -34,12 +34,9 @@ async def probe(pair: Pair, mine: ProbePlan | None, theirs: ProbePlan | None, de
     driver.add(pair.writer)
     driver.add(pair.target)
     scratch = pair.target_transport.register(np.zeros(1 << 20, dtype=np.uint8))
-    one_sided = pair.is_one_sided
-    serving = asyncio.ensure_future(
-        serve_probe(driver, pair.target, scratch, plan=theirs, is_one_sided=one_sided, deadline_s=deadline_s)
-    )
+    serving = asyncio.ensure_future(serve_probe(driver, pair.target, scratch, plan=theirs, deadline_s=deadline_s))
     try:
-        return await probe_link(driver, pair.writer, pair.source_memory, plan=mine, is_one_sided=one_sided, deadline_s=deadline_s)
+        return await probe_link(driver, pair.writer, pair.source_memory, plan=mine, deadline_s=deadline_s)
     finally:
         (outcome,) = await asyncio.gather(serving, return_exceptions=True)
         driver.remove(pair.writer)
@@ -87,6 +84,7 @@ class TimedLink:
     is_over = False
 
     def __init__(self, *, latency_s: float, bytes_per_s: float, answer_s: dict[int, float] | None = None) -> None:
+        self.is_one_sided = answer_s is None
         self._latency_s, self._bytes_per_s, self._answer_s = latency_s, bytes_per_s, answer_s or {}
         self._free_s = self._answered_s = self.now_s = 0.0
         self.num_writes = 0
@@ -119,11 +117,11 @@ class TimedLink:
         return True
 
 
-async def probe_timed(link: Any, *, is_one_sided: bool = True) -> LinkProbe:
+async def probe_timed(link: Any) -> LinkProbe:
     driver = SessionDriver(asyncio.get_running_loop())
     driver.add(link)
     memory = memory_of(torch.zeros(4 << 20, dtype=torch.uint8))
-    found = await probe_link(driver, link, memory, is_one_sided=is_one_sided, clock=link.clock, deadline_s=60.0)
+    found = await probe_link(driver, link, memory, clock=link.clock, deadline_s=60.0)
     driver.remove(link)
     return found
 
@@ -138,5 +136,5 @@ async def test_bandwidth_of_a_fast_link_is_not_its_latency() -> None:
 async def test_a_link_whose_answers_are_slow_is_not_endless() -> None:
     """On a busy machine the median answer took longer than a bulk write with its own: 4 MiB in no time were 4 million GB/s."""
     link = TimedLink(latency_s=0.0, bytes_per_s=1e15, answer_s={4 << 20: 0.001, 4096: 0.005})
-    found = await probe_timed(link, is_one_sided=False)
+    found = await probe_timed(link)
     assert found.bandwidth_bytes_per_s == pytest.approx((4 << 20) / 0.0005, rel=0.01)

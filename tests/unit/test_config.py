@@ -120,7 +120,10 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
     [
         ("pool.page_size=0", "pool.page_size is 0 (from --set); it must be at least 1"),
         ("pool.page_size=x", "pool.page_size is x (from --set); it must be a whole number"),
-        ("transport.name=rdma", "transport.name is rdma (from --set); it must be one of 'ucx', 'inproc', 'nixl' or 'cuda_ipc'"),
+        (
+            "transport.name=rdma",
+            "transport.name is rdma (from --set); it must be one of 'auto', 'ucx', 'inproc', 'nixl' or 'cuda_ipc'",
+        ),
         ("limits.queue_timeout_s=0", "limits.queue_timeout_s is 0 (from --set); it must be above 0"),
         ("limits.queue_timeout_s=nan", "limits.queue_timeout_s is nan (from --set); it must be above 0"),
         (

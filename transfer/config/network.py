@@ -61,10 +61,15 @@ class NixlConfig(Section):
 
 
 class TransportConfig(Section):
-    """The data plane. Both tiers must name the same transport."""
+    """The data plane. The two tiers need a transport in common."""
 
-    name: Literal["ucx", "inproc", "nixl", "cuda_ipc"] = Field(
-        default="ucx", description="Transport of the bytes. Daemons cannot use inproc, which joins two ends of one process."
+    name: Literal["auto", "ucx", "inproc", "nixl", "cuda_ipc"] = Field(
+        default="auto",
+        description=(
+            "Transport of the bytes. auto: each pair of ranks takes the best one that both have: cuda_ipc between GPUs of one "
+            "host with peer access, nixl if both hosts have RDMA, otherwise ucx. Daemons cannot use inproc, which joins two ends "
+            "of one process."
+        ),
     )
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")
     nixl: NixlConfig = Field(default_factory=NixlConfig, description="Settings of the nixl transport.")

@@ -32,7 +32,7 @@ from transfer.refusals import log_refusal
 from transfer.registry.guard import Refusal
 from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
-from transfer.transport.base import LocalMemory, Session
+from transfer.transport.base import LocalMemory, Session, Transport
 from transfer.transport.probe import ProbePlan, serve_probe
 
 log = structlog.get_logger(__name__)
@@ -44,8 +44,8 @@ class RingMemory:
 
     Args:
         ring: The ring's bytes, and `tail_bytes` more behind them.
-        tail_bytes: Where one-sided probes write; 0 on a two-sided transport.
-        scratch: Where two-sided probes write; None on a one-sided transport.
+        tail_bytes: Where one-sided probes write; 0 without one-sided sessions.
+        scratch: Where two-sided probes write; None without two-sided sessions.
     """
 
     ring: StagingBuffer
@@ -53,13 +53,13 @@ class RingMemory:
     scratch: StagingBuffer | None
 
     @classmethod
-    def take(cls, *, ring_bytes: int, probe_bytes: int, device: torch.device | str, is_one_sided: bool) -> RingMemory:
-        """Allocate `ring_bytes` of ring, and `probe_bytes` for the probes, on the pool's device."""
-        tail_bytes = probe_bytes if is_one_sided else 0
+    def take(cls, transport: Transport, *, ring_bytes: int, probe_bytes: int, device: torch.device | str) -> RingMemory:
+        """Allocate `ring_bytes` of ring on the pool's device, and `probe_bytes` for the probes of each kind of session."""
+        tail_bytes = probe_bytes if transport.has_one_sided else 0
         return cls(
-            ring=StagingBuffer(num_bytes=ring_bytes + tail_bytes, device=device, is_shared=is_one_sided),
+            ring=StagingBuffer(num_bytes=ring_bytes + tail_bytes, device=device, is_shared=transport.has_one_sided),
             tail_bytes=tail_bytes,
-            scratch=None if is_one_sided else StagingBuffer(num_bytes=probe_bytes, device=device),
+            scratch=StagingBuffer(num_bytes=probe_bytes, device=device) if transport.has_two_sided else None,
         )
 
 
@@ -70,7 +70,7 @@ class Receiving:
     Args:
         loop: Runs the receiver.
         control: Its channel of control messages.
-        scratch: Where two-sided probes write; None on a one-sided transport.
+        scratch: Where two-sided probes write; None without two-sided sessions.
     """
 
     loop: ReceiverLoop
@@ -296,7 +296,7 @@ class PrefillSessions:
         self._receiver.driver.add(session)
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation, control_key=request.control_key)
         probe_bytes = min(request.probe_bytes, self._context.transport_config.probe_bytes)
-        if self._scratch is not None:
+        if self._scratch is not None and not session.is_one_sided:
             probe_bytes = min(probe_bytes, ring.capacity_bytes)  # a write's target must lie in the offered memory
             self._keep(self._serve_probe(number, session, self._scratch, probe_bytes))
         self._keep(self._warm_up(writer, request))

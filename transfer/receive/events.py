@@ -20,11 +20,9 @@ class ReceiverSettings:
     """Settings of a receiver.
 
     Args:
-        is_one_sided: The transport writes without a posted receive.
         repeat_after_s: Seconds after which an abort without an answer is repeated.
     """
 
-    is_one_sided: bool
     repeat_after_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -37,8 +35,13 @@ class ReceiverSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverSessionOpened:
+    """Args:
+    is_one_sided: The writer writes without a posted receive.
+    """
+
     session: int
     incarnation: int
+    is_one_sided: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class ReceiverSessionLost:
 
     Args:
         is_over: No byte of the sender can land any more, which ends the quarantine. Otherwise `ReceiverSessionOver` follows.
-            False only on a one-sided transport: where a write needs a receive, the close removes it.
+            False only for a one-sided session: where a write needs a receive, the close removes it.
     """
 
     session: int

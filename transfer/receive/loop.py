@@ -111,7 +111,7 @@ class ReceiverLoop:
         self._tracer = context.tracer
         self._spans: dict[str, Span] = {}  # spans of traced requests
         self.ring = StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=context.instance.incarnation)
-        self._receiver = Receiver(ReceiverSettings(is_one_sided=transport.is_one_sided), self.ring)
+        self._receiver = Receiver(ReceiverSettings(), self.ring)
         metrics.watch_ring(self.ring)
         self.driver = SessionDriver(loop)
         self._queue = open_copy_queue("scatter", pool.device, loop, context.on_crash)
@@ -204,7 +204,8 @@ class ReceiverLoop:
             raise LocalProtocolError("a session is opened before watch_sessions() has set who publishes the watermark")
         self._sessions[number] = session
         self._control.allow(number, control_key)
-        self._pump.feed(protocol.ReceiverSessionOpened(session=number, incarnation=incarnation))
+        opened = protocol.ReceiverSessionOpened(session=number, incarnation=incarnation, is_one_sided=session.is_one_sided)
+        self._pump.feed(opened)
 
     def close_session(self, number: int, reason: str) -> None:
         """End a session: its transport first, which proves that none of its bytes can land any more."""

@@ -104,6 +104,7 @@ class Receiver:
         self._settings = settings
         self.ring = ring
         self._sessions: dict[int, int] = {}  # session -> incarnation of the writer
+        self._one_sided: set[int] = set()  # those of them that need no receive
         self._lost: set[int] = set()  # closed sessions whose writers may still write
         self._requests: dict[str, ReceiverRequest] = {}
         self._live: dict[int, ReceiverPiece] = {}  # by grant.begin
@@ -149,6 +150,8 @@ class Receiver:
                 if event.session in self._sessions or event.session in self._lost:
                     raise LocalProtocolError(f"session {event.session:#x} opened twice")
                 self._sessions[event.session] = event.incarnation
+                if event.is_one_sided:
+                    self._one_sided.add(event.session)
                 self._told[event.session] = self._published
             case ReceiverSessionLost():
                 self._on_session_lost(event)
@@ -255,7 +258,7 @@ class Receiver:
             route = request.routes[piece.route.index]
             # On a live two-sided session every key is received once and written or declined once, even if the receive is posted
             # later. Otherwise a decline without a receive would stay in the transport forever.
-            is_over = piece.is_settled or self._settings.is_one_sided or piece.session not in self._sessions
+            is_over = piece.is_settled or piece.is_one_sided or piece.session not in self._sessions
             if piece.stage is ReceiverStage.GRANTED and route.is_drained and is_over:
                 self._release(piece)
         if not request.has_drained and not request.num_scattering:
@@ -279,12 +282,14 @@ class Receiver:
     # Sessions
 
     def _on_session_lost(self, event: ReceiverSessionLost) -> None:
-        if not event.is_over and not self._settings.is_one_sided:
-            raise LocalProtocolError(
-                f"session {event.session:#x} is lost with is_over False; on a two-sided transport its close is its end"
-            )
-        if self._sessions.pop(event.session, None) is None:
+        if event.session not in self._sessions:
             return
+        if not event.is_over and event.session not in self._one_sided:
+            raise LocalProtocolError(
+                f"session {event.session:#x} is lost with is_over False; the close of a two-sided session is its end"
+            )
+        del self._sessions[event.session]
+        self._one_sided.discard(event.session)
         del self._told[event.session]
         if not event.is_over:
             self._lost.add(event.session)
@@ -388,6 +393,7 @@ class Receiver:
             num_bytes=num_bytes,
             receiving=request,
             grant=grant,
+            is_one_sided=route.session in self._one_sided,
         )
         route.pieces[chunk.index] = piece
         self._live[piece.grant.begin] = piece
@@ -406,7 +412,7 @@ class Receiver:
         """
         while self._waiting.has_free:
             piece = self._waiting.pop()
-            if not self._settings.is_one_sided:
+            if not piece.is_one_sided:
                 self._post(piece)
             told = self._told.get(piece.session)
             if told is not None and piece.grant.end - told > self.ring.capacity_bytes:
@@ -449,10 +455,10 @@ class Receiver:
             self._scatter_if_here(piece)
 
     def _scatter_if_here(self, piece: ReceiverPiece) -> None:
-        """Scatter once the writer has reported its write and, on a two-sided transport, the receive has ended."""
-        if piece.ready is None or not (self._settings.is_one_sided or piece.is_settled):
+        """Scatter once the writer has reported its write and, in a two-sided session, the receive has ended."""
+        if piece.ready is None or not (piece.is_one_sided or piece.is_settled):
             return
-        if not self._settings.is_one_sided and piece.received_bytes != piece.num_bytes:
+        if not piece.is_one_sided and piece.received_bytes != piece.num_bytes:
             self._on_broken(piece, f"received {piece.received_bytes} bytes of {piece.num_bytes}")
             return
         piece.stage = ReceiverStage.SCATTERING
@@ -532,7 +538,7 @@ class Receiver:
             piece.attempt += 1
             piece.is_settled, piece.received_bytes = False, 0
             self._reject(piece, reason)
-            if not self._settings.is_one_sided:
+            if not piece.is_one_sided:
                 self._post(piece)
 
     def _reject(self, piece: ReceiverPiece, reason: str) -> None:

@@ -26,6 +26,7 @@ class ReceiverPiece(Piece):
 
     receiving: ReceiverRequest
     grant: Grant
+    is_one_sided: bool  # the write needs no receive
     stage: ReceiverStage = ReceiverStage.GRANTED
     is_settled: bool = False  # the posted receive has ended
     received_bytes: int = 0

@@ -50,6 +50,7 @@ def instance_to_proto(instance: Instance) -> pb.InstanceInfo:
             stage_layers=shard.stage_layers or (),
         ),
         transport=instance.transport,
+        transports=instance.transports,
         digests=instance.digests,
         capabilities=sorted(instance.capabilities),
         version=instance.version,
@@ -68,6 +69,7 @@ def instance_from_proto(info: pb.InstanceInfo) -> Instance:
             shard=_shard_from_proto(info.shard),
             model_fields=dict(info.model_fields),
             transport=info.transport,
+            transports=tuple(info.transports),
             digests=tuple(info.digests),
             kv_scales=tuple((scales.k, scales.v) for scales in info.kv_scales),
             protocol_versions=tuple(info.protocol_versions),
@@ -81,6 +83,11 @@ def instance_from_proto(info: pb.InstanceInfo) -> Instance:
         if reported != computed:
             raise RemoteProtocolError(f"instance: {name} is {reported[:64]!r}; its settings have {computed}")
     return instance
+
+
+def transport_names(info: pb.InstanceInfo) -> tuple[str, ...]:
+    """Return the names of an instance's data planes, preferred first; none if it has no ranks."""
+    return tuple(info.transports) or ((info.transport,) if info.transport else ())
 
 
 def layout_to_proto(layout: KVLayout) -> pb.LayoutInfo:
@@ -267,10 +274,12 @@ def _check_sizes(info: pb.InstanceInfo) -> None:
     _check_count("capabilities", len(info.capabilities), MAX_NAMES)
     _check_count("shard.stage_layers", len(info.shard.stage_layers), MAX_RANKS)
     _check_count("digests", len(info.digests), MAX_NAMES)
+    _check_count("transports", len(info.transports), MAX_NAMES)
     _check_count("kv_scales", len(info.kv_scales), MAX_LAYERS)
     for name in ("transport", "version"):
         _check_texts(name, (getattr(info, name),), MAX_NAME_CHARS)
     _check_texts("digests", info.digests, MAX_NAME_CHARS)
+    _check_texts("transports", info.transports, MAX_NAME_CHARS)
     _check_texts("capabilities", info.capabilities, MAX_NAME_CHARS)
     _check_texts("model_fields", info.model_fields, MAX_NAME_CHARS)
     _check_texts("model_fields", info.model_fields.values(), MAX_MODEL_FIELD_CHARS)

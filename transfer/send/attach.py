@@ -187,7 +187,7 @@ class DecodeSessions:
         with contextlib.ExitStack() as undo:
             client = TransferControlClient(address, security=self._context.security)
             undo.callback(self._close_client, client)
-            answer, session = await self._attach(client)
+            answer, session = await self._attach(client, peer.instance)
             undo.callback(session.close)
             self._check_answer(peer, decode_rank, address, answer)
             number = answer.session_id
@@ -228,9 +228,8 @@ class DecodeSessions:
                 self._scratch,
                 # Other writers may use the ring, so a one-sided probe has a place behind it.
                 plan=ProbePlan.fitting(
-                    answer.probe_bytes, target_begin=answer.ring_capacity_bytes if self._transport.is_one_sided else 0
+                    answer.probe_bytes, target_begin=answer.ring_capacity_bytes if session.is_one_sided else 0
                 ),
-                is_one_sided=self._transport.is_one_sided,
             )
         link = Link(
             prefill_rank=self._context.rank,
@@ -274,8 +273,8 @@ class DecodeSessions:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    async def _attach(self, client: TransferControlClient) -> tuple[AttachResponse, Session]:
-        offer = self._transport.offer()
+    async def _attach(self, client: TransferControlClient, decode: Instance) -> tuple[AttachResponse, Session]:
+        offer = self._transport.offer_to(decode.transport_names)
         try:
             request = AttachRequest(
                 prefill=self._own,

@@ -27,6 +27,7 @@ its own memory and `write` to the other. The keys of the two directions are inde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,9 +114,13 @@ class Session(Protocol):
         ...
 
     @property
-    def obstacle(self) -> str:
-        """Reason, at the target's end, why two processes of one machine use the network. Empty if they do not, or are set to."""
+    def is_one_sided(self) -> bool:
+        """Whether a write lands without a receive of the target."""
         ...
+
+    obstacle: str
+    """Reason, at the target's end, why the session is slower than others could be: two processes of one machine use the network,
+    or two GPUs use TCP. Empty without such a reason, or if the settings ask for it."""
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> Handle:
         """Start one bulk write into the memory that the target offered.
@@ -216,7 +221,19 @@ class Transport(Protocol):
     def name(self) -> str: ...
 
     @property
-    def is_one_sided(self) -> bool: ...
+    def names(self) -> tuple[str, ...]:
+        """Transports of which a session can be, preferred first."""
+        ...
+
+    @property
+    def has_one_sided(self) -> bool:
+        """Whether sessions can be one-sided."""
+        ...
+
+    @property
+    def has_two_sided(self) -> bool:
+        """Whether sessions can be two-sided."""
+        ...
 
     def register(self, buffer: Any) -> LocalMemory:
         """Register a contiguous writable buffer (buffer protocol, or `__cuda_array_interface__`)."""
@@ -232,6 +249,10 @@ class Transport(Protocol):
 
     def offer(self) -> Offer:
         """Begin a session as the writer."""
+        ...
+
+    def offer_to(self, names: Sequence[str]) -> Offer:
+        """Begin a session with a target that has these transports; at least one of them is this one."""
         ...
 
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[Session, bytes]:

@@ -114,6 +114,15 @@ def pack_blob(transport: str, version: int, role: str, fields: dict[str, Any]) -
     return bytes(msgpack.packb([transport, version, role, zlib.crc32(body), body]))
 
 
+def blob_transport(blob: bytes) -> str:
+    """Return the name of the transport in a handshake blob; empty if it has none."""
+    try:
+        envelope = msgpack.unpackb(blob[:_MAX_BLOB_BYTES], **_LIMITS)
+    except Exception:  # see `unpack_blob`, which reports it
+        return ""
+    return envelope[0] if isinstance(envelope, list) and envelope and isinstance(envelope[0], str) else ""
+
+
 def unpack_blob(blob: bytes, *, transport: str, version: int, role: str) -> dict[str, Any]:
     """Read one handshake blob.
 

@@ -130,9 +130,9 @@ class _Prober:
     def expect(self, key: int, num_bytes: int) -> Handle:
         return self._session.expect(self._scratch, ByteRange(begin=0, end=num_bytes), FIRST_PROBE_KEY + key)
 
-    async def send(self, key: int, num_bytes: int, *, is_one_sided: bool) -> float:
+    async def send(self, key: int, num_bytes: int) -> float:
         """Return the seconds of one write until its small answer arrives, or until it is complete if it is one-sided."""
-        answer = None if is_one_sided else self.expect(key, self._plan.small_bytes)
+        answer = None if self._session.is_one_sided else self.expect(key, self._plan.small_bytes)
         begun = self._clock()
         sent = self.write(key, num_bytes)
         await self.settled(sent if answer is None else answer)
@@ -171,7 +171,6 @@ async def probe_link(
     scratch: LocalMemory,
     *,
     plan: ProbePlan | None = None,
-    is_one_sided: bool = False,
     deadline_s: float = _DEADLINE_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LinkProbe:
@@ -180,9 +179,8 @@ async def probe_link(
     Args:
         driver: Drives `session`.
         session: The writer's end.
-        scratch: Registered memory of this process. Its content is sent, and overwritten if the transport is two-sided.
+        scratch: Registered memory of this process. Its content is sent, and overwritten if the session is two-sided.
         plan: Equal on both ends; by default `ProbePlan.fitting(scratch)`, which needs equally large scratches.
-        is_one_sided: The transport's `is_one_sided`.
         deadline_s: Seconds for the whole probe.
         clock: Seconds.
 
@@ -197,15 +195,15 @@ async def probe_link(
     """
     plan = ProbePlan.fitting(scratch.num_bytes) if plan is None else plan
     prober = _Prober(driver, session, scratch, plan, deadline_s, clock)
-    elapsed_s = [await prober.send(key, size, is_one_sided=is_one_sided) for key, size in enumerate(_sizes(plan))]
+    elapsed_s = [await prober.send(key, size) for key, size in enumerate(_sizes(plan))]
     num_small = plan.warmup_rounds + plan.small_rounds
     latency_s = statistics.median(elapsed_s[plan.warmup_rounds : num_small])
-    if not is_one_sided:
+    if not session.is_one_sided:
         latency_s /= 2
     whole_s = min(elapsed_s[num_small + 1 :])
     # The answer to a bulk write is a small write, whose time does not count. It is at most half, if small writes were slow.
-    bulk_s = whole_s if is_one_sided else max(whole_s - latency_s, whole_s / 2)
-    if is_one_sided and bulk_s < _BURST_BELOW * latency_s:
+    bulk_s = whole_s if session.is_one_sided else max(whole_s - latency_s, whole_s / 2)
+    if session.is_one_sided and bulk_s < _BURST_BELOW * latency_s:
         bulk_s = min(bulk_s, await _bulk_in_bursts_s(prober, plan, first_key=len(elapsed_s), lone_s=bulk_s))
     return LinkProbe(lane=session.lane, latency_s=latency_s, bandwidth_bytes_per_s=plan.bulk_bytes / bulk_s)
 
@@ -224,11 +222,10 @@ async def serve_probe(
     scratch: LocalMemory,
     *,
     plan: ProbePlan | None = None,
-    is_one_sided: bool = False,
     deadline_s: float = _DEADLINE_S,
 ) -> None:
     """Do the target's half of a probe; arguments and errors as for `probe_link`. One-sided: returns at once."""
-    if is_one_sided:
+    if session.is_one_sided:
         return
     plan = ProbePlan.fitting(scratch.num_bytes) if plan is None else plan
     prober = _Prober(driver, session, scratch, plan, deadline_s)

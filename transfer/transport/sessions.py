@@ -11,11 +11,11 @@ A subclass moves the bytes. It decides when a memory is still in use (`uses`) an
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
-from transfer.transport.base import ByteRange, LocalMemory, check_key
+from transfer.transport.base import ByteRange, LocalMemory, Offer, check_key
 from transfer.transport.registered_memory import DeviceBuffer, Memory, wait_for_devices
 
 _log = logging.getLogger(__name__)
@@ -85,6 +85,10 @@ class PeerSession(Generic[_MemoryT]):
         self._peer_num_bytes = peer_num_bytes
         self._failure: str | None = None
         self._is_closed = False
+
+    @property
+    def is_one_sided(self) -> bool:
+        return self._transport.is_one_sided
 
     @property
     def user(self) -> str:
@@ -195,9 +199,35 @@ class PeerTransport(Generic[_MemoryT, _SessionT]):
     def __init__(self, name: str, *, is_one_sided: bool = True) -> None:
         self.name = name
         self.is_one_sided = is_one_sided
+        self.has_one_sided, self.has_two_sided = is_one_sided, not is_one_sided
         self._memories: dict[int, _MemoryT] = {}
         self._sessions: set[_SessionT] = set()
         self._is_closed = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def offer(self) -> Offer:
+        raise NotImplementedError
+
+    def offer_to(self, names: Sequence[str]) -> Offer:
+        return self.offer()
+
+    def accept(self, blob: bytes, memory: LocalMemory) -> tuple[_SessionT, bytes]:
+        raise NotImplementedError
+
+    def register(self, buffer: Any) -> _MemoryT:
+        raise NotImplementedError
+
+    @property
+    def supports_devices(self) -> bool:
+        """Whether memory of GPUs can be registered."""
+        return True
+
+    def share(self, memory: _MemoryT) -> _MemoryT:
+        """Register a memory that another transport of this process has registered."""
+        return self._add(memory)
 
     def own(self, memory: LocalMemory) -> _MemoryT:
         """Return the memory if it is registered here.

@@ -120,9 +120,13 @@ class UcxTransport(PeerTransport[Memory, UcxSession]):
 
     def register(self, buffer: Any) -> Memory:
         memory = memory_of(buffer)
-        if memory.is_device and not self._context("offer").cuda_support:
+        if memory.is_device and not self.supports_devices:
             raise ConfigError("device memory needs a UCX with CUDA support, and this one has none: install kvferry[ucx-cu13]")
         return self._add(memory)
+
+    @property
+    def supports_devices(self) -> bool:
+        return bool(self._context("offer").cuda_support)
 
     def offer(self) -> UcxOffer:
         self._check_open()
