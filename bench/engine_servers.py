@@ -44,6 +44,8 @@ class Serving:
         decode_tp: Tensor-parallel degree of decode servers.
         start_timeout_s: Time for the servers of a setup to start.
         logs: Folder of the log files.
+        environment: Further variables of all processes. Their part of the setup is in HANDOVERS_ROLE: route, prefill,
+            decode, or the number of a single server.
     """
 
     model: Path
@@ -52,6 +54,11 @@ class Serving:
     decode_tp: int = 1
     start_timeout_s: float = 300.0
     logs: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def environment_of(self, name: str) -> dict[str, str]:
+        """Return the variables of the process `name`."""
+        return {**self.environment, "HANDOVERS_ROLE": name.rpartition("-")[2]}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,7 +184,7 @@ def _start_pair(setup: Setup, serving: Serving) -> None:
             command,
             log=serving.logs / f"{setup.name}-route.log",
             ready_url=f"{url}/readyz",
-            environment={},
+            environment=serving.environment_of("route"),
         )
     )
     setup.urls.append(url)
@@ -200,7 +207,9 @@ def _start_vllm(
     command += ["--disable-uvicorn-access-log", *serving.arguments]
     if connector is not None:
         command += ["--kv-transfer-config", json.dumps(connector)]
-    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)} if side_channel else {}
+    environment = serving.environment_of(name)
+    if side_channel:
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
     log = serving.logs / f"{name}.log"
     setup.processes.append(Process.start(name, command, log=log, ready_url=f"{url}/health", environment=environment))
     return url
