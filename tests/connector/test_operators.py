@@ -112,7 +112,7 @@ def test_a_prompt_whose_prefill_side_is_away_is_listed_and_aborted(start: Start)
 def test_a_drain_waits_for_what_is_in_flight_and_is_undone(pair: Pair) -> None:
     source, decode = pair()
     source.sends("a", "t")
-    assert ask(source, lambda client: client.drain(budget_s=0.3)) == 1
+    assert ask(source, lambda client: client.drain(budget_s=1.0)) == 1  # the deadline of the call, with its connection
     status = status_of(source)
     assert (status.state, status.draining, status.ready, status.not_ready_reason) == (
         "draining",
