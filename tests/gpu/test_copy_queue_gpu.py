@@ -62,11 +62,13 @@ def _crash(error: BaseException) -> None:
 
 
 async def gathered(side: Side, wire: Tensor, after: torch.cuda.Event | None) -> tuple[int, float]:
-    done: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
+    """Return the digest, and the seconds of the copy."""
+    done: asyncio.Future[tuple[int, float, float]] = asyncio.get_running_loop().create_future()
     side.queue.gather(
         side.piece(), wire, algorithm=DIGEST_WORDS, peer=1, after=after, on_done=lambda *result: done.set_result(result)
     )
-    return await asyncio.wait_for(done, 30)
+    found, begun_s, ended_s = await asyncio.wait_for(done, 30)
+    return found, ended_s - begun_s
 
 
 async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool, float]:

@@ -213,8 +213,12 @@ def test_a_link_is_busy_once_however_many_writes_are_under_way() -> None:
     rank.link_write_ended(7, 0)  # it failed
     assert shown() == [200, 6, 2.5]
     clock.now_s += 10
-    rank.link_written(7, 4.0, 100)  # stored by a kernel that nothing overlapped
+    rank.link_written(7, clock.now_s - 4, clock.now_s, 100)  # stored by a kernel that nothing overlapped
     assert shown() == [300, 10, 4.0]
+    clock.now_s += 10
+    for begun_s in (clock.now_s - 9, clock.now_s - 6, clock.now_s - 3):  # three that are recorded at once, later
+        rank.link_written(7, begun_s, begun_s + 2, 100)
+    assert shown() == [600, 16, 8.5]
     rank.link_write_began(7)
     rank.link_closed(7)
     rank.link_write_ended(7, 100)
@@ -245,9 +249,9 @@ def test_links_with_the_same_labels_are_busy_once() -> None:
     assert link_counters(rank) == (600, 6, 6), "together they are as fast as the probe"
     assert {(use.num_bytes, use.busy_s, use.probe_s) for use in map(rank.link_use, sessions)} == {(100, 6, 1)}
     clock.now_s += 10
-    rank.link_written(0, 4.0, 100)
+    rank.link_written(0, clock.now_s - 4, clock.now_s, 100)
     clock.now_s += 1
-    rank.link_written(1, 3.0, 100)  # of which two seconds are the other's, too
+    rank.link_written(1, clock.now_s - 3, clock.now_s, 100)  # of which two seconds are the other's, too
     assert link_counters(rank)[1] == 6 + 5
     assert (rank.link_use(0).busy_s, rank.link_use(1).busy_s) == (10, 9)
 
@@ -322,7 +326,7 @@ def test_one_slow_link_of_many_with_the_same_labels_is_seen_and_named_once() -> 
         for _ in range(30):
             clock.now_s += 10
             for node in range(18):
-                rank.link_written(node, 10 * (slow_s if node == 7 else 0.11), 10**9)
+                rank.link_written(node, clock.now_s - 10 * (slow_s if node == 7 else 0.11), clock.now_s, 10**9)
             page = page_of(rank, role="prefill")
         return tuple(value(page, f"{name}_link_ratio", role="prefill", rank="0") for name in ("slowest", "fastest"))  # type: ignore[return-value]
 
@@ -348,7 +352,7 @@ def test_links_that_fill_one_card_are_not_slow_and_a_new_link_is_nothing_yet() -
         for second in range(0, 200, 10):
             clock.now_s += 10
             for node in range(10):
-                rank.link_written(node, 10.0, 10**9)
+                rank.link_written(node, clock.now_s - 10.0, clock.now_s, 10**9)
             ratios.append(value(page_of(rank, role="prefill"), "slowest_link_ratio", role="prefill", rank="0"))
             assert (ratios[-1] == -1) is (second < LINK_WINDOW_S)
     assert ratios[-1] == pytest.approx(0.1) and not lines

@@ -91,7 +91,7 @@ class DeviceCopyQueue:
         def launch(peer_stream: _PeerStream) -> None:
             self._queue(peer_stream, after, lambda total: piece.gather(out, digest=total), on_done)
 
-        self._when_ready(piece, out, algorithm, peer, launch, lambda: on_done(0, 0.0), is_gather=True)
+        self._when_ready(piece, out, algorithm, peer, launch, lambda: on_done(0, 0.0, 0.0), is_gather=True)
 
     def expect(self, piece: PieceCopy, *, peer: int) -> None:
         peer_stream = self._peers.get(peer) or self._open(peer)
@@ -99,8 +99,8 @@ class DeviceCopyQueue:
             piece.upload()
 
     def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
-        def compare(found: int, seconds: float) -> None:
-            on_done(found == digest, seconds)
+        def compare(found: int, begun_s: float, ended_s: float) -> None:
+            on_done(found == digest, ended_s - begun_s)
 
         def launch(peer_stream: _PeerStream) -> None:
             self._queue(peer_stream, None, lambda total: piece.scatter(source, digest=total), compare)
@@ -166,7 +166,7 @@ class DeviceCopyQueue:
             return
         queued_s = time.monotonic()
 
-        def work() -> tuple[int, float]:
+        def work() -> tuple[int, float, float]:
             # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. (Events
             # with timing would cost each copy two more calls.)
             begun_s = max(queued_s, peer_stream.last_end_s)
@@ -175,11 +175,10 @@ class DeviceCopyQueue:
                 begun_s = time.monotonic()
             _wait_through(outcome.end, begun_s)
             end_s, total = time.monotonic(), int(outcome.cell) & _MASK
-            seconds = end_s - begun_s
             digest, peer_stream.last_sum, peer_stream.last_end_s = (total - peer_stream.last_sum) & _MASK, total, end_s
-            return digest, seconds
+            return digest, begun_s, end_s
 
-        def done(result: tuple[int, float]) -> None:
+        def done(result: tuple[int, float, float]) -> None:
             peer_stream.free.append(outcome)
             on_done(*result)
 

@@ -35,13 +35,13 @@ class HostCopyQueue:
         if not isinstance(out, Tensor):
             raise LocalProtocolError("a gather from host memory into a peer's device memory; its session offers none")
 
-        def work() -> tuple[int, float]:
+        def work() -> tuple[int, float, float]:
             if after is not None:
                 after.synchronize()
-            started = time.monotonic()
+            begun_s = time.monotonic()
             found = HostDigest(algorithm)
             piece.gather(out, found)
-            return found.value(), time.monotonic() - started
+            return found.value(), begun_s, time.monotonic()
 
         self._thread.submit(work, lambda result: on_done(*result))
 

@@ -40,7 +40,7 @@ class BusyTime:
     def began(self, now_s: float) -> None:
         """Record the start of a write."""
         self.count_until(now_s)
-        self._counted_until_s = now_s
+        self._counted_until_s = max(now_s, self._counted_until_s)
         self.num_writing += 1
 
     def ended(self, now_s: float, *, num_writes: int = 1) -> None:
@@ -48,17 +48,17 @@ class BusyTime:
         self.count_until(now_s)
         self.num_writing -= num_writes
 
-    def was_busy(self, seconds: float, now_s: float) -> None:
-        """Record a write that ends now and took so long, and whose start was not recorded."""
-        self.count_until(now_s)
-        self.seconds += max(0.0, min(seconds, now_s - self._counted_until_s))
-        self._counted_until_s = now_s
+    def was_busy(self, begun_s: float, ended_s: float) -> None:
+        """Record a write after its end. Its start was not recorded."""
+        self.count_until(ended_s)
+        self.seconds += max(0.0, ended_s - max(begun_s, self._counted_until_s))
+        self._counted_until_s = max(ended_s, self._counted_until_s)
 
     def count_until(self, now_s: float) -> None:
         """Count the writes in flight until now."""
         if self.num_writing:
             self.seconds += max(0.0, now_s - self._counted_until_s)
-            self._counted_until_s = now_s
+            self._counted_until_s = max(now_s, self._counted_until_s)
 
 
 @dataclass(slots=True, kw_only=True)

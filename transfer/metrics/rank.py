@@ -113,13 +113,12 @@ class RankMetrics(Series):
         if num_bytes:
             use.count(num_bytes)
 
-    def link_written(self, session: int, seconds: float, num_bytes: int) -> None:
-        """Record a write that succeeded, and that no other write of the link overlapped."""
+    def link_written(self, session: int, begun_s: float, ended_s: float, num_bytes: int) -> None:
+        """Record a write that succeeded, by its begin and end on the clock. Several can be recorded at once, after their ends."""
         use = self._uses.get(session)
         if use is not None:
-            now_s = self._clock()
-            use.busy.was_busy(seconds, now_s)
-            use.series.busy.was_busy(seconds, now_s)
+            use.busy.was_busy(begun_s, ended_s)
+            use.series.busy.was_busy(begun_s, ended_s)
             use.count(num_bytes)
 
     def link_use(self, session: int) -> LinkUse:

@@ -282,11 +282,12 @@ class SenderLoop:
             self._record(piece, "kvferry.grant_wait", action.credit_wait_s)
         is_direct = self._peers[session].is_direct
 
-        def done(digest: int, seconds: float) -> None:
+        def done(digest: int, begun_s: float, ended_s: float) -> None:
+            seconds = ended_s - begun_s
             self._metrics.gather_finished(seconds)
             if is_direct:
                 self._metrics.write_finished(seconds, piece.num_bytes)
-                self._metrics.link_written(session, seconds, piece.num_bytes)
+                self._metrics.link_written(session, begun_s, ended_s, piece.num_bytes)
             if self._spans:
                 self._record(piece, "kvferry.gather", seconds, bytes=piece.num_bytes)
             self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=digest))
