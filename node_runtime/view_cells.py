@@ -175,15 +175,19 @@ def link_table(links: Iterable[LinkView], *, has_use: bool = True, most_bytes_pe
         has_use: Whether to show the speed of busy links.
         most_bytes_per_s: Draw a bar of each probe's bandwidth relative to this one; 0 draws none.
     """
+    found = sorted(links, key=lambda one: (one.prefill, one.status.prefill_rank, one.decode, one.status.decode_rank))
+    has_obstacles = any(link.status.obstacle for link in found)
     headings = ["from prefill rank", "to decode rank", "lane", ">latency", *([""] if most_bytes_per_s else []), ">probe"]
     headings += ["", ">now", ">of probe"] if has_use else []
+    headings += ["not faster because"] if has_obstacles else []
     rows = []
-    for link in sorted(links, key=lambda one: (one.prefill, one.status.prefill_rank, one.decode, one.status.decode_rank)):
+    for link in found:
         probe = link.status.bandwidth_bytes_per_s
         cells: list[Cell] = [*link.ends, link.status.lane, latency(link.status.latency_s)]
         if most_bytes_per_s:
             cells.append(Meter(label="link probe", value=probe, whole=most_bytes_per_s))
-        rows.append(Row(key=link.name, cells=(*cells, bandwidth(probe), *(_use_cells(link) if has_use else ()))))
+        obstacle = (link.status.obstacle,) if has_obstacles else ()
+        rows.append(Row(key=link.name, cells=(*cells, bandwidth(probe), *(_use_cells(link) if has_use else ()), *obstacle)))
     return table_of("links", headings, rows)
 
 

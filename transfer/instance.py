@@ -133,6 +133,7 @@ class Link:
         lane: Carrier of the bytes, for example ``ucx/shm``.
         latency_s: Latency of a small write, in seconds.
         bandwidth_bytes_per_s: Bandwidth of a large write.
+        obstacle: Why a faster transport was not taken; empty if there is no such reason.
     """
 
     prefill_rank: int
@@ -140,6 +141,7 @@ class Link:
     lane: str
     latency_s: float
     bandwidth_bytes_per_s: float
+    obstacle: str = ""
 
     def __post_init__(self) -> None:
         if self.prefill_rank < 0 or self.decode_rank < 0:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable
-from transfer.transport.auto import AutoTransport
+from transfer.transport.auto import AutoTransport, obstacle_of
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.nixl import NixlTransport
 from transfer.transport.peer import pack_blob, unpack_blob
@@ -102,7 +103,17 @@ def test_an_attempt_follows_over_another_transport(opened: list[Any]) -> None:
     opened += [writer, target]
     with pytest.raises(PeerUnreachable, match="cuda_ipc: no peer access; the next attempt takes another transport"):
         moved(writer, target)
-    assert moved(writer, target)[1].lane == "ucx/shm"
+    at_writer, at_target = moved(writer, target)
+    assert at_writer.lane == at_target.lane == "ucx/shm"
+    assert at_writer.obstacle == at_target.obstacle == "", "host memory has no faster transport here"
+
+
+def test_the_slower_transport_of_a_gpu_names_the_reason() -> None:
+    why = partial(obstacle_of, reasons={"cuda_ipc": "no peer access"}, is_device=True)
+    assert why("ucx/shm", is_same_machine=True, has_rdma=False) == "cuda_ipc: no peer access"
+    assert "goes over TCP" in why("ucx/net", is_same_machine=False, has_rdma=False)
+    assert not why("nixl/net", is_same_machine=False, has_rdma=True)
+    assert not why("ucx/shm", is_same_machine=True, has_rdma=False, is_device=False)
 
 
 def test_only_registered_memory_is_used(opened: list[Any]) -> None:

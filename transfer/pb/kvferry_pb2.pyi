@@ -755,17 +755,19 @@ class PeerStatus(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., largest_piece_bytes: _Optional[int] = ..., breaker: _Optional[str] = ..., breaker_reason: _Optional[str] = ..., breaker_pause_s: _Optional[float] = ..., outstanding_tokens: _Optional[int] = ..., is_unnamed: bool = ..., others_tokens: _Optional[int] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
-    __slots__ = ("prefill_rank", "decode_rank", "lane", "latency_s", "bandwidth_bytes_per_s", "peer_incarnation")
+    __slots__ = ("prefill_rank", "decode_rank", "lane", "latency_s", "bandwidth_bytes_per_s", "peer_incarnation", "obstacle")
     PREFILL_RANK_FIELD_NUMBER: _ClassVar[int]
     DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     LATENCY_S_FIELD_NUMBER: _ClassVar[int]
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
     prefill_rank: int
     decode_rank: int
     lane: str
     latency_s: float
     bandwidth_bytes_per_s: float
     peer_incarnation: int
-    def __init__(self, prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., lane: _Optional[str] = ..., latency_s: _Optional[float] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., peer_incarnation: _Optional[int] = ...) -> None: ...
+    obstacle: str
+    def __init__(self, prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., lane: _Optional[str] = ..., latency_s: _Optional[float] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., peer_incarnation: _Optional[int] = ..., obstacle: _Optional[str] = ...) -> None: ...

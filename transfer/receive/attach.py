@@ -115,6 +115,7 @@ class Writer:
     rank: int
     routes: tuple[Route, ...]  # routes from all ranks of its instance to this rank
     lane: str
+    obstacle: str
     digest: str  # algorithm of payload digests
     scales: Mapping[tuple[int, bool], float] | None
     is_measured: bool = False
@@ -290,6 +291,7 @@ class PrefillSessions:
             rank=request.prefill_rank,
             routes=mine,
             lane=session.lane,
+            obstacle=session.obstacle,
             digest=agreement.digest,
             scales=conversion_scales(self._own, request.prefill),
         )
@@ -361,6 +363,7 @@ class PrefillSessions:
             lane=writer.lane,
             latency_s=reported.latency_s,
             bandwidth_bytes_per_s=reported.bandwidth_bytes_per_s,
+            obstacle=writer.obstacle,
         )
         floor = self._context.transport_config.min_bandwidth_bytes_per_s
         if link.bandwidth_bytes_per_s < floor:

@@ -17,6 +17,7 @@ from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, RemoteProtocolError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link
 from transfer.layout import MAX_LAYERS, MAX_RANKS, DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.ring import MAX_PUBLISHED_RANGES, Grant, Watermark
 
@@ -152,6 +153,7 @@ def link_to_proto(link: Link, *, peer_incarnation: int = 0) -> pb.LinkStatus:
         latency_s=link.latency_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         peer_incarnation=peer_incarnation,
+        obstacle=link.obstacle,
     )
 
 
@@ -164,6 +166,7 @@ def link_from_proto(info: pb.LinkStatus) -> Link:
             lane=info.lane[:64],
             latency_s=info.latency_s,
             bandwidth_bytes_per_s=info.bandwidth_bytes_per_s,
+            obstacle=clip_reason(info.obstacle),
         )
 
 

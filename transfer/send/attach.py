@@ -237,6 +237,7 @@ class DecodeSessions:
             lane=probe.lane,
             latency_s=probe.latency_s,
             bandwidth_bytes_per_s=probe.bandwidth_bytes_per_s,
+            obstacle=session.obstacle,
         )
         floor = self._context.transport_config.min_bandwidth_bytes_per_s
         if link.bandwidth_bytes_per_s < floor:

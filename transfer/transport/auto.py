@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from transfer.errors import ConfigError, PeerUnreachable, TransportError
+from transfer.messages import clip_reason
 from transfer.transport.base import LocalMemory, Offer, Session
 from transfer.transport.peer import ProcessIdentity, blob_transport, field_of, pack_blob, unpack_blob
 from transfer.transport.registered_memory import Memory
@@ -58,7 +59,7 @@ class AutoOffer:
         chosen = self._offers.get(name)
         if chosen is None:
             raise ConfigError(f"field name of the peer's answer is {name[:32]!r}; expected one of {', '.join(self._offers)}")
-        target = ProcessIdentity.from_wire(fields.get("identity"))
+        target, obstacle = ProcessIdentity.from_wire(fields.get("identity")), field_of(fields, "obstacle", str)
         try:
             session = chosen.complete(field_of(fields, "answer", bytes))
         except PeerUnreachable as error:
@@ -66,6 +67,7 @@ class AutoOffer:
             raise PeerUnreachable(f"{name}: {error}; the next attempt takes another transport") from error
         del self._offers[name]
         self.close()
+        session.obstacle = clip_reason(obstacle)
         return session
 
     def close(self) -> None:
@@ -148,9 +150,15 @@ class AutoTransport:
             except (TransportError, ConfigError) as error:
                 reasons[name] = str(error)
                 continue
-            is_same_machine = writer.is_on_machine_of(own)
-            session.obstacle = session.obstacle or self._obstacle(session, reasons, is_same_machine, has_rdma, memory)
-            return session, pack_blob(AUTO, _VERSION, "answer", {"name": name, "answer": answer, "identity": own.to_wire()})
+            session.obstacle = session.obstacle or obstacle_of(
+                session.lane,
+                reasons,
+                is_device=getattr(memory, "is_device", False),
+                is_same_machine=writer.is_on_machine_of(own),
+                has_rdma=has_rdma,
+            )
+            answered = {"name": name, "answer": answer, "identity": own.to_wire(), "obstacle": clip_reason(session.obstacle)}
+            return session, pack_blob(AUTO, _VERSION, "answer", answered)
         shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "unknown here"
         raise PeerUnreachable(f"none of the transports {', '.join(map(str, offers))} reaches the writer: {shown}")
 
@@ -168,18 +176,21 @@ class AutoTransport:
         names = [name for name in self.members if name in offers]
         return names if has_rdma else sorted(names, key=lambda name: name == "nixl")  # the last resort without RDMA
 
-    @staticmethod
-    def _obstacle(
-        session: Session, reasons: Mapping[str, str], is_same_machine: bool, has_rdma: bool, memory: LocalMemory
-    ) -> str:
-        """Return why a session is slower than it could be; empty if it is not."""
-        if not getattr(memory, "is_device", False):
-            return ""
-        if is_same_machine:
-            return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        if session.lane.endswith("/net") and not has_rdma:
-            return "no RDMA device at one of the ends: KV between these GPUs goes over TCP"
-        return ""
+
+def obstacle_of(lane: str, reasons: Mapping[str, str], *, is_device: bool, is_same_machine: bool, has_rdma: bool) -> str:
+    """Return why a session is slower than it could be; empty if it is not.
+
+    Args:
+        reasons: Why better transports were not taken, by name.
+        is_device: Whether it moves memory of GPUs.
+        is_same_machine: Whether both ends run on one machine.
+        has_rdma: Whether both ends have RDMA devices.
+    """
+    if is_device and is_same_machine:
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    if is_device and lane.endswith("/net") and not has_rdma:
+        return "no RDMA device at one of the ends: KV between these GPUs goes over TCP"
+    return ""
 
 
 def _process(identity: ProcessIdentity) -> tuple[str, int, int]:
