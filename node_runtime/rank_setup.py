@@ -163,6 +163,8 @@ def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, devic
         modules, extras = _LIBRARIES[name]
         if not _has_library(name):
             unusable[name] = f"{' or '.join(modules)} is not installed: pip install {extras}"
+        elif name == "cuda_ipc" and config.ucx.lane == config.nixl.lane == "net":
+            unusable[name] = "transport.ucx.lane and transport.nixl.lane are net, which asks for the network on one host, too"
         elif name == "nixl" and device_index is None and not has_rdma and _has_library("ucx"):
             unusable[name] = "this host has no RDMA device, and ucx is faster without one"  # an agent takes 0.4 s to open
         else:

@@ -236,11 +236,11 @@ TRANSFER: Final = Group(
             severity=WARNING,
             expr="kvferry_links_fallen_back > 0",
             lasts="5m",
-            summary="Links of rank {{ $labels.rank }} of {{ $labels.instance }} fell back to the network.",
+            summary="Links of rank {{ $labels.rank }} of {{ $labels.instance }} fell back to a slower transport.",
             description=(
-                "{{ $value }} links between rank {{ $labels.rank }} of the decode node {{ $labels.instance }} and processes of "
-                "the same machine go over the network, because shared memory or NVLink is not possible. They work, several times "
-                "slower."
+                "{{ $value }} links of rank {{ $labels.rank }} of the decode node {{ $labels.instance }} are several times "
+                "slower than they could be. Processes of one machine use the network, or GPUs use a slower transport than they "
+                "have."
             ),
         ),
         Alert(
