@@ -24,7 +24,7 @@ from transfer.engine_types import DecodeItem, PrefillItem
 NUM_LAYERS, MAX_SEQ_LEN = 32, 16_384
 PREFILLS = ((128, 0), (512, 0), (1024, 0), (2048, 0), (4096, 0), (8192, 0), (2048, 2048), (2048, 6144), (2048, 14_336))
 """New tokens of a step, and tokens before them."""
-MAX_TOKENS = 1 << 19  # of a decode step, so that pool and weights fit 80 GiB
+MAX_TOKENS = 3 << 17  # of a decode step: pool, weights and the largest prefill step fit 80 GiB
 DECODES = tuple(
     (batch, context) for context in (1024, 4096, 8192) for batch in (1, 8, 32, 64, 128) if batch * context <= MAX_TOKENS
 )

@@ -153,19 +153,19 @@ def _open_one(
 
 def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, device_index: int | None) -> Transport:
     """Open every transport that can be of use to this rank."""
-    from transfer.transport.auto import ORDER, AutoTransport  # loads numpy, which leaders do not need
+    from transfer.transport.auto import AutoTransport  # loads numpy, which leaders do not need
     from transfer.transport.nixl_library import has_only_tcp
 
     has_rdma = not has_only_tcp(os.environ.get("UCX_TLS") or "all")
     members: dict[str, PeerTransport[Any, Any]] = {}
     unusable: dict[str, str] = {}
-    for name in ORDER:
+    for name in ("cuda_ipc", "ucx", "nixl"):
         modules, extras = _LIBRARIES[name]
         if not _has_library(name):
             unusable[name] = f"{' or '.join(modules)} is not installed: pip install {extras}"
         elif name == "cuda_ipc" and config.ucx.lane == config.nixl.lane == "net":
             unusable[name] = "transport.ucx.lane and transport.nixl.lane are net, which asks for the network on one host, too"
-        elif name == "nixl" and device_index is None and not has_rdma and _has_library("ucx"):
+        elif name == "nixl" and device_index is None and not has_rdma and "ucx" in members:
             unusable[name] = "this host has no RDMA device, and ucx is faster without one"  # an agent takes 0.4 s to open
         else:
             try:

@@ -91,7 +91,12 @@ def test_transports_that_cannot_serve_are_refused(model: Path, name: str, reason
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"), [("ucx", "ucxx is not installed"), ("nixl", "nixl_cu13 or nixl_cu12 is not installed: pip install")]
+    ("name", "missing"),
+    [
+        ("ucx", "ucxx is not installed"),
+        ("nixl", "nixl_cu13 or nixl_cu12 is not installed: pip install"),
+        ("auto", "transport.name is auto, and no transport is installed: pip install 'kvferry[ucx-cu13]' (or ucx-cu12) or 'kvf"),
+    ],
 )
 def test_a_library_that_is_missing_is_named(model: Path, name: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
@@ -103,4 +108,16 @@ def test_a_library_that_is_missing_is_named(model: Path, name: str, missing: str
 def test_the_configured_transport_is_opened(model: Path, name: str) -> None:
     transport = open_transport(config(model, name=name).transport, host="127.0.0.1")
     assert transport.name == name
+    transport.close()
+
+
+@pytest.mark.skipif(any(Path("/sys/class/infiniband").glob("*")), reason="has an RDMA device")
+def test_a_rank_on_a_cpu_opens_what_is_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = open_transport(TransportConfig(), host="127.0.0.1")
+    assert transport.names == ("ucx",), "an agent of nixl takes time, and ucx is faster without RDMA"
+    transport.close()
+    has_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == "ucxx" else has_spec(module))
+    transport = open_transport(TransportConfig(), host="127.0.0.1")
+    assert transport.names == ("nixl",)
     transport.close()

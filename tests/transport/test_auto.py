@@ -127,6 +127,20 @@ def test_only_registered_memory_is_used(opened: list[Any]) -> None:
         target.deregister(ring)
 
 
+def test_memory_in_use_stays_registered(opened: list[Any]) -> None:
+    writer, target = auto(nixl(), ucx()), auto(nixl(), ucx())
+    opened += [writer, target]
+    ring = target.register(np.zeros(SIZE, dtype=np.uint8))
+    offer = writer.offer()
+    session, _ = target.accept(offer.blob, ring)
+    for _ in range(2):  # also a second time
+        with pytest.raises(LocalProtocolError, match="in use by ucx"):
+            target.deregister(ring)
+    session.close()
+    target.deregister(ring)
+    offer.close()
+
+
 def test_nothing_usable_names_each_transport_and_its_reason() -> None:
     with pytest.raises(ConfigError, match="no transport can be used here: cuda_ipc: no driver; ucx: not installed"):
         auto(cuda_ipc="no driver", ucx="not installed")

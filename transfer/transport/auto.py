@@ -126,7 +126,10 @@ class AutoTransport:
         return memory
 
     def deregister(self, memory: LocalMemory) -> None:
-        for member in self.members.values():
+        members = self.members.values()
+        for member in members:
+            member.check_unused(member.own(memory))
+        for member in members:
             member.deregister(memory)
 
     def offer(self) -> AutoOffer:

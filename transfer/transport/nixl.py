@@ -229,8 +229,8 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         self._endings.append(ending)
         self._sweep()
 
-    def _check_unused(self, memory: Memory) -> None:
-        super()._check_unused(memory)
+    def check_unused(self, memory: Memory) -> None:
+        super().check_unused(memory)
         if any(ending.holds(memory) for ending in self._endings):
             raise LocalProtocolError(
                 f"memory of {memory.num_bytes} bytes may still be written by a peer; wait for `is_over` first"

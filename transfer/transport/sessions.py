@@ -242,7 +242,7 @@ class PeerTransport(Generic[_MemoryT, _SessionT]):
 
     def deregister(self, memory: LocalMemory) -> None:
         own = self.own(memory)
-        self._check_unused(own)
+        self.check_unused(own)
         del self._memories[id(own)]
 
     def close(self) -> None:
@@ -259,7 +259,7 @@ class PeerTransport(Generic[_MemoryT, _SessionT]):
         self._memories[id(memory)] = memory
         return memory
 
-    def _check_unused(self, memory: _MemoryT) -> None:
+    def check_unused(self, memory: _MemoryT) -> None:
         """Raise LocalProtocolError if a session or a peer may still reach the memory."""
         for session in list(self._sessions):
             if session.uses(memory):
