@@ -32,7 +32,6 @@ from transfer.errors import LocalProtocolError
 from transfer.layer_groups import PageCounts
 from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
-from transfer.out_of_memory import allocating
 from transfer.pool.page_allocator import GroupAllocator, with_tuples
 from transfer.rank_context import RankContext
 from transfer.receive.attach import PrefillSessions, RingMemory, open_receiving
@@ -103,8 +102,9 @@ class DecodeWorker:
             config.ring, config.memory.device_memory or device_bytes(pool.device), device=config.device
         )
         num_bytes = ring_bytes + probe_bytes
-        with allocating("allocating the ring", device=pool.device, advice=RING_ADVICE, num_bytes=num_bytes):
-            ring_memory = RingMemory.take(transport, ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device)
+        ring_memory = RingMemory.take(
+            transport, ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, advice=RING_ADVICE
+        )
         slack_tokens = config.offload.window_slack_tokens(pool.page_size)
         allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
         context = RankContext(

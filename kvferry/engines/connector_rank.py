@@ -282,12 +282,11 @@ class ConnectorRank:
         """Open the decode side and return the address to announce to prefill ranks."""
         config, pool = self._config, self._engine.pool
         pages = BoundPages(send=self._send, on_news=self._news.append)
-        num_bytes = ring_bytes + config.transport.probe_bytes
-        with allocating("allocating the ring", device=pool.device, advice=RING_ADVICE, num_bytes=num_bytes):
-            memory = RingMemory.take(
-                context.transport, ring_bytes=ring_bytes, probe_bytes=config.transport.probe_bytes, device=pool.device
-            )
-        log.info("ring_memory", num_bytes=num_bytes)
+        probe_bytes = config.transport.probe_bytes
+        memory = RingMemory.take(
+            context.transport, ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, advice=RING_ADVICE
+        )
+        log.info("ring_memory", num_bytes=ring_bytes + probe_bytes)
         receiving = open_receiving(context=context, owner=pages.rank, pool=pool, memory=memory, server=config.server)
         writers = PrefillSessions(
             context=context,

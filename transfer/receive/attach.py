@@ -23,6 +23,7 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
+from transfer.out_of_memory import allocating
 from transfer.piece import SessionRoute, TransferTerms
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.staging import StagingBuffer
@@ -53,14 +54,21 @@ class RingMemory:
     scratch: StagingBuffer | None
 
     @classmethod
-    def take(cls, transport: Transport, *, ring_bytes: int, probe_bytes: int, device: torch.device | str) -> RingMemory:
-        """Allocate `ring_bytes` of ring on the pool's device, and `probe_bytes` for the probes of each kind of session."""
+    def take(
+        cls, transport: Transport, *, ring_bytes: int, probe_bytes: int, device: torch.device | str, advice: str
+    ) -> RingMemory:
+        """Allocate `ring_bytes` of ring on the pool's device, and `probe_bytes` for the probes of each kind of session.
+
+        Raises:
+            OutOfMemory: The device has too little free memory. The message names both sizes and `advice`.
+        """
         tail_bytes = probe_bytes if transport.has_one_sided else 0
-        return cls(
-            ring=StagingBuffer(num_bytes=ring_bytes + tail_bytes, device=device, is_shared=transport.has_one_sided),
-            tail_bytes=tail_bytes,
-            scratch=StagingBuffer(num_bytes=probe_bytes, device=device) if transport.has_two_sided else None,
-        )
+        with allocating("allocating the ring", device=device, advice=advice, num_bytes=ring_bytes + probe_bytes):
+            return cls(
+                ring=StagingBuffer(num_bytes=ring_bytes + tail_bytes, device=device, is_shared=transport.has_one_sided),
+                tail_bytes=tail_bytes,
+                scratch=StagingBuffer(num_bytes=probe_bytes, device=device) if transport.has_two_sided else None,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
