@@ -3,8 +3,8 @@
     python -m bench.handovers --setups one kvferry --json FILE [--lengths 512 8000] [--requests 10] [-- SERVER ARGUMENTS]
 
 Prompts go one at a time through the servers of `bench.engines`. `bench.handover_site` records the calls of some functions in all
-processes. Each row is one such function in one process: when its first and its last call of a prompt were, in milliseconds after
-the client sent the prompt, and how many calls there were until the first token. All values are medians over the prompts.
+processes. Each row describes one such function in one process. It shows the first and the last call for a prompt, in milliseconds
+after the client sent the prompt, and the number of calls until the first token. All values are medians over the prompts.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def run_daemon(context: typer.Context, config_type: type[NodeConfig]) -> None:
 def _checked(config: NodeConfig) -> tuple[NodeConfig, NodeConfig | None, str | None]:
     """Validate the settings before a rank starts.
 
-    Return them and those of the other role, with the defaults of the device, and a warning or None.
+    Returns:
+        The settings with the defaults of the device; those of the other role likewise, or None; a warning, or None.
     """
     from node_runtime.rank_setup import check_before_start
     from transfer.plain_text import check_plain_text

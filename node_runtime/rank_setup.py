@@ -152,7 +152,7 @@ def _open_one(
 
 
 def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, device_index: int | None) -> Transport:
-    """Open every transport that can be of use to this rank."""
+    """Open every transport that this rank can use."""
     from transfer.transport.auto import AutoTransport  # loads numpy, which leaders do not need
     from transfer.transport.nixl_library import has_only_tcp
 
@@ -164,7 +164,7 @@ def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, devic
         if not _has_library(name):
             unusable[name] = f"{' or '.join(modules)} is not installed: pip install {extras}"
         elif name == "cuda_ipc" and config.ucx.lane == config.nixl.lane == "net":
-            unusable[name] = "transport.ucx.lane and transport.nixl.lane are net, which asks for the network on one host, too"
+            unusable[name] = "transport.ucx.lane and transport.nixl.lane are net, so ranks of one host use the network, too"
         elif name == "nixl" and device_index is None and not has_rdma and "ucx" in members:
             unusable[name] = "this host has no RDMA device, and ucx is faster without one"  # an agent takes 0.4 s to open
         else:
@@ -176,10 +176,10 @@ def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, devic
 
 
 def _checked_for_device(transport: PeerTransport[Any, Any], device_index: int | None) -> PeerTransport[Any, Any]:
-    """Return the transport if it moves memory of the rank's device.
+    """Return `transport` if it supports the rank's device. Otherwise close it.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The transport cannot move device memory.
     """
     if device_index is not None and not transport.supports_devices:
         transport.close()

@@ -1,4 +1,4 @@
-"""Settings that follow from a rank's GPU. On a CPU, they have the defaults of `transfer.config`."""
+"""Compute default settings from the memory of a rank's GPU and the KV of its model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MIN_CHUNK_TOKENS: Final = 512
 UNKNOWN_CHUNK_TOKENS: Final = 2048  # `CHUNK_BYTES` for the KV of Llama 3 8B
 
 PREFILL_REQUESTS: Final = 64
-"""Most prompts that a prefill node computes or sends at once: a step has a few, the others are being sent."""
+"""Maximum number of prompts that a prefill node computes or sends at once. A step has a few, and the others are being sent."""
 
 REQUESTS_PART: Final = 8
 LEAST_REQUESTS: Final = 32
-"""Sliding windows and recurrent states of all running requests take at most an eighth of a GPU, if that has room for 32."""
+"""Windows and states of all running requests take at most an eighth of the GPU. This limit always allows 32 requests."""
 
 _LONG_PROMPT: Final = 1 << 30  # tokens; longer than any window
 
@@ -33,8 +33,8 @@ AnyNode = TypeVar("AnyNode", bound=NodeConfig)
 def gpu_chunk_tokens(layout: KVLayout, shard: Shard, *, step_tokens: int) -> int:
     """Return the tokens of a chunk, for an engine on GPUs whose steps have up to `step_tokens` prompt tokens.
 
-    The result is the least power of two from `MIN_CHUNK_TOKENS` on with `CHUNK_BYTES` of KV on the fullest rank, and at most
-    `step_tokens`. It is the same for all ranks.
+    The result is the smallest power of two whose KV has at least `CHUNK_BYTES` on the fullest rank. It is at least
+    `MIN_CHUNK_TOKENS` and at most `step_tokens`, and the same for all ranks.
     """
     every, dtype = routes(layout, shard, shard), shard.pool_dtype(layout)
     tokens = MIN_CHUNK_TOKENS
@@ -44,7 +44,7 @@ def gpu_chunk_tokens(layout: KVLayout, shard: Shard, *, step_tokens: int) -> int
 
 
 def with_gpu_chunks(chunk: ChunkConfig, layout: KVLayout | None, shard: Shard, *, step_tokens: int) -> ChunkConfig:
-    """Return `chunk` with the default of a GPU for its tokens, unless they are set."""
+    """Return `chunk` with the GPU default of `chunk_tokens`, unless that is set."""
     if "chunk_tokens" in chunk.model_fields_set:
         return chunk
     if layout is None:
@@ -96,7 +96,7 @@ def _running_requests(layout: KVLayout | None, shard: Shard, batch: int, device_
 
 
 def visible_gpu_bytes(index: int) -> int:
-    """Return the memory of a GPU, by its index among those that this process sees; 0 without such a GPU or a driver.
+    """Return the bytes of memory of the GPU with this index among the visible ones; 0 if there is no such GPU or no driver.
 
     It asks the driver without opening a context, which would take memory of the GPU.
     """

@@ -49,7 +49,7 @@ class Instance:
         layout: The KV of its model.
         shard: Sharding of its ranks. The rank in it does not matter; `at()` returns each rank's.
         model_fields: Everything of the model that must be equal (architecture, vocabulary, weights digest), by name.
-        transport: Name of the data plane, for example ``ucx``. If there are several, the one for peers that know only this field.
+        transport: Name of the data plane, for example ``ucx``. If there are several, the one that older peers use.
         transports: Names of all data planes, preferred first; empty means `transport` alone.
         digests: Payload digests that its ranks can compute, preferred first, for example ``("xxh3-64", "kvferry-words-64")``.
         protocol_versions: Supported versions, ascending.
@@ -133,7 +133,7 @@ class Link:
         lane: Carrier of the bytes, for example ``ucx/shm``.
         latency_s: Latency of a small write, in seconds.
         bandwidth_bytes_per_s: Bandwidth of a large write.
-        obstacle: Why a faster transport was not taken; empty if there is no such reason.
+        obstacle: Reason why the link does not use a faster transport; empty if no faster one was expected.
     """
 
     prefill_rank: int

@@ -54,8 +54,8 @@ def staging_slot_bytes(
     if size < least:
         what = "one layer" if chunk.layers_per_group is None else f"{chunk.layers_per_group or 'all'} layers"
         raise MemoryPlanError(
-            f"staging.slot_bytes is {size}; a chunk of {chunk.chunk_tokens} tokens and {what} has up to {least} bytes here: "
-            "raise it, or lower chunk.chunk_tokens"
+            f"staging.slot_bytes is {size}; the smallest piece ({chunk.chunk_tokens} tokens, {what}) has up to {least} bytes on "
+            "this rank: raise staging.slot_bytes, or lower chunk.chunk_tokens"
         )
     if staging.slot_bytes is None and device == "cuda" and device_bytes:
         size = min(most, max(least, min(GPU_STAGING_BYTES, device_bytes // GPU_STAGING_PART) // staging.num_slots))

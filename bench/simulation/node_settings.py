@@ -1,4 +1,4 @@
-"""Simulated settings that nodes do not have by themselves."""
+"""Compare the simulated settings with the defaults of nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Differing:
     Args:
         role: "prefill" or "decode".
         name: Its path, as in docs/configuration.md.
-        default: That of a node on a GPU without settings.
+        default: Default of a node on a GPU.
     """
 
     role: str

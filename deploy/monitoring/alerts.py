@@ -238,9 +238,9 @@ TRANSFER: Final = Group(
             lasts="5m",
             summary="Links of rank {{ $labels.rank }} of {{ $labels.instance }} fell back to a slower transport.",
             description=(
-                "{{ $value }} links of rank {{ $labels.rank }} of the decode node {{ $labels.instance }} are several times "
-                "slower than they could be. Processes of one machine use the network, or GPUs use a slower transport than they "
-                "have."
+                "{{ $value }} links of rank {{ $labels.rank }} of the decode node {{ $labels.instance }} use a slower transport "
+                "than expected. Either two processes of one machine use the network, or two GPUs do not use the best transport "
+                "of their link. transport_fell_back in the rank's log gives the reason."
             ),
         ),
         Alert(

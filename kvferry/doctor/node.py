@@ -149,8 +149,8 @@ def _check_transport(name: str, status: pb.NodeStatus, transports: Collection[st
     theirs = transport_names(status.instance)
     common = [one for one in theirs if one in transports]
     if not theirs or common:
-        return ok(name, f"{', '.join(common)} in common" if common else "it does not tell yet: it has no ranks")
-    text = f"{', '.join(theirs)}, which this machine does not have ({', '.join(transports)}): a node here could not join it"
+        return ok(name, f"{', '.join(common)} in common" if common else "not reported yet: the node has no ranks")
+    text = f"the node has {', '.join(theirs)}, this machine has {', '.join(transports)}: a node here could not join it"
     return warn(
         name, text, f"pip install 'kvferry[{'nixl' if 'nixl' in theirs else 'cuda-ipc'}]', or another transport.name there"
     )

@@ -112,7 +112,7 @@ def test_the_configured_transport_is_opened(model: Path, name: str) -> None:
 
 
 @pytest.mark.skipif(any(Path("/sys/class/infiniband").glob("*")), reason="has an RDMA device")
-def test_a_rank_on_a_cpu_opens_what_is_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rdma_a_cpu_rank_opens_ucx_or_else_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = open_transport(TransportConfig(), host="127.0.0.1")
     assert transport.names == ("ucx",), "an agent of nixl takes time, and ucx is faster without RDMA"
     transport.close()

@@ -98,7 +98,7 @@ def test_a_peer_with_one_transport_needs_no_auto(make: Any, opened: list[Any]) -
     assert moved(several, one)[0].lane.startswith(one.name)
 
 
-def test_an_attempt_follows_over_another_transport(opened: list[Any]) -> None:
+def test_after_a_failed_attach_the_next_attempt_uses_another_transport(opened: list[Any]) -> None:
     writer, target = auto(Unmappable(), ucx()), auto(Unmappable(), ucx())
     opened += [writer, target]
     with pytest.raises(PeerUnreachable, match="cuda_ipc: no peer access; the next attempt takes another transport"):
@@ -146,7 +146,7 @@ def test_nothing_usable_names_each_transport_and_its_reason() -> None:
         auto(cuda_ipc="no driver", ucx="not installed")
 
 
-def test_offers_that_make_no_sense_are_refused(opened: list[Any]) -> None:
+def test_invalid_offers_are_rejected(opened: list[Any]) -> None:
     target = auto(ucx(), nixl())
     opened.append(target)
     ring = target.register(np.zeros(SIZE, dtype=np.uint8))
@@ -163,7 +163,7 @@ def test_offers_that_make_no_sense_are_refused(opened: list[Any]) -> None:
             target.accept(noise, ring)
 
 
-def test_answers_that_make_no_sense_are_refused(opened: list[Any]) -> None:
+def test_invalid_answers_are_rejected(opened: list[Any]) -> None:
     writer, target = auto(ucx(), nixl()), auto(ucx(), nixl())
     opened += [writer, target]
     offer = writer.offer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ def test_windows_and_states_of_running_requests_have_an_eighth_of_the_gpu() -> N
     decode = DecodeNodeConfig.model_validate({"model": Path("m"), "device": "cuda"})
     running = with_gpu_defaults(decode, windows, device_bytes=80 * GIB).limits.max_running_requests
     assert running == 10 * GIB // (65 * 16 * 128 * 1024) == 78, "65 pages of 16 tokens of 128 KiB each"
-    small = with_gpu_defaults(decode, windows, device_bytes=40 * GIB).limits.max_running_requests
-    assert small == 32, "and at least as many as on a CPU, of the 32 for such a device"
+    long = replace(window, window_tokens=1 << 20)
+    windows = KVLayout(layers=(long,) * 32 + LLAMA_8B.layers, dtype=DType.BFLOAT16)
+    assert with_gpu_defaults(decode, windows, device_bytes=80 * GIB).limits.max_running_requests == 32, "the minimum"
 
 
 def test_settings_that_are_given_stay() -> None:
@@ -71,5 +73,5 @@ def test_settings_that_are_given_stay() -> None:
     assert config.limits.queue_timeout_s == prefill().limits.queue_timeout_s
 
 
-def test_an_engine_of_its_own_gets_chunks_too() -> None:
+def test_an_unknown_layout_has_chunks_of_2048_tokens() -> None:
     assert with_gpu_defaults(prefill(), None, device_bytes=80 * GIB).chunk.chunk_tokens == 2048

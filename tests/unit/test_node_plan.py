@@ -128,7 +128,7 @@ def test_a_slot_holds_the_largest_piece_and_says_when_it_cannot() -> None:
     assert slot - REGION_ALIGNMENT_BYTES < most <= slot and slot % REGION_ALIGNMENT_BYTES == 0
     small = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3}, staging={"slot_bytes": most - 1})
     with pytest.raises(
-        MemoryPlanError, match=f"staging.slot_bytes is {most - 1}; a chunk of 100 tokens and 3 layers has up to {most} b"
+        MemoryPlanError, match=f"staging.slot_bytes is {most - 1}; the smallest piece .100 tokens, 3 layers. has up to {most} b"
     ):
         slot_of(small)
     large = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3}, staging={"slot_bytes": 5 * most})

@@ -74,8 +74,8 @@ class ChunkConfig(Section):
     chunk_tokens: Count = Field(
         default=128,
         description=(
-            "Tokens per chunk. On a GPU the default is the least power of two with 256 MiB of KV on a rank, at least 512 and at "
-            "most the tokens of a step of the engine."
+            "Tokens per chunk. On a GPU, the default is the smallest power of two whose KV is at least 256 MiB on a rank. It is "
+            "at least 512 and at most the tokens of one engine step."
         ),
     )
     layers_per_group: CountOrZero | None = Field(
@@ -112,8 +112,8 @@ class StagingConfig(Section):
     slot_bytes: SizeBytes | None = Field(
         default=None,
         description=(
-            "Size of a slot, and the most bytes of a piece that goes through one. null: the largest chunk of this rank; on a GPU "
-            "at most such that all slots have 1 GiB, or a 64th of the device if that is less."
+            "Size of a slot, which limits the pieces that are staged. null means the size of this rank's largest chunk. On a "
+            "GPU, null also limits all slots together to 1 GiB or a 64th of the device, whichever is less."
         ),
     )
 

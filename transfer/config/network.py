@@ -66,9 +66,8 @@ class TransportConfig(Section):
     name: Literal["auto", "ucx", "inproc", "nixl", "cuda_ipc"] = Field(
         default="auto",
         description=(
-            "Transport of the bytes. auto: each pair of ranks takes the best one that both have: cuda_ipc between GPUs of one "
-            "host with peer access, nixl if both hosts have RDMA, otherwise ucx. Daemons cannot use inproc, which joins two ends "
-            "of one process."
+            "Transport of the KV. auto chooses for each pair of ranks: cuda_ipc between GPUs with peer access, nixl with RDMA, "
+            "otherwise ucx or nixl. inproc works only within one process."
         ),
     )
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")

@@ -35,8 +35,8 @@ from transfer.piece import Piece, RankRequest
 from transfer.pool.kv_pool import KVPool
 
 OnGathered = Callable[[int, float, float], None]
-"""Called with the digest of the wire bytes, and when the copy began and ended on the monotonic clock, in seconds. On a GPU it
-begins when its stream is free for it. The call can come later than the end."""
+"""Called with the digest of the wire bytes, and when the copy began and ended on the monotonic clock, in seconds. On a GPU,
+the copy begins when its stream is free. The callback can run some time after the end."""
 
 OnScattered = Callable[[bool, float], None]
 """Called with whether the wire bytes had the announced digest, and the seconds of the copy."""

@@ -512,8 +512,8 @@ LINK_METRICS: Final = (
     ),
     gauge(
         "links_fallen_back",
-        "Open links that are slower than they could be: between processes of one machine over the network, or between GPUs "
-        "without the best transport.",
+        "Open links on a slower transport: between processes of one machine that use the network, or between GPUs without the "
+        "best transport.",
         roles=DECODE,
         advice="Above 0: transport_fell_back in the rank's log names the obstacle; see A link is slow in docs/operations.md.",
     ),

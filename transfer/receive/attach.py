@@ -60,7 +60,7 @@ class RingMemory:
         """Allocate `ring_bytes` of ring on the pool's device, and `probe_bytes` for the probes of each kind of session.
 
         Raises:
-            OutOfMemory: The device has too little free memory. The message names both sizes and `advice`.
+            OutOfMemory: The device has too little free memory. The message names the needed and the free memory, and `advice`.
         """
         tail_bytes = probe_bytes if transport.has_one_sided else 0
         with allocating("allocating the ring", device=device, advice=advice, num_bytes=ring_bytes + probe_bytes):

@@ -35,8 +35,10 @@ class ReceiverSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverSessionOpened:
-    """Args:
-    is_one_sided: The writer writes without a posted receive.
+    """A session is open.
+
+    Args:
+        is_one_sided: Writes need no posted receive.
     """
 
     session: int

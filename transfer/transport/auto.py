@@ -11,7 +11,7 @@ first that works:
 Only the writer can find out that its GPU cannot map the target's memory. Then opening the session fails, and the next offer names
 that target process as unreachable over this transport. So the attempt that follows takes another one.
 
-A peer with a transport of its own setting gets an offer of this transport alone, as from a process with the same setting.
+If only one transport is common, for example because the peer has a fixed one, the writer sends the offer of that transport alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AUTO: Final = "auto"
 ORDER: Final = ("cuda_ipc", "nixl", "ucx")
 _VERSION: Final = 1
 _MOST_UNREACHABLE: Final = 16
-"""A blob can list 32 entries. Later ones replace the oldest, which are tried once more."""
+"""Limit of remembered failures: a blob can list 32 entries. A new one replaces the oldest, whose transport is offered again."""
 
 
 class AutoOffer:
@@ -76,15 +76,15 @@ class AutoOffer:
 
 
 class AutoTransport:
-    """See the module's docstring.
+    """Combine several transports, and choose one for each session.
 
     Args:
         members: The transports, by name. They share each registered memory.
         has_rdma: Whether this host has RDMA devices that NIXL may use.
-        unusable: Why other transports are not among them, by name.
+        unusable: Reasons why other transports cannot be used, by name.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: `members` is empty.
     """
 
     def __init__(self, members: Mapping[str, PeerTransport[Any, Any]], *, has_rdma: bool, unusable: Mapping[str, str]) -> None:
@@ -99,7 +99,7 @@ class AutoTransport:
 
     @property
     def name(self) -> str:
-        """The transport of a peer of release 0.1, whose name must be equal."""
+        """Name that peers of release 0.1 compare with their own transport."""
         return "ucx" if "ucx" in self.members else next(iter(self.members))
 
     @property
@@ -146,7 +146,7 @@ class AutoTransport:
         reasons = {name: reason for name, reason in self.unusable.items() if name in offers}
         for name in self._by_preference(offers, has_rdma):
             if [name, *_process(own)] in unreachable:
-                reasons[name] = "the writer cannot reach this process's memory over it"
+                reasons[name] = "an earlier attempt could not map this process's memory"
                 continue
             try:
                 session, answer = self.members[name].accept(field_of(offers, name, bytes), memory)
@@ -162,7 +162,7 @@ class AutoTransport:
             )
             answered = {"name": name, "answer": answer, "identity": own.to_wire(), "obstacle": clip_reason(session.obstacle)}
             return session, pack_blob(AUTO, _VERSION, "answer", answered)
-        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "unknown here"
+        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none of them is open on this rank"
         raise PeerUnreachable(f"none of the transports {', '.join(map(str, offers))} reaches the writer: {shown}")
 
     def close(self) -> None:

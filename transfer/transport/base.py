@@ -115,7 +115,7 @@ class Session(Protocol):
 
     @property
     def is_one_sided(self) -> bool:
-        """Whether a write lands without a receive of the target."""
+        """Whether writes need no receive posted by the target."""
         ...
 
     obstacle: str
@@ -222,7 +222,7 @@ class Transport(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Transports of which a session can be, preferred first."""
+        """Names of the transports that a session can use, preferred first."""
         ...
 
     @property
@@ -252,7 +252,7 @@ class Transport(Protocol):
         ...
 
     def offer_to(self, names: Sequence[str]) -> Offer:
-        """Begin a session with a target that has these transports; at least one of them is this one."""
+        """Begin a session with a target that supports `names`, of which at least one is in `self.names`."""
         ...
 
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[Session, bytes]:

@@ -26,8 +26,8 @@ _DEADLINE_S = 10.0
 _MAX_BULK_BYTES = 8 * 2**20
 _BURST_WRITES = (16, 64)
 _BURST_S = 4e-3
-"""A burst has as many writes as lone ones take this long, within these bounds. The end of a burst is seen some 20 us early or
-late. On a link of 400 GB/s, that is a tenth of 16 writes of 4 MiB, and a fortieth of 64."""
+"""Target duration of a burst. The number of its writes is this time divided by that of a single write, within `_BURST_WRITES`.
+The measured end of a burst is off by about 20 us: on a link of 400 GB/s a tenth of 16 writes of 4 MiB, a fortieth of 64."""
 _BURST_BELOW = 20
 """Number of latencies. A bulk write that takes longer measures the bandwidth to 5 %."""
 
