@@ -156,14 +156,18 @@ def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, devic
     from transfer.transport.auto import AutoTransport  # loads numpy, which leaders do not need
     from transfer.transport.nixl_library import has_only_tcp
 
-    has_rdma = not has_only_tcp(os.environ.get("UCX_TLS") or "all")
+    net_devices = (options or {}).get("NET_DEVICES") or os.environ.get("UCX_NET_DEVICES") or "all"
+    has_rdma = not has_only_tcp(os.environ.get("UCX_TLS") or "all", net_devices)
+    lanes = {"ucx": config.ucx.lane, "nixl": config.nixl.lane}
     members: dict[str, PeerTransport[Any, Any]] = {}
     unusable: dict[str, str] = {}
     for name in ("cuda_ipc", "ucx", "nixl"):
         modules, extras = _LIBRARIES[name]
         if not _has_library(name):
             unusable[name] = f"{' or '.join(modules)} is not installed: pip install {extras}"
-        elif name == "cuda_ipc" and config.ucx.lane == config.nixl.lane == "net":
+        elif "shm" in lanes.values() and lanes.get(name, "shm") != "shm":
+            unusable[name] = f"transport.{name}.lane is {lanes[name]}, and shm of the other transport asks for shared memory"
+        elif name == "cuda_ipc" and set(lanes.values()) == {"net"}:
             unusable[name] = "transport.ucx.lane and transport.nixl.lane are net, so ranks of one host use the network, too"
         elif name == "nixl" and device_index is None and not has_rdma and "ucx" in members:
             unusable[name] = "this host has no RDMA device, and ucx is faster without one"  # an agent takes 0.4 s to open
@@ -172,7 +176,7 @@ def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, devic
                 members[name] = _checked_for_device(_open_one(name, config, options, device_index), device_index)
             except TransferError as error:
                 unusable[name] = str(error)
-    return AutoTransport(members, has_rdma=has_rdma, unusable=unusable)
+    return AutoTransport(members, is_device=device_index is not None, has_rdma=has_rdma, unusable=unusable)
 
 
 def _checked_for_device(transport: PeerTransport[Any, Any], device_index: int | None) -> PeerTransport[Any, Any]:

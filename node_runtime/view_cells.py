@@ -168,15 +168,19 @@ def ring_table(rings: Iterable[tuple[str, pb.RankStatus]]) -> CellTable:
     return table_of("rings", headings, rows)
 
 
-def link_table(links: Iterable[LinkView], *, has_use: bool = True, most_bytes_per_s: float = 0.0) -> CellTable:
+def link_table(
+    links: Iterable[LinkView], *, has_use: bool = True, most_bytes_per_s: float = 0.0, has_obstacles: bool | None = None
+) -> CellTable:
     """Return the sorted table of links: the probe's measurements, and the speed of each link while it is busy.
 
     Args:
         has_use: Whether to show the speed of busy links.
         most_bytes_per_s: Draw a bar of each probe's bandwidth relative to this one; 0 draws none.
+        has_obstacles: Whether to show why links are not faster; None shows it if a link has such a reason.
     """
     found = sorted(links, key=lambda one: (one.prefill, one.status.prefill_rank, one.decode, one.status.decode_rank))
-    has_obstacles = any(link.status.obstacle for link in found)
+    if has_obstacles is None:
+        has_obstacles = any(link.status.obstacle for link in found)
     headings = ["from prefill rank", "to decode rank", "lane", ">latency", *([""] if most_bytes_per_s else []), ">probe"]
     headings += ["", ">now", ">of probe"] if has_use else []
     headings += ["not faster because"] if has_obstacles else []

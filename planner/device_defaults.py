@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from planner.plan_inputs import default_batches
 from transfer.chunk import ChunkPlan, largest_wire_bytes
-from transfer.config import ChunkConfig, NodeConfig, PrefillNodeConfig
+from transfer.config import ChunkConfig, NodeConfig, PrefillNodeConfig, StagingConfig
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind, layer_groups
 from transfer.layout import KVLayout, Shard, routes
 
@@ -30,27 +30,41 @@ _LONG_PROMPT: Final = 1 << 30  # tokens; longer than any window
 AnyNode = TypeVar("AnyNode", bound=NodeConfig)
 
 
-def gpu_chunk_tokens(layout: KVLayout, shard: Shard, *, step_tokens: int) -> int:
+def gpu_chunk_tokens(layout: KVLayout, shard: Shard, *, step_tokens: int, slot_bytes: int | None = None) -> int:
     """Return the tokens of a chunk, for an engine on GPUs whose steps have up to `step_tokens` prompt tokens.
 
     The result is the smallest power of two whose KV has at least `CHUNK_BYTES` on the fullest rank. It is at least
     `MIN_CHUNK_TOKENS` and at most `step_tokens`, and the same for all ranks.
+
+    Args:
+        slot_bytes: Size of a staging slot, into which one layer of a chunk must fit; None means that it follows from the chunk.
     """
     every, dtype = routes(layout, shard, shard), shard.pool_dtype(layout)
     tokens = MIN_CHUNK_TOKENS
     while tokens < step_tokens and largest_wire_bytes(ChunkPlan(chunk_tokens=tokens), layout, every, dtype) < CHUNK_BYTES:
         tokens *= 2
-    return min(tokens, step_tokens)
+    tokens = min(tokens, step_tokens)
+    while slot_bytes is not None and tokens > 1 and _layer_bytes(tokens, layout, shard) > slot_bytes:
+        tokens //= 2
+    return tokens
 
 
-def with_gpu_chunks(chunk: ChunkConfig, layout: KVLayout | None, shard: Shard, *, step_tokens: int) -> ChunkConfig:
+def _layer_bytes(tokens: int, layout: KVLayout, shard: Shard) -> int:
+    """Return the bytes of the largest piece of one layer, on the fullest rank."""
+    plan = ChunkPlan(chunk_tokens=tokens, layers_per_group=1)
+    return largest_wire_bytes(plan, layout, routes(layout, shard, shard), shard.pool_dtype(layout))
+
+
+def with_gpu_chunks(
+    chunk: ChunkConfig, staging: StagingConfig, layout: KVLayout | None, shard: Shard, *, step_tokens: int
+) -> ChunkConfig:
     """Return `chunk` with the GPU default of `chunk_tokens`, unless that is set."""
     if "chunk_tokens" in chunk.model_fields_set:
         return chunk
     if layout is None:
         tokens = min(UNKNOWN_CHUNK_TOKENS, step_tokens)
     else:
-        tokens = gpu_chunk_tokens(layout, shard, step_tokens=step_tokens)
+        tokens = gpu_chunk_tokens(layout, shard, step_tokens=step_tokens, slot_bytes=staging.slot_bytes)
     return chunk.model_copy(update={"chunk_tokens": tokens})
 
 
@@ -62,17 +76,18 @@ def with_gpu_defaults(config: AnyNode, layout: KVLayout | None, *, device_bytes:
     """
     pool = config.pool
     shard = Shard(tp_size=config.parallel.tp_size, page_size=pool.page_size, order=pool.order, dtype=pool.dtype)
-    step_tokens, batch = default_batches(device_bytes, shard.tp_size)  # those of `kvferry plan`
+    step_tokens, batch = default_batches(device_bytes, shard.tp_size)  # as in `kvferry plan`
     if not isinstance(config, PrefillNodeConfig):
-        running = _running_requests(layout, shard, batch, device_bytes, tokens_in_flight=1)
+        # Batches above the largest CUDA graph of the table are possible, too.
+        running = _running_requests(layout, shard, max(batch, LEAST_REQUESTS), device_bytes, tokens_in_flight=1)
         return _with_limits(config, max_running_requests=running)
     changed = _with_limits(config, max_step_tokens=step_tokens)
     most = changed.limits.max_step_tokens
     if config.most_pages is not None:
         most = min(most, config.most_pages * pool.page_size)
-    chunk = with_gpu_chunks(config.chunk, layout, shard, step_tokens=most)
+    chunk = with_gpu_chunks(changed.chunk, changed.staging, layout, shard, step_tokens=most)
     in_flight = PREFILL_STEPS_IN_FLIGHT * chunk.chunk_tokens
-    running = _running_requests(layout, shard, min(batch, PREFILL_REQUESTS), device_bytes, tokens_in_flight=in_flight)
+    running = _running_requests(layout, shard, PREFILL_REQUESTS, device_bytes, tokens_in_flight=in_flight)
     return _with_limits(changed, max_running_requests=running).model_copy(update={"chunk": chunk})
 
 

@@ -205,8 +205,9 @@ class ConnectorRank:
     async def _open(self, incarnation: int) -> RankReady:
         engine, pool = self._engine, self._engine.pool
         if pool.device.type == "cuda":
-            chunk = with_gpu_chunks(self._config.chunk, engine.layout, engine.shard, step_tokens=engine.step_tokens)
-            self._config = self._config.model_copy(update={"chunk": chunk})
+            config = self._config
+            chunk = with_gpu_chunks(config.chunk, config.staging, engine.layout, engine.shard, step_tokens=engine.step_tokens)
+            self._config = config.model_copy(update={"chunk": chunk})
         instance, address, ring_bytes = None, "", 0
         if PREFILL in self._sides:
             instance = self._open_prefill(self._context_of(PREFILL, "prefill", incarnation))

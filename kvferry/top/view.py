@@ -33,7 +33,7 @@ def tables(view: ClusterView, requests: Iterable[RequestRow] | None = None) -> d
         requests: Requests in the order in which they are shown; by default the oldest first.
     """
     ordered = by_age(view.requests) if requests is None else requests
-    made = (_node_table(view.nodes), ring_table(view.rings), link_table(view.links), _request_table(ordered))
+    made = (_node_table(view.nodes), ring_table(view.rings), link_table(view.links, has_obstacles=True), _request_table(ordered))
     return {table.title: table for table in made}
 
 

@@ -121,3 +121,10 @@ def test_without_rdma_a_cpu_rank_opens_ucx_or_else_nixl(monkeypatch: pytest.Monk
     transport = open_transport(TransportConfig(), host="127.0.0.1")
     assert transport.names == ("nixl",)
     transport.close()
+
+
+def test_a_shared_memory_lane_leaves_out_transports_that_could_use_the_network() -> None:
+    config = TransportConfig.model_validate({"ucx": {"lane": "shm"}})
+    transport = open_transport(config, host="127.0.0.1")
+    assert transport.names == ("ucx",)
+    transport.close()

@@ -11,8 +11,8 @@ from rich.console import Console, RenderableType
 
 from kvferry.cli.status_view import request_table, status_tables
 from kvferry.top.alerts import Alerts
-from kvferry.top.view import picture
-from node_runtime.cluster_view import Seen, view_of
+from kvferry.top.view import picture, tables
+from node_runtime.cluster_view import ClusterView, Seen, view_of
 from node_runtime.status_page import Picture, StatusPage
 from tests.status.served import decode_status
 from transfer.pb import kvferry_pb2 as pb
@@ -46,6 +46,22 @@ def page_shows(status: pb.NodeStatus) -> str:
 
 
 EVERY_VIEW = pytest.mark.parametrize("shows", [status_shows, top_shows, page_shows])
+
+
+@EVERY_VIEW
+def test_every_view_shows_why_a_link_is_not_faster(shows: Callable[[pb.NodeStatus], str]) -> None:
+    status = decode_status()
+    status.links[0].obstacle = "cuda_ipc: no peer access"
+    assert "cuda_ipc: no peer access" in shows(status)
+
+
+def test_the_columns_of_top_are_those_of_an_empty_cluster() -> None:
+    """`kvferry top` makes its columns before it has seen a node."""
+    status = decode_status()
+    status.links[0].obstacle = "cuda_ipc: no peer access"
+    found, empty = (tables(view) for view in (view_of([Seen(address="h:1", status=status)]), ClusterView(nodes=())))
+    assert {name: table.columns for name, table in found.items()} == {name: table.columns for name, table in empty.items()}
+    assert all(len(row.cells) == len(table.columns) for table in found.values() for row in table.rows)
 
 
 @EVERY_VIEW

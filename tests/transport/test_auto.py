@@ -6,6 +6,7 @@ import gc
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def nixl() -> NixlTransport:
 
 
 def auto(*members: PeerTransport[Any, Any], has_rdma: bool = False, **unusable: str) -> AutoTransport:
-    return AutoTransport({member.name: member for member in members}, has_rdma=has_rdma, unusable=unusable)
+    return AutoTransport({member.name: member for member in members}, is_device=False, has_rdma=has_rdma, unusable=unusable)
 
 
 @pytest.fixture
@@ -169,7 +170,43 @@ def test_invalid_answers_are_rejected(opened: list[Any]) -> None:
     offer = writer.offer()
     _, answer = target.accept(offer.blob, target.register(np.zeros(SIZE, dtype=np.uint8)))
     fields = unpack_blob(answer, transport="auto", version=1, role="answer")
-    for change in ({"name": "cuda_ipc"}, {"name": 1}, {"answer": "x"}, {"answer": b"x"}, {"identity": 3}):
+    for change in ({"name": "cuda_ipc"}, {"name": 1}, {"answer": "x"}, {"identity": 3}, {"obstacle": 1}):
         with pytest.raises(ConfigError):
             offer.complete(pack_blob("auto", 1, "answer", fields | change))
+    with pytest.raises(PeerUnreachable, match=r"ucx: .*the next attempt takes another transport"):
+        offer.complete(pack_blob("auto", 1, "answer", fields | {"answer": b"x"}))
     assert offer.complete(answer).lane == "ucx/shm"
+
+
+def test_a_failure_is_remembered_for_a_minute(opened: list[Any]) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    members = {"cuda_ipc": Unmappable(), "ucx": ucx()}
+    writer = AutoTransport(members, is_device=False, has_rdma=False, unusable={}, clock=lambda: clock.now_s)
+    target = auto(Unmappable(), ucx())
+    opened += [writer, target]
+    with pytest.raises(PeerUnreachable):
+        moved(writer, target)
+    assert [name for name, _ in writer.unreachable()] == ["cuda_ipc"]
+    clock.now_s = 61.0
+    with pytest.raises(PeerUnreachable, match="cuda_ipc: no peer access"):
+        moved(writer, target)
+
+
+def test_a_link_whose_probe_failed_gets_another_transport(opened: list[Any]) -> None:
+    writer, target = auto(ucx(), nixl(), has_rdma=True), auto(ucx(), nixl(), has_rdma=True)
+    opened += [writer, target]
+    session, _ = moved(writer, target)
+    assert session.lane.startswith("nixl/")
+    writer.distrust(session)
+    session, _ = moved(writer, target)
+    assert session.lane.startswith("ucx/")
+    writer.distrust(session)
+    assert moved(writer, target)[0].lane.startswith("nixl/"), "if all have failed, they are tried again"
+
+
+def test_a_gpu_and_host_memory_do_not_prefer_nixl(opened: list[Any]) -> None:
+    members = {"ucx": ucx(), "nixl": nixl()}
+    writer = AutoTransport(members, is_device=True, has_rdma=True, unusable={})
+    target = auto(ucx(), nixl(), has_rdma=True)
+    opened += [writer, target]
+    assert moved(writer, target)[0].lane.startswith("ucx/")

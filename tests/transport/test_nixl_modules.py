@@ -60,3 +60,33 @@ def test_modules_that_ucx_loads(
     nixl_library.Agent(LIB, "UCX", {}, is_target=True)
     assert Engine.made[-1].modules == loaded
     assert os.environ.get("UCX_MODULES") == environment
+
+
+@pytest.mark.parametrize(
+    ("devices", "verbs", "tls", "net_devices", "is_tcp"),
+    [
+        ((), (), "all", "all", True),
+        (("mlx5_0",), (), "all", "all", True),  # a container that sees the host's devices and has none
+        (("mlx5_0",), ("uverbs0",), "all", "all", False),
+        (("mlx5_0",), ("uverbs0",), "tcp,self", "all", True),
+        (("mlx5_0",), ("uverbs0",), "rc,ud", "mlx5_0:1", False),
+        (("mlx5_0",), ("uverbs0",), "all", "eth0", True),
+        (("mlx5_0",), ("uverbs0",), "all", "lo", True),
+    ],
+)
+def test_rdma_is_a_device_that_may_be_used(
+    devices: tuple[str, ...],
+    verbs: tuple[str, ...],
+    tls: str,
+    net_devices: str,
+    is_tcp: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder, names in (("devices", devices), ("verbs", verbs)):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).touch()
+    monkeypatch.setattr(nixl_library, "RDMA_DEVICES", tmp_path / "devices")
+    monkeypatch.setattr(nixl_library, "RDMA_VERBS", tmp_path / "verbs")
+    assert nixl_library.has_only_tcp(tls, net_devices) is is_tcp

@@ -47,7 +47,11 @@ def test_steps_chunks_and_requests_follow_from_the_gpu() -> None:
     assert (config.limits.max_step_tokens, config.limits.max_running_requests) == (8192, 64)
     assert config.chunk.chunk_tokens == 2048
     small = with_gpu_defaults(prefill(), LLAMA_8B, device_bytes=24 * GIB)
-    assert (small.limits.max_step_tokens, small.limits.max_running_requests) == (2048, 24)
+    assert (small.limits.max_step_tokens, small.limits.max_running_requests) == (2048, 64)
+    decode = DecodeNodeConfig.model_validate({"model": Path("m"), "device": "cuda"})
+    sizes = (16, 24, 40, 80, 180)
+    running = [with_gpu_defaults(decode, LLAMA_8B, device_bytes=size * GIB).limits.max_running_requests for size in sizes]
+    assert running == [32, 32, 32, 256, 512]
     decode = DecodeNodeConfig.model_validate({"model": Path("m"), "device": "cuda", "parallel": {"tp_size": 4}})
     assert with_gpu_defaults(decode, None, device_bytes=80 * GIB).limits.max_running_requests == 512
 
@@ -71,6 +75,11 @@ def test_settings_that_are_given_stay() -> None:
     config = with_gpu_defaults(prefill(pool={"num_pages": 10}), LLAMA_8B, device_bytes=80 * GIB)
     assert config.chunk.chunk_tokens == 160, "nor than the pool"
     assert config.limits.queue_timeout_s == prefill().limits.queue_timeout_s
+
+
+def test_one_layer_of_a_chunk_fits_a_given_staging_slot() -> None:
+    given = prefill(staging={"slot_bytes": "2MiB"})
+    assert with_gpu_defaults(given, LLAMA_8B, device_bytes=80 * GIB).chunk.chunk_tokens == 512, "4 KiB a token and layer"
 
 
 def test_an_unknown_layout_has_chunks_of_2048_tokens() -> None:

@@ -222,15 +222,19 @@ class DecodeSessions:
             )
             undo.pop_all()  # from now on the end of the session closes all its parts
         async with self._probe_turn:
-            probe = await probe_link(
-                self._sender.driver,
-                session,
-                self._scratch,
-                # Other writers may use the ring, so a one-sided probe has a place behind it.
-                plan=ProbePlan.fitting(
-                    answer.probe_bytes, target_begin=answer.ring_capacity_bytes if session.is_one_sided else 0
-                ),
-            )
+            try:
+                probe = await probe_link(
+                    self._sender.driver,
+                    session,
+                    self._scratch,
+                    # Other writers may use the ring, so a one-sided probe has a place behind it.
+                    plan=ProbePlan.fitting(
+                        answer.probe_bytes, target_begin=answer.ring_capacity_bytes if session.is_one_sided else 0
+                    ),
+                )
+            except TransportError:
+                self._transport.distrust(session)
+                raise
         link = Link(
             prefill_rank=self._context.rank,
             decode_rank=decode_rank,

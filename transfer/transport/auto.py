@@ -9,15 +9,18 @@ first that works:
 4. ``nixl`` over TCP.
 
 Only the writer can find out that its GPU cannot map the target's memory. Then opening the session fails, and the next offer names
-that target process as unreachable over this transport. So the attempt that follows takes another one.
+that target process as unreachable over this transport. So the attempt that follows takes another one. The same holds if the
+writer rejects the answer, or if the probe of the link fails. After a minute, the transport is offered again.
 
 If only one transport is common, for example because the peer has a fixed one, the writer sends the offer of that transport alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from transfer.errors import ConfigError, PeerUnreachable, TransportError
 from transfer.messages import clip_reason
@@ -31,6 +34,12 @@ ORDER: Final = ("cuda_ipc", "nixl", "ucx")
 _VERSION: Final = 1
 _MOST_UNREACHABLE: Final = 16
 """Limit of remembered failures: a blob can list 32 entries. A new one replaces the oldest, whose transport is offered again."""
+_FORGOTTEN_S: Final = 60.0
+"""Seconds for which a failure is remembered: its reason can pass."""
+
+
+_Failed = tuple[str, tuple[str, int, int]]
+"""A transport, and the target process that was not reached over it."""
 
 
 class AutoOffer:
@@ -48,8 +57,9 @@ class AutoOffer:
         fields = {
             "identity": ProcessIdentity.own().to_wire(),
             "has_rdma": transport.has_rdma,
+            "is_device": transport.is_device,
             "offers": {name: offer.blob for name, offer in self._offers.items()},
-            "unreachable": [[name, *process] for name, process in transport.unreachable],
+            "unreachable": [[name, *process] for name, process in transport.unreachable()],
         }
         self.blob = pack_blob(AUTO, _VERSION, "offer", fields)
 
@@ -60,14 +70,16 @@ class AutoOffer:
         if chosen is None:
             raise ConfigError(f"field name of the peer's answer is {name[:32]!r}; expected one of {', '.join(self._offers)}")
         target, obstacle = ProcessIdentity.from_wire(fields.get("identity")), field_of(fields, "obstacle", str)
+        own_answer = field_of(fields, "answer", bytes)
         try:
-            session = chosen.complete(field_of(fields, "answer", bytes))
-        except PeerUnreachable as error:
+            session = chosen.complete(own_answer)
+        except (TransportError, ConfigError) as error:
             self._transport.note_unreachable(name, target)
             raise PeerUnreachable(f"{name}: {error}; the next attempt takes another transport") from error
         del self._offers[name]
         self.close()
         session.obstacle = clip_reason(obstacle)
+        self._transport.note_session(session, name, target)
         return session
 
     def close(self) -> None:
@@ -80,6 +92,7 @@ class AutoTransport:
 
     Args:
         members: The transports, by name. They share each registered memory.
+        is_device: Whether the rank's memory is on a GPU.
         has_rdma: Whether this host has RDMA devices that NIXL may use.
         unusable: Reasons why other transports cannot be used, by name.
 
@@ -87,15 +100,25 @@ class AutoTransport:
         ConfigError: `members` is empty.
     """
 
-    def __init__(self, members: Mapping[str, PeerTransport[Any, Any]], *, has_rdma: bool, unusable: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        members: Mapping[str, PeerTransport[Any, Any]],
+        *,
+        is_device: bool,
+        has_rdma: bool,
+        unusable: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not members:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in unusable.items())
             raise ConfigError(f"transport.name is auto, and no transport can be used here: {reasons}")
         self.members = {name: members[name] for name in ORDER if name in members}
+        self.is_device = is_device
         self.has_rdma = has_rdma
         self.unusable = dict(unusable)
-        self.unreachable: dict[tuple[str, tuple[str, int, int]], None] = {}
-        """Transports over which the memory of a target process cannot be reached, oldest first."""
+        self._clock = clock
+        self._failed: dict[_Failed, float] = {}  # when it failed, oldest first
+        self._of_session: WeakKeyDictionary[Session, _Failed] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -143,11 +166,11 @@ class AutoTransport:
         writer, own = ProcessIdentity.from_wire(fields.get("identity")), ProcessIdentity.own()
         has_rdma = field_of(fields, "has_rdma", bool) and self.has_rdma
         offers, unreachable = field_of(fields, "offers", dict), field_of(fields, "unreachable", list)
-        reasons = {name: reason for name, reason in self.unusable.items() if name in offers}
-        for name in self._by_preference(offers, has_rdma):
-            if [name, *_process(own)] in unreachable:
-                reasons[name] = "an earlier attempt could not map this process's memory"
-                continue
+        is_alike = field_of(fields, "is_device", bool) == self.is_device
+        reasons: dict[str, str] = {}
+        names = self._by_preference(offers, has_rdma=has_rdma, is_alike=is_alike)
+        skipped = [name for name in names if [name, *_process(own)] in unreachable]
+        for name in (*(name for name in names if name not in skipped), *skipped):
             try:
                 session, answer = self.members[name].accept(field_of(offers, name, bytes), memory)
             except (TransportError, ConfigError) as error:
@@ -155,8 +178,8 @@ class AutoTransport:
                 continue
             session.obstacle = session.obstacle or obstacle_of(
                 session.lane,
-                reasons,
-                is_device=getattr(memory, "is_device", False),
+                self._why_not_better(name, offers, reasons, skipped),
+                is_device=self.is_device,
                 is_same_machine=writer.is_on_machine_of(own),
                 has_rdma=has_rdma,
             )
@@ -169,15 +192,51 @@ class AutoTransport:
         for member in self.members.values():
             member.close()
 
-    def note_unreachable(self, name: str, target: ProcessIdentity) -> None:
-        """Leave out a transport in later offers to a target process."""
-        self.unreachable[name, _process(target)] = None
-        while len(self.unreachable) > _MOST_UNREACHABLE:
-            del self.unreachable[next(iter(self.unreachable))]
+    def unreachable(self) -> list[_Failed]:
+        """Return the transports that failed lately, each with the target process."""
+        now_s = self._clock()
+        self._failed = {failed: at_s for failed, at_s in self._failed.items() if now_s - at_s < _FORGOTTEN_S}
+        return list(self._failed)
 
-    def _by_preference(self, offers: Mapping[str, object], has_rdma: bool) -> list[str]:
+    def note_unreachable(self, name: str, target: ProcessIdentity) -> None:
+        """Prefer other transports in later offers to a target process."""
+        self._note((name, _process(target)))
+
+    def note_session(self, session: Session, name: str, target: ProcessIdentity) -> None:
+        """Record the transport and the target of a session, for `distrust`."""
+        self._of_session[session] = (name, _process(target))
+
+    def distrust(self, session: Session) -> None:
+        failed = self._of_session.get(session)
+        if failed is not None:
+            self._note(failed)
+
+    def _note(self, failed: _Failed) -> None:
+        self._failed.pop(failed, None)
+        self._failed[failed] = self._clock()
+        while len(self._failed) > _MOST_UNREACHABLE:
+            del self._failed[next(iter(self._failed))]
+
+    def _by_preference(self, offers: Mapping[str, object], *, has_rdma: bool, is_alike: bool) -> list[str]:
+        """Return the common transports. NIXL is the last resort without RDMA, and between a GPU and host memory."""
         names = [name for name in self.members if name in offers]
-        return names if has_rdma else sorted(names, key=lambda name: name == "nixl")  # the last resort without RDMA
+        return names if has_rdma and is_alike else sorted(names, key=lambda name: name == "nixl")
+
+    def _why_not_better(
+        self, chosen: str, offers: Mapping[str, object], reasons: Mapping[str, str], skipped: Sequence[str]
+    ) -> dict[str, str]:
+        """Return why each transport before the chosen one was not taken."""
+        found = {}
+        for name in ORDER[: ORDER.index(chosen)]:
+            if name in skipped:
+                found[name] = "an earlier attempt over it failed"
+            elif name in reasons:
+                found[name] = reasons[name]
+            elif name not in self.members:
+                found[name] = self.unusable.get(name, "not installed")
+            elif name not in offers:
+                found[name] = "the writer does not have it"
+        return found
 
 
 def obstacle_of(lane: str, reasons: Mapping[str, str], *, is_device: bool, is_same_machine: bool, has_rdma: bool) -> str:
@@ -189,11 +248,12 @@ def obstacle_of(lane: str, reasons: Mapping[str, str], *, is_device: bool, is_sa
         is_same_machine: Whether both ends run on one machine.
         has_rdma: Whether both ends have RDMA devices.
     """
-    if is_device and is_same_machine:
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    if is_device and lane.endswith("/net") and not has_rdma:
+    if not is_device:
+        return ""
+    if lane.endswith("/net") and not is_same_machine and not has_rdma:
         return "no RDMA device at one of the ends: KV between these GPUs goes over TCP"
-    return ""
+    found = {name: reason for name, reason in reasons.items() if is_same_machine or name != "cuda_ipc"}
+    return "; ".join(f"{name}: {reason}" for name, reason in found.items())
 
 
 def _process(identity: ProcessIdentity) -> tuple[str, int, int]:

@@ -255,6 +255,10 @@ class Transport(Protocol):
         """Begin a session with a target that supports `names`, of which at least one is in `self.names`."""
         ...
 
+    def distrust(self, session: Session) -> None:
+        """Prefer another transport for the next session with this target, because the probe of this one failed."""
+        ...
+
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[Session, bytes]:
         """Open a session as the target, offering `memory`. Return the session and the answer for the writer.
 

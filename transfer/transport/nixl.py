@@ -219,7 +219,7 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
         except ConfigError:
             agent.close()
             raise
-        is_over_tcp = lane == _NET and has_only_tcp(self._tls())
+        is_over_tcp = lane == _NET and has_only_tcp(self._tls(), self._net_devices())
         session = NixlSession(self, self.waits, agent, lane, peer=peer, line=line, is_over_tcp=is_over_tcp)
         self._sessions.add(session)
         return session
@@ -285,6 +285,9 @@ class NixlTransport(PeerTransport[Memory, NixlSession]):
 
     def _tls(self) -> str:
         return self._options.get("TLS") or os.environ.get("UCX_TLS") or "all"
+
+    def _net_devices(self) -> str:
+        return self._options.get("NET_DEVICES") or os.environ.get("UCX_NET_DEVICES") or "all"
 
     def _sweep(self) -> None:
         self._sessions = {session for session in self._sessions if not session.has_ended}

@@ -64,15 +64,24 @@ def version_of(lib: ModuleType) -> str:
     return importlib.metadata.version(lib.__name__.partition(".")[0])
 
 
-def has_only_tcp(tls: str) -> bool:
-    """Return whether UCX with this ``UCX_TLS`` reaches other hosts over TCP only: no RDMA device, or none allowed."""
-    if not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
+def has_only_tcp(tls: str, net_devices: str = "all") -> bool:
+    """Return whether UCX reaches other hosts over TCP only: no RDMA device that this process may open, or none allowed.
+
+    Args:
+        tls, net_devices: Values of ``UCX_TLS`` and ``UCX_NET_DEVICES``.
+    """
+    devices = {device.name for device in RDMA_DEVICES.glob("*")}
+    if not devices or not any(os.access(path, os.R_OK | os.W_OK) for path in RDMA_VERBS.glob("uverbs*")):
+        return True  # a container can see the host's devices in /sys and have none of its own
+    named = {name.partition(":")[0] for name in net_devices.split(",")}
+    if "all" not in named and not named & devices:
         return True
     names = tls.split(",")
     return not tls.startswith("^") and not any(name == "all" or name.startswith(_RDMA_TRANSPORTS) for name in names)
 
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_VERBS = Path("/dev/infiniband")
 _RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "srd", "gga")
 
 

@@ -214,6 +214,9 @@ class PeerTransport(Generic[_MemoryT, _SessionT]):
     def offer_to(self, names: Sequence[str]) -> Offer:
         return self.offer()
 
+    def distrust(self, session: object) -> None:
+        """Do nothing: there is no other transport."""
+
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[_SessionT, bytes]:
         raise NotImplementedError
 
