@@ -20,6 +20,11 @@ NEW_TOKENS = 16
 pytestmark = pytest.mark.timeout(900)
 
 
+def http_session() -> aiohttp.ClientSession:
+    """Return a session with a connection for each request: the servers close idle ones after 5 s, in which a prompt may end."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_demo_model(tmp_path_factory.mktemp("models") / "demo")
@@ -40,7 +45,7 @@ def tokens_of(answer: dict[str, object]) -> list[int]:
 async def all_right(pair: Pair, reference: Reference, lengths: Sequence[int], *, variant: int = 0) -> None:
     """All at once, and each as the model alone says it."""
     prompts = [prompt(length, variant + index) for index, length in enumerate(lengths)]
-    async with aiohttp.ClientSession() as session:
+    async with http_session() as session:
         answers = await asyncio.gather(*(pair.generate(session, one, NEW_TOKENS) for one in prompts))
     for length, one, answer in zip(lengths, prompts, answers, strict=True):
         assert tokens_of(answer) == list(reference.tokens(one, NEW_TOKENS)), f"prompt of {length} tokens"
@@ -87,7 +92,7 @@ async def prefixes_that_are_there(pair: Pair, reference: Reference) -> None:
     first, before = prompt(300, 40), await moved_bytes(pair)
     rest = [first, (*first[:250], *prompt(100, 41)), first, first[:288], first[:289]]
     moved: list[float] = []
-    async with aiohttp.ClientSession() as session:
+    async with http_session() as session:
         for one in rest:
             answer = await pair.generate(session, one, NEW_TOKENS)
             assert tokens_of(answer) == reference.tokens(one, NEW_TOKENS)
@@ -106,7 +111,7 @@ async def moved_bytes(pair: Pair) -> float:
 
 async def first_token_has_its_logprob(pair: Pair) -> None:
     """What travels beside the KV: the first token comes from prefill, with its log probability."""
-    async with aiohttp.ClientSession() as session:
+    async with http_session() as session:
         body = pair.body(prompt(40), 7, 4) | {"return_logprob": True, "top_logprobs_num": 3}
         first, second = await asyncio.gather(*(post(session, one, body) for one in (pair.prefill, pair.decode)))
     assert first["status"] == second["status"] == 200, second
@@ -118,7 +123,7 @@ async def first_token_has_its_logprob(pair: Pair) -> None:
 
 async def clients_that_leave(pair: Pair, reference: Reference) -> None:
     """Connections that end while prefill computes: nothing is left, and others are answered right."""
-    async with aiohttp.ClientSession() as session:
+    async with http_session() as session:
         leaving = [asyncio.ensure_future(pair.generate(session, prompt(600, 50 + index), NEW_TOKENS)) for index in range(6)]
         staying = asyncio.ensure_future(all_right(pair, reference, (600, 20), variant=70))
         await asyncio.sleep(0.4)
@@ -132,7 +137,7 @@ async def clients_that_leave(pair: Pair, reference: Reference) -> None:
 
 async def only_decode_is_told_to_stop(pair: Pair, reference: Reference) -> None:
     """Prefill hears of it from kvferry, and not from its client."""
-    async with aiohttp.ClientSession() as session:
+    async with http_session() as session:
         body = pair.body(prompt(600, 90), 11, NEW_TOKENS)
         prefill = asyncio.ensure_future(post(session, pair.prefill, body))
         decode = asyncio.ensure_future(post(session, pair.decode, body))
@@ -146,7 +151,7 @@ async def only_decode_is_told_to_stop(pair: Pair, reference: Reference) -> None:
 
 async def prefill_is_killed(pair: Pair) -> None:
     """Decode fails what it cannot get any more, in seconds, and keeps nothing of it."""
-    async with aiohttp.ClientSession() as session:
+    async with http_session() as session:
         bodies = [pair.body(prompt(600, 100 + index), 1000 + index, NEW_TOKENS) for index in range(4)]
         prefill = [asyncio.ensure_future(post(session, pair.prefill, body)) for body in bodies]
         decode = [asyncio.ensure_future(post(session, pair.decode, body)) for body in bodies]
