@@ -389,6 +389,7 @@ UNREAD = {
     ("DecodeControl.Abort", "reason"),
     ("DecodeControl.Reserve", "request_id"),
     ("TransferControl.Watermarks", "link.lane"),
+    ("TransferControl.Watermarks", "link.obstacle"),
 }
 """Texts that are only compared, or cut: an id that is not known names nothing, however long it is."""
 

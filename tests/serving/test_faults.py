@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -73,7 +74,8 @@ async def test_requests_of_a_frozen_prefill_rank_complete_on_the_other_node(clus
             for token_ids, flight in zip(prompts, flights, strict=True):
                 reference.check(token_ids, await flight)
         finally:
-            os.kill(frozen, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # its node has ended it, because it was silent for too long
+                os.kill(frozen, signal.SIGCONT)
     assert await num_retries(cluster.decode) > before
     await cluster.wait_joined()
 

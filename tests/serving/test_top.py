@@ -44,7 +44,7 @@ def test_top_once_shows_the_whole_cluster_from_a_prefill_node(serving: Serving) 
         "rings",
         "ring from the watermark on live peak of watermark quarantine",
         "links",
-        "from prefill rank to decode rank lane latency probe now of probe",
+        "from prefill rank to decode rank lane latency probe now of probe not faster because",
         "requests",
         "request stage computed moved generated age prefill decode retries",
     ):
