@@ -173,22 +173,14 @@ def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, devic
             unusable[name] = "this host has no RDMA device, and ucx is faster without one"  # an agent takes 0.4 s to open
         else:
             try:
-                members[name] = _checked_for_device(_open_one(name, config, options, device_index), device_index)
+                members[name] = _open_one(name, config, options, device_index)
+                if device_index is not None:
+                    members[name].check_devices()
             except TransferError as error:
                 unusable[name] = str(error)
+                if name in members:
+                    members.pop(name).close()
     return AutoTransport(members, is_device=device_index is not None, has_rdma=has_rdma, unusable=unusable)
-
-
-def _checked_for_device(transport: PeerTransport[Any, Any], device_index: int | None) -> PeerTransport[Any, Any]:
-    """Return `transport` if it supports the rank's device. Otherwise close it.
-
-    Raises:
-        ConfigError: The transport cannot move device memory.
-    """
-    if device_index is not None and not transport.supports_devices:
-        transport.close()
-        raise ConfigError("device memory needs a UCX with CUDA support, and this one has none: install kvferry[ucx-cu13]")
-    return transport
 
 
 def open_tracer(config: TracingConfig, *, role: str, rank: int | None = None) -> Tracer | None:

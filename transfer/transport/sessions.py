@@ -11,6 +11,7 @@ A subclass moves the bytes. It decides when a memory is still in use (`uses`) an
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -189,7 +190,7 @@ class PeerSession(Generic[_MemoryT]):
         self._close_pending(())
 
 
-class PeerTransport(Generic[_MemoryT, _SessionT]):
+class PeerTransport(ABC, Generic[_MemoryT, _SessionT]):
     """The registered memories and the open sessions of a transport.
 
     Args:
@@ -208,8 +209,8 @@ class PeerTransport(Generic[_MemoryT, _SessionT]):
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def offer(self) -> Offer:
-        raise NotImplementedError
+    @abstractmethod
+    def offer(self) -> Offer: ...
 
     def offer_to(self, names: Sequence[str]) -> Offer:
         return self.offer()
@@ -217,16 +218,14 @@ class PeerTransport(Generic[_MemoryT, _SessionT]):
     def distrust(self, session: object) -> None:
         """Do nothing: there is no other transport."""
 
-    def accept(self, blob: bytes, memory: LocalMemory) -> tuple[_SessionT, bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def accept(self, blob: bytes, memory: LocalMemory) -> tuple[_SessionT, bytes]: ...
 
-    def register(self, buffer: Any) -> _MemoryT:
-        raise NotImplementedError
+    @abstractmethod
+    def register(self, buffer: Any) -> _MemoryT: ...
 
-    @property
-    def supports_devices(self) -> bool:
-        """Whether memory of GPUs can be registered."""
-        return True
+    def check_devices(self) -> None:
+        """Raise ConfigError if memory of GPUs cannot be registered."""
 
     def share(self, memory: _MemoryT) -> _MemoryT:
         """Register a memory that another transport of this process has registered."""

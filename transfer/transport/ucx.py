@@ -120,13 +120,13 @@ class UcxTransport(PeerTransport[Memory, UcxSession]):
 
     def register(self, buffer: Any) -> Memory:
         memory = memory_of(buffer)
-        if memory.is_device and not self.supports_devices:
-            raise ConfigError("device memory needs a UCX with CUDA support, and this one has none: install kvferry[ucx-cu13]")
+        if memory.is_device:
+            self.check_devices()
         return self._add(memory)
 
-    @property
-    def supports_devices(self) -> bool:
-        return bool(self._context("offer").cuda_support)
+    def check_devices(self) -> None:
+        if not self._context("offer").cuda_support:
+            raise ConfigError("device memory needs a UCX with CUDA support, and this one has none: install kvferry[ucx-cu13]")
 
     def offer(self) -> UcxOffer:
         self._check_open()
