@@ -103,8 +103,7 @@ class Receiver:
     def __init__(self, settings: ReceiverSettings, ring: StagingAllocator) -> None:
         self._settings = settings
         self.ring = ring
-        self._sessions: dict[int, int] = {}  # session -> incarnation of the writer
-        self._one_sided: set[int] = set()  # those of them that need no receive
+        self._sessions: dict[int, ReceiverSessionOpened] = {}
         self._lost: set[int] = set()  # closed sessions whose writers may still write
         self._requests: dict[str, ReceiverRequest] = {}
         self._live: dict[int, ReceiverPiece] = {}  # by grant.begin
@@ -149,9 +148,7 @@ class Receiver:
             case ReceiverSessionOpened():
                 if event.session in self._sessions or event.session in self._lost:
                     raise LocalProtocolError(f"session {event.session:#x} opened twice")
-                self._sessions[event.session] = event.incarnation
-                if event.is_one_sided:
-                    self._one_sided.add(event.session)
+                self._sessions[event.session] = event
                 self._told[event.session] = self._published
             case ReceiverSessionLost():
                 self._on_session_lost(event)
@@ -162,8 +159,10 @@ class Receiver:
             case IncomingCancelled():
                 if (request := self._requests.get(event.request_id)) is not None and request.failure is None:
                     self._give_up(request, event.reason)
-            case MessageArrived(session=session, message=message) if self._sessions.get(session) != message.incarnation:
-                self._drop(session, "other_incarnation" if session in self._sessions else "unknown_session")
+            case MessageArrived(session=session) if session not in self._sessions:
+                self._drop(session, "unknown_session")
+            case MessageArrived(session=session, message=message) if self._sessions[session].incarnation != message.incarnation:
+                self._drop(session, "other_incarnation")
             case MessageArrived(session=session, message=GrantRequest() as message):
                 self._on_grant_request(session, message)
             case MessageArrived(session=session, message=ChunkReady() as message):
@@ -284,12 +283,11 @@ class Receiver:
     def _on_session_lost(self, event: ReceiverSessionLost) -> None:
         if event.session not in self._sessions:
             return
-        if not event.is_over and event.session not in self._one_sided:
+        if not event.is_over and not self._sessions[event.session].is_one_sided:
             raise LocalProtocolError(
                 f"session {event.session:#x} is lost with is_over False; the close of a two-sided session is its end"
             )
         del self._sessions[event.session]
-        self._one_sided.discard(event.session)
         del self._told[event.session]
         if not event.is_over:
             self._lost.add(event.session)
@@ -393,7 +391,7 @@ class Receiver:
             num_bytes=num_bytes,
             receiving=request,
             grant=grant,
-            is_one_sided=route.session in self._one_sided,
+            is_one_sided=self._sessions[route.session].is_one_sided,
         )
         route.pieces[chunk.index] = piece
         self._live[piece.grant.begin] = piece
