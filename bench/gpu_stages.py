@@ -18,7 +18,6 @@ import torch
 
 from bench.llama_engine import PAGE_SIZE, llama_engine
 from bench.timing import Report, argument_parser
-from embedded_engine.engine import EmbeddedEngine
 from transfer.engine_types import DecodeItem, PrefillItem
 
 NUM_LAYERS, MAX_SEQ_LEN = 32, 16_384
@@ -49,11 +48,12 @@ def measure(*, device: str, num_layers: int, repetitions: int, is_tiny: bool) ->
     if device == "cuda":
         engine.capture_cuda_graphs(batches)
     for tokens, before in prefills:
-        samples = _samples(lambda tokens=tokens, before=before: _prefill(engine, tokens, before), device, repetitions)  # type: ignore[misc]
+        new = prefill_items(tokens, before)
+        samples = _samples(lambda items=new: engine.prefill(items), device, repetitions)  # type: ignore[misc]
         report.add(f"prefill of {tokens} tokens behind {before}", "step", samples)
         report.facts[f"prefill of {tokens} tokens behind {before}"] = {"new": tokens, "before": before}
     for batch, context in decodes:
-        case, items = f"decode of {batch} requests of {context} tokens", _items(batch, context)
+        case, items = f"decode of {batch} requests of {context} tokens", decode_items(batch, context)
         report.add(case, "step", _samples(lambda items=items: engine.decode(items), device, repetitions))  # type: ignore[misc]
         report.facts[case] = {"requests": batch, "context": context}
     engine.close()
@@ -98,13 +98,15 @@ def _samples(step: Callable[[], object], device: str, repetitions: int) -> list[
     return samples
 
 
-def _prefill(engine: EmbeddedEngine, tokens: int, before: int) -> None:
+def prefill_items(tokens: int, before: int) -> list[PrefillItem]:
+    """Return the items of a step that computes `tokens` tokens of one prompt behind `before` others."""
     pages = tuple(range(-(-(tokens + before) // PAGE_SIZE)))
     ids = tuple(5 + index % 400 for index in range(tokens))
-    engine.prefill([PrefillItem(request_id="0", token_ids=ids, first_token=before, page_tables=(pages,), is_last=True)])
+    return [PrefillItem(request_id="0", token_ids=ids, first_token=before, page_tables=(pages,), is_last=True)]
 
 
-def _items(batch: int, context: int) -> list[DecodeItem]:
+def decode_items(batch: int, context: int) -> list[DecodeItem]:
+    """Return the items of a step with one token for each of `batch` requests of `context` tokens."""
     each = context // PAGE_SIZE
     return [
         DecodeItem(
