@@ -156,6 +156,7 @@ class ConnectorLeader:
         token_ids: Sequence[int],
         *,
         start_token: int = 0,
+        needs_first_token: bool = False,
         needs_note: bool = False,
         traceparent: str = "",
     ) -> None:
@@ -163,7 +164,8 @@ class ConnectorLeader:
         if self._is_closed:
             return
         self._wanted.add(name)
-        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, needs_note, traceparent)
+        needs = needs_first_token, needs_note
+        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, *needs, traceparent)
 
     def view(self, name: str) -> PromptView | None:
         """Return the state of a wanted prompt; None means that it is not wanted, or settled."""
@@ -172,6 +174,10 @@ class ConnectorLeader:
         if name in self._wanted:
             return PromptView(state=PromptState.WAITING)
         return self.incoming.prompts.view(name)
+
+    def take_first_token(self, name: str) -> int | None:
+        """Return the first token of a prompt that `Settled` reported, if it needs one; see `BoundPrompts.take_first_token`."""
+        return None if self._is_closed else self.incoming.prompts.take_first_token(name)
 
     def bind(self, name: str, tables: Sequence[Sequence[int]], *, start_token: int | None = None) -> None:
         """Record the pages that the engine allocated for the whole prompt. `Settled` follows on every rank.

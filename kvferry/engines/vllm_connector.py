@@ -111,6 +111,15 @@ class KvferryConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, is_done=request.status in _DONE)
 
+    # Called by kvferry's scheduler, see vllm_scheduler.py
+
+    def use_first_tokens(self) -> None:
+        """Have answers begin with the prefill side's first token. From now on, call `take_first_tokens` after each step."""
+        self._scheduler.may_use_first_tokens = True
+
+    def take_first_tokens(self) -> dict[str, int]:
+        return self._scheduler.take_first_tokens()
+
     # Called in the workers' processes
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

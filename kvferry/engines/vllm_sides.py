@@ -8,7 +8,8 @@ have in vLLM 0.32. vLLM calls all methods on its own threads. They return at onc
 
 A request of the prefill side has ``kv_transfer_params`` with ``do_remote_decode`` and, from a router that knows it, a
 ``transfer_id``. Its answer has the keys of a request of the decode side: ``do_remote_prefill``, ``transfer_id`` and
-``remote_address``. Other keys, which proxies for other connectors send, are ignored.
+``remote_address``. A router that sent both servers the same sampling parameters adds ``use_first_token``: then the answer begins
+with the token that the prefill side sampled. Other keys, which proxies for other connectors send, are ignored.
 """
 
 from __future__ import annotations
@@ -101,6 +102,21 @@ def _traceparent_of(request: Any) -> str:
     return text if parse_traceparent(text) is not None else ""  # an invalid one would fail the call whose metadata it becomes
 
 
+def _can_use_first_token(request: Any, params: Mapping[str, Any]) -> bool:
+    """Return whether the prefill side's first token is all that vLLM would have from the step that samples it.
+
+    It has no log probabilities. With a grammar or a session of several inputs, vLLM keeps state of its own about each token.
+    """
+    sampling = request.sampling_params
+    return (
+        params.get("use_first_token") is True
+        and sampling is not None
+        and sampling.logprobs is None
+        and not request.use_structured_output
+        and not request.resumable
+    )
+
+
 def _set(request: Any, **params: bool) -> None:
     """Change a copy of the request's kv_transfer_params, because several requests can share them (`n` above 1)."""
     request.kv_transfer_params = {**_params_of(request), **params}
@@ -122,6 +138,7 @@ class _Wanted:
 
     name: str
     start_token: int
+    uses_first_token: bool  # the answer begins with the prefill side's token
     is_offered: bool = False  # vLLM knows how many tokens come, and should allocate blocks
     is_bound: bool = False
 
@@ -161,7 +178,10 @@ class SchedulerSide:
         self._outgoing: dict[str, _Outgoing] = {}
         self._wanted: dict[str, _Wanted] = {}
         self._ends: list[OutgoingEnd] = []
+        self._first_tokens: dict[str, int] = {}
         self._numbers = itertools.count(1)
+        self.may_use_first_tokens = False
+        """Whether vLLM's scheduler calls `take_first_tokens` after each step."""
 
     def added(self, request: Any) -> None:
         """Offer a new request of the scheduler, if another instance will fetch its prompt."""
@@ -244,7 +264,8 @@ class SchedulerSide:
         if before is not None:
             self._leader.cancel(before.name, "its start in the prompt has changed", is_wanted_again=True)
         params = _params_of(request)
-        wanted = _Wanted(name=self._name(request), start_token=start_token)
+        uses_first_token = self.may_use_first_tokens and _can_use_first_token(request, params)
+        wanted = _Wanted(name=self._name(request), start_token=start_token, uses_first_token=uses_first_token)
         self._wanted[request.request_id] = wanted
         self._leader.want(
             wanted.name,
@@ -252,6 +273,7 @@ class SchedulerSide:
             str(params.get("remote_address") or ""),
             request.prompt_token_ids,
             start_token=start_token,
+            needs_first_token=uses_first_token,
             traceparent=_traceparent_of(request),
         )
 
@@ -308,7 +330,16 @@ class SchedulerSide:
     def received(self, request_ids: Sequence[str]) -> None:
         """Forget requests whose KV arrived, or failed to arrive, on all workers."""
         for request_id in request_ids:
-            self._wanted.pop(request_id, None)
+            wanted = self._wanted.pop(request_id, None)
+            if wanted is not None and wanted.uses_first_token:
+                token = self._leader.take_first_token(wanted.name)
+                if token is not None:
+                    self._first_tokens[request_id] = token
+
+    def take_first_tokens(self) -> dict[str, int]:
+        """Return the first token of each request whose KV arrived since the last call and that uses it; by request id."""
+        tokens, self._first_tokens = self._first_tokens, {}
+        return tokens
 
     def finished(self, request: Any, *, is_done: bool) -> tuple[bool, dict[str, Any] | None]:
         """End a request.

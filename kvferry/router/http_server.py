@@ -63,7 +63,8 @@ class HttpServer(Server):
             ServerFailed: The server failed.
         """
         assert isinstance(call.body, VllmBody)
-        content = call.body.prefill(prefill_params(transfer_id, is_sequential=is_sequential))
+        own = prefill_params(transfer_id, is_sequential=is_sequential)
+        content = call.body.prefill(own, is_sequential=is_sequential)
         async with self._post(call.path, content, call.headers) as response:
             params = self._params_of(await self._wait_for(response.read()))
         self.learnt.learn(params)

@@ -164,18 +164,22 @@ class VllmBody(Body):
         shared: Members of the JSON object for both servers.
         for_decode: Members for the decode server alone.
         has_completion_limit: Whether `max_completion_tokens` is one of `for_decode`.
+        may_end_at_once: Whether an end token may be the first one.
     """
 
     shared: bytes
     for_decode: bytes
     has_completion_limit: bool
+    may_end_at_once: bool
 
-    def prefill(self, params: Mapping[str, Any]) -> bytes:
+    def prefill(self, params: Mapping[str, Any], *, is_sequential: bool) -> bytes:
         """Return the body for the prefill server: the same prompt, one token, in one answer.
 
-        `min_tokens` prevents an end token, because connectors transfer no KV of a request that ended with one.
+        If the flow is sequential, `min_tokens` prevents an end token, because other connectors transfer no KV of a request that
+        ended with one. Else the token is sampled as the client wants it, because the answer can begin with it.
         """
-        own: dict[str, Any] = {"max_tokens": 1, "min_tokens": 1, "stream": False, "n": 1, KV_FIELD: params}
+        min_tokens = 0 if self.may_end_at_once and not is_sequential else 1
+        own: dict[str, Any] = {"max_tokens": 1, "min_tokens": min_tokens, "stream": False, "n": 1, KV_FIELD: params}
         if self.has_completion_limit:
             own["max_completion_tokens"] = 1
         return _object(self.shared, _members(own))
@@ -194,6 +198,7 @@ def vllm_body(path: str, body: Mapping[str, Any]) -> VllmBody:
         prompt_tokens=prompt_tokens(path, body),
         alone=why_decode_alone(body),
         has_completion_limit="max_completion_tokens" in body,
+        may_end_at_once=not body.get("min_tokens"),
     )
 
 

@@ -5,6 +5,7 @@ What its scheduler and workers hand over are plain objects with the attributes t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_sides import Results, SchedulerSide, StepMessage, WorkerSide
+from node_runtime.loop_thread import LoopThread
 from tests.connector.conftest import Pair
 from tests.connector.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
 from transfer.connector import bound_prompts
@@ -46,6 +48,9 @@ class Vllm:
             num_computed_tokens=0,
             output_token_ids=[],
             status="RUNNING",
+            sampling_params=SimpleNamespace(logprobs=None),
+            use_structured_output=False,
+            resumable=False,
         )
         self.scheduler.added(request)
         return request
@@ -218,6 +223,54 @@ def test_both_are_asked_at_once(pair: Pair) -> None:
     decode.wait_for("received", "b")
     target.assert_has(decode.blocks["b"], PROMPT)
     prefill.wait_for("sent", "a")
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens"),
+    [
+        ({}, {"b": 7}),
+        ({"use_first_token": False}, {}),
+        ({"may_use_first_tokens": False}, {}),
+        ({"logprobs": 0}, {}),
+        ({"use_structured_output": True}, {}),
+        ({"resumable": True}, {}),
+    ],
+    ids=str,
+)
+def test_an_answer_begins_with_the_prefill_sides_token(pair: Pair, change: dict[str, Any], tokens: dict[str, int]) -> None:
+    source, target = pair({"tp_size": 2})
+    prefill, decode = Vllm(source), Vllm(target)
+    decode.scheduler.may_use_first_tokens = change.get("may_use_first_tokens", True)
+    params = send(prefill, "a", PROMPT) | {"use_first_token": change.get("use_first_token", True)}
+    request = decode.request("b", PROMPT, params)
+    request.sampling_params.logprobs = change.get("logprobs")
+    request.use_structured_output = change.get("use_structured_output", False)
+    request.resumable = change.get("resumable", False)
+    assert decode.matched(request) == (100, True)
+    decode.bind(request)
+    decode.wait_for("received", "b")
+    assert decode.scheduler.take_first_tokens() == tokens
+    assert decode.scheduler.take_first_tokens() == {}
+    target.assert_has(decode.blocks["b"], PROMPT)
+
+
+def test_the_token_of_a_request_that_ends_before_its_kv_is_there_is_forgotten(pair: Pair) -> None:
+    source, target = pair()
+    prefill, decode = Vllm(source), Vllm(target)
+    decode.scheduler.may_use_first_tokens = True
+    request = decode.request("b", PROMPT, send(prefill, "a", PROMPT) | {"use_first_token": True})
+    assert decode.matched(request) == (100, True)
+    decode.bind(request)
+    name = "b|1"  # the first prompt that this engine names
+    assert target.leader.view(name) is not None
+    wait_for(lambda: target.leader.view(name) is None, "it is settled, and no worker has reported it yet")
+    decode.end(request, is_done=False)
+    decode.wait_for("received", "b")
+    assert decode.scheduler.take_first_tokens() == {}
+    thread = LoopThread.shared()
+    thread.start(asyncio.sleep(0)).result(10.0)  # behind all that was reported to the leader
+    thread.release()
+    assert target.leader.take_first_token(name) is None
 
 
 def test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent(pair: Pair) -> None:
@@ -455,7 +508,7 @@ class AskedLeader:
     def check(self) -> None:
         pass
 
-    def want(self, name: str, *what: object, start_token: int, traceparent: str) -> None:
+    def want(self, name: str, *what: object, start_token: int, needs_first_token: bool, traceparent: str) -> None:
         self.traceparents.append(traceparent)
 
 
@@ -503,10 +556,11 @@ def test_a_prefix_cache_that_grows_before_there_are_blocks(can_start_late: bool)
         trace_headers={"traceparent": TRACEPARENT},
     )
     assert scheduler.matched(request, 32) == (None, False)
-    assert told == [{"start_token": 32, "traceparent": TRACEPARENT}]
+    rest = {"needs_first_token": False, "traceparent": TRACEPARENT}
+    assert told == [{"start_token": 32, **rest}]
     if not can_start_late:
         assert scheduler.matched(request, 48) == (None, False)
-        assert told[1:] == ["its start in the prompt has changed", {"start_token": 48, "traceparent": TRACEPARENT}]
+        assert told[1:] == ["its start in the prompt has changed", {"start_token": 48, **rest}]
     assert scheduler.matched(request, 48) == (52, True)
     scheduler.allocated(request, ([4, 5],), 52)
     assert told[-1] == ([[4, 5]], 48)

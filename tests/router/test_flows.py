@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import structlog
@@ -23,9 +24,10 @@ async def test_an_answer_is_the_decode_servers_own(is_stream: bool, is_chat: boo
             assert answer.status == 200 and answer.text == EXPECTED
         (decode,) = setup.decode
         assert len(decode.requests) == len(setup.prefill[0].requests) == 3
-        assert [sorted(params) for params in decode.params] == [
-            ["do_remote_decode", "do_remote_prefill", "remote_address", "remote_engine_id", "transfer_id"]
-        ] * 3
+        keys = ["do_remote_decode", "do_remote_prefill", "remote_address", "remote_engine_id", "transfer_id"]
+        # The first request is sequential: the router does not know yet where the KV is.
+        others = keys if is_sequential else [*keys, "use_first_token"]
+        assert [sorted(params) for params in decode.params] == [keys, others, others]
         sent = decode.requests[0]
         assert sent.pop("kv_transfer_params") and sent["stream"] is is_stream and sent["max_tokens"] == 16
         await settled(setup)
@@ -69,6 +71,18 @@ async def test_prefill_is_asked_for_one_token_and_nothing_else() -> None:
             "remote_port": None,
         }
         assert {name: setup.decode[0].requests[0][name] for name in fields} == fields
+
+
+@pytest.mark.parametrize(("asked", "sent"), [({}, 0), ({"min_tokens": 0}, 0), ({"min_tokens": 9}, 1)])
+async def test_a_first_token_that_the_answer_can_begin_with_is_sampled_as_the_client_wants(
+    asked: dict[str, Any], sent: int
+) -> None:
+    async with routing() as setup:
+        for _ in range(2):
+            assert (await setup.client.chat(**asked)).status == 200
+        first, second = setup.prefill[0].requests
+        assert (first["min_tokens"], second["min_tokens"]) == (1, sent)
+        assert [params.get("use_first_token", False) for params in setup.decode[0].params] == [False, True]
 
 
 async def test_sequentially_decode_is_asked_once_prefill_has_answered() -> None:

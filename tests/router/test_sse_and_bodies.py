@@ -101,7 +101,7 @@ def test_where_the_kv_is_by_the_answer() -> None:
     }
     source = source_of(ours)
     assert source == KVSource(address="h:1", engine_id="e")
-    assert source.params("x") == ours
+    assert source.params("x") == ours | {"use_first_token": True}
     for name in ("completion_prefill", "chat_prefill"):  # another connector's, as it was recorded
         assert source_of(recorded(name)["kv_transfer_params"]) is None
     assert recorded("completion_decode")["kv_transfer_params"] is None and source_of(None) is None
@@ -130,7 +130,7 @@ def test_no_body_is_too_strange(value: object) -> None:
         assert prompt_tokens(COMPLETIONS, body) >= 1 and prompt_tokens(CHAT, body) >= 1
         why_decode_alone(body)
         sent = vllm_body(COMPLETIONS, body)
-        for_prefill, for_decode = json.loads(sent.prefill({"a": 1})), json.loads(sent.decode({"b": 2}))
+        for_prefill, for_decode = json.loads(sent.prefill({"a": 1}, is_sequential=True)), json.loads(sent.decode({"b": 2}))
         assert for_prefill["kept"] == value and for_prefill["max_tokens"] == for_prefill["n"] == 1
         assert for_prefill["kv_transfer_params"] == {"a": 1} and for_decode == {**body, "kv_transfer_params": {"b": 2}}
         assert json.loads(sent.decode(None)) == body

@@ -103,7 +103,8 @@ class BoundPrompt(WantedPrompt):
 
 
 class BoundPrompts(IncomingScheduler[BoundPrompt]):
-    """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, except `view`, which any thread may call.
+    """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, except `view` and `take_first_token`,
+    which any thread may call.
 
     Args:
         may_join: Whether a prompt may name a prefill node that is not known yet.
@@ -138,6 +139,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         self._observer = observer
         self._tracer = tracer
         self._prompts: dict[str, BoundPrompt] = {}  # by the engine's name, until they are settled
+        self._first_tokens: dict[str, int] = {}  # of settled prompts, until the engine takes them
         self._telling: set[asyncio.Task[None]] = set()  # calls that let prefill nodes release a prompt
         self._is_closed = False
 
@@ -149,6 +151,10 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         """Return the progress of a prompt. None means that it is not wanted, or settled."""
         prompt = self._prompts.get(name)
         return None if prompt is None else prompt.shown
+
+    def take_first_token(self, name: str) -> int | None:
+        """Return the first token of a settled prompt that needs it, once. None means that the prompt has failed."""
+        return self._first_tokens.pop(name, None)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -166,6 +172,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         source: str,
         token_ids: tuple[int, ...],
         start_token: int,
+        needs_first_token: bool = False,
         needs_note: bool = False,
         traceparent: str = "",
     ) -> None:
@@ -174,6 +181,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         Args:
             transfer_id: Name of the prompt in the prefill side's engine; empty means that the prefill side computes it.
             source: host:port of the prefill node; empty means any that is joined.
+            needs_first_token: The KV is of no use without the first token; see `take_first_token`.
             needs_note: The KV is of no use without the note of the prefill side's engine.
             traceparent: The engine's span of the request.
         """
@@ -193,6 +201,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             source=source,
             token_ids=token_ids,
             start_token=start_token,
+            needs_first_token=needs_first_token,
             needs_note=needs_note,
             span=span,
             traceparent=traceparent,
@@ -259,6 +268,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         Args:
             is_wanted_again: The engine is about to want the prompt under another name, so the prefill side keeps it.
         """
+        self._first_tokens.pop(name, None)
         prompt = self._prompts.get(name)
         if prompt is None or prompt.is_cancelled:
             return
@@ -334,6 +344,10 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             return  # the ranks end, too
         if failure is None:
             self._observer.on_outcome("done")
+            if prompt.needs_first_token:
+                token = prompt.current.first_token
+                assert token is not None
+                self._first_tokens[prompt.name] = token
             self._settle(prompt, "")
             self.transfers.forget(prompt)
             return

@@ -1,0 +1,89 @@
+"""vLLM's scheduler with the first token from the prefill side:
+
+    --scheduler-cls kvferry.engines.vllm_scheduler.FirstTokenScheduler
+
+The prefill side samples a token after the prompt, and the connector receives it with the KV. vLLM's own scheduler would compute
+the prompt's last token again to sample it. This one sends the token to the client as soon as the KV is there, and continues with
+the second one. Requests without KV from a prefill side are scheduled as by vLLM.
+
+Based on the scheduler of vLLM 0.32, whose interface is not stable: a request whose KV is loaded waits until
+`update_from_output` gets its id in `finished_recving`. The next `schedule` computes its tokens from `num_computed_tokens` on.
+Only vLLM's second model runner (V2) reads tokens after the prompt of a new request.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import structlog
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.engines.vllm_connector import KvferryConnector
+
+log = structlog.get_logger(__name__)
+
+
+class FirstTokenScheduler(AsyncScheduler):
+    """See the module's docstring."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        reason = self._why_not_used()
+        if reason:
+            log.warning("first_tokens_not_used", reason=reason)
+        else:
+            self.connector.use_first_tokens()
+        self._uses_first_tokens: Final = not reason
+
+    def _why_not_used(self) -> str:
+        """Return why each answer's first token is computed here; empty if it is not."""
+        if not isinstance(self.connector, KvferryConnector):
+            return "the KV connector is not kvferry's (--kv-transfer-config)"
+        if not self.scheduler_config.async_scheduling:
+            return "asynchronous scheduling is off, and this scheduler needs it"
+        if not self.use_v2_model_runner:
+            return "vLLM uses its first model runner, which reads no token after the prompt of a new request"
+        if self.num_spec_tokens:
+            return "speculative decoding drafts from the step that samples the first token"
+        if self.return_sampling_mask or self.aux_output_connector is not None:
+            return "answers have data of the step that samples the first token (sampling masks, routed experts)"
+        return ""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        if self._uses_first_tokens:
+            for request_id, token in self.connector.take_first_tokens().items():
+                request = self.requests.get(request_id)
+                if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:  # not aborted meanwhile
+                    output = self._begin_with(request, token)
+                    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        return outputs
+
+    def _begin_with(self, request: Request, token: int) -> EngineCoreOutput:
+        """Append the first token to a request whose KV is there, and end the request if it is the last one."""
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
+        self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        prefill_stats = request.take_prefill_stats()
+        if prefill_stats is not None:
+            prefill_stats.finalize(self.kv_cache_manager.estimate_cached_tokens(request))
+        waiting = request.status
+        # Not AsyncScheduler's: no step of this request is in flight.
+        _, is_stopped = Scheduler._update_request_with_output(self, request, [token])
+        finish_reason, events = request.get_finished_reason(), request.take_events()
+        if is_stopped:
+            status, request.status = request.status, waiting
+            self.finish_requests(request.request_id, status)
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[token],
+            finish_reason=finish_reason,
+            stop_reason=request.stop_reason,
+            events=events,
+            prefill_stats=prefill_stats,
+            trace_headers=request.trace_headers,
+        )
