@@ -23,9 +23,13 @@ STOP_S: Final = 10.0
 LOG_LINES: Final = 20
 ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
 
-SETUPS: Final = ("one", "two", "nixl", "kvferry", "kvferry-cuda_ipc", "kvferry-nixl", "kvferry-cuda_ipc-2048")
+VLLM_SCHEDULER: Final = "kvferry+vllm_scheduler"
+SETUPS: Final = ("one", "two", "nixl", "kvferry", VLLM_SCHEDULER, "kvferry-cuda_ipc", "kvferry-nixl", "kvferry-cuda_ipc-2048")
 """`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
-NixlConnector or by kvferry with its defaults, with a named transport, or with a named transport and chunks of 2,048 tokens."""
+NixlConnector or by kvferry with its defaults, with vLLM's scheduler on the decode side, with a named transport, or with a named
+transport and chunks of 2,048 tokens."""
+
+_SCHEDULER: Final = ("--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler")
 
 
 class ServerFailed(Exception):
@@ -164,9 +168,16 @@ def start_setup(name: str, serving: Serving) -> Setup:
 def _start_pair(setup: Setup, serving: Serving) -> None:
     kv_port = free_port()
     configuration: Callable[[str], dict[str, Any]] = _nixl if setup.name == "nixl" else _kvferry(setup.name, kv_port)
+    is_ours = setup.name not in ("nixl", VLLM_SCHEDULER)
     urls = {
         side: _start_vllm(
-            setup, f"{setup.name}-{side}", serving, tp_size=tp_size, connector=configuration(role), side_channel=free_port()
+            setup,
+            f"{setup.name}-{side}",
+            serving,
+            tp_size=tp_size,
+            connector=configuration(role),
+            side_channel=free_port(),
+            arguments=_SCHEDULER if is_ours and side == "decode" else (),
         )
         for side, role, tp_size in (
             ("prefill", "kv_producer", serving.prefill_tp),
@@ -199,12 +210,13 @@ def _start_vllm(
     tp_size: int,
     connector: dict[str, Any] | None = None,
     side_channel: int = 0,
+    arguments: Sequence[str] = (),
 ) -> str:
     port = free_port()
     url = f"http://{HOST}:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(serving.model)]
     command += ["--served-model-name", "model", "--host", HOST, "--port", str(port), "--tensor-parallel-size", str(tp_size)]
-    command += ["--disable-uvicorn-access-log", *serving.arguments]
+    command += ["--disable-uvicorn-access-log", *serving.arguments, *arguments]
     if connector is not None:
         command += ["--kv-transfer-config", json.dumps(connector)]
     environment = serving.environment_of(name)
