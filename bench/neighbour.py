@@ -1,11 +1,13 @@
-"""Steps of an engine while KV arrives or leaves on the same GPU, by the number of programs that a copy may have.
+"""Steps of an engine while KV arrives or leaves on the same GPU.
 
     python -m bench.neighbour [--json FILE] [--quick] [--rehearse]
 
 The engine has the shape of Llama 3 8B and made-up weights: decode steps of 32 requests by a CUDA graph, and prefill steps of
 2,048 tokens. Beside them, a thread scatters (decode) or gathers (prefill) 2,048 tokens of KV with their digest, 256 MiB, at a
-time, 20 GB/s, on a stream of its own as `transfer.copy.device_copy_queue` does. Steps alone and with each limit take turns.
-``--rehearse`` runs a tiny model on CPUs under Triton's interpreter, to see that it runs.
+time, 20 GB/s, on a stream of its own as `transfer.copy.device_copy_queue` does. Steps alone and beside copies take turns.
+``--rehearse`` runs a tiny model on CPUs, to see that it runs.
+
+At commit 3a162c07, the programs of a copy could be limited. docs/performance.md has the curve: steps were no faster with a limit.
 """
 
 from __future__ import annotations
@@ -20,22 +22,19 @@ from dataclasses import replace
 import torch
 
 from bench.gpu_stages import decode_items, prefill_items
-from bench.kernel_setting import ON_GPU, Geometry, Prepared, Side, prepare
+from bench.kernel_setting import ON_GPU, ON_HOST, Prepared, Side, prepare
 from bench.llama_engine import llama_engine
 from bench.timing import Report, argument_parser
-from transfer.copy.head_slice import DEFAULT_TUNING, TritonCopier
+from transfer.copy import head_slice_copier
+from transfer.copy.digest import DIGEST_XXH3, HostDigest
 
 RATE = 20e9  # bytes a second, of the KV alone
 BATCH, CONTEXT, PROMPT = 32, 1024, 2048
-LIMITS = (0, 8, 16, 32, 64, 128, 256)
-"""Programs of a copy; 0 means one for each tile."""
-
-ALONE = "no copies"
 
 
 def measure(*, device: str, is_tiny: bool, rounds: int) -> Report:
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    report = Report(title=f"Steps beside copies of {RATE / 1e9:g} GB/s on {name}, by the limit of a copy's programs")
+    report = Report(title=f"Steps beside copies of {RATE / 1e9:g} GB/s on {name}")
     batch, context, prompt = (2, 16, 32) if is_tiny else (BATCH, CONTEXT, PROMPT)
     engine = llama_engine(
         device,
@@ -49,43 +48,33 @@ def measure(*, device: str, is_tiny: bool, rounds: int) -> Report:
         engine.capture_cuda_graphs([batch])
     decodes, prefills = decode_items(batch, context), prefill_items(prompt, 0)
     # Steps of a turn: about half a second each.
-    _measure_side(report, f"decode of {batch} requests", "scatter", lambda: engine.decode(decodes), 40, rounds, device, is_tiny)
-    _measure_side(report, f"prefill of {prompt} tokens", "gather", lambda: engine.prefill(prefills), 6, rounds, device, is_tiny)
+    _measure_side(report, f"decode of {batch} requests", "scatter", lambda: engine.decode(decodes), 40, rounds, device)
+    _measure_side(report, f"prefill of {prompt} tokens", "gather", lambda: engine.prefill(prefills), 6, rounds, device)
     engine.close()
     return report
 
 
 def _measure_side(
-    report: Report, case: str, side: Side, step: Callable[[], object], num_steps: int, rounds: int, device: str, is_tiny: bool
+    report: Report, case: str, side: Side, step: Callable[[], object], num_steps: int, rounds: int, device: str
 ) -> None:
-    """Add a row for the steps without copies, and for each limit one for the steps beside them and one for the copies."""
+    """Add rows for the steps alone, for the steps beside copies, and for the copies."""
     geometry = next(one for one in ON_GPU if one.name.startswith("Llama-3-8B P1->D1") and not one.is_conversion)
-    geometry = replace(geometry, num_tokens=PROMPT)
-    geometry = geometry.smaller(16) if is_tiny else geometry
-    copies = {limit: _prepared(geometry, side, device, limit) for limit in LIMITS}
-    steps: dict[int | None, list[float]] = {limit: [] for limit in (None, *LIMITS)}
-    moves: dict[int, list[float]] = {limit: [] for limit in LIMITS}
+    geometry = replace(geometry, num_tokens=PROMPT) if device == "cuda" else ON_HOST[0].smaller(16)
+    prepared = prepare(geometry, side, device, head_slice_copier)
+    prepared.plan.compile(prepared.wire.data_ptr(), has_digest=True, is_gather=side == "gather")
+    alone_s, beside_s, copies_s = list[float](), list[float](), list[float]()
     for turn in range(-1, rounds):
-        for limit in (None, *LIMITS):
-            beside = nullcontext() if limit is None else _copying(copies[limit], moves[limit] if turn >= 0 else [], device)
-            with beside:
-                for _ in range(1 if is_tiny else num_steps):
+        for steps_s in (alone_s, beside_s):
+            copying = _copying(prepared, copies_s if turn >= 0 else [], device) if steps_s is beside_s else nullcontext()
+            with copying:
+                for _ in range(num_steps):
                     begun_s = time.perf_counter()
                     step()
                     if turn >= 0:
-                        steps[limit].append(time.perf_counter() - begun_s)
-    alone = report.add(case, ALONE, steps[None])
-    for limit in LIMITS:
-        what = f"{limit} programs" if limit else "all programs"
-        report.add(case, f"{side}, {what}: step", steps[limit], against=alone)
-        report.add(case, f"{side}, {what}: copy", moves[limit], num_bytes=copies[limit].traffic_bytes)
-
-
-def _prepared(geometry: Geometry, side: Side, device: str, limit: int) -> Prepared:
-    tuning = replace(DEFAULT_TUNING, max_programs=limit)
-    found = prepare(geometry, side, device, lambda *given, **more: TritonCopier(*given, **more, tuning=tuning))
-    found.plan.compile(found.wire.data_ptr(), has_digest=True, is_gather=side == "gather")
-    return found
+                        steps_s.append(time.perf_counter() - begun_s)
+    alone = report.add(case, "step alone", alone_s)
+    report.add(case, f"step beside {side}s", beside_s, against=alone)
+    report.add(case, side, copies_s, num_bytes=prepared.traffic_bytes)
 
 
 @contextmanager
@@ -103,16 +92,18 @@ def _copying(prepared: Prepared, taken_s: list[float], device: str) -> Iterator[
 
 def _copy_until(prepared: Prepared, taken_s: list[float], device: str, is_over: threading.Event) -> None:
     interval_s = prepared.traffic_bytes / RATE
-    total = torch.zeros(1, dtype=torch.int64, device=device)
+    next_s = time.perf_counter()
     if device == "cpu":
-        begun_s = time.perf_counter()
-        prepared.copy(total)
-        taken_s.append(time.perf_counter() - begun_s)
+        while not is_over.wait(max(0.0, next_s - time.perf_counter())):
+            next_s = begun_s = time.perf_counter()
+            prepared.copy(HostDigest(DIGEST_XXH3))
+            taken_s.append(time.perf_counter() - begun_s)
+            next_s += interval_s
         return
+    total = torch.zeros(1, dtype=torch.int64, device=device)
     torch.cuda.synchronize()  # of the sum
     stream = torch.cuda.Stream()
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    next_s = time.perf_counter()
     while not is_over.wait(max(0.0, next_s - time.perf_counter())):
         next_s += interval_s
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -129,10 +120,9 @@ def main() -> int:
     parser = argument_parser("steps of an engine beside copies on the same GPU")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on CPUs")
     arguments = parser.parse_args()
-    is_rehearsal = arguments.rehearse
-    report = measure(
-        device="cpu" if is_rehearsal else "cuda", is_tiny=is_rehearsal, rounds=1 if is_rehearsal else 3 if arguments.quick else 10
-    )
+    device = "cpu" if arguments.rehearse else "cuda"
+    rounds = 1 if arguments.rehearse else 3 if arguments.quick else 10
+    report = measure(device=device, is_tiny=arguments.rehearse, rounds=rounds)
     report.finish(arguments.json)
     return 0
 

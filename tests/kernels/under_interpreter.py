@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,20 +10,12 @@ from tests.kernels.page_cases import PageCase, Side, assert_moves
 from transfer.copy import add_digest
 from transfer.copy.device_page_mover import DevicePageMovement
 from transfer.copy.digest import DIGEST_WORDS, digest
-from transfer.copy.head_slice import TritonCopier, Tuning
+from transfer.copy.head_slice import TritonCopier
 from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, TokenOrder
 
 
-class Limited(TritonCopier):
-    """With fewer programs than tiles, and not a divisor of their number."""
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more, tuning=Tuning(copy_words=16, digest_words=16, max_programs=7))
-
-
-@pytest.mark.parametrize("copier", [TritonCopier, Limited])
 @pytest.mark.parametrize("wire_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3], ids=["copied", "narrowed"])
-def test_heads_are_gathered_and_scattered(wire_dtype: DType, copier: type[TritonCopier]) -> None:
+def test_heads_are_gathered_and_scattered(wire_dtype: DType) -> None:
     case = Case(
         layout=KVLayout(layers=(LayerSpec(num_kv_heads=3, k_head_dim=8, v_head_dim=5),) * 2, dtype=DType.BFLOAT16),
         shard=Shard(page_size=4, order=TokenOrder.HND),
@@ -38,7 +28,7 @@ def test_heads_are_gathered_and_scattered(wire_dtype: DType, copier: type[Triton
         first_page=1,
         scales={(1, True): 0.37},
     )
-    assert_agrees(case, copier, has_kernels=True)
+    assert_agrees(case, TritonCopier, has_kernels=True)
 
 
 def test_words_are_summed() -> None:

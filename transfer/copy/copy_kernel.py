@@ -8,9 +8,8 @@ every address and stride allows: 8 bytes, and 16-byte accesses if pieces begin o
 Pieces are numbered from the first slot of the first page on. So a tile is part of one page if pages are multiples of tiles: its
 page is then looked up once, and the offsets of its words are the same for every tile.
 
-A program moves one tile: programs with several were slower on an H200, with and without digest. If their number is limited, for
-the sake of an engine's kernels beside them, each takes every n-th tile. With a digest, the words are mixed while they are in
-registers, and added to the sum once a tile.
+A program moves one tile: programs with several were slower on an H200, with and without digest. With a digest, the words are
+mixed while they are in registers, and a program adds its sum once.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 MAX_PIECES = 2**31 - 2**20  # of a buffer in one launch: with the last tile they are still numbered by 32 bits
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _move_tile(  # type: ignore[no-untyped-def]
-    pages,
-    wire,
-    digest,
-    table,
-    factors,
-    num_pages,
-    first_piece,
-    end_piece,
-    tile,
-    buffer,
+# Nothing is specialised for values that change from plan to plan: that would compile variants in mid-service.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["pages", "wire", "digest", "table", "factors", "num_pages", "first_piece", "end_piece"]
+)
+def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
+    pages: tl.int64,
+    wire: tl.int64,
+    digest: tl.int64,
+    table: tl.int64,
+    factors: tl.int64,
+    num_pages: tl.int64,
+    first_piece: tl.int32,
+    end_piece: tl.int32,
     ROW: tl.constexpr,
     HEADS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -59,13 +59,20 @@ def _move_tile(  # type: ignore[no-untyped-def]
     HAS_DIGEST: tl.constexpr,
     TILE_PIECES: tl.constexpr,
 ):
-    """Move one tile of one buffer; parameters as of `copy_pieces`."""
+    """Move the pieces [first_piece, end_piece) of every buffer, a tile for each program; grid (tiles, buffers).
+
+    All pointers are addresses. ``table`` has for each buffer the address of its first pool row and the offset of its wire in
+    bytes. Lengths and strides are in elements of POOL_TYPE and WIRE_TYPE, which are equally many. Pieces begin on multiples of an
+    align, in such elements: above 1 it means 16 bytes. Pieces whose page is outside the pool are skipped.
+    """
     PIECES_PER_ROW: tl.constexpr = (ROW + PIECE - 1) // PIECE
     PIECES_PER_TOKEN: tl.constexpr = HEADS * PIECES_PER_ROW
     PIECES_PER_PAGE: tl.constexpr = PAGE_SIZE * PIECES_PER_TOKEN
     IS_IN_ONE_PAGE: tl.constexpr = PIECES_PER_PAGE % TILE_PIECES == 0
     TILES_PER_PAGE: tl.constexpr = PIECES_PER_PAGE // TILE_PIECES
     IS_EXACT: tl.constexpr = ROW % PIECE == 0
+    tile, buffer = tl.program_id(0), tl.program_id(1)
+    tile += first_piece // TILE_PIECES
     in_tile = tl.arange(0, TILE_PIECES)
     column = tl.arange(0, PIECE)
     piece = tile * TILE_PIECES + in_tile
@@ -120,125 +127,6 @@ def _move_tile(  # type: ignore[no-untyped-def]
     if HAS_DIGEST:
         keys = keys_of(tile_wire) + offsets_of(in_wire)
         add_to(digest, tl.where(mask, mixed(values.to(tl.uint64, bitcast=True), keys), 0))
-
-
-# Nothing is specialised for values that change from plan to plan: that would compile variants in mid-service.
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["pages", "wire", "digest", "table", "factors", "num_pages", "first_piece", "end_piece", "num_buffers"]
-)
-def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
-    pages: tl.int64,
-    wire: tl.int64,
-    digest: tl.int64,
-    table: tl.int64,
-    factors: tl.int64,
-    num_pages: tl.int64,
-    first_piece: tl.int32,
-    end_piece: tl.int32,
-    num_buffers: tl.int32,
-    ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    PIECE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
-    OFFSET_TYPE: tl.constexpr,
-    POOL_TYPE: tl.constexpr,
-    WIRE_TYPE: tl.constexpr,
-    POOL_ALIGN: tl.constexpr,
-    WIRE_ALIGN: tl.constexpr,
-    WIRE_BYTES: tl.constexpr,
-    IS_CONVERSION: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    SOURCE_KIND: tl.constexpr,
-    TARGET_KIND: tl.constexpr,
-    IS_GATHER: tl.constexpr,
-    HAS_DIGEST: tl.constexpr,
-    TILE_PIECES: tl.constexpr,
-    IS_CAPPED: tl.constexpr,
-):
-    """Move the pieces [first_piece, end_piece) of every buffer.
-
-    A tile for each program, grid (tiles, buffers); if `IS_CAPPED`, several for each of any number of programs, grid (programs,).
-
-    All pointers are addresses. ``table`` has for each buffer the address of its first pool row and the offset of its wire in
-    bytes. Lengths and strides are in elements of POOL_TYPE and WIRE_TYPE, which are equally many. Pieces begin on multiples of an
-    align, in such elements: above 1 it means 16 bytes. Pieces whose page is outside the pool are skipped.
-    """
-    if IS_CAPPED:
-        first_tile = first_piece // TILE_PIECES
-        num_tiles = tl.cdiv(end_piece, TILE_PIECES) - first_tile
-        for index in range(tl.program_id(0), num_tiles * num_buffers, tl.num_programs(0)):
-            _move_tile(
-                pages,
-                wire,
-                digest,
-                table,
-                factors,
-                num_pages,
-                first_piece,
-                end_piece,
-                first_tile + index % num_tiles,
-                index // num_tiles,
-                ROW,
-                HEADS,
-                PIECE,
-                PAGE_SIZE,
-                PAGE_STRIDE,
-                TOKEN_STRIDE,
-                HEAD_STRIDE,
-                OFFSET_TYPE,
-                POOL_TYPE,
-                WIRE_TYPE,
-                POOL_ALIGN,
-                WIRE_ALIGN,
-                WIRE_BYTES,
-                IS_CONVERSION,
-                IS_SCALED,
-                IS_NATIVE,
-                SOURCE_KIND,
-                TARGET_KIND,
-                IS_GATHER,
-                HAS_DIGEST,
-                TILE_PIECES,
-            )
-    else:
-        tile = tl.program_id(0) + first_piece // TILE_PIECES
-        _move_tile(
-            pages,
-            wire,
-            digest,
-            table,
-            factors,
-            num_pages,
-            first_piece,
-            end_piece,
-            tile,
-            tl.program_id(1),
-            ROW,
-            HEADS,
-            PIECE,
-            PAGE_SIZE,
-            PAGE_STRIDE,
-            TOKEN_STRIDE,
-            HEAD_STRIDE,
-            OFFSET_TYPE,
-            POOL_TYPE,
-            WIRE_TYPE,
-            POOL_ALIGN,
-            WIRE_ALIGN,
-            WIRE_BYTES,
-            IS_CONVERSION,
-            IS_SCALED,
-            IS_NATIVE,
-            SOURCE_KIND,
-            TARGET_KIND,
-            IS_GATHER,
-            HAS_DIGEST,
-            TILE_PIECES,
-        )
 
 
 def piece_words(row: int, most: int) -> int:

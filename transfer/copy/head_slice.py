@@ -49,7 +49,6 @@ class Tuning:
         digest_words, digest_warps: The same for a tile that is digested too.
         conversion_elements, conversion_warps: Elements and warps of a tile that is converted.
         max_columns: Most words of a row in a piece.
-        max_programs: Most programs of a launch; 0 means a program for each tile.
     """
 
     copy_words: int = 256
@@ -59,7 +58,6 @@ class Tuning:
     conversion_elements: int = 4096
     conversion_warps: int = 4
     max_columns: int = 512
-    max_programs: int = 0
 
 
 DEFAULT_TUNING = Tuning()
@@ -274,15 +272,11 @@ class _TritonPlan(CopyPlan):
             "IS_GATHER": is_gather,
             "HAS_DIGEST": has_digest,
             "TILE_PIECES": tile_pieces,
-            "IS_CAPPED": tuning.max_programs > 0,
         }
         places = [(copier.view(buffer).data_ptr(), buffer.offset_bytes) for buffer in buffers]
         table = self._table(group, "places", torch.tensor(places, dtype=torch.int64))
         launcher = _launcher(pool.device, num_warps, tuple(constants.items()))
-        grid = (num_tiles, len(buffers), 1)
-        if tuning.max_programs:
-            grid = (min(tuning.max_programs, num_tiles * len(buffers)), 1, 1)
-        return launcher, grid, (table, factors, pool.num_pages, first, end, len(buffers))
+        return launcher, (num_tiles, len(buffers), 1), (table, factors, pool.num_pages, first, end)
 
 
 @cache

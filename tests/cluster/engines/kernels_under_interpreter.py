@@ -40,7 +40,7 @@ def test_agrees_on_large_pages(case: Case) -> None:
 
 
 class OtherwiseTuned(TritonCopier):
-    """With small tiles, other warps and few programs."""
+    """With small tiles and other warps."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         tuning = Tuning(
@@ -51,7 +51,6 @@ class OtherwiseTuned(TritonCopier):
             conversion_elements=64,
             conversion_warps=2,
             max_columns=8,
-            max_programs=5,
         )
         super().__init__(*arguments, **more, tuning=tuning)
 
