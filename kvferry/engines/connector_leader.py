@@ -314,6 +314,8 @@ class ConnectorLeader:
                     self._link.send(rank, LifeBegins(incarnation=self._incarnation))
             case RankReady():
                 self._hellos[rank] = message
+                if self._link is not None:
+                    self._link.shorten(rank)  # all that it was sent before is `LifeBegins`, which it has answered
                 if len(self._hellos) == self._num_ranks and not self._all_there.done():
                     self._all_there.set_result(None)
             case RankStartFailed():

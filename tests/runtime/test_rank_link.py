@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from decode_node import rank_messages as decode_messages
+from node_runtime.loop_thread import LoopThread
 from node_runtime.rank_link import LeaderLink, RankAddress, RankCodec, RankLink, new_addresses
 from prefill_node import rank_messages as prefill_messages
 from tests.runtime.instances import instance, until
@@ -84,6 +85,56 @@ async def test_every_rank_hears_broadcasts_in_one_order_and_answers_under_its_ow
     leader.close()
     for link in ranks:
         link.close()
+
+
+async def test_ends_in_one_process_pass_each_other_the_messages_themselves(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    leader = LeaderLink(new_addresses(tmp_path, 2), CODEC)
+    heard: list[tuple[int, Any]] = []
+    leader.watch(loop, lambda rank, message: heard.append((rank, message)))
+    near, far = (RankLink(address, CODEC) for address in leader.addresses)
+    told: list[list[Any]] = [[], []]
+    for link, messages in zip((near, far), told, strict=True):
+        link.watch(loop, messages.append)
+        link.send(Note(text="hello"))
+    await until(lambda: len(heard) == 2)
+    leader.shorten(0)
+    sent = [Note(text="to all", number=number) for number in range(20)]
+    for message in sent:
+        assert leader.broadcast(message)
+    assert not told[0], "a message is handled in a turn of its own, as one from the socket"
+    await until(lambda: [len(messages) for messages in told] == [20, 20])
+    assert all(message is one for message, one in zip(told[0], sent, strict=True)) and told[1] == sent
+    answer = Note(text="near")
+    near.send(answer)
+    far.send(Note(text="far"))
+    await until(lambda: len(heard) == 4)
+    assert heard[2][0] == 0 and heard[2][1] is answer and heard[3] == (1, Note(text="far"))
+    assert leader.send(0, Note(text="too late"))
+    near.close()
+    await asyncio.sleep(0)
+    assert not leader.send(0, Note(text="nobody there")) and len(told[0]) == 20
+    leader.close()
+    far.close()
+
+
+async def test_a_rank_on_another_loop_keeps_the_socket(tmp_path: Path) -> None:
+    leader = LeaderLink(new_addresses(tmp_path, 1), CODEC)
+    leader.watch(asyncio.get_running_loop(), lambda rank, message: None)
+    told: list[Any] = []
+    thread = LoopThread()
+    rank = RankLink(leader.addresses[0], CODEC)
+    thread.call(rank.watch, thread.loop, told.append)
+    thread.call(rank.send, Note(text="hello"))
+    message = Note(text="you")
+    await until(lambda: leader.send(0, message))
+    leader.shorten(0)
+    assert leader.send(0, message)
+    await until(lambda: len(told) == 2)
+    assert told == [message, message] and told[1] is not message
+    thread.call(rank.close)
+    thread.call(thread.loop.stop)
+    leader.close()
 
 
 async def test_a_stranger_is_not_heard_and_a_rank_that_is_not_there_takes_nothing(tmp_path: Path) -> None:
