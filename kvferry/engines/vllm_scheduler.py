@@ -58,7 +58,8 @@ class FirstTokenScheduler(AsyncScheduler):
         if self._uses_first_tokens:
             for request_id, token in self.connector.take_first_tokens().items():
                 request = self.requests.get(request_id)
-                if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:  # not aborted meanwhile
+                is_waiting = request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS  # not aborted
+                if is_waiting and request_id not in self.failed_recving_kv_req_ids:
                     output = self._begin_with(request, token)
                     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
