@@ -91,8 +91,16 @@ class DeviceMemory:
 
 
 def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
-    """Return the decode batches with a CUDA graph: 1, 2 and 4, then steps of eight up to the largest possible batch."""
+    """Return the decode batches with a CUDA graph: the chosen ones, or 1, 2 and 4, then steps of eight up to the largest batch.
+
+    Raises:
+        ConfigError: A chosen batch is larger than any can be.
+    """
     running, asked = config.limits.max_running_requests, config.cuda_graph_max_bs
+    if config.cuda_graph_bs is not None:
+        if (most := max(config.cuda_graph_bs, default=0)) > running:
+            raise ConfigError(f"cuda_graph_bs has {most}; batches have at most limits.max_running_requests ({running})")
+        return tuple(sorted(set(config.cuda_graph_bs)))
     most = running if asked is None else min(asked, running)
     sizes = (1, 2, 4, *range(8, most, 8), most)
     return tuple(sorted({size for size in sizes if 0 < size <= most}))

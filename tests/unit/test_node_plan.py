@@ -68,6 +68,29 @@ def test_a_decode_rank_counts_its_ring_and_its_graphs() -> None:
     assert inputs_of(config, CPU).cuda_graph_batch_sizes == ()
 
 
+@pytest.mark.parametrize(
+    ("settings", "batches"),
+    [
+        ({"cuda_graph_max_bs": 9}, (1, 2, 4, 8, 9)),
+        ({"cuda_graph_max_bs": 0}, ()),
+        ({"cuda_graph_bs": [20, 3, 3]}, (3, 20)),
+        ({"cuda_graph_bs": []}, ()),
+    ],
+)
+def test_the_batches_with_a_graph_can_be_chosen(settings: dict[str, Any], batches: tuple[int, ...]) -> None:
+    config = decode(limits={"max_running_requests": 20}, **settings)
+    assert inputs_of(config).cuda_graph_batch_sizes == batches
+
+
+def test_a_batch_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cuda_graph_bs has 21; batches have at most limits.max_running_requests \(20\)"):
+        inputs_of(decode(limits={"max_running_requests": 20}, cuda_graph_bs=[21, 1]))
+    with pytest.raises(ValueError, match=r"cuda_graph_bs and cuda_graph_max_bs \(8\) are both set; set one of them"):
+        decode(cuda_graph_bs=[1], cuda_graph_max_bs=8)
+    with pytest.raises(ValueError, match="cuda_graph_bs"):
+        decode(cuda_graph_bs=[0])
+
+
 def test_page_tables_are_counted_where_there_are_any() -> None:
     config = decode(limits={"max_running_requests": 20, "max_seq_len": 1000})
     assert make_plan(inputs_of(config)).page_table_bytes == 21 * 1024 * 4

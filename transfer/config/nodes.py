@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from transfer.config.memory import (
     CPU_POOL_PAGES,
@@ -30,7 +30,7 @@ from transfer.config.operation import (
     TracingConfig,
 )
 from transfer.config.storage import ANSWER_S, OffloadConfig, StorageConfig
-from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds, Section
+from transfer.config.values import EMBEDDED_ENGINE, Count, CountOrZero, EngineName, Seconds, Section, listed
 
 PREFIX_TOKENS: Final = 512
 """Default of `placement.prefix_tokens` with a store: the tokens of a prefill step by default (`limits.max_step_tokens`)."""
@@ -146,6 +146,13 @@ class DecodeNodeConfig(NodeConfig):
             "No effect on cpu."
         ),
     )
+    cuda_graph_bs: Annotated[tuple[Count, ...] | None, BeforeValidator(listed)] = Field(
+        default=None,
+        description=(
+            "Decode batches that are captured into CUDA graphs; a smaller batch uses the next larger graph, a larger one runs "
+            "without. null means 1, 2, 4 and steps of eight up to cuda_graph_max_bs. No effect on cpu."
+        ),
+    )
     limits: DecodeLimitsConfig = Field(default_factory=DecodeLimitsConfig, description="Bounds.")
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig, description="KV outside of the devices.")
@@ -162,6 +169,12 @@ class DecodeNodeConfig(NodeConfig):
     @model_validator(mode="after")
     def _check_one_list_of_prefill_nodes(self) -> Self:
         self.discovery.check_one_list(self.peers.prefill_nodes)
+        return self
+
+    @model_validator(mode="after")
+    def _check_one_choice_of_graphs(self) -> Self:
+        if self.cuda_graph_bs is not None and self.cuda_graph_max_bs is not None:
+            raise ValueError(f"cuda_graph_bs and cuda_graph_max_bs ({self.cuda_graph_max_bs}) are both set; set one of them")
         return self
 
     @model_validator(mode="after")
