@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportError
 from transfer.transport.auto import AutoTransport, obstacle_of
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.nixl import NixlTransport
@@ -97,6 +97,28 @@ def test_a_peer_with_one_transport_needs_no_auto(make: Any, opened: list[Any]) -
     opened += [one, several]
     assert moved(one, several)[0].lane.startswith(one.name)
     assert moved(several, one)[0].lane.startswith(one.name)
+
+
+def test_a_slow_link_to_a_peer_with_one_transport_names_the_reason(opened: list[Any]) -> None:
+    one, several = ucx(), auto(nixl(), ucx(), cuda_ipc="no driver")
+    opened += [one, several]
+    several.is_device = True  # host memory here, but GPUs are judged
+    assert moved(one, several)[1].obstacle == "cuda_ipc: no driver; nixl: the writer does not have it"
+
+
+def test_a_transport_that_cannot_be_offered_does_not_keep_others_from_it(opened: list[Any]) -> None:
+    broken, works = Unmappable(), ucx()
+    writer, target = auto(broken, works, nixl()), auto(Unmappable(), ucx())
+    opened += [writer, target]
+
+    def fail() -> Any:
+        raise TransportError("out of handles")
+
+    broken.offer = fail  # type: ignore[method-assign]
+    assert moved(writer, target)[0].lane == "ucx/shm"
+    works.offer = fail  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="no transport can be offered: cuda_ipc: out of handles; ucx: out of handles"):
+        writer.offer_to(target.names)
 
 
 def test_after_a_failed_attach_the_next_attempt_uses_another_transport(opened: list[Any]) -> None:

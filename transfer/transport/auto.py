@@ -13,6 +13,7 @@ that target process as unreachable over this transport. So the attempt that foll
 writer rejects the answer, or if the probe of the link fails. After a minute, the transport is offered again.
 
 If only one transport is common, for example because the peer has a fixed one, the writer sends the offer of that transport alone.
+The target then judges by the lane whether both ends are on one host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
+
+import structlog
 
 from transfer.errors import ConfigError, PeerUnreachable, TransportError
 from transfer.messages import clip_reason
@@ -37,6 +40,7 @@ _MOST_UNREACHABLE: Final = 16
 _FORGOTTEN_S: Final = 60.0
 """Seconds for which a failure is remembered: its reason can pass."""
 
+log = structlog.get_logger(__name__)
 
 _Failed = tuple[str, tuple[str, int, int]]
 """A transport, and the target process that was not reached over it."""
@@ -48,12 +52,18 @@ class AutoOffer:
     def __init__(self, transport: AutoTransport, names: Sequence[str]) -> None:
         self._transport = transport
         self._offers: dict[str, Offer] = {}
-        try:
-            for name in names:
+        failed: dict[str, str] = {}
+        for name in names:
+            try:
                 self._offers[name] = transport.members[name].offer()
-        except BaseException:
-            self.close()
-            raise
+            except (TransportError, ConfigError) as error:
+                failed[name] = str(error)
+                log.warning("transport_not_offered", transport=name, reason=str(error))
+            except BaseException:
+                self.close()
+                raise
+        if not self._offers:
+            raise TransportError(f"no transport can be offered: {_shown(failed)}")
         fields = {
             "identity": ProcessIdentity.own().to_wire(),
             "has_rdma": transport.has_rdma,
@@ -110,8 +120,7 @@ class AutoTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not members:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in unusable.items())
-            raise ConfigError(f"transport.name is auto, and no transport can be used here: {reasons}")
+            raise ConfigError(f"transport.name is auto, and no transport can be used here: {_shown(unusable)}")
         self.members = {name: members[name] for name in ORDER if name in members}
         self.is_device = is_device
         self.has_rdma = has_rdma
@@ -160,8 +169,16 @@ class AutoTransport:
 
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[Session, bytes]:
         transport = blob_transport(blob)
-        if transport in self.members:
-            return self.members[transport].accept(blob, memory)
+        if transport in self.members:  # the only one that the writer has in common with this rank
+            session, answer = self.members[transport].accept(blob, memory)
+            session.obstacle = session.obstacle or obstacle_of(
+                session.lane,
+                self._why_not_better(transport, {transport: blob}, {}, ()),
+                is_device=self.is_device,
+                is_same_machine=not session.lane.endswith("/net"),
+                has_rdma=self.has_rdma,
+            )
+            return session, answer
         fields = unpack_blob(blob, transport=AUTO, version=_VERSION, role="offer")
         writer, own = ProcessIdentity.from_wire(fields.get("identity")), ProcessIdentity.own()
         has_rdma = field_of(fields, "has_rdma", bool) and self.has_rdma
@@ -185,7 +202,7 @@ class AutoTransport:
             )
             answered = {"name": name, "answer": answer, "identity": own.to_wire(), "obstacle": clip_reason(session.obstacle)}
             return session, pack_blob(AUTO, _VERSION, "answer", answered)
-        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none of them is open on this rank"
+        shown = _shown(reasons) or "none of them is open on this rank"
         raise PeerUnreachable(f"none of the transports {', '.join(map(str, offers))} reaches the writer: {shown}")
 
     def close(self) -> None:
@@ -253,7 +270,11 @@ def obstacle_of(lane: str, reasons: Mapping[str, str], *, is_device: bool, is_sa
     if lane.endswith("/net") and not is_same_machine and not has_rdma:
         return "no RDMA device at one of the ends: KV between these GPUs goes over TCP"
     found = {name: reason for name, reason in reasons.items() if is_same_machine or name != "cuda_ipc"}
-    return "; ".join(f"{name}: {reason}" for name, reason in found.items())
+    return _shown(found)
+
+
+def _shown(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _process(identity: ProcessIdentity) -> tuple[str, int, int]:
