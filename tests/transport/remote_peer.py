@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ class RemotePeer:
     def __init__(
         self, lane: str, role: str, num_bytes: int, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()
     ) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would stop the peer when it is full
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "tests.transport.peer_process", lane, role, str(num_bytes)],
             cwd=ROOT,
             env=os.environ | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -47,7 +49,7 @@ class RemotePeer:
         while True:
             line = self.process.stdout.readline()
             if not line:
-                raise AssertionError(f"the peer ended: {self.process.communicate()[1][-2000:]}")
+                raise AssertionError(f"the peer ended: {self._read_errors()[-2000:]}")
             try:
                 return json.loads(line)
             except json.JSONDecodeError:
@@ -58,8 +60,12 @@ class RemotePeer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
         try:
-            out, err = self.process.communicate(timeout=20)
+            out, _ = self.process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            out, err = self.process.communicate()
-        return self.process.returncode, "".join(self.logs) + out + err
+            out, _ = self.process.communicate()
+        return self.process.returncode, "".join(self.logs) + out + self._read_errors()
+
+    def _read_errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
