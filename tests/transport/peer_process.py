@@ -130,9 +130,12 @@ class Peer:
 
 
 def main() -> None:
+    # UCX logs to standard output, in blocks that end in the middle of a line: an answer would be added to that line.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     lane, role, num_bytes = sys.argv[1:]
     peer = Peer(lane, role, int(num_bytes))
-    print(json.dumps("ready"), flush=True)
+    print(json.dumps("ready"), file=answers, flush=True)
     while True:
         while not select.select([sys.stdin], [], [], 0)[0]:
             if peer.session is None or not peer.session.progress():
@@ -140,7 +143,7 @@ def main() -> None:
         line = sys.stdin.readline()
         if not line:
             break
-        print(json.dumps(peer.run(json.loads(line))), flush=True)
+        print(json.dumps(peer.run(json.loads(line))), file=answers, flush=True)
     peer.transport.close()
 
 

@@ -21,18 +21,17 @@ class RemotePeer:
     def __init__(
         self, lane: str, role: str, num_bytes: int, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()
     ) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would stop the peer when it is full
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would stop the peer when it is full
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "tests.transport.peer_process", lane, role, str(num_bytes)],
             cwd=ROOT,
             env=os.environ | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=self._log,
             text=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.logs: list[str] = []
         self.hear()
 
     def start(self, command: str, **arguments: Any) -> None:
@@ -46,26 +45,22 @@ class RemotePeer:
 
     def hear(self) -> Any:
         assert self.process.stdout is not None
-        while True:
-            line = self.process.stdout.readline()
-            if not line:
-                raise AssertionError(f"the peer ended: {self._read_errors()[-2000:]}")
-            try:
-                return json.loads(line)
-            except json.JSONDecodeError:
-                self.logs.append(line)  # UCX logs to stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the peer ended: {self._read_log()[-2000:]}")
+        return json.loads(line)
 
     def end(self) -> tuple[int, str]:
         """Exit status, and everything that it printed beside its answers."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
         try:
-            out, _ = self.process.communicate(timeout=20)
+            self.process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            out, _ = self.process.communicate()
-        return self.process.returncode, "".join(self.logs) + out + self._read_errors()
+            self.process.communicate()
+        return self.process.returncode, self._read_log()
 
-    def _read_errors(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read()
+    def _read_log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
