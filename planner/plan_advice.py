@@ -96,18 +96,30 @@ def _advice_on_free(plan: MemoryPlan, is_memory_the_limit: bool) -> list[str]:
     stays, free_gib = f"{shown(plan.free_bytes)} stay free", plan.free_bytes / GIB
     if free_gib > 10 * scale:
         if not is_memory_the_limit:
-            return []
+            most = plan.inputs.max_total_tokens
+            is_set = most is not None and most // plan.inputs.page_size == plan.num_pages
+            return [f"{stays}, more than {10 * scale:.2g} GB: raise --max-total-tokens, or leave it out"] if is_set else []
         if plan.inputs.policy is Policy.PAGE_COUNT:
             flag = f"--memory-ratio {min(0.99, plan.inputs.memory_ratio + 0.01):.2f}"
         else:
             flag = f"--static-fraction {min(0.99, plan.static_fraction + 0.01):.3f}"
         return [f"{stays}, more than {10 * scale:.2g} GB: raise the fraction by 0.01, {flag}"]
-    if free_gib < 2 * scale:
-        return [
-            f"{stays}, less than {2 * scale:.2g} GB: lower --chunked-prefill-size or --cuda-graph-max-bs, or memory will run out"
-        ]
     if free_gib < 3 * scale:
-        return [f"{stays}, less than {3 * scale:.2g} GB: lower --chunked-prefill-size or --cuda-graph-max-bs if memory runs out"]
+        bound, when = (2, ", or memory will run out") if free_gib < 2 * scale else (3, " if memory runs out")
+        advice = [f"{stays}, less than {bound * scale:.2g} GB: lower --chunked-prefill-size or --cuda-graph-max-bs{when}"]
+        return advice + _advice_on_costly_options(plan.inputs, plan.static_fraction)
     if 5 * scale <= free_gib <= 8 * scale:
         return [f"{stays}, between {5 * scale:.2g} and {8 * scale:.2g} GB: good"]
     return []
+
+
+def _advice_on_costly_options(inputs: PlanInputs, static_fraction: float) -> list[str]:
+    """Advise on options that take memory outside the weights and the pool. Source: SGLang's hyperparameter tuning guide."""
+    advice = []
+    if inputs.has_dp_attention or inputs.speculative is not None:
+        option = "--dp-attention" if inputs.has_dp_attention else "--speculative"
+        advice.append(f"{option} makes each batch with a CUDA graph larger: lower --cuda-graph-max-bs first")
+    if inputs.model.vision is not None:
+        lower = f"--static-fraction {static_fraction - 0.05:.3f}"
+        advice.append(f"a vision model needs memory for its images: lower the fraction by 0.05, {lower}")
+    return advice

@@ -152,6 +152,9 @@ def test_a_model_that_does_not_say_its_dtype_asks_for_it(models: Path) -> None:
             "--tp is 3, which does not divide the model's num_key_value_heads 8; must be one of",
         ),
         (("--model", "gemma-3-27b"), "it does not run Gemma3ForConditionalGeneration"),
+        (("--model", "qwen3-8b", "--speculative", "ngram"), "it has no speculative decoding, and the connectors"),
+        (("--model", "qwen3-8b", "--sparse-prefill", "--role", "prefill"), "it has no block-sparse prefill"),
+        (("--model", "qwen3-8b", "--kv-offload", "--role", "prefill"), "its prefill keeps no KV in host memory"),
         (
             ("--model", "gpt-oss-20b", "--dtype", "bfloat16", "--tp", "2"),
             "its weights must be plain ones, not quantised; --tp is 2; must be 1",

@@ -259,6 +259,21 @@ def test_advice_on_what_stays_free(reserve_gib: float, advice: str | None) -> No
     assert make_plan(inputs_of("qwen3-8b", static_fraction=1 - reserve_gib / 80, **flags, is_cpu=True)).advice == ()
 
 
+def test_advice_on_options_that_take_memory_and_on_a_set_limit() -> None:
+    flags: dict[str, Any] = {"device_bytes": 80 * GIB, "cuda_graph_batch_sizes": (), "static_fraction": 0.97}
+    lower = "2.4 GiB stay free, less than 3 GB: lower --chunked-prefill-size or --cuda-graph-max-bs if memory runs out"
+    for option, more in (
+        ("--dp-attention", {"has_dp_attention": True, "dp_size": 2, "tp_size": 2}),
+        ("--speculative", {"speculative": "ngram"}),
+    ):
+        says = f"{option} makes each batch with a CUDA graph larger: lower --cuda-graph-max-bs first"
+        assert make_plan(inputs_of("qwen3-8b", **flags, **more)).advice == (lower, says)
+    says = "a vision model needs memory for its images: lower the fraction by 0.05, --static-fraction 0.920"
+    assert says in make_plan(inputs_of("gemma-3-27b", **flags)).advice
+    limited = make_plan(inputs_of("qwen3-8b", device_bytes=80 * GIB, max_total_tokens=100_000))
+    assert limited.advice[0].endswith(" GiB stay free, more than 10 GB: raise --max-total-tokens, or leave it out")
+
+
 def test_measured_weights_win_and_stored_ones_are_scaled_to_the_dtype() -> None:
     flags: dict[str, Any] = {"device_bytes": 80 * GIB, "checkpoint_bytes": 16_381_470_720, "checkpoint_source": "index"}
     assert make_plan(inputs_of("qwen3-8b", weights_bytes=20 * GIB, **flags)).weights_bytes == 20 * GIB
