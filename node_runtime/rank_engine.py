@@ -170,7 +170,15 @@ def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
     if engine.shard.rank == 0:
         sizes = {f"{line.name}_bytes": line.num_bytes for line in plan.lines}
         log.info(
-            "memory_plan", max_total_tokens=plan.max_total_tokens, pages=plan.group_pages, fraction=plan.static_fraction, **sizes
+            "memory_plan",
+            max_total_tokens=plan.max_total_tokens,
+            pages=plan.group_pages,
+            fraction=plan.static_fraction,
+            chunked_prefill_size=plan.inputs.chunk_tokens,
+            max_running_requests=plan.inputs.max_running_requests,
+            max_seq_len=plan.inputs.sequence_tokens,
+            measured_free_bytes=real.get("free"),  # None on a CPU
+            **sizes,
         )
     for warning in warnings:
         log.warning("memory_not_as_planned", difference=warning)

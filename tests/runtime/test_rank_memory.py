@@ -55,6 +55,8 @@ def test_what_is_as_planned_is_logged_once_and_warned_of_never(plan: MemoryPlan)
         memory = rank_memory(engine(plan), {"staging": plan.inputs.staging_bytes})
     assert memory.warnings == () and [entry["event"] for entry in logs] == ["memory_plan"]
     assert (logs[0]["max_total_tokens"], logs[0]["pages"], logs[0]["weights_bytes"]) == (192, (12,), WEIGHTS)
+    limits = [logs[0][name] for name in ("chunked_prefill_size", "max_running_requests", "max_seq_len", "measured_free_bytes")]
+    assert limits == [plan.inputs.chunk_tokens, plan.inputs.max_running_requests, 512, None]
     assert memory.plan == plan.as_json()
     assert memory.real == {"weights": WEIGHTS, "pool_full": 12 * 16 * 2 * 2 * 2 * 16 * 4, "staging": plan.inputs.staging_bytes}
     with capture_logs() as logs:
