@@ -6,16 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import structlog
+
 from decode_node.admission import Admission
 from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
 from decode_node.offload.tiered_request import DeviceIndex
 from transfer.layer_groups import GroupKind, LayerGroup
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.metrics import NodeMetrics
 
 FULL: Final = 0
 """Index of the group of layers that keep every token. It is always the first group."""
+
+_ADVICE: Final = "raise offload.host_memory or offload.host_ratio"
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +46,19 @@ class TierContext:
     broadcast: Callable[[object], None]
     metrics: NodeMetrics
     short: set[str] = field(default_factory=set)
+    _news: LogRateLimiter = field(default_factory=LogRateLimiter)
 
     def host_full(self, request_id: str) -> None:
         """Count a request that found no room in host memory, once."""
         if request_id not in self.short:
             self.short.add(request_id)
-            self.metrics.counter("offload_host_full").inc()
+            self.count_host_full()
+
+    def count_host_full(self) -> None:
+        """Count an attempt that found no room in host memory, and warn once a minute."""
+        self.metrics.counter("offload_host_full").inc()
+        if self._news.is_due("host_memory_full"):
+            log.warning("host_memory_full", pages=self.tier.num_pages(FULL), advice=_ADVICE)
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -329,7 +329,7 @@ class StoreLeader:
                 if page is None:
                     if not came.is_cut:
                         came.is_cut = True
-                        self._context.metrics.counter("offload_host_full").inc()
+                        self._context.count_host_full()
                     return pages or None
                 pages.append(page)
         return pages

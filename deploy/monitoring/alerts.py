@@ -399,6 +399,17 @@ MEMORY: Final = Group(
             ),
         ),
         Alert(
+            name="KvferryHostMemoryFull",
+            severity=WARNING,
+            expr="increase(kvferry_offload_host_full_total[10m]) > 0",
+            lasts="20m",
+            summary="Host memory of {{ $labels.role }} node {{ $labels.instance }} is too small for its requests.",
+            description=(
+                "For 30 minutes, requests of the {{ $labels.role }} node {{ $labels.instance }} have found no room in host "
+                "memory, {{ $value | humanize }} of them in the last 10 minutes. They wait, or their pages are not kept."
+            ),
+        ),
+        Alert(
             name="KvferryMemoryNotAsPlanned",
             severity=WARNING,
             expr=(

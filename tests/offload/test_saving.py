@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from structlog.testing import capture_logs
+
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.saving import next_save
 from decode_node.offload.tiered_request import TieredRequest
@@ -70,6 +72,15 @@ def test_without_room_it_goes_on_without() -> None:
         page = where.tier.find(FULL, page_hash)
         assert page is not None and where.tier.hold(page)
     assert saved(where, request) is None and request.next_save == 2
+
+
+def test_requests_without_room_are_counted_once_each_and_logged_together() -> None:
+    where = context(host_pages=2)
+    with capture_logs() as logs:
+        for name in "aab":
+            where.host_full(name)
+    assert where.metrics.counter("offload_host_full").value == 2
+    assert [(entry["event"], entry["pages"]) for entry in logs] == [("host_memory_full", 2)]
 
 
 def test_what_may_be_damaged_is_saved_for_its_request_alone() -> None:

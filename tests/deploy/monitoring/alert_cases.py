@@ -276,6 +276,11 @@ CASES: Final[Mapping[str, tuple[Case, ...]]] = {
         Case("a pool with free pages every few minutes",
              _one("requests_waiting_for_pages", "0 5 6 4 0 7 8 9 0 5 6 7 0 8 8 8 0 5 5 5", PREFILL), "19m"),
     ),
+    "KvferryHostMemoryFull": (
+        Case("requests find no room for half an hour",
+             _one("offload_host_full_total", "0x5 0+1x40"), "40m", Fires(OF_DECODE, "10")),
+        Case("one burst", _one("offload_host_full_total", "0x5 8x40"), "40m"),
+    ),
     "KvferryMemoryNotAsPlanned": (
         Case("weights take a quarter more than planned, a gibibyte",
              _memory("4294967296x30", "5368709120x30"), "12m", Fires(OF_RANK | {"line": "weights"}, "125%")),
