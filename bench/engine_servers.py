@@ -26,8 +26,8 @@ ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
 VLLM_SCHEDULER: Final = "kvferry+vllm_scheduler"
 SETUPS: Final = ("one", "two", "nixl", "kvferry", VLLM_SCHEDULER, "kvferry-cuda_ipc", "kvferry-nixl", "kvferry-cuda_ipc-2048")
 """`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
-NixlConnector or by kvferry with its defaults, with vLLM's scheduler on the decode side, with a named transport, or with a named
-transport and chunks of 2,048 tokens."""
+NixlConnector or by kvferry with its defaults, with a named transport, or with a named transport and chunks of 2,048 tokens.
+kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`."""
 
 _SCHEDULER: Final = ("--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler")
 

@@ -1,13 +1,13 @@
-"""Steps of an engine while KV arrives or leaves on the same GPU.
+"""Measure how KV copies slow down engine steps on the same GPU.
 
     python -m bench.neighbour [--json FILE] [--quick] [--rehearse]
 
 The engine has the shape of Llama 3 8B and made-up weights: decode steps of 32 requests by a CUDA graph, and prefill steps of
-2,048 tokens. Beside them, a thread scatters (decode) or gathers (prefill) 2,048 tokens of KV with their digest, 256 MiB, at a
-time, 20 GB/s, on a stream of its own as `transfer.copy.device_copy_queue` does. Steps alone and beside copies take turns.
-``--rehearse`` runs a tiny model on CPUs, to see that it runs.
+2,048 tokens. A thread copies 2,048 tokens of KV (256 MiB) at a time with their digest, at 20 GB/s, on its own CUDA stream, as
+`transfer.copy.device_copy_queue` does. It scatters during decode steps and gathers during prefill steps. Rounds with and without
+copies alternate. ``--rehearse`` checks the benchmark itself with a tiny model on the CPU.
 
-At commit 3a162c07, the programs of a copy could be limited. docs/performance.md has the curve: steps were no faster with a limit.
+Commit 3a162c07 could limit the number of Triton programs per copy. The results are in docs/performance.md.
 """
 
 from __future__ import annotations

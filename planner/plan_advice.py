@@ -98,7 +98,7 @@ def _advice_on_free(plan: MemoryPlan, is_memory_the_limit: bool) -> list[str]:
         if not is_memory_the_limit:
             most = plan.inputs.max_total_tokens
             is_set = most is not None and most // plan.inputs.page_size == plan.num_pages
-            return [f"{stays}, more than {10 * scale:.2g} GB: raise --max-total-tokens, or leave it out"] if is_set else []
+            return [f"{stays}, more than {10 * scale:.2g} GB: raise or remove --max-total-tokens"] if is_set else []
         if plan.inputs.policy is Policy.PAGE_COUNT:
             flag = f"--memory-ratio {min(0.99, plan.inputs.memory_ratio + 0.01):.2f}"
         else:
@@ -118,8 +118,8 @@ def _advice_on_costly_options(inputs: PlanInputs, static_fraction: float) -> lis
     advice = []
     if inputs.has_dp_attention or inputs.speculative is not None:
         option = "--dp-attention" if inputs.has_dp_attention else "--speculative"
-        advice.append(f"{option} makes each batch with a CUDA graph larger: lower --cuda-graph-max-bs first")
+        advice.append(f"{option} makes each CUDA graph larger: lower --cuda-graph-max-bs first")
     if inputs.model.vision is not None:
         lower = f"--static-fraction {static_fraction - 0.05:.3f}"
-        advice.append(f"a vision model needs memory for its images: lower the fraction by 0.05, {lower}")
+        advice.append(f"a vision model needs memory to encode images: lower the fraction by 0.05, {lower}")
     return advice

@@ -46,7 +46,7 @@ class TierContext:
     broadcast: Callable[[object], None]
     metrics: NodeMetrics
     short: set[str] = field(default_factory=set)
-    _news: LogRateLimiter = field(default_factory=LogRateLimiter)
+    _log_limiter: LogRateLimiter = field(default_factory=LogRateLimiter)
 
     def host_full(self, request_id: str) -> None:
         """Count a request that found no room in host memory, once."""
@@ -55,9 +55,9 @@ class TierContext:
             self.count_host_full()
 
     def count_host_full(self) -> None:
-        """Count an attempt that found no room in host memory, and warn once a minute."""
+        """Count an attempt that found no room in host memory, and log a warning at most once a minute."""
         self.metrics.counter("offload_host_full").inc()
-        if self._news.is_due("host_memory_full"):
+        if self._log_limiter.is_due("host_memory_full"):
             log.warning("host_memory_full", pages=self.tier.num_pages(FULL), advice=_ADVICE)
 
     @property

@@ -405,8 +405,8 @@ MEMORY: Final = Group(
             lasts="20m",
             summary="Host memory of {{ $labels.role }} node {{ $labels.instance }} is too small for its requests.",
             description=(
-                "For 30 minutes, requests of the {{ $labels.role }} node {{ $labels.instance }} have found no room in host "
-                "memory, {{ $value | humanize }} of them in the last 10 minutes. They wait, or their pages are not kept."
+                "Requests of the {{ $labels.role }} node {{ $labels.instance }} find no room in host memory, "
+                "{{ $value | humanize }} in the last 10 minutes. They wait, or their KV is not kept."
             ),
         ),
         Alert(

@@ -315,7 +315,8 @@ class ConnectorLeader:
             case RankReady():
                 self._hellos[rank] = message
                 if self._link is not None:
-                    self._link.shorten(rank)  # all that it was sent before is `LifeBegins`, which it has answered
+                    # The rank has answered LifeBegins, the only message that it was sent, so no message to it is in the socket.
+                    self._link.bypass_socket(rank)
                 if len(self._hellos) == self._num_ranks and not self._all_there.done():
                     self._all_there.set_result(None)
             case RankStartFailed():

@@ -114,7 +114,7 @@ class KvferryConnector(KVConnectorBase_V1):
     # Called by kvferry's scheduler, see vllm_scheduler.py
 
     def use_first_tokens(self) -> None:
-        """Have answers begin with the prefill side's first token. From now on, call `take_first_tokens` after each step."""
+        """Enable first tokens from the prefill side. The caller must then call `take_first_tokens` after each step."""
         self._scheduler.may_use_first_tokens = True
 
     def take_first_tokens(self) -> dict[str, int]:

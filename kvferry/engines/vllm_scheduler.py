@@ -8,7 +8,7 @@ the second one. Requests without KV from a prefill side are scheduled as by vLLM
 
 Based on the scheduler of vLLM 0.32, whose interface is not stable: a request whose KV is loaded waits until
 `update_from_output` gets its id in `finished_recving`. The next `schedule` computes its tokens from `num_computed_tokens` on.
-Only vLLM's second model runner (V2) reads tokens after the prompt of a new request.
+Only vLLM's model runner V2 reads tokens after the prompt of a new request.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class FirstTokenScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        reason = self._why_not_used()
+        reason = self._unsupported_reason()
         if reason:
             log.warning("first_tokens_not_used", reason=reason)
         else:
             self.connector.use_first_tokens()
         self._uses_first_tokens: Final = not reason
 
-    def _why_not_used(self) -> str:
-        """Return why each answer's first token is computed here; empty if it is not."""
+    def _unsupported_reason(self) -> str:
+        """Return the reason for which the prefill side's tokens cannot be used; empty if they can."""
         if not isinstance(self.connector, KvferryConnector):
-            return "the KV connector is not kvferry's (--kv-transfer-config)"
+            return "the KV connector is not KvferryConnector (--kv-transfer-config)"
         if not self.scheduler_config.async_scheduling:
-            return "asynchronous scheduling is off, and this scheduler needs it"
+            return "asynchronous scheduling is off; enable it"
         if not self.use_v2_model_runner:
-            return "vLLM uses its first model runner, which reads no token after the prompt of a new request"
+            return "vLLM uses model runner V1, which does not read tokens after the prompt of a new request"
         if self.num_spec_tokens:
-            return "speculative decoding drafts from the step that samples the first token"
+            return "speculative decoding is on; its first draft needs the step that samples the first token"
         if self.return_sampling_mask or self.aux_output_connector is not None:
-            return "answers have data of the step that samples the first token (sampling masks, routed experts)"
+            return "sampling masks or routed experts are returned; the prefill side does not send those of the first token"
         return ""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
@@ -60,12 +60,12 @@ class FirstTokenScheduler(AsyncScheduler):
                 request = self.requests.get(request_id)
                 is_waiting = request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS  # not aborted
                 if is_waiting and request_id not in self.failed_recving_kv_req_ids:
-                    output = self._begin_with(request, token)
+                    output = self._append_first_token(request, token)
                     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
-    def _begin_with(self, request: Request, token: int) -> EngineCoreOutput:
-        """Append the first token to a request whose KV is there, and end the request if it is the last one."""
+    def _append_first_token(self, request: Request, token: int) -> EngineCoreOutput:
+        """Append the first token to a request whose KV has arrived, and finish the request if that token ends it."""
         if self.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
         self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)

@@ -103,9 +103,10 @@ def _traceparent_of(request: Any) -> str:
 
 
 def _can_use_first_token(request: Any, params: Mapping[str, Any]) -> bool:
-    """Return whether the prefill side's first token is all that vLLM would have from the step that samples it.
+    """Return whether the answer can begin with the prefill side's first token.
 
-    It has no log probabilities. With a grammar or a session of several inputs, vLLM keeps state of its own about each token.
+    The prefill side sends no log probabilities. For structured output and resumable requests, vLLM updates its own state for each
+    sampled token.
     """
     sampling = request.sampling_params
     return (
@@ -328,7 +329,7 @@ class SchedulerSide:
             self._leader.begin(outgoing.name)
 
     def received(self, request_ids: Sequence[str]) -> None:
-        """Forget requests whose KV arrived, or failed to arrive, on all workers."""
+        """Remove requests whose KV arrived or failed on all workers, and keep their first tokens for `take_first_tokens`."""
         for request_id in request_ids:
             wanted = self._wanted.pop(request_id, None)
             if wanted is not None and wanted.uses_first_token:
@@ -337,7 +338,7 @@ class SchedulerSide:
                     self._first_tokens[request_id] = token
 
     def take_first_tokens(self) -> dict[str, int]:
-        """Return the first token of each request whose KV arrived since the last call and that uses it; by request id."""
+        """Return and clear the first tokens of requests whose KV arrived since the last call, by request id."""
         tokens, self._first_tokens = self._first_tokens, {}
         return tokens
 

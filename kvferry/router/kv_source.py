@@ -32,14 +32,14 @@ class KVSource:
     engine_id: str
 
     def params(self, transfer_id: str) -> dict[str, Any]:
-        """Return `kv_transfer_params` for the decode server: as in the prefill server's answer, and to use its first token."""
+        """Return the `kv_transfer_params` for the decode server: those of a prefill answer, and `use_first_token`."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer_id,
             "remote_address": self.address,
             "remote_engine_id": self.engine_id,
-            "use_first_token": True,  # `VllmBody.prefill` has the client's sampling parameters
+            "use_first_token": True,  # safe: `VllmBody.prefill` sends the client's sampling parameters
         }
 
 

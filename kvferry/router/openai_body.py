@@ -164,7 +164,7 @@ class VllmBody(Body):
         shared: Members of the JSON object for both servers.
         for_decode: Members for the decode server alone.
         has_completion_limit: Whether `max_completion_tokens` is one of `for_decode`.
-        may_end_at_once: Whether an end token may be the first one.
+        may_end_at_once: Whether the client allows an end token as the first token (`min_tokens` is 0 or absent).
     """
 
     shared: bytes
@@ -175,8 +175,8 @@ class VllmBody(Body):
     def prefill(self, params: Mapping[str, Any], *, is_sequential: bool) -> bytes:
         """Return the body for the prefill server: the same prompt, one token, in one answer.
 
-        If the flow is sequential, `min_tokens` prevents an end token, because other connectors transfer no KV of a request that
-        ended with one. Else the token is sampled as the client wants it, because the answer can begin with it.
+        In the sequential flow, `min_tokens` is 1, because other connectors transfer no KV of a request that ended with an end
+        token. Otherwise, it is 0 if the client allows an empty answer, because the answer can begin with this token.
         """
         min_tokens = 0 if self.may_end_at_once and not is_sequential else 1
         own: dict[str, Any] = {"max_tokens": 1, "min_tokens": min_tokens, "stream": False, "n": 1, KV_FIELD: params}

@@ -74,9 +74,7 @@ async def test_prefill_is_asked_for_one_token_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("asked", "sent"), [({}, 0), ({"min_tokens": 0}, 0), ({"min_tokens": 9}, 1)])
-async def test_a_first_token_that_the_answer_can_begin_with_is_sampled_as_the_client_wants(
-    asked: dict[str, Any], sent: int
-) -> None:
+async def test_min_tokens_is_forced_only_if_the_first_token_is_not_used(asked: dict[str, Any], sent: int) -> None:
     async with routing() as setup:
         for _ in range(2):
             assert (await setup.client.chat(**asked)).status == 200

@@ -87,7 +87,7 @@ async def test_every_rank_hears_broadcasts_in_one_order_and_answers_under_its_ow
         link.close()
 
 
-async def test_ends_in_one_process_pass_each_other_the_messages_themselves(tmp_path: Path) -> None:
+async def test_ends_in_one_process_bypass_the_socket(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     leader = LeaderLink(new_addresses(tmp_path, 2), CODEC)
     heard: list[tuple[int, Any]] = []
@@ -98,7 +98,7 @@ async def test_ends_in_one_process_pass_each_other_the_messages_themselves(tmp_p
         link.watch(loop, messages.append)
         link.send(Note(text="hello"))
     await until(lambda: len(heard) == 2)
-    leader.shorten(0)
+    leader.bypass_socket(0)
     sent = [Note(text="to all", number=number) for number in range(20)]
     for message in sent:
         assert leader.broadcast(message)
@@ -128,7 +128,7 @@ async def test_a_rank_on_another_loop_keeps_the_socket(tmp_path: Path) -> None:
     thread.call(rank.send, Note(text="hello"))
     message = Note(text="you")
     await until(lambda: leader.send(0, message))
-    leader.shorten(0)
+    leader.bypass_socket(0)
     assert leader.send(0, message)
     await until(lambda: len(told) == 2)
     assert told == [message, message] and told[1] is not message

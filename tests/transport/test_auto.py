@@ -106,7 +106,7 @@ def test_a_slow_link_to_a_peer_with_one_transport_names_the_reason(opened: list[
     assert moved(one, several)[1].obstacle == "cuda_ipc: no driver; nixl: the writer does not have it"
 
 
-def test_a_transport_that_cannot_be_offered_does_not_keep_others_from_it(opened: list[Any]) -> None:
+def test_a_failed_offer_does_not_prevent_the_others(opened: list[Any]) -> None:
     broken, works = Unmappable(), ucx()
     writer, target = auto(broken, works, nixl()), auto(Unmappable(), ucx())
     opened += [writer, target]

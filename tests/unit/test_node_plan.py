@@ -79,11 +79,14 @@ def test_a_decode_rank_counts_its_ring_and_its_graphs() -> None:
 )
 def test_the_batches_with_a_graph_can_be_chosen(settings: dict[str, Any], batches: tuple[int, ...]) -> None:
     config = decode(limits={"max_running_requests": 20}, **settings)
-    assert inputs_of(config).cuda_graph_batch_sizes == batches
+    inputs = inputs_of(config)
+    assert inputs.cuda_graph_batch_sizes == batches
+    chosen = "the largest cuda_graph_bs" if "cuda_graph_bs" in settings else "cuda_graph_max_bs"
+    assert inputs.in_names("lower --chunked-prefill-size or --cuda-graph-max-bs") == f"lower {chosen}"
 
 
-def test_a_batch_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cuda_graph_bs has 21; batches have at most limits.max_running_requests \(20\)"):
+def test_invalid_cuda_graph_batches_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"cuda_graph_bs contains 21, which exceeds limits.max_running_requests \(20\)"):
         inputs_of(decode(limits={"max_running_requests": 20}, cuda_graph_bs=[21, 1]))
     with pytest.raises(ValueError, match=r"cuda_graph_bs and cuda_graph_max_bs \(8\) are both set; set one of them"):
         decode(cuda_graph_bs=[1], cuda_graph_max_bs=8)

@@ -266,12 +266,12 @@ def test_advice_on_options_that_take_memory_and_on_a_set_limit() -> None:
         ("--dp-attention", {"has_dp_attention": True, "dp_size": 2, "tp_size": 2}),
         ("--speculative", {"speculative": "ngram"}),
     ):
-        says = f"{option} makes each batch with a CUDA graph larger: lower --cuda-graph-max-bs first"
+        says = f"{option} makes each CUDA graph larger: lower --cuda-graph-max-bs first"
         assert make_plan(inputs_of("qwen3-8b", **flags, **more)).advice == (lower, says)
-    says = "a vision model needs memory for its images: lower the fraction by 0.05, --static-fraction 0.920"
+    says = "a vision model needs memory to encode images: lower the fraction by 0.05, --static-fraction 0.920"
     assert says in make_plan(inputs_of("gemma-3-27b", **flags)).advice
     limited = make_plan(inputs_of("qwen3-8b", device_bytes=80 * GIB, max_total_tokens=100_000))
-    assert limited.advice[0].endswith(" GiB stay free, more than 10 GB: raise --max-total-tokens, or leave it out")
+    assert limited.advice[0].endswith(" GiB stay free, more than 10 GB: raise or remove --max-total-tokens")
 
 
 def test_measured_weights_win_and_stored_ones_are_scaled_to_the_dtype() -> None:

@@ -1,4 +1,4 @@
-"""kvferry's scheduler on vLLM's own: requests, blocks and outputs are real, and nothing computes.
+"""Test FirstTokenScheduler with vLLM's own requests, blocks and outputs, without running a model.
 
 vLLM's model runner V2, which the scheduler needs, does not run on CPUs without a Triton for them. So the scheduler alone is
 called here, as vLLM's engine calls it. docs/performance.md has the runs on a GPU.
@@ -170,7 +170,7 @@ def test_an_answer_of_one_token(
     engine.assert_nothing_is_left()
 
 
-def test_others_are_scheduled_as_by_vllm(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_requests_without_use_first_token_are_scheduled_by_vllm(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     engine = Engine(model, monkeypatch)
     without = {name: value for name, value in PARAMS.items() if name != "use_first_token"}
     engine.add(params=without)
@@ -203,7 +203,7 @@ def test_an_aborted_request_gets_no_token(monkeypatch: pytest.MonkeyPatch, model
 
 
 @pytest.mark.parametrize(("has_v2", "is_async"), [(False, True), (True, False)])
-def test_it_is_vllms_scheduler_where_it_cannot_do_more(
+def test_without_v2_runner_or_async_scheduling_it_behaves_as_vllms(
     monkeypatch: pytest.MonkeyPatch, model: Path, has_v2: bool, is_async: bool
 ) -> None:
     with structlog.testing.capture_logs() as logs:

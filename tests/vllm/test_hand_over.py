@@ -47,7 +47,7 @@ def pair(
         kv_transfer_config=connector("kv_consumer", {"join_on_request": True}),
         name=f"decode-tp{decode_tp}",
         in_core=decode_tp == 1,
-        # vLLM's first model runner, as on CPUs, cannot use the prefill side's token: then this must be vLLM's scheduler.
+        # CPUs use model runner V1, so FirstTokenScheduler must behave as vLLM's scheduler here.
         args=["--num-gpu-blocks-override", "24", "--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler"],
     )
     prefill.wait_ready()

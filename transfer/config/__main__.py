@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
@@ -68,8 +68,14 @@ def _type_text(field: FieldInfo) -> str:
     elif kind is bool:
         text = "`true`, `false`"
     else:
-        text = "list of text" if str(kind).startswith("tuple") else "text"
+        elements = "whole numbers" if int in map(_plain, get_args(kind)) else "text"
+        text = f"list of {elements}" if str(kind).startswith("tuple") else "text"
     return text + suffix
+
+
+def _plain(kind: Any) -> Any:
+    """Return the type behind an annotation."""
+    return kind.__origin__ if get_origin(kind) is Annotated else kind
 
 
 def _bounds(field: FieldInfo) -> str:

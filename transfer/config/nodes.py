@@ -149,8 +149,10 @@ class DecodeNodeConfig(NodeConfig):
     cuda_graph_bs: Annotated[tuple[Count, ...] | None, BeforeValidator(listed)] = Field(
         default=None,
         description=(
-            "Decode batches that are captured into CUDA graphs; a smaller batch uses the next larger graph, a larger one runs "
-            "without. null means 1, 2, 4 and steps of eight up to cuda_graph_max_bs. No effect on cpu."
+            "Batch sizes of decode steps that are captured into CUDA graphs, each at most limits.max_running_requests. A batch "
+            "runs in the smallest graph that fits it, and without one if it is larger than all. An empty list captures none. "
+            "null means 1, 2, 4 and every eighth size up to cuda_graph_max_bs. Do not set both. No effect on cpu. "
+            "In the environment: separated by commas."
         ),
     )
     limits: DecodeLimitsConfig = Field(default_factory=DecodeLimitsConfig, description="Bounds.")

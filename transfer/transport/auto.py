@@ -13,7 +13,7 @@ that target process as unreachable over this transport. So the attempt that foll
 writer rejects the answer, or if the probe of the link fails. After a minute, the transport is offered again.
 
 If only one transport is common, for example because the peer has a fixed one, the writer sends the offer of that transport alone.
-The target then judges by the lane whether both ends are on one host.
+To explain a slow link, the target then infers from the lane whether both ends are on one host.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class AutoTransport:
 
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[Session, bytes]:
         transport = blob_transport(blob)
-        if transport in self.members:  # the only one that the writer has in common with this rank
+        if transport in self.members:  # only this one is common to both ends
             session, answer = self.members[transport].accept(blob, memory)
             session.obstacle = session.obstacle or obstacle_of(
                 session.lane,
