@@ -58,8 +58,8 @@ MEAN_PROMPT, MEAN_OUTPUT = 288, 20
 CHUNK_TOKENS = 128
 VOCAB_SIZE = 768
 SEED = 7
-MESSAGE_S = 0.0004
-"""Work of a grant or an ack, both ends: CPU of a chunk, bench/results/2026-11-22-two-cores-control.json."""
+MESSAGE_S = 0.00033
+"""Work of a grant or an ack, both ends: CPU of a chunk with one peer, bench/results/2026-11-27-two-cores-control.json."""
 _IDLE_S = 4.0
 
 
@@ -255,7 +255,9 @@ async def _settled(cluster: LocalCluster) -> dict[str, Taken]:
     return {"prefill step": Taken(), "decode step": Taken()} | await taken(cluster)
 
 
-def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: float) -> Calibration:
+def fit(
+    samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: float, message_s: float = MESSAGE_S
+) -> Calibration:
     """Stage times of the samples.
 
     Steps take what the nodes say that they took, alone and in batches. What a lone request took besides is in `request_s` as far
@@ -264,13 +266,14 @@ def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: 
     Args:
         stages: Mean seconds of a piece in each stage, as the nodes' metrics have them.
         cores: That are left for requests.
+        message_s: Work of a grant or an ack.
     """
     alone = [one for one in samples if one["output_tokens"] == 1 and one["batch"] == 1]
     generating = [one for one in samples if one["output_tokens"] > 1]
     bytes_per_token = round(statistics.median(one["num_bytes"] / one["prompt_tokens"] for one in alone))
     piece_bytes = CHUNK_TOKENS * bytes_per_token
     gather_s, write_s, scatter_s = (max(stages.get(name, 0.0), 1e-6) for name in ("gather", "write", "scatter"))
-    piece_s = gather_s + write_s + scatter_s + 2 * MESSAGE_S
+    piece_s = gather_s + write_s + scatter_s + 2 * message_s
 
     rows = [(one["prefill_steps"], *(one["requests"] * part for part in _tokens(one))) for one in samples]
     step_s, token_s, attention_s = least_squares(rows, [one["prefill_steps_s"] for one in samples])
@@ -323,8 +326,8 @@ def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: 
         scatter_s=0.0,
         scatter_bytes_per_s=piece_bytes / scatter_s,
         hand_s=0.0,
-        grant_s=MESSAGE_S,
-        ack_s=MESSAGE_S,
+        grant_s=message_s,
+        ack_s=message_s,
         reserve_s=request_s * 0.4,
         request_s=request_s * 0.6,
         cores=cores,
@@ -527,7 +530,8 @@ async def run(*, is_quick: bool, duration_s: float, keep: Callable[[dict[str, An
 def predicted_again(content: Mapping[str, Any]) -> dict[str, Any]:
     """A record with what this version simulates, from the samples and beside the measurements that it has."""
     own, duration_s = content["environment"]["num_cores"], content["setting"]["duration_s"]
-    calibration = fit(content["calibration"], content["stages"], cores=content["stage_times"]["cores"])
+    before = content["stage_times"]
+    calibration = fit(content["calibration"], content["stages"], cores=before["cores"], message_s=before["grant_s"])
     rows = []
     for row in content["rows"]:
         times = replace(calibration.times, cores=max(own - row["idle_cores"] - row["others_cores"], 0.1))

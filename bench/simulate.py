@@ -37,11 +37,13 @@ _TIMES = Path(__file__).parent / "simulation"
 _FEW, _PLENTY = 2000, 20_000
 _MOST_NODES = 4096
 _OF_NODES = {
-    "chunk-tokens": (2048, 1), "max-step-tokens": (4096, 1), "layer-groups": (2, 1), "staging-slots": (16, 2),
-    "ring-mib": (8192, 1), "prefill-running": (64, 1), "decode-running": (128, 1), "prefill-pool-tokens": (800_000, 1),
-    "decode-pool-tokens": (800_000, 1),
+    "chunk-tokens": (2048, 1), "max-step-tokens": (8192, 1), "layer-groups": (2, 1), "staging-slots": (4, 2),
+    "ring-mib": (2048, 1), "prefill-running": (64, 1), "decode-running": (256, 1), "prefill-pool-tokens": (421_088, 1),
+    "decode-pool-tokens": (433_488, 1),
 }  # fmt: skip
-"""Flags of the nodes' settings: default and least."""
+"""Flags of the nodes' settings: default and least. Defaults are those of a node of Llama 3.1 8B on a GPU of 80 GiB."""
+_LOOKED_FROM = {"staging-slots": 16, "ring-mib": 8192}
+"""Defaults with --nodes, which looks for the least that is no worse."""
 
 
 def stage_times(name: str) -> StageTimes:
@@ -56,7 +58,7 @@ def stage_times(name: str) -> StageTimes:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="a two-tier cluster as discrete events", allow_abbrev=False)
     add = made.add_argument
-    add("--times", default="h200-llama-3-8b", metavar="FILE", help="stage times: YAML, a record of bench.scaling, or a name")
+    add("--times", default="h100-llama-3-8b", metavar="FILE", help="stage times: YAML, a record of bench.scaling, or a name")
     add("--nodes", metavar="N[,N...]", help="size so many nodes")
     add("--prefill", type=int, default=1, help="prefill nodes, with --rate")
     add("--decode", type=int, default=1, help="decode nodes, with --rate")
@@ -72,10 +74,19 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--link-gb-per-s", type=float, help="10**9 bytes a second of a node's port, instead of that of the stage times")
     for name, (default, _) in _OF_NODES.items():
-        add(f"--{name}", type=int, default=default, help=f"as the nodes' setting; default {default}")
+        with_nodes = f"; with --nodes {_LOOKED_FROM[name]}, or the least that is no worse" if name in _LOOKED_FROM else ""
+        add(f"--{name}", type=int, help=f"as the nodes' setting; default {default}{with_nodes}")
     add("--placement", choices=[str(one) for one in Placement], default="order", help="told is what nodes do, and slower")
     add("--json", type=Path, metavar="FILE", help="write settings, stage times and outcome there")
     return made
+
+
+def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
+    """Return what was given, with the defaults of the nodes' settings that were not."""
+    for name, (default, _) in _OF_NODES.items():
+        if getattr(given, attribute := name.replace("-", "_")) is None:
+            setattr(given, attribute, default if given.nodes is None else _LOOKED_FROM.get(name, default))
+    return given
 
 
 def check(given: argparse.Namespace) -> None:
@@ -216,7 +227,7 @@ def print_differing(console: Console, settings: ClusterSettings, *, but: Sequenc
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser()
-    given = made.parse_args(arguments)
+    given = with_defaults(made.parse_args(arguments))
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 240)

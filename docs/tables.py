@@ -170,7 +170,7 @@ def message_limits(rows: list[Row]) -> list[Row]:
 
 def simulated_settings(rows: list[Row]) -> list[Row]:
     """Write the default of the simulator and the default of a node, for each option of the simulator."""
-    simulated = vars(simulate.parser().parse_args([]))
+    simulated = vars(simulate.with_defaults(simulate.parser().parse_args([])))
     prefill, decode = gpu_nodes()
     defaults = {
         "decode-running": decode.limits.max_running_requests,
