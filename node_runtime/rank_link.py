@@ -136,7 +136,7 @@ def _private_folder() -> Path:
     return folder
 
 
-class _Inbox:
+class Inbox:
     """The messages of one end, in the order of their arrival."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_message: Callable[..., None]) -> None:
@@ -181,11 +181,11 @@ class LeaderLink:
         for token in self._tokens:
             self._server.allow(token)
         self._local_ranks: dict[int, RankLink] = {}  # ends of ranks in this process
-        self.inbox: _Inbox | None = None
+        self.inbox: Inbox | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[int, Any], None]) -> None:
         """Call `on_message` on `loop` with the rank and each message."""
-        inbox = self.inbox = _Inbox(loop, on_message)
+        inbox = self.inbox = Inbox(loop, on_message)
 
         def on_received(received: Received) -> None:
             begun_s = time.monotonic()
@@ -196,21 +196,23 @@ class LeaderLink:
     def bypass_socket(self, rank: int) -> None:
         """Pass messages of both directions without the socket from now on, if the rank's end is watched by the same loop.
 
-        Call it when the rank has received all that was sent to it.
+        Call it when the rank has received all that was sent to it, and while its latest message is handled: what it sent after
+        that one through the socket can arrive late.
         """
         local = _rank_links_in_process.get(self.addresses[rank])
         if local is not None and local.inbox is not None and self.inbox is not None and local.inbox.loop is self.inbox.loop:
             self._local_ranks[rank] = local
+            local.use_local(self.inbox, rank)
 
     def send(self, rank: int, message: object) -> bool:
         """Send; return False if the rank is gone or has not taken its messages for long. The group cannot continue then."""
         if rank in self._local_ranks:
-            return self._local_ranks[rank].deliver_local(message, leader=self, rank=rank)
+            return self._local_ranks[rank].deliver_local(message)
         return self._server.send(self._tokens[rank], self._codec.encode(message))
 
     def broadcast(self, message: object) -> bool:
         """Send to all ranks, which receive all messages in the same order; return False as `send` does."""
-        taken = [local.deliver_local(message, leader=self, rank=rank) for rank, local in self._local_ranks.items()]
+        taken = [local.deliver_local(message) for local in self._local_ranks.values()]
         if len(taken) < len(self._tokens):
             payload = self._codec.encode(message)
             taken += [
@@ -233,11 +235,11 @@ class RankLink:
         self._client = ZmqControlClient(
             address.endpoint, session_id=address.token, max_payload_bytes=MAX_PAYLOAD_BYTES, silence_ms=SILENCE_MS
         )
-        self._local_leader: tuple[_Inbox, int] | None = None  # its inbox, and the number of this rank
-        self.inbox: _Inbox | None = None
+        self._local_leader: tuple[Inbox, int] | None = None  # its inbox, and the number of this rank
+        self.inbox: Inbox | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[Any], None]) -> None:
-        inbox = self.inbox = _Inbox(loop, on_message)
+        inbox = self.inbox = Inbox(loop, on_message)
         _rank_links_in_process[self._address] = self
 
         def on_payload(payload: bytes) -> None:
@@ -246,13 +248,13 @@ class RankLink:
 
         self._client.watch(loop, on_payload)
 
-    def deliver_local(self, message: object, *, leader: LeaderLink, rank: int) -> bool:
-        """Queue a message of a leader in this process, and send replies directly from now on. Return False if this end is closed.
+    def use_local(self, leader: Inbox, rank: int) -> None:
+        """Send directly to a leader in this process from now on, as the rank of that number."""
+        self._local_leader = leader, rank
 
-        Replies can overtake what this end sent through the socket since `RankReady`: reports of its state, which are sent again.
-        """
-        assert self.inbox is not None and leader.inbox is not None
-        self._local_leader = leader.inbox, rank
+    def deliver_local(self, message: object) -> bool:
+        """Queue a message of a leader in this process. Return False if this end is closed."""
+        assert self.inbox is not None, "a leader knows only ends that are watched"
         return self.inbox.put(message)
 
     def send(self, message: object) -> None:

@@ -99,27 +99,29 @@ def _advice_on_free(plan: MemoryPlan, is_memory_the_limit: bool) -> list[str]:
             most = plan.inputs.max_total_tokens
             is_set = most is not None and most // plan.inputs.page_size == plan.num_pages
             return [f"{stays}, more than {10 * scale:.2g} GB: raise or remove --max-total-tokens"] if is_set else []
-        if plan.inputs.policy is Policy.PAGE_COUNT:
-            flag = f"--memory-ratio {min(0.99, plan.inputs.memory_ratio + 0.01):.2f}"
-        else:
-            flag = f"--static-fraction {min(0.99, plan.static_fraction + 0.01):.3f}"
-        return [f"{stays}, more than {10 * scale:.2g} GB: raise the fraction by 0.01, {flag}"]
+        return [f"{stays}, more than {10 * scale:.2g} GB: raise the fraction by 0.01, {_fraction(plan, 0.01)}"]
     if free_gib < 3 * scale:
         bound, when = (2, ", or memory will run out") if free_gib < 2 * scale else (3, " if memory runs out")
         advice = [f"{stays}, less than {bound * scale:.2g} GB: lower --chunked-prefill-size or --cuda-graph-max-bs{when}"]
-        return advice + _advice_on_costly_options(plan.inputs, plan.static_fraction)
+        return advice + _advice_on_costly_options(plan)
     if 5 * scale <= free_gib <= 8 * scale:
         return [f"{stays}, between {5 * scale:.2g} and {8 * scale:.2g} GB: good"]
     return []
 
 
-def _advice_on_costly_options(inputs: PlanInputs, static_fraction: float) -> list[str]:
+def _fraction(plan: MemoryPlan, change: float) -> str:
+    """Return the flag of the plan's fraction with a changed value."""
+    if plan.inputs.policy is Policy.PAGE_COUNT:
+        return f"--memory-ratio {min(0.99, max(0.01, plan.inputs.memory_ratio + change)):.2f}"
+    return f"--static-fraction {min(0.99, max(0.01, plan.static_fraction + change)):.3f}"
+
+
+def _advice_on_costly_options(plan: MemoryPlan) -> list[str]:
     """Advise on options that take memory outside the weights and the pool. Source: SGLang's hyperparameter tuning guide."""
-    advice = []
+    advice, inputs = list[str](), plan.inputs
     if inputs.has_dp_attention or inputs.speculative is not None:
         option = "--dp-attention" if inputs.has_dp_attention else "--speculative"
         advice.append(f"{option} makes each CUDA graph larger: lower --cuda-graph-max-bs first")
     if inputs.model.vision is not None:
-        lower = f"--static-fraction {static_fraction - 0.05:.3f}"
-        advice.append(f"a vision model needs memory to encode images: lower the fraction by 0.05, {lower}")
+        advice.append(f"a vision model needs memory to encode images: lower the fraction by 0.05, {_fraction(plan, -0.05)}")
     return advice

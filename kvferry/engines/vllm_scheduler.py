@@ -23,15 +23,25 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.engines.vllm_connector import KvferryConnector
+from transfer.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
 
 class FirstTokenScheduler(AsyncScheduler):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Raises:
+        ConfigError: vLLM has several synchronous steps in flight, which an `AsyncScheduler` does not support.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        if not self.scheduler_config.async_scheduling and self.parallel_config.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "asynchronous scheduling is off; with pipeline parallelism, FirstTokenScheduler needs it: turn it on, or leave "
+                "out --scheduler-cls"
+            )
         reason = self._unsupported_reason()
         if reason:
             log.warning("first_tokens_not_used", reason=reason)
@@ -59,10 +69,19 @@ class FirstTokenScheduler(AsyncScheduler):
             for request_id, token in self.connector.take_first_tokens().items():
                 request = self.requests.get(request_id)
                 is_waiting = request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS  # not aborted
-                if is_waiting and request_id not in self.failed_recving_kv_req_ids:
+                if is_waiting and request_id not in self.failed_recving_kv_req_ids and self._has_room(request):
                     output = self._append_first_token(request, token)
                     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
+
+    def _has_room(self, request: Request) -> bool:
+        """Allocate the block of the first token's KV, a new one if the prompt fills its blocks. Return False if none is free.
+
+        vLLM schedules requests whose KV was loaded before all others, and waits if it finds no block for one of them. If loaded
+        prompts hold all blocks, it would wait for ever. Without the token, vLLM computes the prompt's last token again, in a
+        block that the request has. Then the request runs, and can be preempted.
+        """
+        return self.kv_cache_manager.allocate_slots(request, 1) is not None
 
     def _append_first_token(self, request: Request, token: int) -> EngineCoreOutput:
         """Append the first token to a request whose KV has arrived, and finish the request if that token ends it."""

@@ -111,8 +111,9 @@ def _can_use_first_token(request: Any, params: Mapping[str, Any]) -> bool:
     sampling = request.sampling_params
     return (
         params.get("use_first_token") is True
+        and bool(params.get("transfer_id"))  # otherwise the prefill side computes the prompt by itself, and samples greedily
         and sampling is not None
-        and sampling.logprobs is None
+        and sampling.num_logprobs is None
         and not request.use_structured_output
         and not request.resumable
     )

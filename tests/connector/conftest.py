@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from kvferry.engines.connector import PREFILL, Sides
+from kvferry.engines.connector_rank import CODEC
 from node_runtime.loop_thread import LoopThread
+from node_runtime.rank_link import Inbox
 from tests.connector.instances import Instance, target
 
 Start = Callable[..., Instance]
@@ -20,6 +22,20 @@ def loop_thread() -> Iterator[None]:
     thread = LoopThread.shared()
     yield
     thread.release()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def messages_that_can_travel() -> Iterator[None]:
+    """Leader and ranks share a process here and pass objects. Between processes, each message is encoded and checked."""
+    put = Inbox.put
+
+    def checked(self: Inbox, message: object, *sender: int) -> bool:
+        CODEC.decode(CODEC.encode(message))
+        return put(self, message, *sender)
+
+    Inbox.put = checked  # type: ignore[method-assign]
+    yield
+    Inbox.put = put  # type: ignore[method-assign]
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class Vllm:
             num_computed_tokens=0,
             output_token_ids=[],
             status="RUNNING",
-            sampling_params=SimpleNamespace(logprobs=None),
+            sampling_params=SimpleNamespace(num_logprobs=None),
             use_structured_output=False,
             resumable=False,
         )
@@ -231,7 +231,7 @@ def test_both_are_asked_at_once(pair: Pair) -> None:
         ({}, {"b": 7}),
         ({"use_first_token": False}, {}),
         ({"may_use_first_tokens": False}, {}),
-        ({"logprobs": 0}, {}),
+        ({"num_logprobs": 0}, {}),
         ({"use_structured_output": True}, {}),
         ({"resumable": True}, {}),
     ],
@@ -243,7 +243,7 @@ def test_an_answer_begins_with_the_prefill_sides_token(pair: Pair, change: dict[
     decode.scheduler.may_use_first_tokens = change.get("may_use_first_tokens", True)
     params = send(prefill, "a", PROMPT) | {"use_first_token": change.get("use_first_token", True)}
     request = decode.request("b", PROMPT, params)
-    request.sampling_params.logprobs = change.get("logprobs")
+    request.sampling_params.num_logprobs = change.get("num_logprobs")
     request.use_structured_output = change.get("use_structured_output", False)
     request.resumable = change.get("resumable", False)
     assert decode.matched(request) == (100, True)

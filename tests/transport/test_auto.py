@@ -103,7 +103,7 @@ def test_a_slow_link_to_a_peer_with_one_transport_names_the_reason(opened: list[
     one, several = ucx(), auto(nixl(), ucx(), cuda_ipc="no driver")
     opened += [one, several]
     several.is_device = True  # host memory here, but GPUs are judged
-    assert moved(one, several)[1].obstacle == "cuda_ipc: no driver; nixl: the writer does not have it"
+    assert moved(one, several)[1].obstacle == "cuda_ipc: no driver; nixl: the writer does not offer it"
 
 
 def test_a_failed_offer_does_not_prevent_the_others(opened: list[Any]) -> None:

@@ -6,7 +6,8 @@ called here, as vLLM's engine calls it. docs/performance.md has the runs on a GP
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Leader:
     def want(self, *what: object, **more: object) -> None: ...
     def bind(self, *what: object, **more: object) -> None: ...
     def cancel(self, *what: object, **more: object) -> None: ...
+    def report_page_shortage(self, name: str) -> None: ...
     def decline(self, *what: object) -> None: ...
 
     def view(self, name: str) -> PromptView:
@@ -70,8 +72,20 @@ class ReadyConnector(KvferryConnector):
 class Engine:
     """The scheduler, and the steps that an engine would make of its decisions."""
 
-    def __init__(self, model: Path, monkeypatch: pytest.MonkeyPatch, *, has_v2: bool = True, is_async: bool = True) -> None:
-        config = connector("kv_consumer") | {"kv_connector": "ReadyConnector", "kv_connector_module_path": __name__}
+    def __init__(
+        self,
+        model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        has_v2: bool = True,
+        is_async: bool = True,
+        num_blocks: int = 64,
+        policy: str = "recompute",
+    ) -> None:
+        config = connector("kv_consumer", policy=policy) | {
+            "kv_connector": "ReadyConnector",
+            "kv_connector_module_path": __name__,
+        }
         self.config = EngineArgs(
             model=str(model), dtype="float32", kv_transfer_config=config, block_size=BLOCK, max_model_len=1024
         ).create_engine_config()
@@ -79,8 +93,8 @@ class Engine:
         self.config.scheduler_config.async_scheduling = is_async
         monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: has_v2))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        self.config.cache_config.num_gpu_blocks = 64
+        cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        self.config.cache_config.num_gpu_blocks = num_blocks
         init_none_hash(sha256)
         self.scheduler = FirstTokenScheduler(
             self.config,
@@ -92,10 +106,12 @@ class Engine:
         )
         self.free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def add(self, name: str = "a", params: Mapping[str, Any] = PARAMS, **sampling: Any) -> Request:
+    def add(
+        self, name: str = "a", params: Mapping[str, Any] = PARAMS, *, prompt: Sequence[int] = PROMPT, **sampling: Any
+    ) -> Request:
         values = SamplingParams(**{"max_tokens": 5, "extra_args": {"kv_transfer_params": dict(params)}, **sampling})
         values.update_from_generation_config({}, eos_token_id=STOP)
-        request = Request(name, list(PROMPT), values, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+        request = Request(name, list(prompt), values, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
         self.scheduler.add_request(request)
         return request
 
@@ -183,12 +199,43 @@ def test_requests_without_use_first_token_are_scheduled_by_vllm(monkeypatch: pyt
     assert scheduled.num_scheduled_tokens["b"] == len(PROMPT) % BLOCK, "the rest is in the prefix cache"
 
 
-def test_a_request_whose_kv_fails_is_recomputed(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+@pytest.mark.parametrize("sampling", [{"logprobs": 1}, {"logprob_token_ids": [5, 6]}], ids=str)
+def test_requests_with_log_probabilities_compute_their_first_token(
+    monkeypatch: pytest.MonkeyPatch, model: Path, sampling: dict[str, Any]
+) -> None:
     engine = Engine(model, monkeypatch)
+    engine.add(**sampling)
+    assert engine.receive() == []
+
+
+@pytest.mark.parametrize("length", [6 * BLOCK, 6 * BLOCK - 1])
+def test_loaded_prompts_that_fill_the_pool_do_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, model: Path, length: int
+) -> None:
+    """vLLM schedules them before all others, and no request runs that could be preempted for them."""
+    engine = Engine(model, monkeypatch, num_blocks=13)  # one is vLLM's null block
+    for number, name in enumerate("abc"):
+        engine.add(name, prompt=range(1000 * number, 1000 * number + length), max_tokens=40, ignore_eos=True)
+    tokens, asked = Counter[str](), set[str]()
+    for _ in range(400):
+        waiting = {name for name, one in engine.scheduler.requests.items() if one.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
+        _, outputs = engine.step(*(waiting - asked))
+        asked |= waiting
+        tokens.update({one.request_id: len(one.new_token_ids) for one in outputs})
+    assert tokens == {"a": 40, "b": 40, "c": 40}
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(("policy", "reasons"), [("recompute", []), ("fail", [FinishReason.ERROR])])
+def test_a_request_whose_kv_fails_gets_no_token(
+    monkeypatch: pytest.MonkeyPatch, model: Path, policy: str, reasons: list[FinishReason]
+) -> None:
+    engine = Engine(model, monkeypatch, policy=policy)
     engine.add()
-    assert engine.receive(failed=("a",)) == []
+    outputs = engine.receive(failed=("a",))
+    assert [(one.new_token_ids, one.finish_reason) for one in outputs] == [([], reason) for reason in reasons]
     scheduled, _ = engine.step()
-    assert scheduled.num_scheduled_tokens == {"a": len(PROMPT)}
+    assert scheduled.num_scheduled_tokens == ({"a": len(PROMPT)} if policy == "recompute" else {})
 
 
 def test_an_aborted_request_gets_no_token(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
@@ -197,7 +244,9 @@ def test_an_aborted_request_gets_no_token(monkeypatch: pytest.MonkeyPatch, model
     engine.step()
     engine.step()
     engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    monkeypatch.setattr(engine.scheduler.connector, "take_first_tokens", lambda: {"a": FIRST, "gone": FIRST})
     assert engine.step("a")[1] == []
+    monkeypatch.undo()
     engine.step()
     engine.assert_nothing_is_left()
 

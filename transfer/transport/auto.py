@@ -13,7 +13,7 @@ that target process as unreachable over this transport. So the attempt that foll
 writer rejects the answer, or if the probe of the link fails. After a minute, the transport is offered again.
 
 If only one transport is common, for example because the peer has a fixed one, the writer sends the offer of that transport alone.
-To explain a slow link, the target then infers from the lane whether both ends are on one host.
+The target then does not know whether both ends are on one host, and names every possible reason for a slow link.
 """
 
 from __future__ import annotations
@@ -171,13 +171,11 @@ class AutoTransport:
         transport = blob_transport(blob)
         if transport in self.members:  # only this one is common to both ends
             session, answer = self.members[transport].accept(blob, memory)
-            session.obstacle = session.obstacle or obstacle_of(
-                session.lane,
-                self._why_not_better(transport, {transport: blob}, {}, ()),
-                is_device=self.is_device,
-                is_same_machine=not session.lane.endswith("/net"),
-                has_rdma=self.has_rdma,
-            )
+            if self.is_device and not session.obstacle:
+                obstacles = self._why_not_better(transport, {transport: blob}, {}, ())
+                if session.lane.endswith("/net") and not self.has_rdma:
+                    obstacles["RDMA"] = "this end has no device"
+                session.obstacle = _shown(obstacles)
             return session, answer
         fields = unpack_blob(blob, transport=AUTO, version=_VERSION, role="offer")
         writer, own = ProcessIdentity.from_wire(fields.get("identity")), ProcessIdentity.own()
@@ -252,7 +250,7 @@ class AutoTransport:
             elif name not in self.members:
                 found[name] = self.unusable.get(name, "not installed")
             elif name not in offers:
-                found[name] = "the writer does not have it"
+                found[name] = "the writer does not offer it"
         return found
 
 
