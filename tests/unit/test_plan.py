@@ -271,9 +271,8 @@ def test_advice_on_options_that_take_memory_and_on_a_set_limit() -> None:
     says = "a vision model needs memory to encode images: lower the fraction by 0.05, --static-fraction 0.920"
     assert says in make_plan(inputs_of("gemma-3-27b", **flags)).advice
     of_pages = flags | {"static_fraction": None, "policy": Policy.PAGE_COUNT, "memory_ratio": 0.97}
-    assert make_plan(inputs_of("gemma-3-27b", **of_pages)).advice[-1] == says.replace(
-        "--static-fraction 0.920", "--memory-ratio 0.92"
-    )
+    says = says.replace("--static-fraction 0.920", "--memory-ratio 0.92")
+    assert says in make_plan(inputs_of("gemma-3-27b", **of_pages)).advice
     limited = make_plan(inputs_of("qwen3-8b", device_bytes=80 * GIB, max_total_tokens=100_000))
     assert limited.advice[0].endswith(" GiB stay free, more than 10 GB: raise or remove --max-total-tokens")
 
