@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 
 HOST: Final = "127.0.0.1"
 STOP_S: Final = 10.0
+READY_POLL_S: Final = 0.2
 LOG_LINES: Final = 20
 ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
 
@@ -46,6 +47,8 @@ class Serving:
         prefill_tp: Tensor-parallel degree of prefill servers. The single servers have the decode degree, because the order of
             additions depends on the degree.
         decode_tp: Tensor-parallel degree of decode servers.
+        prefill_gpus, decode_gpus: GPUs as in CUDA_VISIBLE_DEVICES; empty for those of this process. The single servers use those
+            of decode.
         start_timeout_s: Time for the servers of a setup to start.
         logs: Folder of the log files.
         environment: Further variables of all processes. Their part of the setup is in HANDOVERS_ROLE: route, prefill,
@@ -56,13 +59,17 @@ class Serving:
     arguments: tuple[str, ...] = ()
     prefill_tp: int = 1
     decode_tp: int = 1
+    prefill_gpus: str = ""
+    decode_gpus: str = ""
     start_timeout_s: float = 300.0
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def environment_of(self, name: str) -> dict[str, str]:
         """Return the variables of the process `name`."""
-        return {**self.environment, "HANDOVERS_ROLE": name.rpartition("-")[2]}
+        role = name.rpartition("-")[2]
+        gpus = self.prefill_gpus if role == "prefill" else self.decode_gpus
+        return {**self.environment, "HANDOVERS_ROLE": role} | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,110 +128,113 @@ class Process:
 class Setup:
     """Running servers. Use as a context manager: the end of the block stops them.
 
+    Args:
+        name: One of `SETUPS`.
+        serving: Settings of its servers.
+
     Attributes:
         urls: Base URLs to which the load is sent, in turn.
-        processes: The servers, in the order of their start.
         started_s: Seconds until all servers were ready.
     """
 
     name: str
+    serving: Serving
     urls: list[str] = field(default_factory=list)
-    processes: list[Process] = field(default_factory=list)
     started_s: float = 0.0
+    _processes: list[Process] = field(default_factory=list)
+    _begin_s: float = 0.0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self.processes):
+        for process in reversed(self._processes):
             process.stop()
+        self._processes.clear()
 
-
-def start_setup(name: str, serving: Serving) -> Setup:
-    """Start a setup and wait until it is ready.
-
-    Args:
-        name: One of `SETUPS`.
-
-    Raises:
-        ServerFailed: A server ended, or was not ready in time. All servers of the setup are stopped.
-    """
-    setup = Setup(name=name)
-    begin_s = time.monotonic()
-    try:
-        if name in ("one", "two"):
-            for number in range(1 + (name == "two")):
-                setup.urls.append(_start_vllm(setup, f"{name}-{number}", serving, tp_size=serving.decode_tp))
-            _wait(setup, serving)
+    def start(self) -> None:
+        """Start all servers. They become ready later, so several setups can start at the same time."""
+        self._begin_s = time.monotonic()
+        if self.name in ("one", "two"):
+            for number in range(1 + (self.name == "two")):
+                self.urls.append(self._start_vllm(str(number), tp_size=self.serving.decode_tp))
         else:
-            _start_pair(setup, serving)
-    except BaseException:
-        setup.__exit__()
-        raise
-    setup.started_s = time.monotonic() - begin_s
-    return setup
+            self._start_pair()
 
+    def wait(self) -> None:
+        """Wait until all servers are ready.
 
-def _start_pair(setup: Setup, serving: Serving) -> None:
-    kv_port = free_port()
-    configuration: Callable[[str], dict[str, Any]] = _nixl if setup.name == "nixl" else _kvferry(setup.name, kv_port)
-    is_ours = setup.name not in ("nixl", VLLM_SCHEDULER)
-    urls = {
-        side: _start_vllm(
-            setup,
-            f"{setup.name}-{side}",
-            serving,
-            tp_size=tp_size,
-            connector=configuration(role),
-            side_channel=free_port(),
-            arguments=_SCHEDULER if is_ours and side == "decode" else (),
+        Raises:
+            ServerFailed: A server ended, or was not ready in time. All servers of the setup are stopped.
+        """
+        waiting = list(self._processes)
+        try:
+            while waiting := [process for process in waiting if not process.is_ready()]:
+                if time.monotonic() > self._begin_s + self.serving.start_timeout_s:
+                    lines = "\n".join(process.last_lines() for process in waiting)
+                    names = ", ".join(process.name for process in waiting)
+                    raise ServerFailed(f"not ready in {self.serving.start_timeout_s:g} s: {names}\n{lines}")
+                time.sleep(READY_POLL_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.started_s = time.monotonic() - self._begin_s
+
+    def _start_pair(self) -> None:
+        kv_port = free_port()
+        configuration: Callable[[str], dict[str, Any]] = _nixl if self.name == "nixl" else _kvferry(self.name, kv_port)
+        has_class = self.name not in ("nixl", VLLM_SCHEDULER)
+        urls = {
+            side: self._start_vllm(
+                side,
+                tp_size=tp_size,
+                connector=configuration(role),
+                side_channel=free_port(),
+                arguments=_SCHEDULER if has_class and side == "decode" else (),
+            )
+            for side, role, tp_size in (
+                ("prefill", "kv_producer", self.serving.prefill_tp),
+                ("decode", "kv_consumer", self.serving.decode_tp),
+            )
+        }
+        port = free_port()
+        command = [sys.executable, "-m", "kvferry", "route", "--host", HOST, "--port", str(port)]
+        command += ["--prefill", urls["prefill"], "--decode", urls["decode"]]
+        url = f"http://{HOST}:{port}"
+        self._start("route", command, ready_url=f"{url}/readyz", environment={})
+        self.urls.append(url)
+
+    def _start_vllm(
+        self,
+        role: str,
+        *,
+        tp_size: int,
+        connector: dict[str, Any] | None = None,
+        side_channel: int = 0,
+        arguments: Sequence[str] = (),
+    ) -> str:
+        port = free_port()
+        url = f"http://{HOST}:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.serving.model)]
+        command += ["--served-model-name", "model", "--host", HOST, "--port", str(port), "--tensor-parallel-size", str(tp_size)]
+        command += ["--disable-uvicorn-access-log", *self.serving.arguments, *arguments]
+        if connector is not None:
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)} if side_channel else {}
+        self._start(role, command, ready_url=f"{url}/health", environment=environment)
+        return url
+
+    def _start(self, role: str, command: Sequence[str], *, ready_url: str, environment: Mapping[str, str]) -> None:
+        name = f"{self.name}-{role}"
+        self._processes.append(
+            Process.start(
+                name,
+                command,
+                log=self.serving.logs / f"{name}.log",
+                ready_url=ready_url,
+                environment={**self.serving.environment_of(name), **environment},
+            )
         )
-        for side, role, tp_size in (
-            ("prefill", "kv_producer", serving.prefill_tp),
-            ("decode", "kv_consumer", serving.decode_tp),
-        )
-    }
-    _wait(setup, serving)
-    port = free_port()
-    command = [sys.executable, "-m", "kvferry", "route", "--host", HOST, "--port", str(port)]
-    command += ["--prefill", urls["prefill"], "--decode", urls["decode"]]
-    url = f"http://{HOST}:{port}"
-    setup.processes.append(
-        Process.start(
-            f"{setup.name}-route",
-            command,
-            log=serving.logs / f"{setup.name}-route.log",
-            ready_url=f"{url}/readyz",
-            environment=serving.environment_of("route"),
-        )
-    )
-    setup.urls.append(url)
-    _wait(setup, serving)
-
-
-def _start_vllm(
-    setup: Setup,
-    name: str,
-    serving: Serving,
-    *,
-    tp_size: int,
-    connector: dict[str, Any] | None = None,
-    side_channel: int = 0,
-    arguments: Sequence[str] = (),
-) -> str:
-    port = free_port()
-    url = f"http://{HOST}:{port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(serving.model)]
-    command += ["--served-model-name", "model", "--host", HOST, "--port", str(port), "--tensor-parallel-size", str(tp_size)]
-    command += ["--disable-uvicorn-access-log", *serving.arguments, *arguments]
-    if connector is not None:
-        command += ["--kv-transfer-config", json.dumps(connector)]
-    environment = serving.environment_of(name)
-    if side_channel:
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
-    log = serving.logs / f"{name}.log"
-    setup.processes.append(Process.start(name, command, log=log, ready_url=f"{url}/health", environment=environment))
-    return url
 
 
 def _nixl(role: str) -> dict[str, Any]:
@@ -253,16 +263,6 @@ def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
         }
 
     return configuration
-
-
-def _wait(setup: Setup, serving: Serving) -> None:
-    waiting = list(setup.processes)
-    deadline_s = time.monotonic() + serving.start_timeout_s
-    while waiting:
-        waiting = [process for process in waiting if not process.is_ready()]
-        if waiting and time.monotonic() > deadline_s:
-            raise ServerFailed(f"{waiting[0].name} was not ready in {serving.start_timeout_s:g} s\n{waiting[0].last_lines()}")
-        time.sleep(0.2)
 
 
 def free_port() -> int:

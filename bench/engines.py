@@ -2,9 +2,11 @@
 
     python -m bench.engines --setups one nixl kvferry kvferry-cuda_ipc --json FILE [--lengths 512 2000 8000] [--in-flight 1 8 32]
 
-Needs vLLM in this environment, and NIXL for `nixl`. `bench.engine_servers.SETUPS` describes the setups. They run one after the
-other with the same prompts, and `one` runs again at the end, so that drift of the machine shows. Servers of a setup share the
-first GPU. All requests to pairs go through `kvferry route`.
+Needs vLLM in this environment, and NIXL for `nixl`. `bench.engine_servers.SETUPS` describes the setups. All servers start at
+the beginning and share the first GPU, so their caches must fit side by side (`-- --kv-cache-memory-bytes N`). `--gpus 0 1` puts
+prefill and decode servers on two GPUs. The setups get the same prompts in turns, every second time in the opposite order, so
+that drift of the machine affects all of them. The servers of other setups are idle then. All requests to pairs go through
+`kvferry route`.
 
 The default model has the KV of Llama 3 8B (128 KiB per token in 16 bits), random weights and 0.5 billion parameters. Prefill of a
 small model is short, so times of the transfer weigh more than with a large model.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -26,8 +29,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine_load import Answer, Load, send_load
-from bench.engine_servers import SETUPS, ServerFailed, Serving, start_setup
+from bench.engine_load import Load, send_load
+from bench.engine_servers import SETUPS, ServerFailed, Serving, Setup
 from bench.timing import Environment
 from kvferry.bench_serve.summary import Spread
 from kvferry.demo.kinds import KINDS, VOCAB_SIZE, DemoKind, ModelKind
@@ -35,7 +38,6 @@ from kvferry.demo.model import make_demo_model
 
 LEAST_REQUESTS: Final = 8
 FIRST_TOKEN_ID: Final = 3  # the smaller ids are special tokens
-AGAIN: Final = "one again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Cell:
 
     Attributes:
         differing: Answers whose tokens differ from those of the first setup.
+        ttft_p50_s: Median time to first token of each turn.
         requests_per_s: Of answers without error.
         goodput_per_s: Of those that met both objectives.
     """
@@ -55,6 +58,7 @@ class Cell:
     failed: int
     differing: int
     ttft_s: Spread
+    ttft_p50_s: tuple[float, ...]
     interval_s: Spread
     requests_per_s: float
     goodput_per_s: float
@@ -90,21 +94,24 @@ def prompts_of(prompt_tokens: int, in_flight: int, *, number: int, seed: int) ->
 
 def cell_of(
     setup: str,
-    load: Load,
-    reference: Sequence[Answer],
+    loads: Sequence[Load],
+    references: Sequence[Load],
     *,
     in_flight: int,
     slo_ttft_s: float,
     slo_tpot_s: float,
 ) -> Cell:
-    """Summarise a load.
+    """Summarise the loads of all turns.
 
     Args:
-        reference: Answers of the first setup to the same prompts.
+        references: Loads of the first setup with the same prompts.
         slo_ttft_s: Objective for the time to first token.
         slo_tpot_s: Objective for the mean time per further token.
     """
-    served = [answer for answer in load.answers if not answer.error]
+    answers = [answer for load in loads for answer in load.answers]
+    others = [answer for load in references for answer in load.answers]
+    duration_s = sum(load.duration_s for load in loads)
+    served = [answer for answer in answers if not answer.error]
     good = [
         answer
         for answer in served
@@ -112,24 +119,25 @@ def cell_of(
     ]
     return Cell(
         setup=setup,
-        prompt_tokens=load.answers[0].prompt_tokens,
+        prompt_tokens=answers[0].prompt_tokens,
         in_flight=in_flight,
-        requests=len(load.answers),
-        failed=len(load.answers) - len(served),
+        requests=len(answers),
+        failed=len(answers) - len(served),
         differing=sum(
             not (answer.error or other.error) and answer.token_ids != other.token_ids
-            for answer, other in zip(load.answers, reference, strict=True)
+            for answer, other in zip(answers, others, strict=True)
         ),
         ttft_s=Spread.of(answer.ttft_s for answer in served),
+        ttft_p50_s=tuple(Spread.of(answer.ttft_s for answer in load.answers if not answer.error).p50 for load in loads),
         interval_s=Spread.of(interval_s for answer in served for interval_s in answer.intervals_s),
-        requests_per_s=len(served) / load.duration_s,
-        goodput_per_s=len(good) / load.duration_s,
-        errors=tuple(sorted({answer.error for answer in load.answers if answer.error})[:3]),
+        requests_per_s=len(served) / duration_s,
+        goodput_per_s=len(good) / duration_s,
+        errors=tuple(sorted({answer.error for answer in answers if answer.error})[:3]),
     )
 
 
 class Comparison:
-    """Cells of all setups, and the reference answers.
+    """Cells of all setups.
 
     Args:
         arguments: Of the command line.
@@ -139,58 +147,72 @@ class Comparison:
     def __init__(self, arguments: argparse.Namespace, serving: Serving) -> None:
         self._arguments = arguments
         self._serving = serving
-        self._references: dict[tuple[int, int], Sequence[Answer]] = {}
+        self._setups: list[Setup] = []
         self.cells: list[Cell] = []
         self.started_s: dict[str, float] = {}
         self.failures: dict[str, str] = {}
 
     def run(self, console: Console) -> None:
-        setups = list(self._arguments.setups)
-        if setups[0] == "one" and len(setups) > 1:
-            setups.append(AGAIN)
-        for name in setups:
-            try:
-                with start_setup("one" if name == AGAIN else name, self._serving) as setup:
-                    self.started_s[name] = setup.started_s
-                    asyncio.run(self._measure(name, setup.urls))
-            except ServerFailed as error:
-                self.failures[name] = str(error)
-                console.print(f"{name}: {error}", markup=False)
+        """Start all setups, measure those that are ready, and stop them."""
+        with contextlib.ExitStack() as stack:
+            setups = [stack.enter_context(Setup(name=name, serving=self._serving)) for name in self._arguments.setups]
+            for setup in setups:
+                setup.start()
+            for setup in setups:
+                try:
+                    setup.wait()
+                except ServerFailed as error:
+                    self.failures[setup.name] = str(error)
+                    console.print(f"{setup.name}: {error}", markup=False)
+                else:
+                    self.started_s[setup.name] = setup.started_s
+                    self._setups.append(setup)
             self.write()
-            print_table(self, console)
+            if self._setups:
+                asyncio.run(self._measure())
+        print_table(self.cells, console)
 
-    async def _measure(self, name: str, urls: Sequence[str]) -> None:
+    async def _measure(self) -> None:
         arguments = self._arguments
-        for prompt_tokens in arguments.lengths:  # compiles kernels and opens sessions
-            warm_up = prompts_of(prompt_tokens, 0, number=4, seed=arguments.seed)
-            await send_load(urls, warm_up, in_flight=2, output_tokens=8, salt="warm-up")
+        for setup in self._setups:  # compiles kernels and opens sessions
+            for prompt_tokens in arguments.lengths:
+                warm_up = prompts_of(prompt_tokens, 0, number=4, seed=arguments.seed)
+                await send_load(setup.urls, warm_up, in_flight=2, output_tokens=8, salt="warm-up")
         for in_flight in arguments.in_flight:
             for prompt_tokens in arguments.lengths:
-                number = max(LEAST_REQUESTS, arguments.rounds * in_flight)
-                prompts = prompts_of(prompt_tokens, in_flight, number=number, seed=arguments.seed)
+                await self._measure_cells(prompt_tokens, in_flight)
+                self.write()
+
+    async def _measure_cells(self, prompt_tokens: int, in_flight: int) -> None:
+        arguments = self._arguments
+        number = max(LEAST_REQUESTS, arguments.rounds * in_flight)
+        prompts = prompts_of(prompt_tokens, in_flight, number=number * arguments.turns, seed=arguments.seed)
+        loads: dict[str, list[Load]] = {setup.name: [] for setup in self._setups}
+        for turn in range(arguments.turns):
+            for setup in reversed(self._setups) if turn % 2 else self._setups:
                 load = await send_load(
-                    urls, prompts, in_flight=in_flight, output_tokens=arguments.output_tokens, salt=f"load {in_flight}"
+                    setup.urls,
+                    prompts[turn * number : (turn + 1) * number],
+                    in_flight=in_flight,
+                    output_tokens=arguments.output_tokens,
+                    salt=f"load {in_flight}",
                 )
-                reference = self._references.setdefault((prompt_tokens, in_flight), load.answers)
-                self.cells.append(
-                    cell_of(
-                        name,
-                        load,
-                        reference,
-                        in_flight=in_flight,
-                        slo_ttft_s=arguments.slo_ttft,
-                        slo_tpot_s=arguments.slo_tpot,
-                    )
-                )
+                loads[setup.name].append(load)
+        first = loads[self._setups[0].name]
+        self.cells += [
+            cell_of(name, of_setup, first, in_flight=in_flight, slo_ttft_s=arguments.slo_ttft, slo_tpot_s=arguments.slo_tpot)
+            for name, of_setup in loads.items()
+        ]
 
     def write(self) -> None:
-        """Write the record, if the command line named a file."""
+        """Write the record so far, if the command line named a file."""
         if self._arguments.json is None:
             return
         content: dict[str, Any] = {
             "environment": Environment.here().to_json(),
             "server_arguments": self._serving.arguments,
             "tp": [self._serving.prefill_tp, self._serving.decode_tp],
+            "gpus": [self._serving.prefill_gpus, self._serving.decode_gpus],
             "output_tokens": self._arguments.output_tokens,
             "slo_s": [self._arguments.slo_ttft, self._arguments.slo_tpot],
             "started_s": self.started_s,
@@ -200,15 +222,14 @@ class Comparison:
         self._arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def print_table(comparison: Comparison, console: Console) -> None:
-    """One row per cell, with the time to first token beyond that of `one`."""
+def print_table(cells: Sequence[Cell], console: Console) -> None:
+    """Print one row per cell, with the time to first token beyond that of `one`."""
     table = Table(title="Time to first token and speed", title_justify="left")
     for name in ("tokens", "in flight", "setup"):
         table.add_column(name, no_wrap=True)
     columns = ("TTFT p50 ms", "beyond one", "TTFT p90", "interval p50 ms", "p99", "requests/s", "good/s", "failed", "differing")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    cells = sorted(comparison.cells, key=lambda cell: (cell.in_flight, cell.prompt_tokens))
     for cell in cells:
         ones = [
             other
@@ -238,16 +259,18 @@ def main() -> None:
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=["one", "nixl", "kvferry"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2000, 8000], help="prompt lengths in tokens")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32], help="clients that send at the same time")
-    parser.add_argument("--rounds", type=int, default=3, help="requests per client; a cell has at least 8 requests")
+    parser.add_argument("--rounds", type=int, default=2, help="requests per client and turn; at least 8 requests")
+    parser.add_argument("--turns", type=int, default=3, help="how often each setup gets a load of each kind")
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--slo-ttft", type=float, default=0.5, help="objective in seconds, for goodput")
     parser.add_argument("--slo-tpot", type=float, default=0.05, help="objective in seconds, for goodput")
     parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: see above)")
     parser.add_argument("--tp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"))
+    parser.add_argument("--gpus", nargs=2, default=["", ""], metavar=("PREFILL", "DECODE"), help="as in CUDA_VISIBLE_DEVICES")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for the servers of a setup to start")
+    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for all servers to start")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the servers (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there after every setup")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after every kind of load")
     parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every vLLM server")
     arguments = parser.parse_args()
     console = Console(width=200)
@@ -259,6 +282,8 @@ def main() -> None:
             arguments=tuple(arguments.server_arguments),
             prefill_tp=arguments.tp[0],
             decode_tp=arguments.tp[1],
+            prefill_gpus=arguments.gpus[0],
+            decode_gpus=arguments.gpus[1],
             start_timeout_s=arguments.start_timeout,
             logs=logs,
         )

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.engine_load import send_load
-from bench.engine_servers import SETUPS, Serving, start_setup
+from bench.engine_servers import SETUPS, Serving, Setup
 from bench.engines import prompts_of, thin_llama_8b
 from bench.timing import Environment
 
@@ -127,7 +127,9 @@ def run(arguments: argparse.Namespace, serving: Serving, console: Console) -> li
         folder = Path(serving.environment["HANDOVERS"])
         for file in folder.iterdir():
             file.unlink()
-        with start_setup(setup, serving) as running:
+        with Setup(name=setup, serving=serving) as running:
+            running.start()
+            running.wait()
             for prompt_tokens in arguments.lengths:
                 windows = asyncio.run(traced(running.urls, prompt_tokens, arguments.requests))
                 rows = rows_of(folder, windows)

@@ -67,13 +67,16 @@ async def test_one_client_sends_one_request_at_a_time() -> None:
 async def test_failed_and_differing_answers_are_counted() -> None:
     reference = await load_of(1, 2, 3, 4, 5)
     load = await load_of(1, REFUSED, CUT_OFF, BROKEN, 6)
-    cell = cell_of("kvferry", load, reference.answers, in_flight=2, slo_ttft_s=60, slo_tpot_s=60)
+    cell = cell_of("kvferry", [load], [reference], in_flight=2, slo_ttft_s=60, slo_tpot_s=60)
     assert (cell.requests, cell.failed, cell.differing) == (5, 3, 1)
     assert cell.errors == ("503: no room", "it broke", "the answer has 2 tokens instead of 3")
     assert cell.ttft_s.samples == 2
     assert cell.requests_per_s == cell.goodput_per_s == pytest.approx(2 / load.duration_s)
-    late = cell_of("kvferry", load, reference.answers, in_flight=2, slo_ttft_s=0, slo_tpot_s=60)
-    slow = cell_of("kvferry", load, reference.answers, in_flight=2, slo_ttft_s=60, slo_tpot_s=0)
+    twice = cell_of("kvferry", [load, reference], [reference, reference], in_flight=2, slo_ttft_s=60, slo_tpot_s=60)
+    assert (twice.requests, twice.failed, twice.differing, len(twice.ttft_p50_s)) == (10, 3, 1, 2)
+    assert twice.requests_per_s == pytest.approx(7 / (load.duration_s + reference.duration_s))
+    late = cell_of("kvferry", [load], [reference], in_flight=2, slo_ttft_s=0, slo_tpot_s=60)
+    slow = cell_of("kvferry", [load], [reference], in_flight=2, slo_ttft_s=60, slo_tpot_s=0)
     assert late.goodput_per_s == slow.goodput_per_s == 0
 
 
