@@ -175,9 +175,9 @@ class ConnectorLeader:
             return PromptView(state=PromptState.WAITING)
         return self.incoming.prompts.view(name)
 
-    def take_first_token(self, name: str) -> int | None:
-        """Return the first token of a prompt that `Settled` reported, if it needs one; see `BoundPrompts.take_first_token`."""
-        return None if self._is_closed else self.incoming.prompts.take_first_token(name)
+    def take_first_tokens(self) -> dict[str, int]:
+        """Return the first tokens of received prompts, by name; see `BoundPrompts.take_first_tokens`."""
+        return {} if self._is_closed else self.incoming.prompts.take_first_tokens()
 
     def bind(self, name: str, tables: Sequence[Sequence[int]], *, start_token: int | None = None) -> None:
         """Record the pages that the engine allocated for the whole prompt. `Settled` follows on every rank.

@@ -118,6 +118,10 @@ class KvferryConnector(KVConnectorBase_V1):
         self._scheduler.may_use_first_tokens = True
 
     def take_first_tokens(self) -> dict[str, int]:
+        """Return the first tokens of requests whose KV is in the cache of every worker since the last call, by request id.
+
+        The workers report the same requests later, in `finished_recving`.
+        """
         return self._scheduler.take_first_tokens()
 
     # Called in the workers' processes

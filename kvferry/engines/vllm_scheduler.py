@@ -7,19 +7,22 @@ the prompt's last token again to sample it. This one sends the token to the clie
 the second one. Requests without KV from a prefill side are scheduled as by vLLM.
 
 Based on the scheduler of vLLM 0.32, whose interface is not stable: a request whose KV is loaded waits until
-`update_from_output` gets its id in `finished_recving`. The next `schedule` computes its tokens from `num_computed_tokens` on.
+`_update_from_kv_xfer_finished` gets its id in `finished_recving`. The next `schedule` computes its tokens from
+`num_computed_tokens` on.
 Only vLLM's model runner V2 reads tokens after the prompt of a new request.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, Final
 
 import structlog
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.engines.vllm_connector import KvferryConnector
@@ -48,6 +51,7 @@ class FirstTokenScheduler(AsyncScheduler):
         else:
             self.connector.use_first_tokens()
         self._uses_first_tokens: Final = not reason
+        self._received_early: set[str] = set()  # requests whose KV is there, until the workers report them
 
     def _unsupported_reason(self) -> str:
         """Return the reason for which the prefill side's tokens cannot be used; empty if they can."""
@@ -64,15 +68,30 @@ class FirstTokenScheduler(AsyncScheduler):
         return ""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        tokens = self.connector.take_first_tokens() if self._uses_first_tokens else {}
+        waiting = {request_id: token for request_id, token in tokens.items() if self._is_waiting(request_id)}
+        if waiting:
+            # The workers report these requests, too, but only with the results of a later step.
+            super()._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(waiting)))
+            self._received_early |= waiting.keys()
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        if self._uses_first_tokens:
-            for request_id, token in self.connector.take_first_tokens().items():
-                request = self.requests.get(request_id)
-                is_waiting = request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS  # not aborted
-                if is_waiting and request_id not in self.failed_recving_kv_req_ids and self._has_room(request):
-                    output = self._append_first_token(request, token)
-                    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        for request_id, token in waiting.items():
+            if self._is_waiting(request_id) and self._has_room(request := self.requests[request_id]):
+                output = self._append_first_token(request, token)
+                outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
+
+    def _is_waiting(self, request_id: str) -> bool:
+        """Return whether the request waits for its KV. Otherwise it was aborted."""
+        request = self.requests.get(request_id)
+        return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def _update_from_kv_xfer_finished(self, kv_connector_output: KVConnectorOutput) -> None:
+        reported = kv_connector_output.finished_recving
+        if reported and self._received_early:
+            kv_connector_output = replace(kv_connector_output, finished_recving=reported - self._received_early)
+            self._received_early -= reported
+        super()._update_from_kv_xfer_finished(kv_connector_output)
 
     def _has_room(self, request: Request) -> bool:
         """Allocate the block of the first token's KV, a new one if the prompt fills its blocks. Return False if none is free.

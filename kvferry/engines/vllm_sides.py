@@ -180,7 +180,6 @@ class SchedulerSide:
         self._outgoing: dict[str, _Outgoing] = {}
         self._wanted: dict[str, _Wanted] = {}
         self._ends: list[OutgoingEnd] = []
-        self._first_tokens: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self.may_use_first_tokens = False
         """Whether vLLM's scheduler calls `take_first_tokens` after each step."""
@@ -330,17 +329,17 @@ class SchedulerSide:
             self._leader.begin(outgoing.name)
 
     def received(self, request_ids: Sequence[str]) -> None:
-        """Remove requests whose KV arrived or failed on all workers, and keep their first tokens for `take_first_tokens`."""
+        """Remove requests whose KV arrived or failed on all workers."""
         for request_id in request_ids:
-            wanted = self._wanted.pop(request_id, None)
-            if wanted is not None and wanted.uses_first_token:
-                token = self._leader.take_first_token(wanted.name)
-                if token is not None:
-                    self._first_tokens[request_id] = token
+            self._wanted.pop(request_id, None)
 
     def take_first_tokens(self) -> dict[str, int]:
-        """Return and clear the first tokens of requests whose KV arrived since the last call, by request id."""
-        tokens, self._first_tokens = self._first_tokens, {}
+        """Return the first tokens of requests whose KV arrived since the last call, by request id. Call before `received`."""
+        tokens: dict[str, int] = {}
+        for name, token in self._leader.take_first_tokens().items():
+            wanted = self._wanted.get(request_id_of(name))
+            if wanted is not None and wanted.name == name:
+                tokens[request_id_of(name)] = token
         return tokens
 
     def finished(self, request: Any, *, is_done: bool) -> tuple[bool, dict[str, Any] | None]:

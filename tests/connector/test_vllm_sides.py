@@ -5,7 +5,6 @@ What its scheduler and workers hand over are plain objects with the attributes t
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +13,6 @@ import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_sides import Results, SchedulerSide, StepMessage, WorkerSide
-from node_runtime.loop_thread import LoopThread
 from tests.connector.conftest import Pair
 from tests.connector.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
 from transfer.connector import bound_prompts
@@ -248,9 +246,10 @@ def test_an_answer_begins_with_the_prefill_sides_token(pair: Pair, change: dict[
     request.resumable = change.get("resumable", False)
     assert decode.matched(request) == (100, True)
     decode.bind(request)
-    decode.wait_for("received", "b")
+    wait_for(lambda: target.leader.view("b|1") is None, "it is settled, and the scheduler's part has not heard of it")
     assert decode.scheduler.take_first_tokens() == tokens
     assert decode.scheduler.take_first_tokens() == {}
+    decode.wait_for("received", "b")
     target.assert_has(decode.blocks["b"], PROMPT)
 
 
@@ -265,12 +264,8 @@ def test_the_token_of_a_request_that_ends_before_its_kv_is_there_is_forgotten(pa
     assert target.leader.view(name) is not None
     wait_for(lambda: target.leader.view(name) is None, "it is settled, and no worker has reported it yet")
     decode.end(request, is_done=False)
-    decode.wait_for("received", "b")
     assert decode.scheduler.take_first_tokens() == {}
-    thread = LoopThread.shared()
-    thread.start(asyncio.sleep(0)).result(10.0)  # behind all that was reported to the leader
-    thread.release()
-    assert target.leader.take_first_token(name) is None
+    decode.wait_for("received", "b")
 
 
 def test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent(pair: Pair) -> None:

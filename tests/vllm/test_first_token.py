@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvferry.engines.connector import DECODE
 from kvferry.engines.vllm_connector import KvferryConnector
 from kvferry.engines.vllm_scheduler import FirstTokenScheduler
-from kvferry.engines.vllm_sides import SchedulerSide
+from kvferry.engines.vllm_sides import SchedulerSide, request_id_of
 from tests.vllm.instances import connector
 from transfer.connector.bound_prompts import PromptState, PromptView
 
@@ -44,8 +44,19 @@ class Leader:
 
     first_token = FIRST
 
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}  # by request id, of prompts that need their first token
+        self.tokens: dict[str, int] = {}
+
+    def want(self, name: str, *what: object, needs_first_token: bool, **more: object) -> None:
+        if needs_first_token:
+            self.names[request_id_of(name)] = name
+
+    def receive(self, request_id: str) -> None:
+        if request_id in self.names:
+            self.tokens[self.names[request_id]] = self.first_token
+
     def check(self) -> None: ...
-    def want(self, *what: object, **more: object) -> None: ...
     def bind(self, *what: object, **more: object) -> None: ...
     def cancel(self, *what: object, **more: object) -> None: ...
     def report_page_shortage(self, name: str) -> None: ...
@@ -54,8 +65,9 @@ class Leader:
     def view(self, name: str) -> PromptView:
         return PromptView(state=PromptState.READY)
 
-    def take_first_token(self, name: str) -> int:
-        return self.first_token
+    def take_first_tokens(self) -> dict[str, int]:
+        tokens, self.tokens = self.tokens, {}
+        return tokens
 
 
 class ReadyConnector(KvferryConnector):
@@ -63,8 +75,8 @@ class ReadyConnector(KvferryConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        leader: Any = Leader()
-        self._scheduler = SchedulerSide(leader, lambda blocks: blocks, sides=DECODE, engine_id="e", recomputes=True)
+        self.leader: Any = Leader()
+        self._scheduler = SchedulerSide(self.leader, lambda blocks: blocks, sides=DECODE, engine_id="e", recomputes=True)
 
     def shutdown(self) -> None: ...
 
@@ -116,7 +128,7 @@ class Engine:
         return request
 
     def step(self, *received: str, failed: tuple[str, ...] = (), token: int = SECOND) -> tuple[Any, list[EngineCoreOutput]]:
-        """Schedule, and take a step's results: a token for each scheduled request, and requests whose KV is there."""
+        """Schedule, and take a step's results: a token for each scheduled request, and requests that the workers report."""
         scheduled = self.scheduler.schedule()
         names = list(scheduled.num_scheduled_tokens)
         output = ModelRunnerOutput(
@@ -130,12 +142,14 @@ class Engine:
         outputs = self.scheduler.update_from_output(scheduled, output)
         return scheduled, [one for client in outputs.values() for one in client.outputs]
 
-    def receive(self, name: str = "a", **more: Any) -> list[EngineCoreOutput]:
-        """Let a request wait for its KV, which then is there."""
+    def receive(self, name: str = "a", *, is_reported: bool = True, failed: tuple[str, ...] = ()) -> list[EngineCoreOutput]:
+        """Let a request wait for its KV, which then is there. The workers report that in the same step, or do not yet."""
         self.step()  # the connector is asked
         self.step()  # it knows, and blocks are allocated
         assert self.scheduler.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        scheduled, outputs = self.step(name, **more)
+        if name not in failed:
+            self.scheduler.connector.leader.receive(name)
+        scheduled, outputs = self.step(*([name] if is_reported else []), failed=failed)
         assert not scheduled.num_scheduled_tokens
         return outputs
 
@@ -219,6 +233,8 @@ def test_loaded_prompts_that_fill_the_pool_do_not_wait_for_ever(
     tokens, asked = Counter[str](), set[str]()
     for _ in range(400):
         waiting = {name for name, one in engine.scheduler.requests.items() if one.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
+        for name in waiting - asked:
+            engine.scheduler.connector.leader.receive(name)
         _, outputs = engine.step(*(waiting - asked))
         asked |= waiting
         tokens.update({one.request_id: len(one.new_token_ids) for one in outputs})
@@ -243,10 +259,29 @@ def test_an_aborted_request_gets_no_token(monkeypatch: pytest.MonkeyPatch, model
     engine.add()
     engine.step()
     engine.step()
+    engine.scheduler.connector.leader.receive("a")
     engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    monkeypatch.setattr(engine.scheduler.connector, "take_first_tokens", lambda: {"a": FIRST, "gone": FIRST})
     assert engine.step("a")[1] == []
-    monkeypatch.undo()
+    engine.step()
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_the_token_does_not_wait_for_the_workers_report(monkeypatch: pytest.MonkeyPatch, model: Path, ends_before: bool) -> None:
+    engine = Engine(model, monkeypatch)
+    engine.add(max_tokens=1 if ends_before else 5)
+    (output,) = engine.receive(is_reported=False)
+    assert output.new_token_ids == [FIRST]
+    if ends_before:
+        engine.add("a", prompt=range(500, 600))  # the same id again, before the worker has reported the first one
+        engine.step()
+        assert engine.step("a")[1] == []
+        assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS, "the report is not about this one"
+        engine.scheduler.connector.leader.receive("a")
+    (output,) = engine.step("a")[1]
+    assert output.new_token_ids == [FIRST if ends_before else SECOND]
+    for _ in range(4):
+        engine.step()
     engine.step()
     engine.assert_nothing_is_left()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -103,7 +104,7 @@ class BoundPrompt(WantedPrompt):
 
 
 class BoundPrompts(IncomingScheduler[BoundPrompt]):
-    """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, except `view` and `take_first_token`,
+    """Serve as `IncomingScheduler` of a connector. Owned by the leader's loop, except `view` and `take_first_tokens`,
     which any thread may call.
 
     Args:
@@ -139,7 +140,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         self._observer = observer
         self._tracer = tracer
         self._prompts: dict[str, BoundPrompt] = {}  # by the engine's name, until they are settled
-        self._first_tokens: dict[str, int] = {}  # of settled prompts, until the engine takes them
+        self._first_tokens: deque[tuple[str, int]] = deque()  # of received prompts, until the engine takes them
         self._telling: set[asyncio.Task[None]] = set()  # calls that let prefill nodes release a prompt
         self._is_closed = False
 
@@ -152,9 +153,17 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         prompt = self._prompts.get(name)
         return None if prompt is None else prompt.shown
 
-    def take_first_token(self, name: str) -> int | None:
-        """Return the first token of a settled prompt that needs it, once. None means that the prompt has failed."""
-        return self._first_tokens.pop(name, None)
+    def take_first_tokens(self) -> dict[str, int]:
+        """Return the names and first tokens of the prompts received since the last call, of those that need the token.
+
+        The KV of such a prompt is in the pool, although the ranks report `Settled` a little later. The engine may have cancelled
+        the prompt in the meantime.
+        """
+        tokens: dict[str, int] = {}
+        while self._first_tokens:
+            name, token = self._first_tokens.popleft()
+            tokens[name] = token
+        return tokens
 
     async def close(self) -> None:
         self._is_closed = True
@@ -181,7 +190,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         Args:
             transfer_id: Name of the prompt in the prefill side's engine; empty means that the prefill side computes it.
             source: host:port of the prefill node; empty means any that is joined.
-            needs_first_token: The KV is of no use without the first token; see `take_first_token`.
+            needs_first_token: The KV is of no use without the first token; see `take_first_tokens`.
             needs_note: The KV is of no use without the note of the prefill side's engine.
             traceparent: The engine's span of the request.
         """
@@ -268,7 +277,6 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         Args:
             is_wanted_again: The engine is about to want the prompt under another name, so the prefill side keeps it.
         """
-        self._first_tokens.pop(name, None)
         prompt = self._prompts.get(name)
         if prompt is None or prompt.is_cancelled:
             return
@@ -347,7 +355,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             if prompt.needs_first_token:
                 token = prompt.current.first_token
                 assert token is not None
-                self._first_tokens[prompt.name] = token
+                self._first_tokens.append((prompt.name, token))
             self._settle(prompt, "")
             self.transfers.forget(prompt)
             return
