@@ -5,7 +5,7 @@
         moving = await scene.arriving(2)
         with scene.fault():
             os.kill(pid, signal.SIGKILL)
-        scene.ends(moving, UNAVAILABLE, within_s=2.0)
+        scene.ends(moving, UNAVAILABLE)
 
 When the block ends, every request must have ended: those of `ends()` with one of its statuses and in time, all others with the
 tokens of an undisturbed run. Then the status of the tiers must be joined and idle, every rank must have checked its invariants
@@ -25,11 +25,11 @@ import grpc
 from kvferry.local_cluster.cluster import ClusterNode
 from tests.cluster.calls import Answer, Caller, Reference, leftovers, prompt, status_of, until
 from tests.cluster.faults.figures import Figures, figures_of_node
-from tests.cluster.faults.stalls import StallMeter
 from transfer.pb import kvferry_pb2 as pb
 
-NOTICE_S = 2.0
-"""From a fault until its requests have failed: three heartbeats of half a second, and the time to report it."""
+NOTICE_S = 10.0
+"""From a fault until its requests have failed. Without a notice they would fail at their deadline, after `END_S`. The notice
+takes three heartbeats of half a second, which tests/registry/test_heartbeats.py counts. A busy machine adds to it."""
 
 LONG = 2000
 IDLE_S = 15.0
@@ -56,14 +56,6 @@ class Tiers:
     @property
     def nodes(self) -> tuple[ClusterNode, ClusterNode]:
         return self.prefill, self.decode
-
-    def pids(self) -> dict[str, tuple[int, ...]]:
-        """Return the living processes of each node: its leader and its ranks."""
-        return {
-            node.role: (node.pid, *ready.rank_pids) if (ready := node.ready_file) is not None else (node.pid,)
-            for node in self.nodes
-            if node.exit_code is None
-        }
 
     def lives(self) -> list[tuple[tuple[int, ...], int]]:
         """Return the rank processes and the incarnation of each. They change if something starts again."""
@@ -161,7 +153,6 @@ class Scenario:
         self._join_s = join_s
         self._caller = Caller(tiers.decode.address)
         self._flights: list[Flight] = []
-        self._stalls = StallMeter(tiers.pids)
         self._variant = 0
         self.fault_s = 0.0
         """Monotonic time of the last fault."""
@@ -169,7 +160,6 @@ class Scenario:
     async def __aenter__(self) -> Scenario:
         await self._tiers.until_idle(within_s=JOIN_S)
         await self._caller.__aenter__()
-        self._stalls.__enter__()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -177,7 +167,6 @@ class Scenario:
             if kind is None:
                 await self._judge()
         finally:
-            self._stalls.__exit__()
             await self._caller.__aexit__()
         if kind is None:
             await self._tiers.until_idle(within_s=self._join_s)
@@ -243,13 +232,13 @@ class Scenario:
         yield
 
     def ends(self, flights: Sequence[Flight], *codes: grpc.StatusCode, within_s: float = NOTICE_S) -> None:
-        """Expect one of the statuses within so many seconds after the last fault, without stalls of the machine."""
+        """Expect one of the statuses within so many seconds after the last fault."""
         for flight in flights:
             flight.codes, flight.within_s = codes, within_s
 
     def since_fault_s(self, end_s: float) -> float:
-        """Return the seconds from the last fault to that monotonic time, without stalls of the machine."""
-        return end_s - self.fault_s - self._stalls.between(self.fault_s, end_s)
+        """Return the seconds from the last fault to that monotonic time."""
+        return end_s - self.fault_s
 
     async def over(self, flights: Sequence[Flight]) -> list[Answer]:
         """Wait for the end of these requests."""
@@ -276,5 +265,4 @@ class Scenario:
                 continue
             assert answer.details, f"{answer.code} without a reason"
             took_s = self.since_fault_s(answer.ended_s)
-            stood_s = answer.ended_s - self.fault_s - took_s
-            assert took_s < flight.within_s, f"{answer.code} took {took_s:.2f} s, and {stood_s:.2f} s in which nothing ran"
+            assert took_s < flight.within_s, f"{answer.code} took {took_s:.2f} s"

@@ -22,7 +22,6 @@ from tests.cluster.open_nodes import open_nodes
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")]
 
-APART_S = 4.0  # until both have let go of everything, by reports that are half a second old; callers hear within `NOTICE_S`
 REJOIN_S = 20.0  # the nodes' own back-off is 2 s at most; TCP's, of a connection that was cut for three seconds, about as much
 
 
@@ -79,7 +78,7 @@ async def is_cut_and_heals(tiers: TwoHosts, reference: Reference, how: str) -> N
             tiers.hosts.cut(how)
         scene.ends(moving, UNAVAILABLE)
         await scene.over(moving)
-        await scene.until_noticed(tiers.are_apart, "both ends let go", within_s=APART_S)
+        await scene.until_noticed(tiers.are_apart, "both ends let go")
         refused = scene.begin(40, 4)
         scene.ends([refused], UNAVAILABLE, within_s=10)
         await scene.over([refused])

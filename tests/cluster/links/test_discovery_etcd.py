@@ -87,20 +87,20 @@ async def registered(
 async def test_nodes_are_seen_as_they_come_and_go(shared: EtcdServer, prefix: str) -> None:
     config = settings(shared, prefix=prefix)
     async with found(config) as discovery:
-        await until(lambda: discovery.view.age_s is not None, within_s=5)
+        await until(lambda: discovery.view.age_s is not None)
         assert discovery.addresses == () and "no prefill node is named there" in str(discovery.view)
         told: list[tuple[str, ...]] = []
         discovery.listen(told.append)
         async with registered(config, "127.0.0.1:7001", "127.0.0.1:7002") as (first, _):
-            await until(lambda: len(discovery.addresses) == 2, within_s=5)
+            await until(lambda: len(discovery.addresses) == 2)
             assert discovery.addresses == ("127.0.0.1:7001", "127.0.0.1:7002") and not discovery.view.problem
             assert first.view.addresses == ("127.0.0.1:7001",) and not first.view.problem
             assert first.interval_s == pytest.approx(LEASE_S / 3) and (first.view.age_s or 0) > 0
             first.want(False)
-            await until(lambda: discovery.addresses == ("127.0.0.1:7002",), within_s=5)
-            await until(lambda: first.interval_s == 0 and first.view.age_s == 0, within_s=5)  # nothing that could grow old
+            await until(lambda: discovery.addresses == ("127.0.0.1:7002",))
+            await until(lambda: first.interval_s == 0 and first.view.age_s == 0)  # nothing that could grow old
             first.want(True)
-            await until(lambda: len(discovery.addresses) == 2, within_s=5)
+            await until(lambda: len(discovery.addresses) == 2)
             await asyncio.sleep(1.5 * LEASE_S)
             assert len(discovery.addresses) == 2, "renewals keep the leases"
         await until(lambda: discovery.addresses == (), within_s=1)  # revoked, not run out
@@ -114,15 +114,15 @@ async def test_a_node_that_is_killed_is_gone_with_its_lease(shared: EtcdServer, 
         registered(config, "127.0.0.1:7001", client=Frozen),
         registered(config, "127.0.0.1:7002"),
     ):
-        await until(lambda: len(discovery.addresses) == 2, within_s=5)
+        await until(lambda: len(discovery.addresses) == 2)
         await until(lambda: discovery.addresses == ("127.0.0.1:7002",), within_s=30)
 
 
 async def test_a_lost_lease_is_replaced(shared: EtcdServer, prefix: str) -> None:
     config = settings(shared, prefix=prefix)
     async with found(config) as discovery, registered(config, "127.0.0.1:7001") as (node,):
-        await until(lambda: discovery.addresses, within_s=5)
-        await until(lambda: node.lease is not None, within_s=2)  # others can hear of its key before it does itself
+        await until(lambda: discovery.addresses)
+        await until(lambda: node.lease is not None)  # others can hear of its key before it does itself
         lease = node.lease
         assert lease is not None
         client = EtcdClient(shared.endpoint, config)
@@ -131,8 +131,8 @@ async def test_a_lost_lease_is_replaced(shared: EtcdServer, prefix: str) -> None
             discovery.listen(told.append)
             await client.revoke(lease, timeout_s=5)
             await until(lambda: told[-1:] == [("127.0.0.1:7001",)] and () in told, within_s=2 * LEASE_S)
-            await until(lambda: node.lease not in (None, lease), within_s=2)
-            await until(lambda: any(line["event"] == "registered" for line in lines), within_s=2)
+            await until(lambda: node.lease not in (None, lease))
+            await until(lambda: any(line["event"] == "registered" for line in lines))
         await client.close()
         assert [line["event"] for line in lines if line["event"].startswith(("registration", "registered"))] == [
             "registration_lost",
@@ -146,8 +146,8 @@ async def test_a_deleted_entry_is_put_again_with_its_lease(shared: EtcdServer, p
     async with found(config) as discovery:
         with capture_logs() as lines:
             async with registered(config, "127.0.0.1:7001") as (node,):
-                await until(lambda: discovery.addresses, within_s=5)
-                await until(lambda: node.lease is not None, within_s=2)  # others can hear of its key before it does itself
+                await until(lambda: discovery.addresses)
+                await until(lambda: node.lease is not None)  # others can hear of its key before it does itself
                 lease = node.lease
                 other, _ = await client.grant(60)
                 await client.put(node.key, b"another one's", lease=other)
@@ -178,11 +178,11 @@ async def test_invalid_entries_are_refused_counted_and_named_once(shared: EtcdSe
                 ("g", b'{"address": 7}'),
             ):
                 await client.put(prefix + key, value, lease=lease)
-            await until(lambda: discovery.view.refused["malformed"] == 4, within_s=5)
+            await until(lambda: discovery.view.refused["malformed"] == 4)
             assert discovery.addresses == ("127.0.0.1:7001",)
             assert discovery.view.refused == {"malformed": 4, "too_many": 0, "plain_text": 1}
             await client.put(prefix + "h", b'{"address": "127.0.0.1:7002"}', lease=lease)
-            await until(lambda: len(discovery.addresses) == 2, within_s=5)
+            await until(lambda: len(discovery.addresses) == 2)
             assert discovery.view.refused["malformed"] == 4, "each once"
     await client.revoke(lease, timeout_s=5)
     await client.close()
@@ -200,7 +200,7 @@ async def test_etcd_away_at_the_start_and_later_and_restarted(tmp_path: Path, pr
             await server.start()
             await until(lambda: len(discovery.addresses) == 2, within_s=15)
             assert not discovery.view.problem and discovery.view.failures >= 1
-            await until(lambda: None not in [node.lease for node in nodes], within_s=5)
+            await until(lambda: None not in [node.lease for node in nodes])
             leases = [node.lease for node in nodes]
 
             server.kill()
