@@ -25,24 +25,37 @@ REQUESTS_PART: Final = 8
 LEAST_REQUESTS: Final = 32
 """Windows and states of all running requests take at most an eighth of the GPU. This limit always allows 32 requests."""
 
+LAYER_BYTES: Final = 32 << 20
+"""KV of a layer of a chunk, if the engine reports the layers of a running step. Pieces are groups of such layers."""
+
 _LONG_PROMPT: Final = 1 << 30  # tokens; longer than any window
 
 AnyNode = TypeVar("AnyNode", bound=NodeConfig)
 
 
-def gpu_chunk_tokens(layout: KVLayout, shard: Shard, *, step_tokens: int, slot_bytes: int | None = None) -> int:
+def gpu_chunk_tokens(
+    layout: KVLayout, shard: Shard, *, step_tokens: int, slot_bytes: int | None = None, by_layer: bool = False
+) -> int:
     """Return the tokens of a chunk, for an engine on GPUs whose steps have up to `step_tokens` prompt tokens.
 
     The result is the smallest power of two whose KV has at least `CHUNK_BYTES` on the fullest rank. It is at least
     `MIN_CHUNK_TOKENS` and at most `step_tokens`, and the same for all ranks.
 
+    With `by_layer`, it is the largest power of two of which one layer has at most `LAYER_BYTES`, within the same limits. Then
+    the first layers of a prompt of one step travel while the last ones are computed.
+
     Args:
+        by_layer: The engine reports the layers of a running step.
         slot_bytes: Size of a staging slot, into which one layer of a chunk must fit; None means that it follows from the chunk.
     """
     every, dtype = routes(layout, shard, shard), shard.pool_dtype(layout)
     tokens = MIN_CHUNK_TOKENS
-    while tokens < step_tokens and largest_wire_bytes(ChunkPlan(chunk_tokens=tokens), layout, every, dtype) < CHUNK_BYTES:
-        tokens *= 2
+    if by_layer:
+        while tokens < step_tokens and _layer_bytes(2 * tokens, layout, shard) <= LAYER_BYTES:
+            tokens *= 2
+    else:
+        while tokens < step_tokens and largest_wire_bytes(ChunkPlan(chunk_tokens=tokens), layout, every, dtype) < CHUNK_BYTES:
+            tokens *= 2
     tokens = min(tokens, step_tokens)
     while slot_bytes is not None and tokens > 1 and _layer_bytes(tokens, layout, shard) > slot_bytes:
         tokens //= 2
@@ -56,15 +69,27 @@ def _layer_bytes(tokens: int, layout: KVLayout, shard: Shard) -> int:
 
 
 def with_gpu_chunks(
-    chunk: ChunkConfig, staging: StagingConfig, layout: KVLayout | None, shard: Shard, *, step_tokens: int
+    chunk: ChunkConfig,
+    staging: StagingConfig,
+    layout: KVLayout | None,
+    shard: Shard,
+    *,
+    step_tokens: int,
+    by_layer: bool = False,
 ) -> ChunkConfig:
-    """Return `chunk` with the GPU default of `chunk_tokens`, unless that is set."""
+    """Return `chunk` with the GPU default of `chunk_tokens`, unless that is set; see `gpu_chunk_tokens`."""
     if "chunk_tokens" in chunk.model_fields_set:
         return chunk
     if layout is None:
         tokens = min(UNKNOWN_CHUNK_TOKENS, step_tokens)
     else:
-        tokens = gpu_chunk_tokens(layout, shard, step_tokens=step_tokens, slot_bytes=staging.slot_bytes)
+        tokens = gpu_chunk_tokens(
+            layout,
+            shard,
+            step_tokens=step_tokens,
+            slot_bytes=staging.slot_bytes,
+            by_layer=by_layer and not chunk.layers_per_group,
+        )
     return chunk.model_copy(update={"chunk_tokens": tokens})
 
 

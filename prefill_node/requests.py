@@ -14,6 +14,7 @@ from node_runtime.rank_messages import StepDone, StepFailed
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import PrefillStepPart, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
+from transfer.chunk import ChunkPlan
 from transfer.config import PrefillLimitsConfig
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.outgoing import OutgoingTransfers, Transfer
@@ -54,7 +55,7 @@ class PrefillRequests(OutgoingTransfers):
         num_ranks: int,
         limits: PrefillLimitsConfig,
         broadcast: Callable[[object], None],
-        reserve: Callable[[Join, str], Awaitable[Reservation]],
+        reserve: Callable[[Join, str, ChunkPlan], Awaitable[Reservation]],
         on_broken: Callable[[str], None],
         on_outcome: Callable[[str], None],
         on_given_up: Callable[[TransferError], None] = lambda error: None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,8 @@ HOST_RING_BYTES: Final = 64 << 20
 GPU_STAGING_BYTES: Final = 1 << 30
 GPU_STAGING_PART: Final = 64
 """By default the staging slots of a rank together take at most this fraction of a GPU: one in 64."""
+SHORT_CHUNK_TOKENS: Final = 128
+"""Chunk of the plan for the shortest prompts."""
 GPU_RING_BYTES: Final = 2 << 30
 GPU_RING_PART: Final = 32
 """By default a ring takes at most this fraction of a GPU: one in 32."""
@@ -86,10 +88,16 @@ class Cut:
     Args:
         plan: How requests are divided.
         largest_piece_bytes: Most bytes of a chunk that one rank sends to another.
+        short_plans: Plans with smaller chunks, in ascending order, for prompts that fit one chunk. Their chunks have more layers.
     """
 
     plan: ChunkPlan
     largest_piece_bytes: int
+    short_plans: tuple[ChunkPlan, ...] = ()
+
+    def plan_of(self, num_tokens: int) -> ChunkPlan:
+        """Return the plan for a prompt of that length."""
+        return next((plan for plan in self.short_plans if plan.chunk_tokens >= num_tokens), self.plan)
 
 
 def choose_cut(
@@ -112,9 +120,22 @@ def choose_cut(
         device: Device of the prefill ranks' computation, as the setting `device`.
     """
     plan = chunk_plan(chunk)
+    short_plans: tuple[ChunkPlan, ...] = ()
     if chunk.layers_per_group is None:
         wanted = chunk.piece_bytes
         if wanted is None:
             wanted = piece_bytes_for(links, device_type=device, ring_bytes=ring_bytes)
-        plan = plan_with_pieces(plan, own, decode, piece_bytes=min(wanted, ring_bytes, slot_bytes or ring_bytes))
-    return Cut(plan=plan, largest_piece_bytes=largest_piece_bytes(own, decode, plan))
+        piece_bytes = min(wanted, ring_bytes, slot_bytes or ring_bytes)
+        plan = plan_with_pieces(plan, own, decode, piece_bytes=piece_bytes)
+        if plan.layers_per_group:
+            short_plans = tuple(
+                plan_with_pieces(ChunkPlan(chunk_tokens=tokens), own, decode, piece_bytes=piece_bytes)
+                for tokens in _powers_of_two(SHORT_CHUNK_TOKENS, plan.chunk_tokens)
+            )
+    return Cut(plan=plan, largest_piece_bytes=largest_piece_bytes(own, decode, plan), short_plans=short_plans)
+
+
+def _powers_of_two(begin: int, end: int) -> Iterator[int]:
+    while begin < end:
+        yield begin
+        begin *= 2

@@ -84,6 +84,7 @@ class ConnectorEngine:
         max_context_tokens: Longest prompt.
         vocab_size: Upper bound of token ids, exclusive.
         step_tokens: Most prompt tokens of a step of the engine.
+        reports_layers: Whether the engine reports the layers of a running step (`ConnectorRank.progress` with `end_layer`).
         kv_scales: Scales of 8-bit floats; see `transfer.instance.Instance`.
     """
 
@@ -94,6 +95,7 @@ class ConnectorEngine:
     max_context_tokens: int
     vocab_size: int
     step_tokens: int = 2048
+    reports_layers: bool = False
     kv_scales: Sequence[tuple[float, float]] = ()
 
 

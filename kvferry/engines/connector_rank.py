@@ -92,14 +92,28 @@ class ConnectorRank:
 
     # Called by the engine
 
-    def progress(self, name: str, tables: Sequence[Sequence[int]], num_computed: int, event: DeviceEvent | None = None) -> None:
+    def progress(
+        self,
+        name: str,
+        tables: Sequence[Sequence[int]],
+        num_computed: int,
+        event: DeviceEvent | None = None,
+        *,
+        end_layer: int | None = None,
+    ) -> None:
         """Report that the first `num_computed` tokens of a prompt are in the pool after `event`.
 
         Args:
             tables: Page table in each group of layers, from token 0 on. No copy is made.
             event: None means that the tokens are in the pool already.
+            end_layer: Only layers below it are, because a step is running; None means all of them. See `layer_ends`.
         """
-        self._call(lambda outgoing: outgoing.progress(name, tables, num_computed, event))
+        self._call(lambda outgoing: outgoing.progress(name, tables, num_computed, event, end_layer=end_layer))
+
+    @property
+    def layer_ends(self) -> frozenset[int]:
+        """Layers after which a running step has computed a chunk of a prompt that is being sent. Any thread may read it."""
+        return frozenset() if self._outgoing is None else self._outgoing.rank.layer_ends
 
     def finish(self, name: str) -> None:
         """Report the last `progress` of a prompt. `Free` follows once the leader has finished the prompt, too."""
@@ -206,7 +220,14 @@ class ConnectorRank:
         engine, pool = self._engine, self._engine.pool
         if pool.device.type == "cuda":
             config = self._config
-            chunk = with_gpu_chunks(config.chunk, config.staging, engine.layout, engine.shard, step_tokens=engine.step_tokens)
+            chunk = with_gpu_chunks(
+                config.chunk,
+                config.staging,
+                engine.layout,
+                engine.shard,
+                step_tokens=engine.step_tokens,
+                by_layer=engine.reports_layers,
+            )
             self._config = config.model_copy(update={"chunk": chunk})
         instance, address, ring_bytes = None, "", 0
         if PREFILL in self._sides:

@@ -129,6 +129,8 @@ class KvferryConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout = self._described()
         model = self._vllm_config.model_config
+        # With microbatches, a layer runs once for each of them.
+        layer_ends = {} if self._vllm_config.parallel_config.use_ubatching else layout.layer_ends
         engine = ConnectorEngine(
             layout=layout.layout,
             shard=layout.shard,
@@ -137,13 +139,14 @@ class KvferryConnector(KVConnectorBase_V1):
             max_context_tokens=model.max_model_len,
             vocab_size=model.get_vocab_size(),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            reports_layers=bool(layer_ends),
             kv_scales=layout.kv_scales,
         )
         self._rank = ConnectorRank(
             self._config, instance=self._instance, rank=layout.shard.rank, sides=self._sides, engine=engine
         )
         record = _recorded_event if engine.pool.device.type == "cuda" else None
-        self._worker = WorkerSide(self._rank, layout.page_tables, record=record)
+        self._worker = WorkerSide(self._rank, layout.page_tables, record=record, layer_ends=layer_ends)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, KvferryMetadata)
@@ -156,12 +159,16 @@ class KvferryConnector(KVConnectorBase_V1):
         """Do nothing, see `start_load_kv`."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: the KV of a step is sent after the step."""
+        """Send the KV of all layers up to this one, while later ones are computed. Replays of full CUDA graphs do not call it."""
+        self._worker.layer_computed(self._plan(), layer_name)
 
     def wait_for_save(self) -> None:
+        self._worker.computed(self._plan())
+
+    def _plan(self) -> StepMessage:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvferryMetadata)
-        self._worker.computed(metadata.plan)
+        return metadata.plan
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._worker.results()

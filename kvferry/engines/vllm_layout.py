@@ -106,6 +106,12 @@ class VllmLayout:
         num_pages = (self.num_blocks,) * len(self.block_groups)
         return PoolView(layout=self.layout, shard=self.shard, buffers=buffers, num_pages=num_pages)
 
+    @property
+    def layer_ends(self) -> dict[str, int]:
+        """For each of the rank's layers, in the order of the layout: the number of layers of the layout up to this one."""
+        begin = self.shard.layers(self.layout).begin
+        return {layer.name: begin + number for number, layer in enumerate(self.layers, 1)}
+
     def page_tables(self, block_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
         """Return a request's page table for each of `layer_groups(layout)`.
 

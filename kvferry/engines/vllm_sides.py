@@ -18,6 +18,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import structlog
@@ -391,12 +392,25 @@ class WorkerSide:
 
     Args:
         record: Records an event after the work that the device has so far. None means that the device works synchronously.
+        layer_ends: For each layer that reports its KV within a step, the number of layers of the layout up to it. Empty means
+            that the KV of all layers is reported after the step.
     """
 
-    def __init__(self, rank: ConnectorRank, page_tables: PageTables, *, record: Callable[[], DeviceEvent] | None = None) -> None:
+    def __init__(
+        self,
+        rank: ConnectorRank,
+        page_tables: PageTables,
+        *,
+        record: Callable[[], DeviceEvent] | None = None,
+        layer_ends: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._rank = rank
         self._page_tables = page_tables
         self._record = record
+        self._layer_ends = layer_ends
+        self._last_layer = max(layer_ends, key=lambda layer: layer_ends[layer], default=None)
+        self._begun: StepMessage | None = None  # step whose blocks are in `_tables`
+        self._reported: StepMessage | None = None  # step whose last layer is reported
         self._tables: dict[str, list[list[int]]] = {}  # page tables of requests that are handed over
         self._held: set[str] = set()  # requests whose blocks the scheduler keeps until they are reported as sent
 
@@ -405,9 +419,40 @@ class WorkerSide:
         if plan.preempted:
             self._rank.pause(plan.preempted, "the prefill side's engine has preempted the request, and computes it again")
 
+    def layer_computed(self, plan: StepMessage, layer: str) -> None:
+        """Report the KV of a running step, which is in the cache up to this layer after the work that the device has so far.
+
+        Layers within a chunk are not reported.
+        """
+        end = self._layer_ends.get(layer)
+        if end is None or not plan.steps:
+            return
+        if layer == self._last_layer:
+            self._report(plan)
+            self._reported = plan
+        elif end in self._rank.layer_ends:
+            self._report(plan, end_layer=end)
+
     def computed(self, plan: StepMessage) -> None:
         """Report the KV of a step, which is in the cache after the work that the device has so far."""
-        event = self._record() if self._record is not None and plan.steps else None
+        if plan.steps and self._reported is not plan:
+            self._report(plan)
+        self._begun = self._reported = None
+        for end in plan.ends:
+            self._tables.pop(end.name, None)
+            if end.is_held:
+                self._held.add(end.name)
+            self._rank.finish(end.name)
+
+    def _report(self, plan: StepMessage, *, end_layer: int | None = None) -> None:
+        if self._begun is not plan:
+            self._begun = plan
+            self._add_blocks(plan)
+        event = self._record() if self._record is not None else None
+        for step in plan.steps:
+            self._rank.progress(step.name, self._tables[step.name], step.num_computed, event, end_layer=end_layer)
+
+    def _add_blocks(self, plan: StepMessage) -> None:
         for step in plan.steps:
             new = self._page_tables(step.blocks) if step.blocks else ()
             tables = self._tables.get(step.name)
@@ -415,12 +460,6 @@ class WorkerSide:
                 tables = self._tables[step.name] = [[] for _ in new]
             for table, pages in zip(tables, new, strict=False):
                 table.extend(pages)
-            self._rank.progress(step.name, tables, step.num_computed, event)
-        for end in plan.ends:
-            self._tables.pop(end.name, None)
-            if end.is_held:
-                self._held.add(end.name)
-            self._rank.finish(end.name)
 
     def results(self) -> Results:
         """Return the requests whose transfer ended since the last call."""

@@ -171,14 +171,20 @@ class Instance:
 
     def assert_has(self, pages: Sequence[int], prompt: Sequence[int], *, begin: int = 0) -> None:
         """Every rank has exactly its heads' KV of the prompt from `begin` on, bit for bit."""
+        for layer in range(LAYERS):
+            assert self.has(pages, prompt, begin=begin, layers=range(layer, layer + 1)), f"layer {layer}"
+
+    def has(self, pages: Sequence[int], prompt: Sequence[int], *, begin: int = 0, layers: Sequence[int]) -> bool:
+        """Whether every rank has exactly its heads' KV of those layers."""
         slots = slots_of(pages, range(begin, len(prompt)), self.page_size)
         for pool in self.pools:
-            for layer in range(LAYERS):
-                heads = pool.shard.heads(HEADS)
-                k, v = (found.cpu() for found in pool.read(layer, slots.to(pool.device)))
-                wanted_k, wanted_v = kv_of(prompt, layer)
-                assert torch.equal(k, wanted_k[begin:, heads.begin : heads.end]), f"K of layer {layer}"
-                assert torch.equal(v, wanted_v[begin:, heads.begin : heads.end]), f"V of layer {layer}"
+            heads = pool.shard.heads(HEADS)
+            for layer in layers:
+                found = (one.cpu() for one in pool.read(layer, slots.to(pool.device)))
+                wanted = (one[begin:, heads.begin : heads.end] for one in kv_of(prompt, layer))
+                if not all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)):
+                    return False
+        return True
 
     # Of both
 

@@ -12,6 +12,7 @@ from tests.connector.instances import PROMPT
 from tests.decode.leader_world import take, turns
 from tests.prefill.leader_world import kind_of, new_join
 from tests.tracing.told_span import ToldSpan
+from transfer.chunk import ChunkPlan
 from transfer.config import ConnectorLimitsConfig
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import ClosePrompt, FreePrompt, PromptIdle, StartOffered, TransferNotSent, TransferSent
@@ -47,7 +48,7 @@ class World:
             on_outcome=self.outcomes.append,
         )
 
-    async def _reserve(self, join: Join, transfer_id: str) -> Reservation:
+    async def _reserve(self, join: Join, transfer_id: str, plan: ChunkPlan) -> Reservation:
         self.asked.append(transfer_id)
         return self.answer
 

@@ -5,7 +5,7 @@ What its scheduler and workers hand over are plain objects with the attributes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import pytest
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_sides import Results, SchedulerSide, StepMessage, WorkerSide
 from tests.connector.conftest import Pair
-from tests.connector.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
+from tests.connector.instances import LAYERS, PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
 from transfer.connector import bound_prompts
 from transfer.connector.bound_prompts import PromptState, PromptView
 from transfer.connector.outgoing_rank import Free
@@ -26,10 +26,19 @@ TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 class Vllm:
     """The connector's parts in an engine: one scheduler, a worker for each rank, steps between them."""
 
-    def __init__(self, instance: Instance, *, recomputes: bool = True, sides: Sides = PREFILL | DECODE) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        *,
+        recomputes: bool = True,
+        sides: Sides = PREFILL | DECODE,
+        layer_ends: Mapping[str, int] | None = None,
+        on_layer: Callable[[int], None] = lambda layer: None,
+    ) -> None:
         self.instance = instance
         self.scheduler = SchedulerSide(instance.leader, tables, sides=sides, engine_id="engine-1", recomputes=recomputes)
-        self.workers = [WorkerSide(rank, tables) for rank in instance.ranks]
+        self.workers = [WorkerSide(rank, tables, layer_ends=layer_ends or {}) for rank in instance.ranks]
+        self.on_layer = on_layer  # called when a layer of a step is reported
         self.free = list(range(1, PAGES))  # block 0 is the null block
         self.computed: dict[str, int] = {}
         self.blocks: dict[str, list[int]] = {}
@@ -88,7 +97,7 @@ class Vllm:
         for worker in self.workers:
             worker.preempt(plan)
         if request is not None:
-            self._compute(request, num_tokens)
+            self._compute(request, num_tokens, plan)
         for worker, results in zip(self.workers, self.results, strict=True):
             worker.computed(plan)
             found = worker.results()
@@ -97,16 +106,19 @@ class Vllm:
             results.failed |= found.failed
         self.scheduler.received(sorted(self.results[0].received))
 
-    def _compute(self, request: Any, num_tokens: int) -> None:
+    def _compute(self, request: Any, num_tokens: int, plan: StepMessage) -> None:
         begin = request.num_computed_tokens
         end = request.num_computed_tokens = begin + num_tokens
         slots = slots_of(self.blocks[request.request_id], range(begin, end), self.instance.page_size)
-        for pool in self.instance.pools:
-            heads = pool.shard.heads(4)
-            for layer in range(4):
-                k, v = kv_of(request.prompt_token_ids, layer)
+        for layer in range(LAYERS):
+            k, v = kv_of(request.prompt_token_ids, layer)
+            for pool in self.instance.pools:
+                heads = pool.shard.heads(4)
                 mine = slice(heads.begin, heads.end)
                 pool.write(layer, slots, k[begin:end, mine], v[begin:end, mine])
+            for worker in self.workers:
+                worker.layer_computed(plan, f"layer {layer}")
+            self.on_layer(layer)
 
     def wanted(self, source: Instance, name: str = "b", transfer_id: str = "x") -> Any:
         """A request whose prompt the other side computes, or will."""
@@ -266,6 +278,35 @@ def test_the_token_of_a_request_that_ends_before_its_kv_is_there_is_forgotten(pa
     decode.end(request, is_done=False)
     assert decode.scheduler.take_first_tokens() == {}
     decode.wait_for("received", "b")
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_first_layers_of_a_step_arrive_while_the_last_are_computed(pair: Pair, tp_size: int) -> None:
+    source, target = pair({"tp_size": tp_size, "settings": {"chunk.chunk_tokens": 128, "chunk.layers_per_group": 2}})
+    decode = Vllm(target)
+
+    def look(layer: int) -> None:
+        if layer == 1 and request.num_computed_tokens == 100:  # the first step ends within the chunk
+            wait_for(lambda: target.has(decode.blocks["b"], PROMPT, layers=range(2)), "two layers are there")
+            assert not target.has(decode.blocks["b"], PROMPT, layers=range(2, 3))
+            seen.append(layer)
+
+    seen: list[int] = []
+    prefill = Vllm(source, layer_ends={f"layer {layer}": layer + 1 for layer in range(LAYERS)}, on_layer=look)
+    request = prefill.offered()
+    prefill.step(request, 48)
+    wanted = decode.wanted(source)
+    assert decode.matched(wanted) == (100, True)
+    decode.bind(wanted)
+    wait_for(lambda: all(rank.layer_ends == {2, 4} for rank in source.ranks), "every rank sends the prompt")
+    prefill.step(request, 52)
+    prefill.end(request)
+    prefill.step()
+    decode.wait_for("received", "b")
+    assert seen == [1]
+    target.assert_has(decode.blocks["b"], PROMPT)
+    prefill.wait_for("sent", "a")
+    assert all(not rank.layer_ends for rank in source.ranks)
 
 
 def test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent(pair: Pair) -> None:

@@ -140,7 +140,7 @@ class World:
         if isinstance(message, RunPrefillStep):
             self.steps[message.step] = message
 
-    async def _reserve(self, join: Join, request_id: str) -> Reservation:
+    async def _reserve(self, join: Join, request_id: str, plan: ChunkPlan) -> Reservation:
         self.asked.append(request_id)
         answer = self.answers.get(request_id, True)
         if isinstance(answer, asyncio.Future):

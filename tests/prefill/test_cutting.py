@@ -47,6 +47,19 @@ def test_a_piece_fits_a_staging_slot_if_it_goes_through_one(tmp_path: Path) -> N
     assert chosen(tmp_path, slot_bytes=0, piece_bytes="8MiB").largest_piece_bytes == 16 * LAYER_BYTES
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "chunk_tokens", "layers"),
+    [(1, 128, 4), (128, 128, 4), (129, 256, 2), (513, 1024, 1), (5000, 1024, 1)],  # 2.3 MB
+)
+def test_a_prompt_shorter_than_a_chunk_has_more_layers_in_a_piece(
+    tmp_path: Path, num_tokens: int, chunk_tokens: int, layers: int
+) -> None:
+    plan = chosen(tmp_path, chunk_tokens=1024).plan_of(num_tokens)
+    assert plan == ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers)
+    given = {"chunk_tokens": 1024, "layers_per_group": 5}
+    assert chosen(tmp_path, **given).plan_of(num_tokens) == ChunkPlan(**given), "the user has chosen"
+
+
 def test_two_ways_to_cut_are_refused(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, ValueError), match="piece_bytes is 4096 and layers_per_group is 2; set one of them"):
         prefill_config(tmp_path, chunk={"layers_per_group": 2, "piece_bytes": 4096})

@@ -41,7 +41,7 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
     monkeypatch.setattr(PeerChannel, "close", noted)
     joins = [await leader.joined(number, NOWHERE) for number in (1, 2)]
     with pytest.raises(PeerUnreachable):
-        await leader.node.reserving.reserve(joins[0], "a", prefill_incarnation=1)
+        await leader.node.reserving.reserve(joins[0], "a", joins[0].plan, prefill_incarnation=1)
     leader.joins.leave(joins[0], PeerUnreachable("it left"))
     assert leader.node.reserving.addresses == (NOWHERE,), "the other join has that address as well"
     leader.joins.leave(joins[1], PeerUnreachable("it left"))

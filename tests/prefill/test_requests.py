@@ -19,6 +19,7 @@ from tests.decode.leader_world import take, turns
 from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, kind_of, new_join
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.chunk import ChunkPlan
 from transfer.connector import outgoing as outgoing_module
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing
@@ -362,7 +363,7 @@ class TimedWorld(World):
         self.asked_s: dict[str, list[float]] = {}
         super().__init__()
 
-    async def _reserve(self, join: Join, request_id: str) -> Reservation:
+    async def _reserve(self, join: Join, request_id: str, plan: ChunkPlan) -> Reservation:
         self.asked_s.setdefault(request_id, []).append(self._loop.now_s)
         await asyncio.sleep(ANSWER_S)
         return Reservation(is_reserved=join.incarnation != FULL)

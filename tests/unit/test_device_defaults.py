@@ -38,6 +38,22 @@ def test_a_chunk_has_256_mib_on_a_rank(layout: KVLayout, shard: Shard, step_toke
     assert {gpu_chunk_tokens(layout, shard.at(rank), step_tokens=step_tokens) for rank in range(shard.num_ranks)} == {wanted}
 
 
+@pytest.mark.parametrize(
+    ("layout", "shard", "step_tokens", "wanted"),
+    [
+        (LLAMA_8B, Shard(), 8192, 8192),  # 4 KiB a token and layer: 32 MiB a layer
+        (LLAMA_8B, Shard(), 16384, 8192),
+        (LLAMA_8B, Shard(tp_size=2), 16384, 16384),
+        (LLAMA_8B, Shard(), 100, 100),
+        (LATENTS, Shard(), 1 << 20, 16384),
+    ],
+)
+def test_with_layers_in_a_step_a_layer_of_a_chunk_has_32_mib(
+    layout: KVLayout, shard: Shard, step_tokens: int, wanted: int
+) -> None:
+    assert gpu_chunk_tokens(layout, shard, step_tokens=step_tokens, by_layer=True) == wanted
+
+
 def prefill(**settings: Any) -> PrefillNodeConfig:
     return PrefillNodeConfig.model_validate({"model": Path("m"), "device": "cuda", **settings})
 

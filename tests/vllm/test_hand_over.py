@@ -33,10 +33,11 @@ def pair(
 ) -> Iterator[Pair]:
     prefill_tp, decode_tp = request.param
     # Prompts are computed in many steps, so that there is a middle of them; of decode's blocks there are too few for all prompts.
+    # One of them sends each layer of a step by itself.
     prefill = vllm_server(
         model,
         tp=prefill_tp,
-        kv_transfer_config=connector("kv_producer"),
+        kv_transfer_config=connector("kv_producer", {"chunk": {"layers_per_group": 1}} if prefill_tp == 2 else None),
         name=f"prefill-tp{prefill_tp}",
         in_core=prefill_tp == 1,
         args=["--max-num-batched-tokens", "128"],

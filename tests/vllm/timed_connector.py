@@ -28,6 +28,7 @@ CALLS: Final = (
     "request_finished",
     "handle_preemptions",
     "start_load_kv",
+    "save_kv_layer",
     "wait_for_save",
     "get_transfer_results",
     "get_block_ids_with_load_errors",

@@ -70,9 +70,14 @@ class Join:
 
     @property
     def plan(self) -> ChunkPlan:
-        """How its prompts are divided; only for an instance that has joined."""
+        """How its longest prompts are divided; only for an instance that has joined."""
         assert self.cut is not None
         return self.cut.plan
+
+    def plan_of(self, num_tokens: int) -> ChunkPlan:
+        """How a prompt of that length is divided; only for an instance that has joined."""
+        assert self.cut is not None
+        return self.cut.plan_of(num_tokens)
 
     @property
     def is_joined(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import structlog
 
+from transfer.chunk import ChunkPlan
 from transfer.config import ConnectorLimitsConfig
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import ClosePrompt, FreePrompt, PromptIdle, PromptWanted, StartOffered
@@ -77,7 +78,7 @@ class OfferedPrompts(OutgoingTransfers):
         num_ranks: int,
         limits: ConnectorLimitsConfig,
         broadcast: Callable[[object], None],
-        reserve: Callable[[Join, str], Awaitable[Reservation]],
+        reserve: Callable[[Join, str, ChunkPlan], Awaitable[Reservation]],
         compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
         on_outcome: Callable[[str], None],
         on_given_up: Callable[[TransferError], None] = lambda error: None,

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.messages import CancelOutgoing, StartTransfer, TransferNotSent, TransferSent
 from transfer.connector.side_service import RequestView
@@ -75,6 +76,11 @@ class Transfer:
     stats: list[SentStats] = field(default_factory=list)
 
     @property
+    def plan(self) -> ChunkPlan:
+        """How the prompt is divided."""
+        return self.join.plan_of(len(self.token_ids))
+
+    @property
     def is_started(self) -> bool:
         """Whether the decode side has reserved room and the transfer was sent to the ranks."""
         return self.started_s is not None
@@ -99,7 +105,7 @@ class OutgoingTransfers(ABC):
         *,
         num_ranks: int,
         broadcast: Callable[[object], None],
-        reserve: Callable[[Join, str], Awaitable[Reservation]],
+        reserve: Callable[[Join, str, ChunkPlan], Awaitable[Reservation]],
         on_outcome: Callable[[str], None],
         on_given_up: Callable[[TransferError], None] = lambda error: None,
     ) -> None:
@@ -241,10 +247,10 @@ class OutgoingTransfers(ABC):
             TransferError: It cannot be asked, or its answer fails the transfer.
         """
         if transfer.room is None:
-            answer = await self._reserve(transfer.join, transfer.transfer_id)
+            answer = await self._reserve(transfer.join, transfer.transfer_id, transfer.plan)
         else:
             transfer.is_room_wanted = True
-            wanted = pb.PrefillRoomWanted(chunk_plan=chunk_plan_to_proto(transfer.join.plan))
+            wanted = pb.PrefillRoomWanted(chunk_plan=chunk_plan_to_proto(transfer.plan))
             transfer.progress.put_nowait(pb.PrefillEvent(room_wanted=wanted))
             answer = await transfer.room
         if not answer.is_reserved:
@@ -268,7 +274,7 @@ class OutgoingTransfers(ABC):
                 decode_incarnation=transfer.join.incarnation,
                 num_tokens=len(transfer.token_ids),
                 start_token=transfer.start_token,
-                plan=transfer.join.plan,
+                plan=transfer.plan,
                 traceparent="" if transfer.span is None else transfer.span.traceparent,
                 **fields,
             )

@@ -68,6 +68,8 @@ class OutgoingRank:
         self._engine = engine
         self._send = send
         self._outgoing: dict[str, _Outgoing] = {}  # by transfer, until it is sent or has failed
+        self.layer_ends: frozenset[int] = frozenset()
+        """Ends of the layer groups of all unfinished transfers."""
         self._attaching: set[asyncio.Task[None]] = set()
         self._sender: SenderLoop
         self._sessions: DecodeSessions
@@ -89,6 +91,7 @@ class OutgoingRank:
             message.plan, num_tokens=message.num_tokens, num_layers=peer.layout.num_layers, start_token=message.start_token
         )
         self._outgoing[transfer_id] = _Outgoing(message=message, chunks=chunks)
+        self._set_layer_ends()
         self._sender.start_request(
             peer.terms.request(
                 transfer_id,
@@ -183,10 +186,12 @@ class OutgoingRank:
 
     def on_sent(self, request_id: str, stats: SentStats) -> None:
         del self._outgoing[request_id]
+        self._set_layer_ends()
         self._send(TransferSent(transfer_id=request_id, stats=stats))
 
     def on_failed(self, request_id: str, reason: str) -> None:
         outgoing = self._outgoing.pop(request_id)
+        self._set_layer_ends()
         self._send(
             TransferNotSent(
                 transfer_id=request_id,
@@ -195,6 +200,10 @@ class OutgoingRank:
                 is_preempted=outgoing.is_preempted,
             )
         )
+
+    def _set_layer_ends(self) -> None:
+        groups = {outgoing.chunks.groups for outgoing in self._outgoing.values()}  # a few different ones
+        self.layer_ends = frozenset(layers.end for of_plan in groups for layers in of_plan)
 
     # Reports and end
 
@@ -278,6 +287,15 @@ class Free:
 TransferEvent = Wanted | GivenUp | Free
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunningStep:
+    """The first `num_tokens` tokens are in the pool in all layers below `end_layer`, after `event`."""
+
+    num_tokens: int
+    end_layer: int
+    event: DeviceEvent | None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Source:
     """A prompt of the engine, from the first message about it until both leader and engine are done with it."""
@@ -285,6 +303,7 @@ class _Source:
     tables: Tables = ()
     num_computed: int = 0
     event: DeviceEvent | None = None  # after it, `num_computed` tokens are in the pool
+    step: _RunningStep | None = None
     transfers: set[str] = field(default_factory=set)  # attempts that may still read
     paused: list[asyncio.Future[None]] = field(default_factory=list)  # done when nothing reads
     wanted_from: int | None = None  # start token of the last question of a decode side
@@ -318,14 +337,21 @@ class OfferedPages:
 
     # Calls of the engine
 
-    def progress(self, name: str, tables: Tables, num_computed: int, event: DeviceEvent | None) -> None:
+    def progress(
+        self, name: str, tables: Tables, num_computed: int, event: DeviceEvent | None, *, end_layer: int | None = None
+    ) -> None:
         """Record that the prompt's first `num_computed` tokens are in the pool after `event`.
 
         Args:
             tables: Its page table in each group of layers, from token 0 on. Entries stay the same until `pause`.
+            end_layer: Only layers below it are in the pool, because a step is running; None means all of them.
         """
         source = self._sources.setdefault(name, _Source())
-        source.tables, source.num_computed, source.event = tables, num_computed, event
+        source.tables = tables
+        if end_layer is None:
+            source.num_computed, source.event, source.step = num_computed, event, None
+        else:
+            source.step = _RunningStep(num_tokens=num_computed, end_layer=end_layer, event=event)
         self._report(source)
 
     def finish(self, name: str) -> None:
@@ -342,7 +368,7 @@ class OfferedPages:
         if source is None:
             idle.set_result(None)
             return idle
-        source.num_computed, source.event = 0, None
+        source.num_computed, source.event, source.step = 0, None, None
         source.paused.append(idle)
         self._cancel_all(source, reason, is_preempted=True)
         self._on_reading_over(name, source)
@@ -406,7 +432,10 @@ class OfferedPages:
     def _report(self, source: _Source) -> None:
         """Report computed chunks to each attempt. Cancel attempts whose remaining chunks will never be computed."""
         for transfer_id in list(source.transfers):
-            if not self.rank.progress(transfer_id, source.num_computed, source.event) and source.is_finished:
+            is_whole = self.rank.progress(transfer_id, source.num_computed, source.event)
+            if (step := source.step) is not None:
+                self.rank.progress(transfer_id, step.num_tokens, step.event, end_layer=step.end_layer)
+            if not is_whole and source.is_finished:
                 num_tokens = self.rank.started(transfer_id).num_tokens
                 reason = (
                     f"the prefill side's engine has ended the prompt with {source.num_computed} of {num_tokens} tokens computed"

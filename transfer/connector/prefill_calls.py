@@ -214,7 +214,12 @@ class PrefillCalls:
         if join is None:
             raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill instance")
         check_num_pieces(
-            join.plan, own.layout, own.shard, join.instance.shard, num_tokens=len(token_ids), start_token=request.start_token
+            join.plan_of(len(token_ids)),
+            own.layout,
+            own.shard,
+            join.instance.shard,
+            num_tokens=len(token_ids),
+            start_token=request.start_token,
         )
         return Transfer(
             transfer_id=request.request_id,

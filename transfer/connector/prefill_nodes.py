@@ -69,6 +69,9 @@ SWEEP_S = 0.5
 ALIAS_LOOK_S = 30.0
 """Time after which an alias is joined again, because its address may have become that of another node."""
 
+MAX_KNOWN_PLANS = 64
+"""Chunk plans of a prefill node whose largest piece is kept. A node has one for each order of magnitude of short prompts."""
+
 MAX_LINKS = 1 << 14  # of two instances of 128 ranks each
 
 log = structlog.get_logger(__name__)
@@ -371,7 +374,7 @@ class PrefillNodes:
     # Chunk plans
 
     def plan_of(self, question: pb.ReserveRequest | pb.PrefillRoomWanted, incarnation: int) -> ChunkPlan:
-        """Return the chunk plan in a question for room, and record it as the current plan of the prefill instance that asks.
+        """Return the chunk plan in a question for room. Record it as the prefill instance's, unless it is for a short prompt.
 
         Args:
             incarnation: Life of the prefill instance.
@@ -385,10 +388,15 @@ class PrefillNodes:
         plan = chunk_plan_from_proto(question.chunk_plan)
         for peer in self.peers:
             if peer.instance is not None and peer.instance.incarnation == incarnation and peer.plan != plan:
-                self._set_plan(peer, peer.instance, plan)
+                largest = self._largest_piece(peer, peer.instance, plan)
+                if peer.plan is None or plan.chunk_tokens >= peer.plan.chunk_tokens:
+                    peer.plan, peer.largest_piece_bytes = plan, largest
         return plan
 
-    def _set_plan(self, peer: PrefillPeer, prefill: Instance, plan: ChunkPlan) -> None:
+    def _largest_piece(self, peer: PrefillPeer, prefill: Instance, plan: ChunkPlan) -> int:
+        """Return the most bytes of a piece. Raise ChunkTooLarge if that is more than the ring."""
+        if plan in peer.pieces:
+            return peer.pieces[plan]
         largest = largest_piece_bytes(prefill, self._own, plan)
         if largest > self._ring_capacity_bytes:
             raise ChunkTooLarge(
@@ -396,7 +404,10 @@ class PrefillNodes:
                 f"{plan.layers_per_group or 'all'} layers one rank of prefill node {peer.address} sends up to {largest} bytes at "
                 "once: raise it, or lower chunk.piece_bytes or chunk.chunk_tokens of the prefill node"
             )
-        peer.plan, peer.largest_piece_bytes = plan, largest
+        if len(peer.pieces) == MAX_KNOWN_PLANS:
+            peer.pieces.clear()
+        peer.pieces[plan] = largest
+        return largest
 
     # Joins
 
@@ -497,7 +508,8 @@ class PrefillNodes:
         self._check_bandwidth(links)
         prefill = instance_from_proto(joined.prefill)
         check_compatible(prefill, self._own)
-        self._set_plan(peer, prefill, chunk_plan_from_proto(joined.chunk_plan))
+        plan = chunk_plan_from_proto(joined.chunk_plan)
+        peer.plan, peer.largest_piece_bytes = plan, self._largest_piece(peer, prefill, plan)
         loop = asyncio.get_running_loop()
         peer.instance, peer.links, peer.last_incarnation = prefill, links, prefill.incarnation
         peer.over, peer.broken = loop.create_future(), loop.create_future()
@@ -586,6 +598,7 @@ class PrefillNodes:
         peer.joined.clear()
         peer.state, peer.reason, peer.links = "lost", reason, []
         peer.plan, peer.largest_piece_bytes, peer.others_tokens = None, 0, None
+        peer.pieces.clear()
         for one in self.peers:
             if one.other is peer:
                 one.other = None

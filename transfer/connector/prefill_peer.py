@@ -53,7 +53,8 @@ class PrefillPeer:
     instance: Instance | None = None  # while it is joined
     links: list[Link] = field(default_factory=list)
     plan: ChunkPlan | None = None  # how prompts are divided, as last received; None while it is not joined
-    largest_piece_bytes: int = 0  # most bytes of a chunk of `plan` that one rank sends to another
+    pieces: dict[ChunkPlan, int] = field(default_factory=dict)  # most bytes of a chunk that one rank sends to another, by plan
+    largest_piece_bytes: int = 0  # of `plan`
     outstanding_tokens: int = 0  # tokens of this decode side's prompts whose calls have not ended
     others_tokens: int | None = None  # tokens of other decode sides' prompts, as last received; None means unknown
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it, or the node that it is an alias of, is joined

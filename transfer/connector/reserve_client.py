@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
+from transfer.chunk import ChunkPlan
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -41,8 +42,8 @@ class ReserveClient:
         """Addresses of the decode leaders to which a channel is open."""
         return tuple(self._channels)
 
-    async def reserve(self, join: Join, request_id: str, *, prefill_incarnation: int) -> Reservation:
-        """Ask the decode leader for room.
+    async def reserve(self, join: Join, request_id: str, plan: ChunkPlan, *, prefill_incarnation: int) -> Reservation:
+        """Ask the decode leader for room for a request that is divided by `plan`.
 
         Raises:
             TransferError: It cannot be asked, or its answer fails the request.
@@ -55,7 +56,7 @@ class ReserveClient:
             request_id=request_id,
             prefill_incarnation=prefill_incarnation,
             decode_incarnation=join.incarnation,
-            chunk_plan=chunk_plan_to_proto(join.plan),
+            chunk_plan=chunk_plan_to_proto(plan),
         )
         try:
             answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
