@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,9 +127,10 @@ def test_a_prefill_node_that_nobody_has_set(pair: Pair) -> None:
 
 
 def test_two_instances_of_one_name(start: Start) -> None:
-    start(PREFILL, name="the-same")
-    with pytest.raises(ConfigError, match="instance 'the-same' has a leader already"):
-        start(PREFILL, name="the-same")
+    name = f"the-same-{os.getpid()}"  # another run of the tests on this machine has another one
+    start(PREFILL, name=name)
+    with pytest.raises(ConfigError, match=f"instance '{name}' has a leader already"):
+        start(PREFILL, name=name)
 
 
 @pytest.mark.parametrize(

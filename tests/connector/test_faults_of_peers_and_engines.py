@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 from threading import Event
@@ -162,7 +163,8 @@ def read_http(address: str, path: str) -> str:
 
 def test_closing_one_side_leaves_no_file(start: Start) -> None:
     """Regression: a lock file stayed for each name, and engines use a new name at each start."""
+    name = f"comes-and-goes-{os.getpid()}-"
     for _ in range(3):
-        start(PREFILL, name="comes-and-goes").close()
-        endpoint = Path(rank_socket_address("comes-and-goes", 0).endpoint.removeprefix("ipc://"))
+        start(PREFILL, name=name).close()
+        endpoint = Path(rank_socket_address(name, 0).endpoint.removeprefix("ipc://"))
         assert list(endpoint.parent.glob(f"{endpoint.name}*")) == []
