@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import aiohttp
@@ -27,6 +28,7 @@ class Answer:
         intervals_s: Seconds between tokens.
         end_to_end_s: Seconds until the end.
         error: Reason of the failure; empty if the request succeeded.
+        is_given_up: The client has closed the connection; the answer is not complete.
     """
 
     prompt_tokens: int
@@ -35,6 +37,7 @@ class Answer:
     intervals_s: list[float] = field(default_factory=list)
     end_to_end_s: float = 0.0
     error: str = ""
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,13 @@ class Load:
 
 
 async def send_load(
-    urls: Sequence[str], prompts: Sequence[Sequence[int]], *, in_flight: int, output_tokens: int, salt: str
+    urls: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    *,
+    in_flight: int,
+    output_tokens: int,
+    salt: str,
+    patience_s: Mapping[int, float] = MappingProxyType({}),
 ) -> Load:
     """Send all prompts and return the answers.
 
@@ -56,6 +65,7 @@ async def send_load(
         in_flight: Number of clients.
         output_tokens: Tokens that every request generates (greedily).
         salt: Keeps the prefix caches of servers apart from those of other loads.
+        patience_s: Index of a prompt -> seconds after which its client gives up.
     """
     answers = [Answer(prompt_tokens=len(prompt)) for prompt in prompts]
     waiting = iter(range(len(prompts)))
@@ -64,7 +74,12 @@ async def send_load(
 
         async def run_client() -> None:
             for index in waiting:
-                await _ask(session, urls[index % len(urls)], prompts[index], output_tokens, salt, answers[index])
+                asking = _ask(session, urls[index % len(urls)], prompts[index], output_tokens, salt, answers[index])
+                try:
+                    async with asyncio.timeout(patience_s.get(index)):
+                        await asking
+                except TimeoutError:
+                    answers[index].error, answers[index].is_given_up = "", True
 
         begin_s = time.perf_counter()
         await asyncio.gather(*(run_client() for _ in range(in_flight)))

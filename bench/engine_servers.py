@@ -22,6 +22,7 @@ HOST: Final = "127.0.0.1"
 STOP_S: Final = 10.0
 READY_POLL_S: Final = 0.2
 LOG_LINES: Final = 20
+PREEMPTIONS: Final = re.compile(r"^vllm:num_preemptions_total\{.*\} (\S+)$", re.MULTILINE)
 ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
 
 VLLM_SCHEDULER: Final = "kvferry+vllm_scheduler"
@@ -134,12 +135,14 @@ class Setup:
 
     Attributes:
         urls: Base URLs to which the load is sent, in turn.
+        vllm_urls: Base URLs of all vLLM servers.
         started_s: Seconds until all servers were ready.
     """
 
     name: str
     serving: Serving
     urls: list[str] = field(default_factory=list)
+    vllm_urls: list[str] = field(default_factory=list)
     started_s: float = 0.0
     _processes: list[Process] = field(default_factory=list)
     _begin_s: float = 0.0
@@ -180,6 +183,14 @@ class Setup:
             raise
         self.started_s = time.monotonic() - self._begin_s
 
+    def num_preemptions(self) -> int:
+        """Return how often the vLLM servers have preempted a request."""
+        found = 0.0
+        for url in self.vllm_urls:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+                found += sum(map(float, PREEMPTIONS.findall(answer.read().decode())))
+        return int(found)
+
     def _start_pair(self) -> None:
         kv_port = free_port()
         configuration: Callable[[str], dict[str, Any]] = _nixl if self.name == "nixl" else _kvferry(self.name, kv_port)
@@ -215,6 +226,7 @@ class Setup:
     ) -> str:
         port = free_port()
         url = f"http://{HOST}:{port}"
+        self.vllm_urls.append(url)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.serving.model)]
         command += ["--served-model-name", "model", "--host", HOST, "--port", str(port), "--tensor-parallel-size", str(tp_size)]
         command += ["--disable-uvicorn-access-log", *self.serving.arguments, *arguments]

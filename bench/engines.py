@@ -45,7 +45,9 @@ class Cell:
     """Requests of one length with one number in flight, to one setup.
 
     Attributes:
+        given_up: Requests whose client closed the connection. They count neither as failed nor as served.
         differing: Answers whose tokens differ from those of the first setup.
+        preemptions: Of all vLLM servers of the setup.
         ttft_p50_s: Median time to first token of each turn.
         requests_per_s: Of answers without error.
         goodput_per_s: Of those that met both objectives.
@@ -56,7 +58,9 @@ class Cell:
     in_flight: int
     requests: int
     failed: int
+    given_up: int
     differing: int
+    preemptions: int
     ttft_s: Spread
     ttft_p50_s: tuple[float, ...]
     interval_s: Spread
@@ -100,18 +104,21 @@ def cell_of(
     in_flight: int,
     slo_ttft_s: float,
     slo_tpot_s: float,
+    preemptions: int = 0,
 ) -> Cell:
     """Summarise the loads of all turns.
 
     Args:
         references: Loads of the first setup with the same prompts.
+        preemptions: While these loads were sent.
         slo_ttft_s: Objective for the time to first token.
         slo_tpot_s: Objective for the mean time per further token.
     """
     answers = [answer for load in loads for answer in load.answers]
     others = [answer for load in references for answer in load.answers]
     duration_s = sum(load.duration_s for load in loads)
-    served = [answer for answer in answers if not answer.error]
+    given_up = sum(answer.is_given_up for answer in answers)
+    served = [answer for answer in answers if not answer.error and not answer.is_given_up]
     good = [
         answer
         for answer in served
@@ -122,13 +129,18 @@ def cell_of(
         prompt_tokens=answers[0].prompt_tokens,
         in_flight=in_flight,
         requests=len(answers),
-        failed=len(answers) - len(served),
+        failed=len(answers) - len(served) - given_up,
+        given_up=given_up,
         differing=sum(
-            not (answer.error or other.error) and answer.token_ids != other.token_ids
+            not (answer.is_given_up or other.is_given_up or answer.error or other.error) and answer.token_ids != other.token_ids
             for answer, other in zip(answers, others, strict=True)
         ),
+        preemptions=preemptions,
         ttft_s=Spread.of(answer.ttft_s for answer in served),
-        ttft_p50_s=tuple(Spread.of(answer.ttft_s for answer in load.answers if not answer.error).p50 for load in loads),
+        ttft_p50_s=tuple(
+            Spread.of(answer.ttft_s for answer in load.answers if not answer.error and not answer.is_given_up).p50
+            for load in loads
+        ),
         interval_s=Spread.of(interval_s for answer in served for interval_s in answer.intervals_s),
         requests_per_s=len(served) / duration_s,
         goodput_per_s=len(good) / duration_s,
@@ -188,7 +200,11 @@ class Comparison:
         number = max(LEAST_REQUESTS, arguments.rounds * in_flight)
         prompts = prompts_of(prompt_tokens, in_flight, number=number * arguments.turns, seed=arguments.seed)
         loads: dict[str, list[Load]] = {setup.name: [] for setup in self._setups}
+        before = {setup.name: setup.num_preemptions() for setup in self._setups}
+        chance = random.Random(f"{arguments.seed} {prompt_tokens} {in_flight} patience")
         for turn in range(arguments.turns):
+            hasty = {index for index in range(number) if chance.random() < arguments.give_up}
+            patience_s = {index: chance.uniform(0, arguments.patience) for index in sorted(hasty)}
             for setup in reversed(self._setups) if turn % 2 else self._setups:
                 load = await send_load(
                     setup.urls,
@@ -196,12 +212,21 @@ class Comparison:
                     in_flight=in_flight,
                     output_tokens=arguments.output_tokens,
                     salt=f"load {in_flight}",
+                    patience_s=patience_s,
                 )
                 loads[setup.name].append(load)
         first = loads[self._setups[0].name]
         self.cells += [
-            cell_of(name, of_setup, first, in_flight=in_flight, slo_ttft_s=arguments.slo_ttft, slo_tpot_s=arguments.slo_tpot)
-            for name, of_setup in loads.items()
+            cell_of(
+                setup.name,
+                loads[setup.name],
+                first,
+                in_flight=in_flight,
+                slo_ttft_s=arguments.slo_ttft,
+                slo_tpot_s=arguments.slo_tpot,
+                preemptions=setup.num_preemptions() - before[setup.name],
+            )
+            for setup in self._setups
         ]
 
     def write(self) -> None:
@@ -227,8 +252,8 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
     table = Table(title="Time to first token and speed", title_justify="left")
     for name in ("tokens", "in flight", "setup"):
         table.add_column(name, no_wrap=True)
-    columns = ("TTFT p50 ms", "beyond one", "TTFT p90", "interval p50 ms", "p99", "requests/s", "good/s", "failed", "differing")
-    for name in columns:
+    columns = ("TTFT p50 ms", "beyond one", "TTFT p90", "interval p50 ms", "p99", "requests/s", "good/s", "failed", "given up")
+    for name in (*columns, "preempted", "differing"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         ones = [
@@ -249,6 +274,8 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
             f"{cell.requests_per_s:.2f}",
             f"{cell.goodput_per_s:.2f}",
             str(cell.failed),
+            str(cell.given_up),
+            str(cell.preemptions),
             f"{cell.differing} of {cell.requests}",
         )
     console.print(table)
@@ -266,6 +293,8 @@ def main() -> None:
     parser.add_argument("--slo-tpot", type=float, default=0.05, help="objective in seconds, for goodput")
     parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: see above)")
     parser.add_argument("--tp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"))
+    parser.add_argument("--give-up", type=float, default=0.0, metavar="SHARE", help="share of requests whose client gives up")
+    parser.add_argument("--patience", type=float, default=1.0, metavar="S", help="... at a random moment within these seconds")
     parser.add_argument("--gpus", nargs=2, default=["", ""], metavar=("PREFILL", "DECODE"), help="as in CUDA_VISIBLE_DEVICES")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for all servers to start")

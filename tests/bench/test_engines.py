@@ -64,6 +64,16 @@ async def test_one_client_sends_one_request_at_a_time() -> None:
     assert load.duration_s >= sum(answer.end_to_end_s for answer in load.answers) >= 9 * PAUSE_S
 
 
+async def test_a_client_that_gives_up_closes_the_connection_and_is_counted_apart() -> None:
+    async with server() as url:
+        prompts = [[token] * 5 for token in (1, 2, BROKEN)]
+        load = await send_load([url], prompts, in_flight=1, output_tokens=3, salt="a", patience_s={1: 1.5 * PAUSE_S, 2: 0})
+    assert [answer.is_given_up for answer in load.answers] == [False, True, True]
+    assert load.answers[1].token_ids == [2] and not load.answers[2].token_ids
+    cell = cell_of("kvferry", [load], [load], in_flight=1, slo_ttft_s=60, slo_tpot_s=60)
+    assert (cell.requests, cell.failed, cell.given_up, cell.differing, cell.ttft_s.samples) == (3, 0, 2, 0, 1)
+
+
 async def test_failed_and_differing_answers_are_counted() -> None:
     reference = await load_of(1, 2, 3, 4, 5)
     load = await load_of(1, REFUSED, CUT_OFF, BROKEN, 6)
