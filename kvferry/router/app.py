@@ -38,7 +38,7 @@ class RouterApp:
         self._settings = settings
         self._metrics = metrics
         self._metrics_page = MetricsPage()
-        self._running: set[_Reply] = set()
+        self._running: set[Reply] = set()
         self._num_body_bytes = 0  # body bytes of running requests
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,6 +88,8 @@ class RouterApp:
             response = await self._counted(request, request_id)
         except (ApiError, web.HTTPException) as error:
             response = _error_response(request, error)
+        except ConnectionError:  # the client has closed the connection, so nobody gets this
+            return web.Response(status=499)
         if not response.prepared:
             response.headers[_REQUEST_ID] = request_id
         return response
@@ -99,7 +101,7 @@ class RouterApp:
             self._metrics.counter("requests", endpoint=endpoint, outcome="refused").inc()
             full = f"{self._settings.max_requests} requests are under way, as many as the router takes (--max-requests)"
             raise ApiError(503, "the router is shutting down" if self._is_draining else full)
-        reply, outcome = _Reply(request, request_id), "failed"
+        reply, outcome = Reply(request, request_id), "failed"
         self._running.add(reply)
         self._idle.clear()
         self._metrics.gauge("running_requests").inc()
@@ -124,7 +126,7 @@ class RouterApp:
             self._metrics.gauge("running_requests").inc(-1)
             self._metrics.counter("requests", endpoint=endpoint, outcome=outcome).inc()
 
-    async def _answered(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
+    async def _answered(self, request: web.Request, reply: Reply) -> web.StreamResponse:
         """Answer a request. If that fails in a stream, or the reply's timeout expires, report it to the client."""
         try:
             async with reply.timeout:
@@ -139,7 +141,7 @@ class RouterApp:
             raise error
         return await reply.cut_off(error)
 
-    async def _answer(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, reply: Reply) -> web.StreamResponse:
         arrived_s = time.monotonic()
         call = Call(
             path=request.path,
@@ -157,7 +159,7 @@ class RouterApp:
                 await reply.write(part)
         return await reply.end()
 
-    async def _content_of(self, request: web.Request, reply: _Reply) -> bytes:
+    async def _content_of(self, request: web.Request, reply: Reply) -> bytes:
         """Return the request's body, whose bytes count as held until the request ends."""
         coding = request.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
@@ -206,7 +208,7 @@ class _NoRoom(ApiError):
     """The router holds its maximum of body bytes."""
 
 
-class _Reply:
+class Reply:
     """The answer to one client."""
 
     def __init__(self, request: web.Request, request_id: str) -> None:

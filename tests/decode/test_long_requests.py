@@ -21,6 +21,7 @@ from prefill_node.requests import PrefillRequests
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from tests.prefill.leader_world import new_join
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.chunk import ChunkPlan
 from transfer.config import PrefillLimitsConfig
 from transfer.connector import outgoing as outgoing_module
 from transfer.connector.decode_instances import Join, Reservation
@@ -83,7 +84,7 @@ class Cluster:
         node.submit(request)
         return request
 
-    async def _reserve(self, join: Join, request_id: str) -> Reservation:
+    async def _reserve(self, join: Join, request_id: str, plan: ChunkPlan) -> Reservation:
         await asyncio.sleep(self._chance.uniform(0.001, 0.01))  # the call
         place = self._tiers.place(
             PlaceRequest(

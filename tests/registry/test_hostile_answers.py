@@ -113,10 +113,11 @@ async def test_unreadable_and_valid_answers_of_reserve(node: HostileNode, payloa
     node.answers = [payload]
     if payload[:1] == b"\xff":
         with pytest.raises(RemoteProtocolError, match="an answer of Reserve cannot be read"):
-            await client.reserve(join, "a", prefill_incarnation=1)
+            await client.reserve(join, "a", join.plan, prefill_incarnation=1)
     else:
         told = {b"\x08\x02": Reservation(is_reserved=True), b"\x08\x01\x10\x03": Reservation(is_reserved=True, start_token=3)}
-        assert await client.reserve(join, "a", prefill_incarnation=1) == told.get(payload, Reservation(is_reserved=False))
+        answer = await client.reserve(join, "a", join.plan, prefill_incarnation=1)
+        assert answer == told.get(payload, Reservation(is_reserved=False))
     await client.close()
 
 

@@ -10,6 +10,7 @@ import aiohttp
 import grpc
 import pytest
 
+from kvferry.router import app
 from kvferry.router.servers import Server
 from kvferry.router.settings import FlowKind
 from tests.router.conftest import KINDS, PROMPT, SEQUENTIAL, WITHIN_S, Setup, routing, routing_of, settled, until
@@ -156,6 +157,20 @@ async def test_a_client_that_goes_away_ends_all_requests(is_stream: bool, kind: 
         await settled(setup)
         assert await setup.client.metric("requests_total", endpoint="completions", outcome="disconnected") == 1
         assert await setup.client.metric("running_requests") == 0
+
+
+async def test_a_client_that_goes_away_as_its_answer_begins_is_no_error_of_the_router(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def closed(self: app.Reply, part: bytes) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(app.Reply, "write", closed)
+    async with routing(learnt=True) as setup:
+        await setup.client.complete(stream=True)
+        assert await setup.client.metric("requests_total", endpoint="completions", outcome="disconnected") == 1
+        await settled(setup)
+    assert "Error handling request" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
