@@ -17,6 +17,11 @@ ATTENTION_BYTES: Final = 256 << 20
 """Upper bound of an attention call's temporary memory, for any context: scores, weights, repeated masks, and keys and values that
 are computed for the call. It comes from the plan's reserve; blocks of this size keep a GPU busy."""
 
+CAUSAL_KEYS: Final = 128
+"""Keys that all rows of a chunk attend to at a time, where flash attention cannot be used: bounds the mask."""
+
+FLASH_MAX_DIM: Final = 256
+
 _SCORE_BYTES: Final = 8  # a score in float32, and as a weight in the values' type
 _ELEMENT_BYTES: Final = 8  # an element of a key or value: a contiguous copy, and in float32
 
@@ -118,6 +123,49 @@ class RunningSoftmax:
             keys = slice(begin, begin + block)
             self._add(key[:, :, keys].flatten(0, 1), value[:, :, keys].flatten(0, 1), None if mask is None else mask[..., keys])
 
+    def attend(self, key: Tensor, value: Tensor) -> None:
+        """Attend to more keys, each visible to all rows, by torch's flash attention where it can be used."""
+        if not self._has_flash(key, value):
+            self.add(key, value, None)
+            return
+        query = self._query.reshape(key.shape[0], key.shape[1], -1, self._query.shape[-1])
+        out, lse = _flash(query, key, value, self._scores.scale, is_causal=False)
+        self._merge(out.reshape(self._total.shape), lse.reshape(self._sum.shape))
+
+    def attend_causally(self, key: Tensor, value: Tensor) -> None:
+        """Attend to the keys of the rows themselves: row i to the keys up to i. As `attend`."""
+        rows, num_kv_heads = self._shape[2], key.shape[1]
+        if not self._has_flash(key, value):
+            positions = torch.arange(rows, device=key.device)
+            for begin in range(0, rows, CAUSAL_KEYS):
+                keys = slice(begin, begin + CAUSAL_KEYS)
+                mask = torch.zeros((rows, len(positions[keys])), dtype=torch.float32, device=key.device)
+                mask.masked_fill_(positions[:, None] < positions[keys], float("-inf"))
+                self.add(key[:, :, keys], value[:, :, keys], mask)
+            return
+        # One query head of each KV head at a time: a causal kernel needs as many rows as keys, and heads are not expanded.
+        query = self._query.reshape(key.shape[0], num_kv_heads, -1, rows, self._query.shape[-1])
+        found = [_flash(query[:, :, shared], key, value, self._scores.scale, is_causal=True) for shared in range(query.shape[2])]
+        out, lse = (torch.stack(parts, dim=2) for parts in zip(*found, strict=True))
+        self._merge(out.reshape(self._total.shape), lse.reshape(self._sum.shape))
+
+    def _has_flash(self, key: Tensor, value: Tensor) -> bool:
+        dim = key.shape[-1]
+        is_same = value.shape[-1] == dim == self._query.shape[-1] and key.dtype is self._query.dtype
+        if self._scores.softcap is not None or not is_same:
+            return False
+        return key.device.type == "cpu" or (
+            key.dtype in (torch.float16, torch.bfloat16) and dim <= FLASH_MAX_DIM and dim % 8 == 0
+        )
+
+    def _merge(self, part: Tensor, lse: Tensor) -> None:
+        """Merge attention [n, rows, value dim] over other keys, with the logarithm of its sum of weights [n, rows, 1]."""
+        largest = torch.maximum(self._largest, lse)
+        shrunk, weight = torch.exp(self._largest - largest), torch.exp(lse - largest)
+        self._sum = self._sum * shrunk + weight
+        self._total.mul_(shrunk).add_(part.float() * weight)
+        self._largest = largest
+
     def _add(self, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         weights = _product(self._query, key.transpose(1, 2)).mul_(self._scores.scale)
         if self._scores.softcap is not None:
@@ -135,6 +183,15 @@ class RunningSoftmax:
     def result(self) -> Tensor:
         """Return [batch, query heads, rows, dim of the values], in the query's dtype."""
         return (self._total / self._sum).to(self._dtype).view(*self._shape, -1)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return attention [batch, heads, rows, dim] and the logarithms of the sums of its weights [batch, heads, rows]."""
+    if query.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
+    return found[0], found[1].float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from embedded_engine.architectures import Hook
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
 from embedded_engine.graphs import CAPTURE_ADVICE
+from embedded_engine.host_prefill import HostChunk, HostPages, HostStep
 from embedded_engine.host_tier import HostBlocks
 from embedded_engine.latent_attention import hook_latent_attention
 from embedded_engine.model_config import one_line
@@ -257,6 +258,7 @@ class EmbeddedEngine:
             self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=counts, device=self._device)
         self._checks = self._make_checks()
         self._tier: HostBlocks | None = None
+        self._host_pages: HostPages | None = None
         self._decoder: DeviceDecoder | None = None
         if max_running_requests is not None and self._has_decode_kernels:
             with allocating("allocating the page tables", device=self._device, advice=_PAGE_TABLES_ADVICE):
@@ -270,7 +272,7 @@ class EmbeddedEngine:
         """
         for name in ("pool", "_checks"):
             self.__dict__.pop(name, None)
-        self._decoder = self._tier = None
+        self._decoder = self._tier = self._host_pages = None
         gc.collect()  # the graphs' plans and the pool reference each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -336,13 +338,16 @@ class EmbeddedEngine:
     @property
     def host_block_bytes(self) -> int:
         """Bytes of the device that the buffers for host blocks take."""
+        if self._host_pages is not None:
+            return self._host_pages.num_bytes
         return 0 if self._decoder is None else self._decoder.host_block_bytes
 
     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None:
-        """Let decode steps attend to pages in host memory, see `DecodeItem.host_tables`; once, before any step.
+        """Let steps attend to pages in host memory; once, before any step. See `host_tables` of `PrefillItem` and `DecodeItem`.
 
-        On a GPU this allocates two buffers of up to `block_bytes`, runs a step for the dummy request, so that its kernels are
-        compiled, and captures steps of the same sizes as the other graphs. The ranks of a group do this together.
+        On a GPU this allocates two buffers of up to `block_bytes`. For decode steps, it also runs a step for the dummy request,
+        so that its kernels are compiled, and captures steps of the same sizes as the other graphs. The ranks of a group do this
+        together.
 
         Args:
             host: Host pages of this engine's pool.
@@ -359,6 +364,9 @@ class EmbeddedEngine:
         if self._decoder is not None:
             with self._step("allocating the buffers for host blocks", _HOST_BLOCKS_ADVICE):
                 self._decoder.use_host_tier(tier)
+        else:
+            with self._step("allocating the buffers for host blocks", _HOST_BLOCKS_ADVICE):
+                self._host_pages = HostPages(self.pool, tier)
         self._tier = tier
         self._checks = self._make_checks(host.num_pages)
 
@@ -377,7 +385,8 @@ class EmbeddedEngine:
             EngineError: An item does not fit the model or the pool.
         """
         items = tuple(items)
-        tables = _as_arrays(self._checks.check_prefill(items))
+        checked = self._checks.check_prefill(items)
+        tables = _as_arrays([own for own, _ in checked])
         token_ids = np.concatenate([np.array(item.token_ids, dtype=np.int64) for item in items])
         positions = np.concatenate([np.arange(item.first_token, item.end_token) for item in items])
         ends = np.cumsum([item.num_tokens for item in items])
@@ -390,13 +399,31 @@ class EmbeddedEngine:
                 on_layers_written(layers_done, self._recorded_event())
 
         with self._step(f"planning a prefill step of {len(token_ids)} tokens", _PREFILL_ADVICE):
-            plan = PrefillPlan(items, tables, self.pool, self._dtype, on_written)
+            host = self._host_step(items, [hosts for _, hosts in checked], ends)
+            plan = PrefillPlan(items, tables, self.pool, self._dtype, on_written, host)
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=int(end) - 1, sampling=item.sampling, position=item.end_token)
             for item, end in zip(items, ends, strict=True)
             if item.is_last
         )
         return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan)
+
+    def _host_step(
+        self, items: Sequence[PrefillItem], hosts: Sequence[Sequence[Sequence[int]]], ends: NDArray[np.int64]
+    ) -> HostStep | None:
+        """Return the part of a prefill step whose full attention lies in host memory; None if there is none."""
+        host = self._host_pages
+        chunks = [
+            HostChunk(
+                begin=int(end) - item.num_tokens,
+                end=int(end),
+                first_token=item.first_token,
+                pages=np.array(own[host.tier.group], dtype=np.int64),
+            )
+            for item, own, end in zip(items, hosts, ends, strict=True)
+            if host is not None and own[host.tier.group]
+        ]
+        return HostStep(host, chunks) if host is not None and chunks else None
 
     def decode_batch(self, items: Sequence[DecodeItem]) -> ForwardBatch:
         """Check and plan a decode step of at least one item.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from embedded_engine.latent_attention import LatentHeads
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.pool.kv_pool import KVPool, PagedKVPool
+
+if TYPE_CHECKING:
+    from embedded_engine.host_prefill import HostStep
 
 ATTENTION_NAME = "kvferry_paged"
 LATENT_ATTENTION_NAME = "kvferry_paged_latent"
@@ -153,7 +156,11 @@ class _Chunk:
 
 
 class _ChunkGroup:
-    """The part of a prefill step that the layers of one group share: slots of new tokens, context of each chunk, mask."""
+    """The part of a prefill step that the layers of one group share: slots of new tokens, context of each chunk, mask.
+
+    Args:
+        is_hosted: Items without pages of this group on the device.
+    """
 
     def __init__(
         self,
@@ -162,12 +169,16 @@ class _ChunkGroup:
         items: Sequence[PrefillItem],
         tables: Sequence[NDArray[np.int64]],
         dtype: torch.dtype,
+        is_hosted: Sequence[bool],
     ) -> None:
         self.window_tokens = group.window_tokens
         self.chunks: list[_Chunk] = []
         new_slots: list[NDArray[np.int64]] = []
         row = 0
-        for item, table in zip(items, tables, strict=True):
+        for item, table, is_elsewhere in zip(items, tables, is_hosted, strict=True):
+            if is_elsewhere:
+                row += item.num_tokens
+                continue
             first_context = group.first_needed_token(item.first_token)
             slots = token_slots(table, first_context, item.end_token, part.page_size)
             new_slots.append(slots[item.first_token - first_context :])
@@ -181,8 +192,15 @@ class _ChunkGroup:
                 )
             )
             row += item.num_tokens
-        self.new_slots = on_device(np.concatenate(new_slots), part.device)
-        self._mask = self._band(items, dtype, part.device)
+        own = [item for item, is_elsewhere in zip(items, is_hosted, strict=True) if not is_elsewhere]
+        if own:
+            self.new_slots = on_device(np.concatenate(new_slots), part.device)
+            self._mask = self._band(own, dtype, part.device)
+        rows = (
+            np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in self.chunks]) if own else np.empty(0, dtype=np.int64)
+        )
+        self.rows = None if len(rows) == row else on_device(rows, part.device)
+        """Rows of the step with pages on the device; None means all."""
 
     def _band(self, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return [rows, context] with -inf where the key is later than the query or has left its window.
@@ -210,7 +228,8 @@ class PrefillPlan:
     Args:
         items: The step's checked items, with `tables`.
         dtype: Dtype that the model computes in.
-        on_written: Called with each layer after its part of all items is in the pool.
+        on_written: Called with each layer after its part of all items is in the pool, on the stream that has written it.
+        host: The items whose full attention lies in host memory; None if there are none.
     """
 
     def __init__(
@@ -220,9 +239,13 @@ class PrefillPlan:
         pool: KVPool,
         dtype: torch.dtype,
         on_written: Callable[[int], None],
+        host: HostStep | None = None,
     ) -> None:
         self._pool = pool
         self._on_written = on_written
+        self._host = host
+        hosted = {chunk.begin for chunk in host.chunks} if host is not None else set()
+        begins = np.cumsum([0, *(item.num_tokens for item in items)])
         self._dtype = dtype
         self._items = items
         self._groups: dict[int, _ChunkGroup] = {}
@@ -232,14 +255,20 @@ class PrefillPlan:
             if group.kind is GroupKind.STATE:
                 self._state_rows = [on_device(table, pool.device) for table in own]
             else:
-                self._groups[index] = _ChunkGroup(group, part, items, own, dtype)
+                is_hosted = [group.kind is GroupKind.FULL and int(begin) in hosted for begin in begins[:-1]]
+                self._groups[index] = _ChunkGroup(group, part, items, own, dtype, is_hosted)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         group = self._groups[self._pool.group_of(layer)]
-        self._pool.write(layer, group.new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        self._on_written(layer)
-
+        self._write(group, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
         output = _output_of(query, value.shape[-1])
+
+        def by_head(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = (one.to(self._dtype).transpose(0, 1).unsqueeze(0) for one in (k, v))
+            return k, v
+
+        if group.rows is not None:
+            self._attend_host(layer, query, key[0].transpose(0, 1), value[0].transpose(0, 1), by_head, scores, output)
         for chunk in group.chunks:
             k, v = (part.to(self._dtype).transpose(0, 1).unsqueeze(0) for part in self._pool.read(layer, chunk.context_slots))
             _attend(group, chunk, query, k, v, scores, output)
@@ -248,12 +277,17 @@ class PrefillPlan:
     def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
         """Compute every head's K and V from the latents for this call only: many queries share that work."""
         group = self._groups[self._pool.group_of(layer)]
-        self._pool.write(layer, group.new_slots, latents, latents[..., :0])
-        self._on_written(layer)
+        self._write(group, layer, latents, latents[..., :0])
         output = _output_of(query, heads.value_dim)
         # A head's K and V, and the product that both are parts of.
         token_bytes = query.shape[1] * 2 * (query.shape[3] + heads.value_dim) * query.element_size()
         block_tokens = max(1, ATTENTION_BYTES // token_bytes)
+        if group.rows is not None:
+
+            def expanded(latents: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+                return heads.expand(latents.to(self._dtype))
+
+            self._attend_host(layer, query, latents, latents[..., :0], expanded, scores, output, block_tokens=block_tokens)
         for chunk in group.chunks:
             context = self._pool.read(layer, chunk.context_slots)[0].to(self._dtype)
             if len(context) <= block_tokens:
@@ -263,6 +297,51 @@ class PrefillPlan:
                 parts = ((begin, *heads.expand(context[begin : begin + block_tokens])) for begin in begins)
                 _attend_in_parts(group, chunk, query, parts, scores, output)
         return output
+
+    def _write(self, group: _ChunkGroup, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the step's K and V [rows, heads, dim] of a layer to the device and to host pages, and report the layer."""
+        if group.rows is None:
+            self._pool.write(layer, group.new_slots, k, v)
+            self._on_written(layer)
+            return
+        if group.chunks:
+            self._pool.write(layer, group.new_slots, k[group.rows], v[group.rows])
+        assert self._host is not None
+        with self._host.writing(layer, k, v):
+            self._on_written(layer)
+
+    def _attend_host(
+        self,
+        layer: int,
+        query: Tensor,
+        k: Tensor,
+        v: Tensor,
+        by_head: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        scores: Scores,
+        output: Tensor,
+        *,
+        block_tokens: int | None = None,
+    ) -> None:
+        """Attend with the rows of the chunks in host memory: to themselves, and then to the tokens before them.
+
+        Args:
+            k, v: The step's, [rows, heads, dim].
+            by_head: Converts K and V [tokens, heads, dim] as stored to [1, heads, tokens, dim].
+            block_tokens: Most tokens that are converted at a time; None means any number.
+        """
+        assert self._host is not None
+        running: list[RunningSoftmax] = []
+        for chunk in self._host.chunks:
+            rows = slice(chunk.begin, chunk.end)
+            own_k, own_v = by_head(self._host.stored(k[rows]), self._host.stored(v[rows]))
+            running.append(RunningSoftmax(query[:, :, rows], own_k.shape[1], output.shape[-1], scores))
+            running[-1].attend_causally(own_k, own_v)
+        for index, context_k, context_v in self._host.contexts(layer):
+            size = block_tokens or len(context_k)
+            for part_k, part_v in zip(context_k.split(size), context_v.split(size), strict=True):
+                running[index].attend(*by_head(part_k, part_v))
+        for chunk, softmax in zip(self._host.chunks, running, strict=True):
+            output[:, chunk.begin : chunk.end] = softmax.result().transpose(1, 2)
 
     def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
         outputs: list[Tensor] = []

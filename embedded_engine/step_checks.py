@@ -65,17 +65,18 @@ class StepChecks:
         self._last_tables: dict[str, tuple[_Checked, ...]] = {}
         self._last_items: dict[str, DecodeItem] = {}
 
-    def check_prefill(self, items: Sequence[PrefillItem]) -> list[CheckedTables]:
-        """Return the items' page tables.
+    def check_prefill(self, items: Sequence[PrefillItem]) -> list[tuple[CheckedTables, CheckedTables]]:
+        """Return the items' page tables and host tables.
 
         Raises:
-            EngineError: An item does not fit the model or the pool.
+            EngineError: An item does not fit the model, the pool or the host pool.
         """
         spans = [(item.first_token, item.end_token) for item in items]
-        checked = self._check(items, spans, [self._no_host_tables] * len(items), {})
+        hosts = [self._checked_whole_hosts(item) if item.host_tables else self._no_host_tables for item in items]
+        checked = self._check(items, spans, hosts, {})
         for item in items:
             self._check_tokens(item.request_id, item.token_ids)
-        return [tuple(one.table for one in own) for own in checked]
+        return [(tuple(one.table for one in own), host) for own, host in zip(checked, hosts, strict=True)]
 
     def check_decode(self, items: Sequence[DecodeItem]) -> list[DecodeItem]:
         """Return the items with their checked page tables and host tables, one of each for each group.
@@ -182,22 +183,52 @@ class StepChecks:
     def _name(self, request_id: str, index: int) -> str:
         return f"request {request_id!r}" + (f", {self._groups[index].name}" if len(self._groups) > 1 else "")
 
-    def _checked_hosts(self, item: DecodeItem) -> CheckedTables:
-        """Check that the item's host pages fit the host pool and its page tables."""
+    def _check_num_hosts(self, item: PrefillItem | DecodeItem) -> None:
+        """Check that the item has a host table for each group, and that there is a host pool if one of them has pages."""
         name = f"request {item.request_id!r}"
         if len(item.host_tables) != len(self._groups):
             names = ", ".join(group.name for group in self._groups)
             raise EngineError(f"{name} has {len(item.host_tables)} host tables; the model has one for each of: {names}")
+        if self._num_host_pages is None and any(map(len, item.host_tables)):
+            raise EngineError(f"{name} has pages in host memory; the engine has no host pool (use_host_pool)")
+
+    def _checked_whole_hosts(self, item: PrefillItem) -> CheckedTables:
+        """Check that all full attention of the item lies in the host pool, and return the entries that it needs."""
+        self._check_num_hosts(item)
+        checked: list[tuple[int, ...]] = []
+        for index, (group, table) in enumerate(zip(self._groups, item.host_tables, strict=True)):
+            if not len(table):
+                checked.append(())
+                continue
+            name = self._name(item.request_id, index)
+            if group.kind is not GroupKind.FULL:
+                raise EngineError(f"{name} has {len(table)} host pages; only full attention can lie in host memory")
+            num_entries = group.num_pages(item.end_token, self._page_size)
+            own = tuple(table)[:num_entries]
+            if len(own) < num_entries:
+                raise EngineError(f"{name} has {len(own)} host pages; {item.end_token} tokens need {num_entries}")
+            self._check_host_range(name, own, index)
+            checked.append(own)
+        return tuple(checked)
+
+    def _check_host_range(self, name: str, table: Sequence[int], index: int) -> None:
+        assert self._num_host_pages is not None
+        if not 0 <= min(table) <= max(table) < self._num_host_pages[index]:
+            raise EngineError(
+                f"{name} has host pages {min(table)} to {max(table)}; the host pool's are in [0, {self._num_host_pages[index]})"
+            )
+
+    def _checked_hosts(self, item: DecodeItem) -> CheckedTables:
+        """Check that the item's host pages fit the host pool and its page tables."""
+        self._check_num_hosts(item)
         if not any(map(len, item.host_tables)):
             return self._no_host_tables
-        if self._num_host_pages is None:
-            raise EngineError(f"{name} has pages in host memory; the engine has no host pool (use_host_pool)")
         for index, table in enumerate(item.host_tables):
             if table:
-                self._check_hosts(item, index, self._num_host_pages[index])
+                self._check_hosts(item, index)
         return tuple(tuple(table) for table in item.host_tables)
 
-    def _check_hosts(self, item: DecodeItem, index: int, num_host_pages: int) -> None:
+    def _check_hosts(self, item: DecodeItem, index: int) -> None:
         group, table = self._groups[index], item.host_tables[index]
         name = f"request {item.request_id!r}, {group.name}"
         if group.kind is not GroupKind.FULL:
@@ -213,7 +244,6 @@ class StepChecks:
             pairs = ((table, last.host_tables[index]), (pages, last.page_tables[index]))
             if all(now is before and isinstance(now, tuple) for now, before in pairs):
                 return  # passed in the last step
-        if not 0 <= min(table) <= max(table) < num_host_pages:
-            raise EngineError(f"{name} has host pages {min(table)} to {max(table)}; the host pool's are in [0, {num_host_pages})")
+        self._check_host_range(name, table, index)
         if tuple(pages[: len(table)]).count(NO_PAGE) != len(table):
             raise EngineError(f"{name} has {len(table)} host pages; so many entries of its page table must begin it as {NO_PAGE}")

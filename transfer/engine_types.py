@@ -89,6 +89,9 @@ class PrefillItem:
             it holds stale data.
         sampling: How the first token is chosen, if `is_last`.
         is_last: These are the prompt's last tokens: sample the first token after them.
+        host_tables: For each group of layers, the host pages bound to the request so far. A group of full attention has all of
+            them, up to the last token of this step, and its page table is `NO_PAGE` then; all other groups have none. Empty if
+            nothing is in host memory.
     """
 
     request_id: str
@@ -97,6 +100,7 @@ class PrefillItem:
     page_tables: tuple[Sequence[int], ...]
     sampling: SamplingParams = GREEDY
     is_last: bool
+    host_tables: tuple[Sequence[int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -1,0 +1,165 @@
+"""Prefill of prompts whose full attention lies in host memory.
+
+The KV of such a prompt never takes device pages of full attention. Each step writes its K and V into host pages, and attends over
+its own tokens and then over the earlier ones, which come from host memory block by block through two device buffers. Partial
+results are merged by their log-sum-exp (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embedded_engine.host_tier import HostBlock, HostBlocks, StepBlocks, cut_into_blocks
+from embedded_engine.paged_attention import on_device, token_slots
+from transfer.layout import TokenOrder
+from transfer.pool.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from embedded_engine.host_fetcher import HostFetcher
+
+
+class HostPages:
+    """What the steps of an engine share: the host pages, the device buffers for them, and the stream that writes them.
+
+    Args:
+        pool: The engine's pool.
+        tier: Its host pages.
+    """
+
+    def __init__(self, pool: KVPool, tier: HostBlocks) -> None:
+        self.tier = tier
+        self.device = pool.device
+        self.fetcher: HostFetcher | None = None
+        self.writing: torch.cuda.Stream | None = None
+        if pool.device.type == "cuda":
+            from embedded_engine.host_fetcher import HostFetcher  # imports Triton, which a CPU does not need
+
+            self.fetcher = HostFetcher(pool, tier)
+            self.writing = torch.cuda.Stream(pool.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device buffers."""
+        return 0 if self.fetcher is None else self.fetcher.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostChunk:
+    """A request's rows [begin, end) of the step, and its host pages.
+
+    Args:
+        first_token: Position of the first row.
+        pages: Host pages of the tokens from 0 up to the last row's.
+    """
+
+    begin: int
+    end: int
+    first_token: int
+    pages: NDArray[np.int64]
+
+    @property
+    def end_token(self) -> int:
+        return self.first_token + self.end - self.begin
+
+
+class HostStep:
+    """The chunks of a step whose full attention lies in host memory.
+
+    Args:
+        chunks: At least one.
+    """
+
+    def __init__(self, host: HostPages, chunks: Sequence[HostChunk]) -> None:
+        self._host = host
+        self.chunks = tuple(chunks)
+        tier = host.tier
+        self._part = tier.host.device_part(tier.group)
+        self._new_slots = [
+            on_device(token_slots(chunk.pages, chunk.first_token, chunk.end_token, tier.page_size), host.device)
+            for chunk in chunks
+        ]
+        contexts = [chunk.pages[: -(-chunk.first_token // tier.page_size)] for chunk in chunks]
+        self._blocks: StepBlocks | None = None
+        ends = np.cumsum([len(pages) for pages in contexts]) * tier.page_size
+        self._first_context_tokens = [int(end) - len(pages) * tier.page_size for end, pages in zip(ends, contexts, strict=True)]
+        if any(map(len, contexts)):
+            self._blocks = cut_into_blocks(
+                [pages.tolist() for pages in contexts], pages_per_block=tier.pages_per_block, page_size=tier.page_size
+            )
+        if host.writing is not None:
+            torch.cuda.current_stream(host.device).wait_stream(host.writing)  # what the last step has written is read here
+        if host.fetcher is not None and self._blocks is not None:
+            host.fetcher.begin(self._blocks.blocks, on_device(self._blocks.pages, host.device))
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as it comes back from the host pages, in its own dtype."""
+        return tensor.to(self._part.dtype).to(tensor.dtype)
+
+    @contextmanager
+    def writing(self, layer: int, k: Tensor, v: Tensor) -> Iterator[None]:
+        """Write K and V [rows, heads, dim] of a layer into host pages. In the block, the current stream is the one that writes.
+
+        It also waits for the work before the block.
+        """
+        stream = self._host.writing
+        if stream is None:
+            self._write(layer, k, v)
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._host.device))
+        with torch.cuda.stream(stream):
+            self._write(layer, k, v)
+            yield
+        for tensor in (k, v):
+            tensor.record_stream(stream)
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        for chunk, slots in zip(self.chunks, self._new_slots, strict=True):
+            self._part.write(layer, slots, key[chunk.begin : chunk.end], value[chunk.begin : chunk.end])
+
+    def contexts(self, layer: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the earlier tokens of the chunks in blocks: the chunk's index, K and V [tokens, heads, dim] as stored.
+
+        A block is valid until the next one. Ask for each layer once, in ascending order.
+        """
+        if self._blocks is None:
+            return
+        fetcher = self._host.fetcher
+        if fetcher is None:
+            for block in self._blocks.blocks:
+                for chunk, first, count in self._parts(block):
+                    pages = self._blocks.pages[block.begin : block.end]
+                    slots = on_device(token_slots(pages, first, first + count, self._host.tier.page_size), self._host.device)
+                    yield chunk, *self._part.read(layer, slots)
+            return
+        for block, buffer in fetcher.blocks_of(layer):
+            no_v = buffer.k[..., :0] if buffer.v is None else buffer.v
+            for chunk, first, count in self._parts(block):
+                k, v = (_by_token(one, self._part.order)[first : first + count] for one in (buffer.k, no_v))
+                yield chunk, k, v
+
+    def _parts(self, block: HostBlock) -> Iterator[tuple[int, int, int]]:
+        """Yield the chunks that have tokens in a block, with the first of these tokens in the block and their number."""
+        assert self._blocks is not None
+        page_size = self._host.tier.page_size
+        for chunk in range(block.first_row, block.end_row):
+            part = block.first_part + chunk - block.first_row
+            first = int(self._blocks.first_tokens[part])
+            begin = (block.begin * page_size + first) - self._first_context_tokens[chunk]
+            # The last page of a context may have tokens of the chunk itself.
+            count = min(int(self._blocks.num_tokens[part]), self.chunks[chunk].first_token - begin)
+            if count > 0:
+                yield chunk, first, count
+
+
+def _by_token(buffer: Tensor, order: TokenOrder) -> Tensor:
+    """Return pages [pages, tokens, heads, dim] (HND: [pages, heads, tokens, dim]) as [tokens, heads, dim]."""
+    return (buffer if order is TokenOrder.NHD else buffer.transpose(1, 2)).flatten(0, 1)
