@@ -162,12 +162,18 @@ def node_plan_inputs(
         max_total_tokens=None if most_pages is None else most_pages * shard.page_size,
         staging_bytes=staging_bytes,
         ring_bytes=ring_bytes,
-        offload_bytes=config.offload.device_bytes if isinstance(config, DecodeNodeConfig) and config.device != "cpu" else 0,
+        offload_bytes=_offload_bytes(config),
         weights_bytes=weights_bytes,
         checkpoint_bytes=None if config.dummy_weights else model.checkpoint_bytes,
         checkpoint_source=model.checkpoint_source,
         names=settings_for_flags(config),
     )
+
+
+def _offload_bytes(config: NodeConfig) -> int:
+    """Return the device memory for copies and blocks of host pages."""
+    assert isinstance(config, PrefillNodeConfig | DecodeNodeConfig)
+    return config.offload.device_bytes if config.device != "cpu" else 0
 
 
 def _tokens_in_flight(config: NodeConfig) -> int:

@@ -57,6 +57,7 @@ class _Life:
                 chunk_tokens=config.chunk.chunk_tokens,
                 max_step_tokens=config.limits.max_step_tokens,
                 max_running=config.limits.max_running_requests,
+                host_pages=min((hello.host_pages[0] for hello in hellos if hello.host_pages), default=0),
             ),
             num_ranks=len(hellos),
             limits=config.limits,

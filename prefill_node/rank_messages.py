@@ -28,9 +28,14 @@ PART_BYTES = 4 * 128 + 128  # a part of a step without its tokens: an id of 128 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRequest(StartTransfer):
-    """Start a transfer and take pages for the whole prompt. The steps that compute it follow."""
+    """Start a transfer and take pages for the whole prompt. The steps that compute it follow.
+
+    Args:
+        is_in_host: Its full attention lies in host memory.
+    """
 
     sampling: SamplingParams
+    is_in_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

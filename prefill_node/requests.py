@@ -101,7 +101,9 @@ class PrefillRequests(OutgoingTransfers):
         num_tokens = len(transfer.token_ids)
         if not self._scheduler.can_ever_hold(num_tokens):
             pages = self._scheduler.pages_for(num_tokens)
-            raise ResourceExhausted(f"prompt of {num_tokens} tokens needs {pages} pages; this prefill node's pool has fewer")
+            raise ResourceExhausted(
+                f"prompt of {num_tokens} tokens needs {pages} pages; this prefill node has {self._scheduler.all_pages}"
+            )
         if self._scheduler.num_waiting >= (most := self._limits.max_queued_requests):
             raise ResourceExhausted(f"prefill queue is full ({most} requests wait; limits.max_queued_requests)")
         self._scheduler.submit(transfer.transfer_id, num_tokens, destination=transfer.join.number)
@@ -228,9 +230,13 @@ class PrefillRequests(OutgoingTransfers):
 
     def _start_computing(self, request: Transfer) -> None:
         request.holding = set(range(self._num_ranks))
-        self._start(request, StartRequest, sampling=request.sampling)
-        if self._loads is not None and self._loads.begin(
-            request.transfer_id, request.token_ids, request.join.instance, cache_salt=request.cache_salt
+        is_in_host = self._scheduler.is_in_host(request.transfer_id)
+        self._start(request, StartRequest, sampling=request.sampling, is_in_host=is_in_host)
+        # A stored prefix is loaded into device pages.
+        if (
+            self._loads is not None
+            and not is_in_host
+            and self._loads.begin(request.transfer_id, request.token_ids, request.join.instance, cache_salt=request.cache_salt)
         ):
             self._scheduler.hold(request.transfer_id)
 

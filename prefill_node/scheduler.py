@@ -72,12 +72,23 @@ class PrefillScheduler:
         chunk_tokens: Tokens of a chunk. A step computes a request up to the next multiple of it.
         max_step_tokens: Maximum tokens of a step, which has at least one chunk.
         max_running: Maximum number of requests between start and release.
+        host_pages: Pages of full attention in every rank's host memory, for requests that the pool cannot hold.
     """
 
     def __init__(
-        self, *, pool_pages: PageCounts, needs: PageNeeds, chunk_tokens: int, max_step_tokens: int, max_running: int
+        self,
+        *,
+        pool_pages: PageCounts,
+        needs: PageNeeds,
+        chunk_tokens: int,
+        max_step_tokens: int,
+        max_running: int,
+        host_pages: int = 0,
     ) -> None:
         self._needs = needs
+        self._device_pages = pool_pages
+        self._host_pages = host_pages
+        pool_pages = PageCounts((*pool_pages.by_group, host_pages))  # host pages count as one more group
         self._chunk_tokens = chunk_tokens
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
@@ -96,19 +107,41 @@ class PrefillScheduler:
 
     @property
     def free_pages(self) -> PageCounts:
-        """Pages that no started request holds."""
-        return self._free_pages
+        """Pages of the pool that no started request holds."""
+        return PageCounts(self._free_pages.by_group[:-1])
 
     @property
     def num_running(self) -> int:
         return len(self._computing) + len(self._sending)
 
+    @property
+    def all_pages(self) -> str:
+        """The pages of this node, as text."""
+        return self._shown(self._pool_pages)
+
     def pages_for(self, num_tokens: int) -> str:
         """Return the pages that a request of `num_tokens` needs, as text."""
-        return self._needs.shown(self._needs.peak(num_tokens))
+        return self._shown(self._pages_of(num_tokens))
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        return self._needs.peak(num_tokens).fit(self._pool_pages)
+        return self._pages_of(num_tokens).fit(self._pool_pages)
+
+    def is_in_host(self, request_id: str) -> bool:
+        """Return whether the full attention of a started request lies in host memory."""
+        return self._computing[request_id].pages.by_group[-1] > 0
+
+    def _pages_of(self, num_tokens: int) -> PageCounts:
+        """Return the pages that a request needs, the last number of which is that of its host pages."""
+        peak = self._needs.peak(num_tokens)
+        if peak.fit(self._device_pages) or not self._host_pages:
+            return PageCounts((*peak.by_group, 0))
+        full, *others = peak.by_group
+        return PageCounts((0, *others, full))
+
+    def _shown(self, pages: PageCounts) -> str:
+        *device, host = pages.by_group
+        shown = self._needs.shown(PageCounts(tuple(device)))
+        return f"{shown} and {host} host" if host else shown
 
     def submit(self, request_id: str, num_tokens: int, *, destination: int) -> None:
         """Put a request at the end of the queue.
@@ -120,7 +153,7 @@ class PrefillScheduler:
             raise LocalProtocolError(f"request {request_id} submitted twice")
         self._num_submitted += 1
         self._waiting[request_id] = _Request(
-            num_tokens=num_tokens, pages=self._needs.peak(num_tokens), destination=destination, order=self._num_submitted
+            num_tokens=num_tokens, pages=self._pages_of(num_tokens), destination=destination, order=self._num_submitted
         )
 
     def startable(self) -> list[str]:
@@ -242,5 +275,5 @@ class PrefillScheduler:
     def check_idle(self) -> None:
         """Raise LocalProtocolError if nothing is in flight, but pages are missing."""
         if not self._computing and not self._sending and self._free_pages != self._pool_pages:
-            missing = self._needs.shown(self._pool_pages - self._free_pages)
+            missing = self._shown(self._pool_pages - self._free_pages)
             raise LocalProtocolError(f"{missing} pages are missing in an idle scheduler")

@@ -21,6 +21,7 @@ from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
 from prefill_node.engine import PrefillEngine
+from prefill_node.host_kv import HostKv, open_host_kv
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
 from prefill_node.rank_messages import LoadPrefix, PrefixLoaded, RunPrefillStep, StartRequest
 from prefill_node.scheduler import page_needs
@@ -32,6 +33,7 @@ from transfer.connector.rank_report import RankReady, pool_status
 from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
 from transfer.errors import LocalProtocolError
 from transfer.instance import Instance
+from transfer.layer_groups import PageCounts
 from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
@@ -87,6 +89,7 @@ class PrefillWorker:
         self._sessions: DecodeSessions
         self._store: StoreClient | None = None
         self._loader: PrefixLoader | None = None
+        self._host: HostKv | None = None
         self._tracer: Tracer | None = None
 
     async def start(self) -> RankReady:
@@ -97,21 +100,27 @@ class PrefillWorker:
             self._tracer = open_tracer(self._config.tracing, role=self._config.role, rank=self._spec.rank)
             if self._tracer is not None:
                 undo.callback(self._tracer.close)
-            hello = self._open(undo)
+            allocator = self._open_allocator()
+            host = await open_host_kv(self._config, engine, allocator=allocator, engine_thread=self._engine_thread)
+            if host is not None:
+                undo.callback(host.close)
+            hello = self._open(undo, allocator, host)
             undo.pop_all()
         return hello
 
-    def _open(self, undo: contextlib.ExitStack) -> RankReady:
-        """Open everything but the engine; if this fails, the caller runs `undo`."""
+    def _open_allocator(self) -> GroupAllocator:
+        pool = self._engine.pool
+        needs = page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens)
+        return GroupAllocator(needs, pool.num_pages)
+
+    def _open(self, undo: contextlib.ExitStack, allocator: GroupAllocator, host: HostKv | None) -> RankReady:
+        """Open everything but the engine and its host memory; if this fails, the caller runs `undo`."""
         engine = self._engine
         transport = open_transport(self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index)
         opening = undo.enter_context(contextlib.ExitStack())
         opening.callback(transport.close)
         instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
         pool = engine.pool
-        allocator = GroupAllocator(
-            page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens), pool.num_pages
-        )
         num_slots = self._config.staging.num_slots
         slot_bytes = staging_slot_bytes(
             self._config.chunk,
@@ -139,7 +148,12 @@ class PrefillWorker:
             tracer=self._tracer,
         )
         sender = SenderLoop(
-            context=context, owner=self.outgoing, pool=pool, staging=staging, settings=SenderSettings(num_slots=num_slots)
+            context=context,
+            owner=self.outgoing,
+            pool=pool,
+            staging=staging,
+            settings=SenderSettings(num_slots=num_slots),
+            host=host,
         )
         opening.pop_all()  # the sender closes it
         undo.callback(sender.close)
@@ -149,7 +163,8 @@ class PrefillWorker:
             plan=finest_chunk_plan(self._config.chunk),
             on_lost=self.outgoing.on_session_lost,
         )
-        self.use(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=self._open_store(instance))
+        loader = self._open_store(instance)
+        self.use(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=loader, host=host)
         return RankReady(
             rank=self._spec.rank,
             pid=os.getpid(),
@@ -158,6 +173,7 @@ class PrefillWorker:
             max_context_tokens=engine.max_context_tokens,
             vocab_size=engine.vocab_size,
             memory=memory,
+            host_pages=() if host is None else host.num_pages,
             can_switch=self._rank_engine.can_switch,
         )
 
@@ -183,9 +199,16 @@ class PrefillWorker:
         sender: SenderLoop,
         sessions: DecodeSessions,
         loader: PrefixLoader | None,
+        host: HostKv | None = None,
     ) -> None:
-        """Serve requests with these parts, as `start` does with those that it opens. `loader` is None without a store."""
+        """Serve requests with these parts, as `start` does with those that it opens.
+
+        Args:
+            loader: None without a store.
+            host: None without host memory.
+        """
         self._engine = engine
+        self._host = host
         self._allocator = allocator
         self._sessions = sessions
         self.outgoing.begin(sender, sessions)
@@ -213,13 +236,23 @@ class PrefillWorker:
             self._rank_engine.crash(error)  # otherwise the leader would wait for an answer that never comes
 
     def _start_request(self, message: StartRequest) -> None:
-        self._reserve(message.transfer_id, message.num_tokens)
+        if message.is_in_host:
+            self._reserve_in_host(message.transfer_id, message.num_tokens)
+        else:
+            self._reserve(message.transfer_id, message.num_tokens)
         self._requests[message.transfer_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling)
         self.outgoing.start(message)
 
     def _reserve(self, request_id: str, num_tokens: int) -> None:
         if not self._allocator.reserve(request_id, num_tokens):
             raise LocalProtocolError(f"no room for {num_tokens} tokens of request {request_id}, which the leader had counted")
+
+    def _reserve_in_host(self, request_id: str, num_tokens: int) -> None:
+        assert self._host is not None, "the leader knows the host pages of every rank"
+        full, *others = self._allocator.needs.peak(num_tokens).by_group
+        has_room = self._allocator.reserve_pages(request_id, PageCounts((0, *others)))
+        if not has_room or not self._host.reserve(request_id, num_tokens):
+            raise LocalProtocolError(f"no room for {full} host pages of request {request_id}, which the leader had counted")
 
     def _load_prefix(self, message: LoadPrefix) -> None:
         request, peer = self._requests.get(message.request_id), self._sessions.of(message.decode_incarnation)
@@ -266,6 +299,7 @@ class PrefillWorker:
                     token_ids=part.token_ids,
                     first_token=part.first_token,
                     page_tables=self._allocator.cover(part.request_id, end),
+                    host_tables=self._host_tables(part.request_id, end),
                     sampling=request.sampling,
                     is_last=part.is_last,
                 )
@@ -287,6 +321,11 @@ class PrefillWorker:
 
         self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
+    def _host_tables(self, request_id: str, end_token: int) -> tuple[Sequence[int], ...]:
+        if self._host is None or not self._host.is_in_host(request_id):
+            return ()
+        return self._host.cover(request_id, end_token)
+
     def _on_layers_written(self, step: RunPrefillStep, layers_done: int, event: DeviceEvent | None) -> None:
         """Send the chunks that are complete now that the first `layers_done` layers of this rank have the step's KV."""
         layout = self._engine.layout
@@ -304,6 +343,10 @@ class PrefillWorker:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1
             request.is_computed = request.is_computed or part.is_last
+            if self._host is not None and self._host.is_in_host(part.request_id):
+                # Each step reads all earlier tokens of its requests once.
+                self._metrics.counter("offload_copied_bytes", direction="save").inc(self._host.num_bytes(len(part.token_ids)))
+                self._metrics.counter("offload_copied_bytes", direction="load").inc(self._host.num_bytes(part.first_token))
             if isinstance(outcome, StepFailed):
                 # The leader knows of the failure, or this life of the ranks ends. Another attempt can succeed elsewhere.
                 self.outgoing.cancel(part.request_id, outcome.reason, is_passing=True)
@@ -325,6 +368,8 @@ class PrefillWorker:
     # Implementation of `OutgoingEngine`
 
     def tables_of(self, transfer_id: str) -> Sequence[Sequence[int]]:
+        if self._host is not None and self._host.is_in_host(transfer_id):
+            return self._host.tables(transfer_id)
         return self._allocator.tables(transfer_id)
 
     def on_released(self, transfer_id: str) -> None:
@@ -338,8 +383,10 @@ class PrefillWorker:
         if not self.outgoing.is_reading(request_id) and request.is_computed and not request.steps_under_way:
             del self._requests[request_id]
             self._allocator.release(request_id)
+            if self._host is not None:
+                self._host.release(request_id)
             if not self._requests:
-                self._allocator.check_idle()
+                self._check_pages_idle()
             self._link.send(PagesReleased(transfer_id=request_id))
 
     # Reports and end
@@ -358,8 +405,13 @@ class PrefillWorker:
     def check_idle(self) -> bool:
         if self._requests or not self.outgoing.check_idle():
             return False
-        self._allocator.check_idle()
+        self._check_pages_idle()
         return True
+
+    def _check_pages_idle(self) -> None:
+        self._allocator.check_idle()
+        if self._host is not None:
+            self._host.check_idle()
 
     def metrics(self, status: Mapping[str, Any]) -> Any:
         return self._metrics.snapshot(status)
@@ -371,5 +423,7 @@ class PrefillWorker:
         if self._store is not None:
             await self._store.close()
         await self._rank_engine.rest()
+        if self._host is not None:
+            self._host.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

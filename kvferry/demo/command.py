@@ -22,7 +22,16 @@ from kvferry.cli import exit_codes
 from kvferry.cli.json_report import is_standard_output, write_report
 from kvferry.cli.node_client import NodeClient
 from kvferry.demo.kinds import ModelKind, cached_demo_model
-from kvferry.demo.offload import POOL_TOKENS, offload_report, offload_settings, store_settings
+from kvferry.demo.offload import (
+    POOL_TOKENS,
+    PREFILL_CHUNK_TOKENS,
+    PREFILL_HOST_TOKENS,
+    offload_report,
+    offload_settings,
+    prefill_offload_report,
+    prefill_pool_tokens,
+    store_settings,
+)
 from kvferry.demo.options import DemoOptions
 from kvferry.demo.prompts import architecture, check_prompts_fit, chosen_dtype, load_prompts, model_dtype
 from kvferry.demo.reference import EXACT_DTYPE, ReferenceRun
@@ -64,6 +73,8 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
     if options.offload is not None:
         decode_settings |= offload_settings(options.offload)
         settings |= store_settings(options.offload)
+    if options.prefill_offload:
+        settings["offload.host_ratio"] = PREFILL_HOST_TOKENS / prefill_pool_tokens(options.model_kind)
     if options.device == "cuda":
         settings["device"] = decode_settings["device"] = "cuda"
         decode_settings["first_device"] = first_decode_device(options.prefill_tp, options.decode_tp)
@@ -74,6 +85,7 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
             page_size=options.prefill_page_size,
             order=options.prefill_order,
             settings=settings,
+            **({"pool_tokens": prefill_pool_tokens(options.model_kind)} if options.prefill_offload else {}),
         ),
         decode=TierSpec(
             model=model,
@@ -85,7 +97,7 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
         ),
         transport=options.transport,
         heartbeat_s=DEMO_HEARTBEAT_S,
-        chunk_tokens=TIGHT_CHUNK_TOKENS if is_tight else None,
+        chunk_tokens=PREFILL_CHUNK_TOKENS if options.prefill_offload else TIGHT_CHUNK_TOKENS if is_tight else None,
     )
 
 
@@ -164,6 +176,12 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
                 if options.offload is not None:
                     longest = max(one.prompt_tokens + len(one.token_ids) for one in requests)
                     offload = await offload_report(cluster, longest_request_tokens=longest, page_size=options.decode_page_size)
+                prefill_offload = None
+                if options.prefill_offload:
+                    longest = max(one.prompt_tokens for one in requests)
+                    prefill_offload = await prefill_offload_report(
+                        cluster, device_tokens=prefill_pool_tokens(options.model_kind), longest_prompt_tokens=longest
+                    )
                 prefill, decode = await cluster.prefill.status(), await cluster.decode.status()
                 if not any(request.error for request in requests):
                     view.phase("waiting for the single process that the tokens are compared with")
@@ -182,6 +200,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
         model_kind=options.model_kind if options.model is None else architecture(model),
         prefill=prefill if offload is None else None,
         offload=offload,
+        prefill_offload=prefill_offload,
         environment=_environment(options, model),
     )
 

@@ -1,7 +1,9 @@
-"""`kvferry demo --offload`: a decode tier with little device memory, and host memory and a directory behind it.
+"""KV outside of the devices in `kvferry demo`.
 
-The device pool is smaller than the longest request, so older tokens have to leave it while their request still runs. Stored KV
-stays in the directory, and a second run finds the prompts there.
+With `--offload`, the device pool of the decode tier is smaller than the longest request, so older tokens have to leave it while
+their request still runs. Stored KV stays in a directory behind the host memory, and a second run finds the prompts there.
+
+With `--prefill-offload`, the device pool of the prefill tier is smaller than the longest prompt.
 """
 
 from __future__ import annotations
@@ -14,10 +16,17 @@ from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.demo.kinds import ModelKind
 from kvferry.local_cluster.cluster import LocalCluster
 
 POOL_TOKENS: Final = 512
 """Size of each decode rank's device pool; the longest of the demo's prompts has about 600."""
+
+PREFILL_POOL_TOKENS: Final = 32
+PREFILL_WINDOW_POOL_TOKENS: Final = 192
+"""Size of each prefill rank's device pool, and of one whose model has sliding windows, which need device pages."""
+PREFILL_CHUNK_TOKENS: Final = 32
+PREFILL_HOST_TOKENS: Final = 4096
 
 DEVICE_WINDOW: Final = 64
 STRIDE_TOKENS: Final = 64
@@ -60,6 +69,44 @@ class OffloadReport:
     released_pages: int
     restored_pages: int
     unstored_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillOffloadReport:
+    """KV of prompts in the host memory of the prefill tier. Field names are those of ``--json``.
+
+    Args:
+        device_tokens: Tokens that fit each prefill rank's device pool.
+        host_tokens: Tokens that fit each prefill rank's host memory.
+        longest_prompt_tokens: Tokens of the longest prompt.
+        saved_bytes: Bytes that steps wrote into host memory, over all ranks.
+        loaded_bytes: Bytes that steps read from host memory.
+    """
+
+    device_tokens: int
+    host_tokens: int
+    longest_prompt_tokens: int
+    saved_bytes: int
+    loaded_bytes: int
+
+
+def prefill_pool_tokens(kind: ModelKind) -> int:
+    """Return the size of each prefill rank's device pool."""
+    return PREFILL_WINDOW_POOL_TOKENS if kind is ModelKind.SLIDING else PREFILL_POOL_TOKENS
+
+
+async def prefill_offload_report(
+    cluster: LocalCluster, *, device_tokens: int, longest_prompt_tokens: int
+) -> PrefillOffloadReport:
+    """Return the report from the prefill node's metrics; arguments as of the report."""
+    prefill = Figures((await cluster.prefill.http("/metrics"))[1])
+    return PrefillOffloadReport(
+        device_tokens=device_tokens,
+        host_tokens=PREFILL_HOST_TOKENS,
+        longest_prompt_tokens=longest_prompt_tokens,
+        saved_bytes=prefill.sum("offload_copied_bytes_total", direction="save"),
+        loaded_bytes=prefill.sum("offload_copied_bytes_total", direction="load"),
+    )
 
 
 def offload_settings(directory: Path) -> dict[str, object]:

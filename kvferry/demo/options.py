@@ -44,6 +44,9 @@ class DemoOptions:
         Path | None,
         typer.Option(help="Keep KV in this directory, behind a small device pool and host memory; run it twice."),
     ] = None
+    prefill_offload: Annotated[
+        bool, typer.Option("--prefill-offload", help="Compute prompts whose KV lies in host memory, beside a tiny device pool.")
+    ] = False
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file as JSON; - is standard output.")
     ] = None

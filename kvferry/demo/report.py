@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvferry.bench_serve.summary import Spread
-from kvferry.demo.offload import OffloadReport
+from kvferry.demo.offload import OffloadReport, PrefillOffloadReport
 from kvferry.demo.reference import ReferenceResult
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
 from transfer.layout import KVLayout, LayerKind, Range, Shard, routes, wire_buffers, wire_dtype
@@ -100,6 +100,7 @@ class DemoReport:
         model_kind: Kind of the demo model, or the architecture of the given model.
         groups: Groups of layers; empty with `offload`, because then not all KV travels.
         offload: None without storage tiers.
+        prefill_offload: None if all KV of the prefill tier lies on its devices.
     """
 
     requests: int
@@ -132,6 +133,7 @@ class DemoReport:
     model_kind: str = ""
     groups: tuple[GroupReport, ...] = ()
     offload: OffloadReport | None = None
+    prefill_offload: PrefillOffloadReport | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -161,6 +163,7 @@ def make_report(
     model_kind: str = "",
     prefill: pb.NodeStatus | None = None,
     offload: OffloadReport | None = None,
+    prefill_offload: PrefillOffloadReport | None = None,
 ) -> DemoReport:
     """Add up a run. Arguments that are fields of the report are described there.
 
@@ -204,6 +207,7 @@ def make_report(
         model_kind=model_kind,
         groups=() if prefill is None else group_reports(prefill, decode, [one for one in outcomes if one.done]),
         offload=offload,
+        prefill_offload=prefill_offload,
         environment=dict(environment),
     )
 

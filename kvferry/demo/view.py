@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.text_bars import text_table
-from kvferry.demo.offload import OffloadReport
+from kvferry.demo.offload import OffloadReport, PrefillOffloadReport
 from kvferry.demo.reference import EXACT_DTYPE
 from kvferry.demo.report import DemoReport, DemoRequest, GroupReport
 from node_runtime.view_cells import in_bytes, ring_table
@@ -140,6 +140,8 @@ def print_report(console: Console, report: DemoReport) -> None:
     if report.offload is not None:
         console.print(_offload_table(report.offload))
         say(OFFLOAD_LEGEND)
+    if report.prefill_offload is not None:
+        console.print(_prefill_offload_table(report.prefill_offload))
     if report.writes:
         say(LEGEND)
     for title, lines in _complaints(report):
@@ -207,6 +209,17 @@ def _offload_table(offload: OffloadReport) -> Table:
     table.add_row("not computed by prefill", "", "", f"{offload.skipped_tokens:,} tokens")
     if offload.unstored_pages:
         table.add_row("could not be stored", "", "", f"{offload.unstored_pages:,} pages")
+    return table
+
+
+def _prefill_offload_table(offload: PrefillOffloadReport) -> Table:
+    table = Table(title="where the KV of the prefill tier lay", title_justify="left")
+    for name in ("", "device", "host memory"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("room of a rank", f"{offload.device_tokens:,} tokens", f"{offload.host_tokens:,} tokens")
+    table.add_row("longest prompt", "", f"{offload.longest_prompt_tokens:,} tokens")
+    table.add_row("written by steps", "", in_bytes(offload.saved_bytes))
+    table.add_row("read by steps", "", in_bytes(offload.loaded_bytes))
     return table
 
 

@@ -231,7 +231,7 @@ class Sender:
         self.opened: dict[int, Session] = {}
         self.closed: dict[int, str] = {}
         self.watched: set[int] = set()
-        self.copier = AsyncMock()  # its warm_up() does nothing
+        self.copiers = [AsyncMock()]  # its warm_up() does nothing
         self.slot_bytes = 1
 
     def is_direct(self, number: int) -> bool:

@@ -52,6 +52,29 @@ def test_what_does_not_fit_the_budget_is_not_overtaken() -> None:
     assert [item.request_id for item in one.next_step()] == ["a"], "c would fit beside a, but b is older"
 
 
+def test_a_prompt_that_the_pool_cannot_hold_takes_host_pages() -> None:
+    one = scheduler(host_pages=30)
+    assert [one.can_ever_hold(pages * PAGE_SIZE) for pages in (POOL_PAGES, POOL_PAGES + 1, 30, 31)] == [True, True, True, False]
+    assert (one.pages_for(13 * PAGE_SIZE), one.all_pages) == ("0 and 13 host", "12 and 30 host")
+    for name, pages in (("long", 25), ("longer", 20), ("short", 12)):
+        submit(one, name, pages * PAGE_SIZE)
+    assert one.startable() == ["long"], "host pages are left for 5 more, and short is younger"
+    start(one, "long")
+    assert one.is_in_host("long") and one.free_pages.by_group == (POOL_PAGES,)
+    while one.next_step():
+        pass
+    one.release("long")
+    assert one.startable() == ["longer", "short"]
+    start(one, "longer")
+    start(one, "short")
+    assert not one.is_in_host("short") and one.free_pages.by_group == (0,)
+    while one.next_step():
+        pass
+    one.release("longer")
+    one.release("short")
+    one.check_idle()
+
+
 def test_who_waits_for_pages_is_told_from_who_waits_for_something_else() -> None:
     one = scheduler(max_running=2)
     assert one.short_of_pages() == []
@@ -88,7 +111,7 @@ class Leaking(PrefillScheduler):
 
     def release(self, request_id: str) -> None:
         super().release(request_id)
-        self._free_pages -= PageCounts((1,))
+        self._free_pages -= PageCounts((1, 0))
 
 
 def test_mistakes_are_named() -> None:

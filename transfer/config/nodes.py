@@ -29,7 +29,7 @@ from transfer.config.operation import (
     StatusPageConfig,
     TracingConfig,
 )
-from transfer.config.storage import ANSWER_S, OffloadConfig, StorageConfig
+from transfer.config.storage import ANSWER_S, HostMemoryConfig, OffloadConfig, StorageConfig
 from transfer.config.values import EMBEDDED_ENGINE, Count, CountOrZero, EngineName, Seconds, Section, listed
 
 PREFIX_TOKENS: Final = 512
@@ -120,6 +120,9 @@ class PrefillNodeConfig(NodeConfig):
     limits: PrefillLimitsConfig = Field(default_factory=PrefillLimitsConfig, description="Bounds.")
     chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="How prompts are cut.")
     staging: StagingConfig = Field(default_factory=StagingConfig, description="Staging memory.")
+    offload: HostMemoryConfig = Field(
+        default_factory=HostMemoryConfig, description="Host memory for prompts that the device pool cannot hold."
+    )
 
     @model_validator(mode="after")
     def _check_chunk_fits_pool(self) -> Self:

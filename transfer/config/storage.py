@@ -13,8 +13,8 @@ from transfer.config.values import Count, CountOrZero, Seconds, Section, SizeByt
 Share = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 
 
-class OffloadConfig(Section):
-    """Host memory of each decode rank for KV, and early release of device pages."""
+class HostMemoryConfig(Section):
+    """Host memory of each rank for KV."""
 
     host_ratio: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1024)] | None = Field(
         default=None,
@@ -24,6 +24,31 @@ class OffloadConfig(Section):
         default=None,
         description="Host memory for KV of each rank, in bytes, instead of offload.host_ratio. Both null disable offload.",
     )
+    buffer_bytes: SizeBytes = Field(
+        default=64 << 20,
+        description="Device memory for copies in each direction, and for blocks of host pages that attention reads.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is host memory for KV."""
+        return self.host_ratio is not None or self.host_memory is not None
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of a rank for the two blocks through which attention reads."""
+        return 2 * self.buffer_bytes if self.is_on else 0
+
+    @model_validator(mode="after")
+    def _check_one_size(self) -> Self:
+        if self.host_ratio is not None and self.host_memory is not None:
+            raise ValueError(f"host_ratio is {self.host_ratio} and host_memory is {self.host_memory}; set one of them")
+        return self
+
+
+class OffloadConfig(HostMemoryConfig):
+    """Host memory of each decode rank for KV, and early release of device pages."""
+
     stride_tokens: Count = Field(
         default=64,
         description="Tokens of a request that are saved at a time, rounded down to whole pages; at least one page.",
@@ -41,20 +66,9 @@ class OffloadConfig(Section):
         description="Fraction of the device pool above which requests give up pages before offload.device_window.",
     )
     low_water: Share = Field(default=0.7, description="Fraction of the device pool below which pages are brought back.")
-    buffer_bytes: SizeBytes = Field(
-        default=64 << 20,
-        description="Device memory for copies in each direction, and for blocks of host pages that attention reads.",
-    )
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is host memory for KV."""
-        return self.host_ratio is not None or self.host_memory is not None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.host_ratio is not None and self.host_memory is not None:
-            raise ValueError(f"host_ratio is {self.host_ratio} and host_memory is {self.host_memory}; set one of them")
         if self.device_window is not None and not self.is_on:
             raise ValueError(
                 f"device_window is {self.device_window}, and there is no host memory to move older tokens to; "

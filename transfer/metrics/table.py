@@ -596,20 +596,22 @@ RANK_STATE_METRICS: Final = (
     ),
 )
 
-RANK_OFFLOAD_METRICS: Final = served_by(
-    DECODE,
+RANK_OFFLOAD_METRICS: Final = (
     counter(
         "offload_copied_bytes",
-        "Bytes copied to host memory (save), from it (load), or on the device (copy).",
+        "Bytes copied to host memory (save), from it (load), or on the device (copy). Prefill steps write and read them.",
         _DIRECTION,
         advice="Its rate is the share of the host link that offload takes.",
     ),
-    histogram(
-        "offload_copy_seconds",
-        "Seconds of such a copy.",
-        _DIRECTION,
-        buckets=STAGE_BUCKETS_S,
-        advice="Growing under load: the host link is full.",
+    *served_by(
+        DECODE,
+        histogram(
+            "offload_copy_seconds",
+            "Seconds of such a copy.",
+            _DIRECTION,
+            buckets=STAGE_BUCKETS_S,
+            advice="Growing under load: the host link is full.",
+        ),
     ),
 )
 

@@ -296,14 +296,14 @@ class GroupAllocator:
             raise ConfigError(
                 f"num_pages is {tuple(num_pages)}; there are {len(needs.groups)} groups of layers: one number for each"
             )
-        self._needs = needs
+        self.needs = needs
         self._page_size = needs.page_size
         self._allocators = tuple(PageAllocator(count) for count in num_pages)
 
     @property
     def by_group(self) -> tuple[tuple[LayerGroup, PageAllocator], ...]:
         """Each group with the allocator of its pages. Read only."""
-        return tuple(zip(self._needs.groups, self._allocators, strict=True))
+        return tuple(zip(self.needs.groups, self._allocators, strict=True))
 
     @property
     def full(self) -> PageAllocator:
@@ -318,7 +318,7 @@ class GroupAllocator:
 
         Return False if there is no room yet; nothing has changed then.
         """
-        return self.reserve_pages(owner, self._needs.peak(num_tokens))
+        return self.reserve_pages(owner, self.needs.peak(num_tokens))
 
     def reserve_pages(self, owner: str, pages: PageCounts) -> bool:
         """As `reserve`, with counted pages: a request that lies partly elsewhere needs fewer."""

@@ -175,9 +175,8 @@ class DecodeSessions:
         )
         try:
             links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]
-            await self._sender.copier.warm_up(
-                own_routes, self._plan, layout=peer.layout, dtype=peer.wire_dtype, scales=peer.scales
-            )
+            for copier in self._sender.copiers:
+                await copier.warm_up(own_routes, self._plan, layout=peer.layout, dtype=peer.wire_dtype, scales=peer.scales)
         except BaseException as error:
             self._close(peer, f"attach failed: {error}")
             raise

@@ -53,6 +53,14 @@ class SenderOwner(Protocol):
     def on_failed(self, request_id: str, reason: str) -> None: ...
 
 
+class HostSource(Protocol):
+    """Requests whose KV lies partly in host memory. `SenderOwner.tables_of` returns tables for this copier then."""
+
+    copier: PieceCopier
+
+    def is_in_host(self, request_id: str) -> bool: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class _Peer:
     session: Session
@@ -68,6 +76,7 @@ class SenderLoop:
     Args:
         pool: Where the engine writes KV.
         staging: Memory of `settings.num_slots` slots, each as large as the largest grant.
+        host: None if all KV lies in `pool`.
     """
 
     def __init__(
@@ -78,8 +87,10 @@ class SenderLoop:
         pool: KVPool,
         staging: StagingBuffer,
         settings: SenderSettings,
+        host: HostSource | None = None,
     ) -> None:
         self._loop = loop = context.loop
+        self._host = host
         self._owner = owner
         self._transport = context.transport
         self._staging = staging
@@ -93,8 +104,8 @@ class SenderLoop:
         self.driver = SessionDriver(loop)
         self._queue = open_copy_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
-        self.copier = PieceCopier(pool, is_source=True)
-        """Prepares the pieces. Warm it up when a session is attached."""
+        self.copiers = [PieceCopier(pool, is_source=True), *([] if host is None else [host.copier])]
+        """Prepare the pieces. Warm them up when a session is attached."""
         credit_wait = self._credit_wait = self._metrics.histogram("stage_seconds", stage="credit_wait")
         ack = self._metrics.histogram("stage_seconds", stage="ack")
         self._pump: EventPump[protocol.Event] = EventPump(
@@ -223,7 +234,8 @@ class SenderLoop:
     # Carrying out
 
     def _on_source_released(self, action: protocol.SourceReleased) -> None:
-        self.copier.forget(action.request_id)
+        for copier in self.copiers:
+            copier.forget(action.request_id)
         self._owner.on_source_released(action.request_id)
 
     def _on_sent(self, action: protocol.OutgoingSent) -> None:
@@ -276,7 +288,8 @@ class SenderLoop:
             self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=0))
             return
         piece, session = action.piece, action.piece.session
-        copy = self.copier.prepare(piece, self._owner.tables_of(piece.request_id))
+        copier = self.copiers[self._host is not None and self._host.is_in_host(piece.request_id)]
+        copy = copier.prepare(piece, self._owner.tables_of(piece.request_id))
         self._credit_wait.observe(action.credit_wait_s)
         if self._spans:
             self._record(piece, "kvferry.grant_wait", action.credit_wait_s)

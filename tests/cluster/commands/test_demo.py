@@ -94,6 +94,20 @@ def test_demo_of_a_kind_counts_what_travelled(tmp_path: Path) -> None:
     assert "what each group of layers took (sliding)" in run.stdout
 
 
+@pytest.mark.timeout(120)
+def test_prompts_that_the_prefill_devices_cannot_hold(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    shape = ("--prefill-tp", "2", "--decode-tp", "1", "--prefill-order", "HND", "--max-new-tokens", "8")
+    run = demo("--model-kind", ModelKind.SLIDING, "--prefill-offload", *shape, "--json", str(file), cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(file.read_text())
+    assert report["tokens_match"] is True and report["leaks"] == 0 and report["resends"] == 0
+    offload = report["prefill_offload"]
+    assert offload["longest_prompt_tokens"] > 3 * offload["device_tokens"]
+    assert offload["loaded_bytes"] > offload["saved_bytes"] > 0
+    assert "where the KV of the prefill tier lay" in run.stdout
+
+
 @pytest.mark.timeout(200)
 def test_a_second_run_finds_what_the_first_has_stored(tmp_path: Path, model: Path) -> None:
     reports = []
