@@ -125,6 +125,8 @@ class RunningSoftmax:
 
     def attend(self, key: Tensor, value: Tensor) -> None:
         """Attend to more keys, each visible to all rows, by torch's flash attention where it can be used."""
+        if not key.shape[2]:
+            return  # torch divides by the number of keys
         if not self._has_flash(key, value):
             self.add(key, value, None)
             return
@@ -151,8 +153,7 @@ class RunningSoftmax:
 
     def _has_flash(self, key: Tensor, value: Tensor) -> bool:
         dim = key.shape[-1]
-        is_same = value.shape[-1] == dim == self._query.shape[-1] and key.dtype is self._query.dtype
-        if self._scores.softcap is not None or not is_same:
+        if self._scores.softcap is not None or value.shape[-1] > dim or key.dtype is not self._query.dtype:
             return False
         return key.device.type == "cpu" or (
             key.dtype in (torch.float16, torch.bfloat16) and dim <= FLASH_MAX_DIM and dim % 8 == 0
@@ -186,12 +187,14 @@ class RunningSoftmax:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Return attention [batch, heads, rows, dim] and the logarithms of the sums of its weights [batch, heads, rows]."""
+    """Return attention [batch, heads, rows, value dim] and the logarithms of the sums of its weights [batch, heads, rows]."""
+    value_dim = value.shape[-1]
+    padded = functional.pad(value, (0, key.shape[-1] - value_dim)) if value_dim < key.shape[-1] else value
     if query.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, padded, 0.0, is_causal, scale=scale)
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
-    return found[0], found[1].float()
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, padded, 0.0, is_causal, scale=scale)
+    return found[0][..., :value_dim], found[1].float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

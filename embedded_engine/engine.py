@@ -413,6 +413,12 @@ class EmbeddedEngine:
     ) -> HostStep | None:
         """Return the part of a prefill step whose full attention lies in host memory; None if there is none."""
         host = self._host_pages
+        if host is None:
+            if any(any(map(len, own)) for own in hosts):
+                raise EngineError(
+                    "a prompt has pages in host memory; an engine with page tables of decode steps cannot compute it"
+                )
+            return None
         chunks = [
             HostChunk(
                 begin=int(end) - item.num_tokens,
@@ -421,9 +427,9 @@ class EmbeddedEngine:
                 pages=np.array(own[host.tier.group], dtype=np.int64),
             )
             for item, own, end in zip(items, hosts, ends, strict=True)
-            if host is not None and own[host.tier.group]
+            if own[host.tier.group]
         ]
-        return HostStep(host, chunks) if host is not None and chunks else None
+        return HostStep(host, chunks) if chunks else None
 
     def decode_batch(self, items: Sequence[DecodeItem]) -> ForwardBatch:
         """Check and plan a decode step of at least one item.

@@ -99,31 +99,25 @@ class HostStep:
         if host.fetcher is not None and self._blocks is not None:
             host.fetcher.begin(self._blocks.blocks, on_device(self._blocks.pages, host.device))
 
-    def stored(self, tensor: Tensor) -> Tensor:
-        """Return the tensor as it comes back from the host pages, in its own dtype."""
-        return tensor.to(self._part.dtype).to(tensor.dtype)
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write K and V [rows, heads, dim] of a layer into host pages, on a GPU behind the work so far on a stream of its own."""
+        with self.after_writes():
+            for chunk, slots in zip(self.chunks, self._new_slots, strict=True):
+                self._part.write(layer, slots, k[chunk.begin : chunk.end], v[chunk.begin : chunk.end])
+        if self._host.writing is not None:
+            for tensor in (k, v, *self._new_slots):
+                tensor.record_stream(self._host.writing)
 
     @contextmanager
-    def writing(self, layer: int, k: Tensor, v: Tensor) -> Iterator[None]:
-        """Write K and V [rows, heads, dim] of a layer into host pages. In the block, the current stream is the one that writes.
-
-        It also waits for the work before the block.
-        """
+    def after_writes(self) -> Iterator[None]:
+        """In the block, the current stream is behind all writes to host pages, and behind the work before the block."""
         stream = self._host.writing
         if stream is None:
-            self._write(layer, k, v)
             yield
             return
         stream.wait_stream(torch.cuda.current_stream(self._host.device))
         with torch.cuda.stream(stream):
-            self._write(layer, k, v)
             yield
-        for tensor in (k, v):
-            tensor.record_stream(stream)
-
-    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        for chunk, slots in zip(self.chunks, self._new_slots, strict=True):
-            self._part.write(layer, slots, key[chunk.begin : chunk.end], value[chunk.begin : chunk.end])
 
     def contexts(self, layer: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the earlier tokens of the chunks in blocks: the chunk's index, K and V [tokens, heads, dim] as stored.
@@ -143,7 +137,7 @@ class HostStep:
         for block, buffer in fetcher.blocks_of(layer):
             no_v = buffer.k[..., :0] if buffer.v is None else buffer.v
             for chunk, first, count in self._parts(block):
-                k, v = (_by_token(one, self._part.order)[first : first + count] for one in (buffer.k, no_v))
+                k, v = (_tokens(one, self._part.order, first, count) for one in (buffer.k, no_v))
                 yield chunk, k, v
 
     def _parts(self, block: HostBlock) -> Iterator[tuple[int, int, int]]:
@@ -160,6 +154,10 @@ class HostStep:
                 yield chunk, first, count
 
 
-def _by_token(buffer: Tensor, order: TokenOrder) -> Tensor:
-    """Return pages [pages, tokens, heads, dim] (HND: [pages, heads, tokens, dim]) as [tokens, heads, dim]."""
-    return (buffer if order is TokenOrder.NHD else buffer.transpose(1, 2)).flatten(0, 1)
+def _tokens(buffer: Tensor, order: TokenOrder, first: int, count: int) -> Tensor:
+    """Return some tokens of pages [pages, tokens, heads, dim] (HND: [pages, heads, tokens, dim]) as [tokens, heads, dim]."""
+    by_token = buffer if order is TokenOrder.NHD else buffer.transpose(1, 2)
+    page_size = by_token.shape[1]
+    begin = first // page_size
+    pages = by_token[begin : -(-(first + count) // page_size)]  # only these are copied
+    return pages.flatten(0, 1)[first - begin * page_size :][:count]

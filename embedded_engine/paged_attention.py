@@ -7,7 +7,7 @@ The layers of a layer group share the planned slots and masks, as they share the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +22,7 @@ from embedded_engine.host_tier import HostBlocks
 from embedded_engine.latent_attention import LatentHeads
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layer_groups import GroupKind, LayerGroup
-from transfer.pool.kv_pool import KVPool, PagedKVPool
+from transfer.pool.kv_pool import KVPool, PagedKVPool, convert
 
 if TYPE_CHECKING:
     from embedded_engine.host_prefill import HostStep
@@ -144,19 +144,24 @@ class _Chunk:
     first_context: int
     context_slots: Tensor
 
+    @property
+    def earlier_slots(self) -> Tensor:
+        """Slots of the context without the rows' own tokens."""
+        return self.context_slots[: self.first_token - self.first_context]
+
     def blocks(self, window_tokens: int) -> list[tuple[int, int, int, int]]:
         """Return (first row, end row, first and end index into the context) of each block of rows that attend in one call."""
         found = []
         for begin in range(self.begin, self.end, QUERY_BLOCK_TOKENS):
             end = min(begin + QUERY_BLOCK_TOKENS, self.end)
             first_query, end_query = (self.first_token + row - self.begin for row in (begin, end))
-            first_key = max(self.first_context, first_query - window_tokens + 1) if window_tokens else self.first_context
+            first_key = max(self.first_context, first_query - window_tokens + 1)
             found.append((begin, end, first_key - self.first_context, end_query - self.first_context))
         return found
 
 
 class _ChunkGroup:
-    """The part of a prefill step that the layers of one group share: slots of new tokens, context of each chunk, mask.
+    """The part of a prefill step that the layers of one group share: slots of new tokens, contexts, mask of a window.
 
     Args:
         is_hosted: Items without pages of this group on the device.
@@ -195,6 +200,7 @@ class _ChunkGroup:
         own = [item for item, is_elsewhere in zip(items, is_hosted, strict=True) if not is_elsewhere]
         if own:
             self.new_slots = on_device(np.concatenate(new_slots), part.device)
+        if own and self.window_tokens:
             self._mask = self._band(own, dtype, part.device)
         rows = (
             np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in self.chunks]) if own else np.empty(0, dtype=np.int64)
@@ -209,12 +215,9 @@ class _ChunkGroup:
         part of this matrix.
         """
         rows = min(QUERY_BLOCK_TOKENS, max(item.num_tokens for item in items))
-        context = max(item.end_token for item in items)
-        if self.window_tokens:
-            context = min(context, rows + self.window_tokens - 1)
+        context = min(max(item.end_token for item in items), rows + self.window_tokens - 1)
         blocked = torch.full((rows, context), float("-inf"), dtype=dtype, device=device)
-        mask = blocked.triu(context - rows + 1)
-        return mask + blocked.tril(context - rows - self.window_tokens) if self.window_tokens else mask
+        return blocked.triu(context - rows + 1) + blocked.tril(context - rows - self.window_tokens)
 
     def mask(self, rows: int, context: int) -> Tensor:
         """Return the mask of `rows` queries, the last of which is the last of `context` keys."""
@@ -260,57 +263,56 @@ class PrefillPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         group = self._groups[self._pool.group_of(layer)]
-        self._write(group, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        output = _output_of(query, value.shape[-1])
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        self._write(group, layer, k, v)
 
         def by_head(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             k, v = (one.to(self._dtype).transpose(0, 1).unsqueeze(0) for one in (k, v))
             return k, v
 
-        if group.rows is not None:
-            self._attend_host(layer, query, key[0].transpose(0, 1), value[0].transpose(0, 1), by_head, scores, output)
+        if not group.window_tokens:
+            token_bytes = (k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]) * k.element_size()
+            sizes = {"num_heads": k.shape[1], "value_dim": v.shape[-1], "token_bytes": token_bytes}
+            return self._attend_full(layer, query, k, v, by_head, scores, **sizes)
+        output = _output_of(query, v.shape[-1])
         for chunk in group.chunks:
-            k, v = (part.to(self._dtype).transpose(0, 1).unsqueeze(0) for part in self._pool.read(layer, chunk.context_slots))
-            _attend(group, chunk, query, k, v, scores, output)
+            _attend(group, chunk, query, *by_head(*self._pool.read(layer, chunk.context_slots)), scores, output)
         return output
 
     def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
         """Compute every head's K and V from the latents for this call only: many queries share that work."""
         group = self._groups[self._pool.group_of(layer)]
-        self._write(group, layer, latents, latents[..., :0])
-        output = _output_of(query, heads.value_dim)
+        no_v = latents[..., :0]
+        self._write(group, layer, latents, no_v)
         # A head's K and V, and the product that both are parts of.
         token_bytes = query.shape[1] * 2 * (query.shape[3] + heads.value_dim) * query.element_size()
-        block_tokens = max(1, ATTENTION_BYTES // token_bytes)
-        if group.rows is not None:
 
-            def expanded(latents: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-                return heads.expand(latents.to(self._dtype))
+        def expanded(latents: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            return heads.expand(latents.to(self._dtype))
 
-            self._attend_host(layer, query, latents, latents[..., :0], expanded, scores, output, block_tokens=block_tokens)
-        for chunk in group.chunks:
-            context = self._pool.read(layer, chunk.context_slots)[0].to(self._dtype)
-            if len(context) <= block_tokens:
-                _attend(group, chunk, query, *heads.expand(context), scores, output)
-            else:
-                begins = range(0, len(context), block_tokens)
-                parts = ((begin, *heads.expand(context[begin : begin + block_tokens])) for begin in begins)
-                _attend_in_parts(group, chunk, query, parts, scores, output)
-        return output
+        sizes = {"num_heads": query.shape[1], "value_dim": heads.value_dim, "token_bytes": token_bytes}
+        return self._attend_full(layer, query, latents, no_v, expanded, scores, **sizes)
 
     def _write(self, group: _ChunkGroup, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the step's K and V [rows, heads, dim] of a layer to the device and to host pages, and report the layer."""
         if group.rows is None:
             self._pool.write(layer, group.new_slots, k, v)
-            self._on_written(layer)
-            return
-        if group.chunks:
-            self._pool.write(layer, group.new_slots, k[group.rows], v[group.rows])
-        assert self._host is not None
-        with self._host.writing(layer, k, v):
-            self._on_written(layer)
+        else:
+            if group.chunks:
+                self._pool.write(layer, group.new_slots, k[group.rows], v[group.rows])
+            assert self._host is not None
+            self._host.write(layer, k, v)
+        self._report(layer)
 
-    def _attend_host(
+    def _report(self, layer: int) -> None:
+        """Report that a layer is written: on the stream that writes host pages, if there is one, because it may be behind."""
+        if self._host is None:
+            self._on_written(layer)
+        else:
+            with self._host.after_writes():
+                self._on_written(layer)
+
+    def _attend_full(
         self,
         layer: int,
         query: Tensor,
@@ -318,30 +320,59 @@ class PrefillPlan:
         v: Tensor,
         by_head: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         scores: Scores,
-        output: Tensor,
         *,
-        block_tokens: int | None = None,
-    ) -> None:
-        """Attend with the rows of the chunks in host memory: to themselves, and then to the tokens before them.
+        num_heads: int,
+        value_dim: int,
+        token_bytes: int,
+    ) -> Tensor:
+        """Attend with the rows of each chunk to themselves, and then to all tokens before them, in blocks.
 
         Args:
             k, v: The step's, [rows, heads, dim].
-            by_head: Converts K and V [tokens, heads, dim] as stored to [1, heads, tokens, dim].
-            block_tokens: Most tokens that are converted at a time; None means any number.
+            by_head: Converts K and V [tokens, heads, dim] as stored to [1, `num_heads`, tokens, dim].
+            value_dim: Elements of a head's value.
+            token_bytes: Bytes of a token that `by_head` returns.
         """
-        assert self._host is not None
-        running: list[RunningSoftmax] = []
-        for chunk in self._host.chunks:
-            rows = slice(chunk.begin, chunk.end)
-            own_k, own_v = by_head(self._host.stored(k[rows]), self._host.stored(v[rows]))
-            running.append(RunningSoftmax(query[:, :, rows], own_k.shape[1], output.shape[-1], scores))
-            running[-1].attend_causally(own_k, own_v)
-        for index, context_k, context_v in self._host.contexts(layer):
-            size = block_tokens or len(context_k)
-            for part_k, part_v in zip(context_k.split(size), context_v.split(size), strict=True):
-                running[index].attend(*by_head(part_k, part_v))
-        for chunk, softmax in zip(self._host.chunks, running, strict=True):
-            output[:, chunk.begin : chunk.end] = softmax.result().transpose(1, 2)
+        group, part = self._groups[self._pool.group_of(layer)], self._pool.part_of(layer)
+        output = _output_of(query, value_dim)
+        block_tokens = max(1, ATTENTION_BYTES // token_bytes)
+
+        def begin(first: int, end: int) -> list[tuple[slice, RunningSoftmax]]:
+            """Attend with rows [first, end) to themselves, in parts of `block_tokens`."""
+            found: list[tuple[slice, RunningSoftmax]] = []
+            for row in range(first, end, block_tokens):
+                rows = slice(row, min(row + block_tokens, end))
+                found.append((rows, RunningSoftmax(query[:, :, rows], num_heads, value_dim, scores)))
+            for index, (rows, running) in enumerate(found):
+                own = by_head(*(convert(one[rows], part.element) for one in (k, v)))  # as they come back from the pool
+                running.attend_causally(*own)
+                for _, later in found[index + 1 :]:
+                    later.attend(*own)
+            return found
+
+        def attend(chunk: list[tuple[slice, RunningSoftmax]], k: Tensor, v: Tensor) -> None:
+            context = by_head(k, v)
+            for _, running in chunk:
+                running.attend(*context)
+
+        def store(chunk: list[tuple[slice, RunningSoftmax]]) -> None:
+            for rows, running in chunk:
+                output[:, rows] = running.result().transpose(1, 2)
+
+        for chunk in group.chunks:
+            own = begin(chunk.begin, chunk.end)
+            for slots in chunk.earlier_slots.split(block_tokens) if chunk.first_token > chunk.first_context else ():
+                attend(own, *self._pool.read(layer, slots))
+            store(own)
+        if group.rows is not None:
+            assert self._host is not None
+            hosted = [begin(one.begin, one.end) for one in self._host.chunks]
+            for index, context_k, context_v in self._host.contexts(layer):
+                for part_k, part_v in zip(context_k.split(block_tokens), context_v.split(block_tokens), strict=True):
+                    attend(hosted[index], part_k, part_v)
+            for own in hosted:
+                store(own)
+        return output
 
     def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
         outputs: list[Tensor] = []
@@ -354,7 +385,7 @@ class PrefillPlan:
             self._pool.write(layer, state_row, states, no_v)
             outputs.append(output)
             row += item.num_tokens
-        self._on_written(layer)
+        self._report(layer)
         return torch.cat(outputs, dim=1)
 
 
@@ -368,23 +399,6 @@ def _attend(group: _ChunkGroup, chunk: _Chunk, query: Tensor, k: Tensor, v: Tens
         mask = group.mask(end - begin, end_key - first_key)
         attended = attention(query[:, :, begin:end], k[:, :, first_key:end_key], v[:, :, first_key:end_key], mask, scores)
         output[:, begin:end] = attended.transpose(1, 2)
-
-
-def _attend_in_parts(
-    group: _ChunkGroup, chunk: _Chunk, query: Tensor, parts: Iterable[tuple[int, Tensor, Tensor]], scores: Scores, output: Tensor
-) -> None:
-    """As `_attend`, over parts of the context (begin, K, V) that are computed one at a time."""
-    blocks = chunk.blocks(group.window_tokens)
-    running = [RunningSoftmax(query[:, :, begin:end], query.shape[1], output.shape[-1], scores) for begin, end, _, _ in blocks]
-    for begin_part, k, v in parts:
-        for softmax, (begin, end, first_key, end_key) in zip(running, blocks, strict=True):
-            first, last = max(first_key, begin_part), min(end_key, begin_part + k.shape[2])
-            if first < last:
-                keys = slice(first - begin_part, last - begin_part)
-                mask = group.mask(end - begin, end_key - first_key)[:, first - first_key : last - first_key]
-                softmax.add(k[:, :, keys], v[:, :, keys], mask)
-    for softmax, (begin, end, _, _) in zip(running, blocks, strict=True):
-        output[:, begin:end] = softmax.result().transpose(1, 2)
 
 
 _Pages = KVPool | PagedKVPool

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import structlog
+import torch
 
 from transfer.config import PrefillNodeConfig
 from transfer.copy.piece_copier import PieceCopier
@@ -43,6 +44,7 @@ class HostKv:
         self._pages = PageAllocator(host.num_pages[FULL])
         self._page_size = pool.page_size
         self._num_groups = len(pool.groups)
+        self._device = pool.device
         self.copier = PieceCopier(mixed_pool(pool, host, FULL), is_source=True)
         """Prepares the pieces of these prompts."""
         self._requests: set[str] = set()
@@ -52,10 +54,10 @@ class HostKv:
         """Host pages of each group of layers."""
         return self._host.num_pages
 
-    @property
-    def num_bound(self) -> int:
-        """Host pages with KV of a request."""
-        return self._pages.num_bound
+    def status(self) -> dict[str, Any]:
+        """Return the host pages as one more entry of the pools in a rank's status."""
+        pages = self._pages
+        return {"group": "host", "pages": pages.num_pages, "reserved": pages.num_reserved, "bound": pages.num_bound}
 
     def num_bytes(self, num_tokens: int) -> int:
         """Return the bytes of that many tokens in host memory."""
@@ -83,7 +85,7 @@ class HostKv:
 
     def host_tables(self, request_id: str) -> tuple[Sequence[int], ...]:
         """Return the request's host table in each group: that of full attention, and empty ones."""
-        return (self._pages.pages(request_id).as_tuple(), *((),) * (self._num_groups - 1))
+        return (self._pages.pages(request_id), *((),) * (self._num_groups - 1))
 
     def tables(self, request_id: str) -> tuple[Sequence[int], ...]:
         """Return the tables by which gathers find the request's KV, host pages of full attention and device pages of the rest."""
@@ -104,7 +106,9 @@ class HostKv:
             )
 
     def close(self) -> None:
-        """Unpin the memory, after the last step and the last gather."""
+        """Unpin the memory, after the last step and the last gather are queued. Waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._host.close()
 
 

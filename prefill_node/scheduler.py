@@ -52,6 +52,10 @@ class _Request:
     computed: int = 0
     is_held: bool = False  # its prefix is being loaded
 
+    @property
+    def is_in_host(self) -> bool:
+        return self.pages.by_group[-1] > 0
+
 
 @dataclass(slots=True, kw_only=True)
 class _Room:
@@ -94,6 +98,7 @@ class PrefillScheduler:
         self._max_running = max_running
         self._free_pages = pool_pages
         self._pool_pages = pool_pages
+        self._began_in_host = False  # the last step began with a request in host memory
         self._num_submitted = 0
         self._waiting: dict[str, _Request] = {}
         self._accepted: dict[str, _Request] = {}
@@ -128,7 +133,7 @@ class PrefillScheduler:
 
     def is_in_host(self, request_id: str) -> bool:
         """Return whether the full attention of a started request lies in host memory."""
-        return self._computing[request_id].pages.by_group[-1] > 0
+        return self._computing[request_id].is_in_host
 
     def _pages_of(self, num_tokens: int) -> PageCounts:
         """Return the pages that a request needs, the last number of which is that of its host pages."""
@@ -160,19 +165,21 @@ class PrefillScheduler:
         """Return the waiting requests that should ask the decode side for room, the oldest first.
 
         This node must have room for them, counted for each destination alone: a destination without room must not use up the room
-        of the others. Within a destination, a younger request asks only if the older ones fit, too. Once others have overtaken
-        the oldest request of a destination, it asks even if it does not fit. When it is accepted, it gets the next free pages.
+        of the others. Likewise, requests in host memory are counted apart from those on the device. Among the others, a younger
+        request asks only if the older ones fit, too. Once others have overtaken the oldest request of a destination, it asks even
+        if it does not fit. When it is accepted, it gets the next free pages.
         """
         pages = self._free_pages
         for request in self._accepted.values():
             pages -= request.pages
         slots = self._max_running - self.num_running - len(self._accepted)
-        rooms: dict[int, _Room] = {}
+        rooms: dict[tuple[int, bool], _Room] = {}
         names = []
         for request_id, request in self._waiting.items():
-            room = rooms.get(request.destination)
+            key = request.destination, request.is_in_host
+            room = rooms.get(key)
             if room is None:
-                room = rooms[request.destination] = _Room(pages=pages, slots=min(slots, ASKED_AT_ONCE))
+                room = rooms[key] = _Room(pages=pages, slots=min(slots, ASKED_AT_ONCE))
             if room.is_closed:
                 continue
             room.is_closed = not request.pages.fit(room.pages) or room.slots <= 0
@@ -236,12 +243,17 @@ class PrefillScheduler:
             request.is_overtaken = request.is_overtaken or request.destination != started.destination
 
     def next_step(self) -> tuple[StepItem, ...]:
-        """Return the items of the next step, the oldest requests first, and count them as computed. Empty if there are none."""
+        """Return the items of the next step, the oldest requests first, and count them as computed. Empty if there are none.
+
+        A prompt in host memory has hundreds of chunks. After a step that began with one, the others go first.
+        """
         items: list[StepItem] = []
         budget = self._max_step_tokens
-        for request_id, request in list(self._computing.items()):
-            if request.is_held:
-                continue
+        ready = [(request_id, request) for request_id, request in self._computing.items() if not request.is_held]
+        if self._began_in_host:
+            ready.sort(key=lambda entry: entry[1].is_in_host)
+        self._began_in_host = bool(ready) and ready[0][1].is_in_host
+        for request_id, request in ready:
             begin = request.computed
             end = min(request.num_tokens, (begin // self._chunk_tokens + 1) * self._chunk_tokens)
             if items and end - begin > budget:

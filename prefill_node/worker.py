@@ -343,7 +343,7 @@ class PrefillWorker:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1
             request.is_computed = request.is_computed or part.is_last
-            if self._host is not None and self._host.is_in_host(part.request_id):
+            if self._host is not None and self._host.is_in_host(part.request_id) and isinstance(outcome, StepDone):
                 # Each step reads all earlier tokens of its requests once.
                 self._metrics.counter("offload_copied_bytes", direction="save").inc(self._host.num_bytes(len(part.token_ids)))
                 self._metrics.counter("offload_copied_bytes", direction="load").inc(self._host.num_bytes(part.first_token))
@@ -396,11 +396,17 @@ class PrefillWorker:
         return {
             "rank": self._spec.rank,
             "pid": os.getpid(),
-            **pool_status(self._allocator),
+            **self._pool_status(),
             **outgoing,
             "staging_slots": self._config.staging.num_slots,
             "requests": len(self._requests) + outgoing["requests"],
         }
+
+    def _pool_status(self) -> dict[str, Any]:
+        status = pool_status(self._allocator)
+        if self._host is not None:
+            status["pools"].append(self._host.status())
+        return status
 
     def check_idle(self) -> bool:
         if self._requests or not self.outgoing.check_idle():
@@ -424,6 +430,6 @@ class PrefillWorker:
             await self._store.close()
         await self._rank_engine.rest()
         if self._host is not None:
-            self._host.close()
+            await self._engine_thread.call(self._host.close)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

@@ -19,6 +19,9 @@ KEPT: Final = (
 )  # fmt: skip
 """Settings, and sections of them, that a change of role leaves as they are."""
 
+OWN: Final = ("offload",)
+"""Sections of both roles that a role does not take from the other one: host memory serves each of them differently."""
+
 _OTHER: Final[Mapping[type[NodeConfig], type[NodeConfig]]] = {
     PrefillNodeConfig: DecodeNodeConfig,
     DecodeNodeConfig: PrefillNodeConfig,
@@ -28,7 +31,8 @@ _OTHER: Final[Mapping[type[NodeConfig], type[NodeConfig]]] = {
 def load_other_role(config: NodeConfig) -> NodeConfig | None:
     """Return the node's settings in its other role, or None without one.
 
-    They come from the file `other_role`. Settings that it does not name come from `config` if both roles have them. Raise
+    They come from the file `other_role`. Settings that it does not name come from `config` if both roles have them, except
+    for those in `OWN`. Raise
     ConfigError if a setting is wrong, or differs and must not; one line for each.
     """
     file = config.other_role
@@ -37,7 +41,7 @@ def load_other_role(config: NodeConfig) -> NodeConfig | None:
     other_type = _OTHER[type(config)]
     known = {path for path, _ in settings(other_type)} - {"other_role"}
     given = config.model_dump(exclude_unset=True)
-    shared = {path: value for path, value in _values(given, "") if path in known}
+    shared = {path: value for path, value in _values(given, "") if path in known and path.partition(".")[0] not in OWN}
     try:
         other = load_config(other_type, file=file, defaults={f"the settings of the {config.role} node": shared})
     except ConfigError as error:

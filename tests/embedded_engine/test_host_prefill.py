@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.host_prefill import HostStep
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.steps import Directory, PageBook, Prompts, decode_all, make_engine
 from tests.embedded_engine.test_tiered_decode import OF_EACH_KIND, SHARDS, WITH_FULL_ATTENTION
@@ -98,6 +100,31 @@ def test_tokens_are_those_of_the_device_alone(
     load(engine, hosted.host, hosted.tables, book, HOSTED)
     found = decode_all(engine, first, LENGTHS, book, NUM_TOKENS)
     assert found == {name: generate(directory, prompts[length], NUM_TOKENS) for name, length in LENGTHS.items()}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_next"])
+def test_every_layer_is_reported_behind_the_writes_to_host_pages(
+    family_dir: Directory, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Also one of windows or states: a chunk has layers of both kinds, and another stream writes host pages."""
+    engine = make_engine(family_dir(family), Shard(page_size=4), layers_per_group=1)
+    book = PageBook.of(engine, {"a": 33})
+    hosted = Hosted(engine, {"a": 33}, pages_per_block=3)
+    behind, reported = [], []
+
+    @contextmanager
+    def after_writes(self: HostStep) -> Iterator[None]:
+        behind.append(True)
+        yield
+        behind.pop()
+
+    def on_layers_written(layers_done: int, event: object) -> None:
+        assert behind, f"layer {layers_done - 1}"
+        reported.append(layers_done)
+
+    monkeypatch.setattr(HostStep, "after_writes", after_writes)
+    engine.prefill([hosted.item("a", prompts[33], 0, book, is_last=True)], on_layers_written)
+    assert reported == list(range(1, engine.layout.num_layers + 1))
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])

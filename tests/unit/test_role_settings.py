@@ -31,10 +31,11 @@ def test_what_the_file_does_not_name_is_as_in_the_nodes_own_settings(tmp_path: P
         tmp_path,
         "chunk: {chunk_tokens: 64}\npool: {page_size: 8}\n",
         server__port=7100, pool__num_tokens=4096, pool__page_size=32,
-        parallel__tp_size=2, breaker__failures=2, peers__prefill_nodes="a:1",
+        parallel__tp_size=2, breaker__failures=2, peers__prefill_nodes="a:1", offload__host_ratio=8,
     )  # fmt: skip
     other = load_other_role(own)
     assert isinstance(other, PrefillNodeConfig)
+    assert not other.offload.is_on, "host memory serves each role differently"
     assert (other.chunk.chunk_tokens, other.pool.page_size, other.pool.num_pages) == (64, 8, 512)
     assert (other.server.port, other.parallel.tp_size, other.model) == (7100, 2, Path("/models/a"))
     assert (

@@ -89,8 +89,11 @@ def with_tuples(item: _Item) -> _Item:
 
     Call it on the engine's thread: for a long table, it takes a millisecond.
     """
-    tables = [table.as_tuple() if isinstance(table, PageEntries) else table for table in item.page_tables]
-    return replace(item, page_tables=tuple(tables))
+
+    def tuples(tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
+        return tuple(table.as_tuple() if isinstance(table, PageEntries) else table for table in tables)
+
+    return replace(item, page_tables=tuples(item.page_tables), host_tables=tuples(item.host_tables))
 
 
 @dataclass(slots=True)
