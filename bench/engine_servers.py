@@ -69,7 +69,7 @@ class Serving:
     def environment_of(self, name: str) -> dict[str, str]:
         """Return the variables of the process `name`."""
         role = name.rpartition("-")[2]
-        gpus = self.prefill_gpus if role == "prefill" else self.decode_gpus
+        gpus = self.prefill_gpus if role in ("prefill", "1") else self.decode_gpus  # of `two`, one on each side's
         return {**self.environment, "HANDOVERS_ROLE": role} | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
 
 
@@ -136,7 +136,7 @@ class Setup:
     Attributes:
         urls: Base URLs to which the load is sent, in turn.
         vllm_urls: Base URLs of all vLLM servers.
-        started_s: Seconds until all servers were ready.
+        started_s: Seconds until all servers were ready, and those of the setups that were waited for before.
     """
 
     name: str
@@ -186,7 +186,7 @@ class Setup:
     def num_preemptions(self) -> int:
         """Return how often the vLLM servers have preempted a request."""
         found = 0.0
-        for url in self.vllm_urls:
+        for url in self.vllm_urls if all(process.popen.poll() is None for process in self._processes) else ():
             with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
                 found += sum(map(float, PREEMPTIONS.findall(answer.read().decode())))
         return int(found)

@@ -34,7 +34,7 @@ AnyNode = TypeVar("AnyNode", bound=NodeConfig)
 
 
 def gpu_chunk_tokens(
-    layout: KVLayout, shard: Shard, *, step_tokens: int, slot_bytes: int | None = None, by_layer: bool = False
+    layout: KVLayout, shard: Shard, *, step_tokens: int, layer_bytes: int | None = None, by_layer: bool = False
 ) -> int:
     """Return the tokens of a chunk, for an engine on GPUs whose steps have up to `step_tokens` prompt tokens.
 
@@ -46,7 +46,7 @@ def gpu_chunk_tokens(
 
     Args:
         by_layer: The engine reports the layers of a running step.
-        slot_bytes: Size of a staging slot, into which one layer of a chunk must fit; None means that it follows from the chunk.
+        layer_bytes: Most bytes of one layer of a chunk, the smallest piece. None means no bound.
     """
     every, dtype = routes(layout, shard, shard), shard.pool_dtype(layout)
     tokens = MIN_CHUNK_TOKENS
@@ -57,7 +57,7 @@ def gpu_chunk_tokens(
         while tokens < step_tokens and largest_wire_bytes(ChunkPlan(chunk_tokens=tokens), layout, every, dtype) < CHUNK_BYTES:
             tokens *= 2
     tokens = min(tokens, step_tokens)
-    while slot_bytes is not None and tokens > 1 and _layer_bytes(tokens, layout, shard) > slot_bytes:
+    while layer_bytes is not None and tokens > 1 and _layer_bytes(tokens, layout, shard) > layer_bytes:
         tokens //= 2
     return tokens
 
@@ -83,12 +83,13 @@ def with_gpu_chunks(
     if layout is None:
         tokens = min(UNKNOWN_CHUNK_TOKENS, step_tokens)
     else:
+        bounds = [size for size in (staging.slot_bytes, chunk.piece_bytes) if size is not None]
         tokens = gpu_chunk_tokens(
             layout,
             shard,
             step_tokens=step_tokens,
-            slot_bytes=staging.slot_bytes,
-            by_layer=by_layer and not chunk.layers_per_group,
+            layer_bytes=min(bounds, default=None),
+            by_layer=by_layer and chunk.layers_per_group is None,
         )
     return chunk.model_copy(update={"chunk_tokens": tokens})
 

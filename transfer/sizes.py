@@ -11,7 +11,7 @@ from transfer.config import ChunkConfig, RingConfig, StagingConfig
 from transfer.errors import MemoryPlanError
 from transfer.instance import Instance, Link
 from transfer.layout import KVLayout, Shard, routes
-from transfer.piece_size import largest_piece_bytes, piece_bytes_for, plan_with_pieces
+from transfer.piece_size import MIN_PIECE_BYTES, largest_piece_bytes, piece_bytes_for, plan_with_pieces
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 HOST_RING_BYTES: Final = 64 << 20
@@ -87,17 +87,20 @@ class Cut:
 
     Args:
         plan: How requests are divided.
-        largest_piece_bytes: Most bytes of a chunk that one rank sends to another.
-        short_plans: Plans with smaller chunks, in ascending order, for prompts that fit one chunk. Their chunks have more layers.
+        largest_piece_bytes: Most bytes of a chunk that one rank sends to another, by any of the plans.
+        short_plans: Plans with smaller chunks, in ascending order, for what fits one such chunk. Their chunks have more layers.
     """
 
     plan: ChunkPlan
     largest_piece_bytes: int
     short_plans: tuple[ChunkPlan, ...] = ()
 
-    def plan_of(self, num_tokens: int) -> ChunkPlan:
-        """Return the plan for a prompt of that length."""
-        return next((plan for plan in self.short_plans if plan.chunk_tokens >= num_tokens), self.plan)
+    def plan_of(self, num_tokens: int, start_token: int = 0) -> ChunkPlan:
+        """Return the plan for tokens [start_token, num_tokens) of a prompt."""
+        last = num_tokens - 1
+        return next(
+            (plan for plan in self.short_plans if start_token // plan.chunk_tokens == last // plan.chunk_tokens), self.plan
+        )
 
 
 def choose_cut(
@@ -109,6 +112,7 @@ def choose_cut(
     ring_bytes: int,
     slot_bytes: int,
     device: str,
+    min_groups: int = 1,
 ) -> Cut:
     """Choose the plan by `chunk.layers_per_group`, or as coarse as `chunk.piece_bytes` allows, or as is good for the links.
 
@@ -118,6 +122,7 @@ def choose_cut(
         ring_bytes: Size of its smallest ring.
         slot_bytes: Size of the smallest staging slot for its pieces; 0 if none goes through staging memory.
         device: Device of the prefill ranks' computation, as the setting `device`.
+        min_groups: Groups of layers that a full chunk has at least, if its size follows from the links.
     """
     plan = chunk_plan(chunk)
     short_plans: tuple[ChunkPlan, ...] = ()
@@ -125,6 +130,7 @@ def choose_cut(
         wanted = chunk.piece_bytes
         if wanted is None:
             wanted = piece_bytes_for(links, device_type=device, ring_bytes=ring_bytes)
+            wanted = min(wanted, max(MIN_PIECE_BYTES, largest_piece_bytes(own, decode, plan) // min_groups))
         piece_bytes = min(wanted, ring_bytes, slot_bytes or ring_bytes)
         plan = plan_with_pieces(plan, own, decode, piece_bytes=piece_bytes)
         if plan.layers_per_group:
@@ -132,7 +138,8 @@ def choose_cut(
                 plan_with_pieces(ChunkPlan(chunk_tokens=tokens), own, decode, piece_bytes=piece_bytes)
                 for tokens in _powers_of_two(SHORT_CHUNK_TOKENS, plan.chunk_tokens)
             )
-    return Cut(plan=plan, largest_piece_bytes=largest_piece_bytes(own, decode, plan), short_plans=short_plans)
+    largest = max(largest_piece_bytes(own, decode, one) for one in (plan, *short_plans))
+    return Cut(plan=plan, largest_piece_bytes=largest, short_plans=short_plans)
 
 
 def _powers_of_two(begin: int, end: int) -> Iterator[int]:

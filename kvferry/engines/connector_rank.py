@@ -53,6 +53,8 @@ from transfer.tracing import Tracer
 ENGINE_ADVICE: Final = "lower the engine's share of the GPU (--gpu-memory-utilization of vLLM, --mem-fraction-static of SGLang)"
 RING_ADVICE: Final = f"lower ring.capacity_bytes, or {ENGINE_ADVICE}"
 STAGING_ADVICE: Final = f"lower staging.slot_bytes or chunk.chunk_tokens, or {ENGINE_ADVICE}"
+LAYER_GROUPS: Final = 4
+"""Groups of layers that a chunk of a step has at least, if the engine reports layers: three of them travel within the step."""
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25
 SIGN_OF_LIFE_S: Final = 1.0
@@ -108,7 +110,22 @@ class ConnectorRank:
             event: None means that the tokens are in the pool already.
             end_layer: Only layers below it are, because a step is running; None means all of them. See `layer_ends`.
         """
-        self._call(lambda outgoing: outgoing.progress(name, tables, num_computed, event, end_layer=end_layer))
+        self.progress_all([(name, tables, num_computed)], event, end_layer=end_layer)
+
+    def progress_all(
+        self,
+        prompts: Sequence[tuple[str, Sequence[Sequence[int]], int]],
+        event: DeviceEvent | None = None,
+        *,
+        end_layer: int | None = None,
+    ) -> None:
+        """As `progress`, for several prompts of one step: their names, tables and computed tokens."""
+
+        def report(outgoing: OfferedPages) -> None:
+            for name, tables, num_computed in prompts:
+                outgoing.progress(name, tables, num_computed, event, end_layer=end_layer)
+
+        self._call(report)
 
     @property
     def layer_ends(self) -> frozenset[int]:
@@ -248,6 +265,7 @@ class ConnectorRank:
             address=address,
             ring_bytes=ring_bytes,
             chunk_tokens=self._config.chunk.chunk_tokens if PREFILL in self._sides else 0,
+            min_groups=LAYER_GROUPS if engine.reports_layers and pool.device.type == "cuda" else 1,
         )
 
     def _context_of(self, side: Sides, role: str, incarnation: int) -> RankContext:

@@ -449,8 +449,8 @@ class WorkerSide:
             self._begun = plan
             self._add_blocks(plan)
         event = self._record() if self._record is not None else None
-        for step in plan.steps:
-            self._rank.progress(step.name, self._tables[step.name], step.num_computed, event, end_layer=end_layer)
+        prompts = [(step.name, self._tables[step.name], step.num_computed) for step in plan.steps]
+        self._rank.progress_all(prompts, event, end_layer=end_layer)
 
     def _add_blocks(self, plan: StepMessage) -> None:
         for step in plan.steps:

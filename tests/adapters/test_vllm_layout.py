@@ -446,6 +446,7 @@ def test_stages_of_a_model_that_kvferry_does_not_know() -> None:
     known = describe(STAGE)
     assert describe(replace(STAGE, model_layers=())).layout == known.layout
     assert known.shard.stages(known.layout) == (Range(begin=0, end=2), Range(begin=2, end=4))
+    assert list(known.layer_ends.values()) == [3, 4], "of the second stage"
     uneven = describe(replace(STAGE, stage_layers=(3, 1), layers=STAGE.layers[1:]))
     assert uneven.shard.stages(uneven.layout) == (Range(begin=0, end=3), Range(begin=3, end=4))
 

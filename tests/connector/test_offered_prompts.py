@@ -59,7 +59,9 @@ class World:
 
     def submit(self, transfer_id: str = "t/1", **fields: Any) -> Transfer:
         """Ask for the prompt "t", as a decode side."""
-        transfer = Transfer(transfer_id=transfer_id, token_ids=PROMPT, join=self.join, engine_request="t", **fields)
+        transfer = Transfer(
+            transfer_id=transfer_id, token_ids=PROMPT, join=self.join, plan=self.join.plan, engine_request="t", **fields
+        )
         self.prompts.submit(transfer)
         return transfer
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
-from kvferry.engines.vllm_sides import Results, SchedulerSide, StepMessage, WorkerSide
+from kvferry.engines.vllm_sides import OutgoingStep, Results, SchedulerSide, StepMessage, WorkerSide
 from tests.connector.conftest import Pair
-from tests.connector.instances import LAYERS, PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
+from tests.connector.instances import DIM, HEADS, LAYERS, PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
 from transfer.connector import bound_prompts
 from transfer.connector.bound_prompts import PromptState, PromptView
 from transfer.connector.outgoing_rank import Free
@@ -307,6 +307,53 @@ def test_the_first_layers_of_a_step_arrive_while_the_last_are_computed(pair: Pai
     target.assert_has(decode.blocks["b"], PROMPT)
     prefill.wait_for("sent", "a")
     assert all(not rank.layer_ends for rank in source.ranks)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_prompt_shorter_than_a_chunk_travels_by_a_plan_of_its_own(pair: Pair, tp_size: int) -> None:
+    layer_bytes = 128 * 2 * HEADS * DIM * 4 // tp_size
+    settings = {"chunk.chunk_tokens": 512, "chunk.piece_bytes": 2 * layer_bytes}
+    source, target = pair({"tp_size": tp_size, "settings": settings})
+    prefill, decode = Vllm(source), Vllm(target)
+    request = prefill.offered()
+    prefill.step(request, 48)
+    wanted = decode.wanted(source)
+    assert decode.matched(wanted) == (100, True)
+    decode.bind(wanted)
+    wait_for(lambda: all(rank.layer_ends == {2, 4} for rank in source.ranks), "two layers a piece; four pieces of long prompts")
+    prefill.step(request, 52)
+    prefill.end(request)
+    prefill.step()
+    decode.wait_for("received", "b")
+    target.assert_has(decode.blocks["b"], PROMPT)
+
+
+def test_a_workers_reports_within_steps() -> None:
+    """Each with the newest event, the last layer's before the step ends, and the new blocks of a step once."""
+    reports: list[tuple[int | None, list[int], int, object]] = []
+
+    class Rank:
+        layer_ends = frozenset({2, 4})
+
+        def progress_all(self, prompts: Any, event: object, *, end_layer: int | None) -> None:
+            ((_, (table,), num_computed),) = prompts
+            reports.append((end_layer, list(table), num_computed, event))
+
+        def finish(self, name: str) -> None: ...
+
+    rank: Any = Rank()
+    events = iter(range(100))
+    worker = WorkerSide(rank, tables, record=lambda: cast(Any, next(events)), layer_ends={f"{n}": n + 1 for n in range(4)})
+    for number in range(2):
+        step = OutgoingStep(name="a|1", blocks=([number],), is_fresh=not number, num_computed=16 * (number + 1))
+        plan = StepMessage(steps=[step])
+        for layer in (*"0123", "shared"):
+            worker.layer_computed(plan, layer)
+        assert len(reports) == 2 * (number + 1), "before the step ends"
+        worker.computed(plan)
+    assert reports == [(2, [0], 16, 0), (None, [0], 16, 1), (2, [0, 1], 32, 2), (None, [0, 1], 32, 3)]
+    worker.computed(StepMessage(steps=[OutgoingStep(name="a|1", blocks=(), is_fresh=False, num_computed=40)]))
+    assert reports[4:] == [(None, [0, 1], 40, 4)], "a replayed CUDA graph reports no layer"
 
 
 def test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent(pair: Pair) -> None:

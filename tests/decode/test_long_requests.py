@@ -80,7 +80,7 @@ class Cluster:
         num_tokens = num_pages * PAGE_SIZE - NEW_TOKENS
         self._accepted_s[name], self._num_tokens[name] = self._loop.now_s, num_tokens
         node = self._chance.choice(self.nodes)
-        request = Transfer(transfer_id=name, token_ids=(1,) * num_tokens, join=self._join)
+        request = Transfer(transfer_id=name, token_ids=(1,) * num_tokens, join=self._join, plan=self._join.plan)
         node.submit(request)
         return request
 

@@ -110,7 +110,8 @@ class World:
 
     def submit(self, name: str, num_tokens: int, *, join: Join | None = None, **fields: Any) -> Transfer:
         """Submit a prompt; `fields` are those of its transfer."""
-        request = Transfer(transfer_id=name, token_ids=tuple(range(num_tokens)), join=join or self.join, **fields)
+        join = join or self.join
+        request = Transfer(transfer_id=name, token_ids=tuple(range(num_tokens)), join=join, plan=join.plan, **fields)
         self.leader.submit(request)
         self.accepted.append(request)
         return request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,39 @@ def test_a_prompt_shorter_than_a_chunk_has_more_layers_in_a_piece(
     assert plan == ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers)
     given = {"chunk_tokens": 1024, "layers_per_group": 5}
     assert chosen(tmp_path, **given).plan_of(num_tokens) == ChunkPlan(**given), "the user has chosen"
+
+
+@pytest.mark.parametrize(
+    ("start_token", "num_tokens", "chunk_tokens"),
+    [(5000, 5100, 128), (5000, 5121, 1024), (5120, 5248, 128), (4096, 4600, 512), (1023, 1025, 1024)],
+)
+def test_what_is_sent_of_a_long_prompt_may_fit_a_short_plan(
+    tmp_path: Path, start_token: int, num_tokens: int, chunk_tokens: int
+) -> None:
+    """It lies within one of its chunks."""
+    cut = chosen(tmp_path, chunk_tokens=1024)
+    assert cut.plan_of(num_tokens, start_token).chunk_tokens == chunk_tokens
+
+
+def test_the_largest_piece_is_that_of_all_plans(tmp_path: Path) -> None:
+    cut = chosen(tmp_path, chunk_tokens=512)
+    assert [(plan.chunk_tokens, plan.layers_per_group) for plan in (*cut.short_plans, cut.plan)] == [(128, 4), (256, 2), (512, 1)]
+    assert cut.largest_piece_bytes == 4 * LAYER_BYTES
+    uneven = chosen(tmp_path, slot_bytes=7 * LAYER_BYTES, chunk_tokens=512, piece_bytes="8MiB")
+    assert uneven.plan.layers_per_group == 1 and uneven.largest_piece_bytes == 7 * LAYER_BYTES, "6 of 256 tokens, 7 of 128"
+
+
+def test_a_chunk_of_a_step_has_some_groups_however_fast_the_links_are(tmp_path: Path) -> None:
+    one = instance(1, layout=LAYOUT)
+    link = replace(LINK, bandwidth_bytes_per_s=100e9)
+    config = prefill_config(tmp_path, chunk={"chunk_tokens": 1024})
+    found = [
+        choose_cut(
+            config.chunk, one, one, [link], ring_bytes=2 << 30, slot_bytes=0, device="cuda", min_groups=groups
+        ).plan.layers_per_group
+        for groups in (1, 4)
+    ]
+    assert found == [0, 8]
 
 
 def test_two_ways_to_cut_are_refused(tmp_path: Path) -> None:

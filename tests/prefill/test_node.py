@@ -54,7 +54,7 @@ async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_th
     join, following = await leader.joined(1), list[Transfer]()
 
     async def abort(*details: Any, **values: Any) -> None:
-        following.append(Transfer(transfer_id="a", token_ids=(1, 2), join=join))
+        following.append(Transfer(transfer_id="a", token_ids=(1, 2), join=join, plan=join.plan))
         leader.requests.submit(following[0])
         raise RuntimeError("the call is over")
 
@@ -136,7 +136,8 @@ async def test_a_group_that_broke_ends_its_requests_as_unreachable_and_one_faile
 ) -> None:
     lost: list[str] = []
     monkeypatch.setattr(leader.node, "lose", lost.append)
-    request = Transfer(transfer_id="a", token_ids=(1, 2), join=await leader.joined(1))
+    join = await leader.joined(1)
+    request = Transfer(transfer_id="a", token_ids=(1, 2), join=join, plan=join.plan)
     leader.requests.submit(request)
     failed = StepFailed(step=1, request_ids=("a",), reason="connection closed by peer", is_fatal=is_fatal)
     leader.node.ranks.on_message(0, failed)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.device_defaults import MIN_CHUNK_TOKENS, gpu_chunk_tokens, with_gpu_defaults
-from transfer.config import DecodeNodeConfig, PrefillNodeConfig
+from planner.device_defaults import MIN_CHUNK_TOKENS, gpu_chunk_tokens, with_gpu_chunks, with_gpu_defaults
+from transfer.config import ChunkConfig, DecodeNodeConfig, PrefillNodeConfig, StagingConfig
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 
 GIB = 1 << 30
@@ -52,6 +52,22 @@ def test_with_layers_in_a_step_a_layer_of_a_chunk_has_32_mib(
     layout: KVLayout, shard: Shard, step_tokens: int, wanted: int
 ) -> None:
     assert gpu_chunk_tokens(layout, shard, step_tokens=step_tokens, by_layer=True) == wanted
+
+
+@pytest.mark.parametrize(
+    ("chunk", "wanted"),
+    [
+        ({}, 8192),
+        ({"layers_per_group": 0}, 2048),  # all layers travel after the step
+        ({"layers_per_group": 8}, 2048),
+        ({"piece_bytes": 8 << 20}, 2048),  # a layer of it
+        ({"chunk_tokens": 300}, 300),
+    ],
+    ids=str,
+)
+def test_settings_that_bound_the_chunks_of_an_engine_with_layers(chunk: dict[str, int], wanted: int) -> None:
+    config = with_gpu_chunks(ChunkConfig(**chunk), StagingConfig(), LLAMA_8B, Shard(), step_tokens=8192, by_layer=True)
+    assert config.chunk_tokens == wanted
 
 
 def prefill(**settings: Any) -> PrefillNodeConfig:

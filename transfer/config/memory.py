@@ -75,8 +75,9 @@ class ChunkConfig(Section):
         default=128,
         description=(
             "Tokens per chunk. On a GPU, the default is the smallest power of two whose KV is at least 256 MiB on a rank. It is "
-            "at least 512 and at most the tokens of one engine step. In vLLM, it is the largest power of two of which a layer "
-            "has at most 32 MiB of KV, within the same limits."
+            "at least 512 and at most the tokens of one engine step. In vLLM, without microbatches and with "
+            "chunk.layers_per_group null, it is the largest power of two of which a layer has at most 32 MiB of KV, within the "
+            "same limits."
         ),
     )
     layers_per_group: CountOrZero | None = Field(

@@ -74,10 +74,10 @@ class Join:
         assert self.cut is not None
         return self.cut.plan
 
-    def plan_of(self, num_tokens: int) -> ChunkPlan:
-        """How a prompt of that length is divided; only for an instance that has joined."""
+    def plan_of(self, num_tokens: int, start_token: int) -> ChunkPlan:
+        """How tokens [start_token, num_tokens) of a prompt are divided; only for an instance that has joined."""
         assert self.cut is not None
-        return self.cut.plan_of(num_tokens)
+        return self.cut.plan_of(num_tokens, start_token)
 
     @property
     def is_joined(self) -> bool:

@@ -45,6 +45,7 @@ class Transfer:
     """An attempt to send a prompt.
 
     Args:
+        plan: How the prompt is divided.
         start_token: First token whose KV is sent; the decode side may choose a later one when it has room.
         sampling: How the first token is chosen, if the prompt is computed for this transfer.
         cache_salt: Stored KV is shared only with prompts of the same salt.
@@ -58,6 +59,7 @@ class Transfer:
     transfer_id: str
     token_ids: tuple[int, ...]
     join: Join
+    plan: ChunkPlan
     start_token: int = 0
     sampling: SamplingParams = GREEDY
     cache_salt: str = ""
@@ -74,11 +76,6 @@ class Transfer:
     unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
     holding: set[int] = field(default_factory=set)  # ranks that hold pages for this transfer alone
     stats: list[SentStats] = field(default_factory=list)
-
-    @property
-    def plan(self) -> ChunkPlan:
-        """How the prompt is divided."""
-        return self.join.plan_of(len(self.token_ids))
 
     @property
     def is_started(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from transfer.chunk import Chunks, split_into_chunks
+from transfer.chunk import ChunkPlan, Chunks, split_into_chunks
 from transfer.connector.messages import (
     AttachDecode,
     CancelOutgoing,
@@ -30,6 +30,7 @@ from transfer.connector.messages import (
 )
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
+from transfer.layout import Range
 from transfer.messages import clip_reason
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import SentStats
@@ -68,6 +69,7 @@ class OutgoingRank:
         self._engine = engine
         self._send = send
         self._outgoing: dict[str, _Outgoing] = {}  # by transfer, until it is sent or has failed
+        self._plans: dict[ChunkPlan, tuple[int, tuple[Range, ...]]] = {}  # unfinished transfers of each plan, and its groups
         self.layer_ends: frozenset[int] = frozenset()
         """Ends of the layer groups of all unfinished transfers."""
         self._attaching: set[asyncio.Task[None]] = set()
@@ -90,8 +92,8 @@ class OutgoingRank:
         chunks = split_into_chunks(
             message.plan, num_tokens=message.num_tokens, num_layers=peer.layout.num_layers, start_token=message.start_token
         )
-        self._outgoing[transfer_id] = _Outgoing(message=message, chunks=chunks)
-        self._set_layer_ends()
+        outgoing = self._outgoing[transfer_id] = _Outgoing(message=message, chunks=chunks)
+        self._count_plan(outgoing, 1)
         self._sender.start_request(
             peer.terms.request(
                 transfer_id,
@@ -185,13 +187,12 @@ class OutgoingRank:
         self._engine.on_released(request_id)
 
     def on_sent(self, request_id: str, stats: SentStats) -> None:
-        del self._outgoing[request_id]
-        self._set_layer_ends()
+        self._count_plan(self._outgoing.pop(request_id), -1)
         self._send(TransferSent(transfer_id=request_id, stats=stats))
 
     def on_failed(self, request_id: str, reason: str) -> None:
         outgoing = self._outgoing.pop(request_id)
-        self._set_layer_ends()
+        self._count_plan(outgoing, -1)
         self._send(
             TransferNotSent(
                 transfer_id=request_id,
@@ -201,9 +202,15 @@ class OutgoingRank:
             )
         )
 
-    def _set_layer_ends(self) -> None:
-        groups = {outgoing.chunks.groups for outgoing in self._outgoing.values()}  # a few different ones
-        self.layer_ends = frozenset(layers.end for of_plan in groups for layers in of_plan)
+    def _count_plan(self, outgoing: _Outgoing, change: int) -> None:
+        """Count an unfinished transfer more or less. `layer_ends` changes with the first and last one of a plan only."""
+        plan = outgoing.message.plan
+        count, groups = self._plans.get(plan, (0, outgoing.chunks.groups))
+        self._plans[plan] = (count + change, groups)
+        if not count + change:
+            del self._plans[plan]
+        if not count or not count + change:
+            self.layer_ends = frozenset(layers.end for _, of_plan in self._plans.values() for layers in of_plan)
 
     # Reports and end
 

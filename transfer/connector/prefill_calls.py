@@ -98,6 +98,7 @@ class PrefillCalls:
             ring_bytes=join.ring_bytes,
             slot_bytes=join.slot_bytes,
             device=config.device,
+            min_groups=hello.min_groups,
         )
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:
@@ -213,8 +214,9 @@ class PrefillCalls:
         join = self.joins.find(request.decode_incarnation)
         if join is None:
             raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill instance")
+        plan = join.plan_of(len(token_ids), request.start_token)
         check_num_pieces(
-            join.plan_of(len(token_ids)),
+            plan,
             own.layout,
             own.shard,
             join.instance.shard,
@@ -225,6 +227,7 @@ class PrefillCalls:
             transfer_id=request.request_id,
             token_ids=token_ids,
             join=join,
+            plan=plan,
             start_token=request.start_token,
             sampling=sampling_from_proto(request.sampling),
             cache_salt=request.cache_salt,

@@ -388,9 +388,10 @@ class PrefillNodes:
         plan = chunk_plan_from_proto(question.chunk_plan)
         for peer in self.peers:
             if peer.instance is not None and peer.instance.incarnation == incarnation and peer.plan != plan:
-                largest = self._largest_piece(peer, peer.instance, plan)
+                self._largest_piece(peer, peer.instance, plan)
+                peer.largest_piece_bytes = max(peer.pieces.values())
                 if peer.plan is None or plan.chunk_tokens >= peer.plan.chunk_tokens:
-                    peer.plan, peer.largest_piece_bytes = plan, largest
+                    peer.plan = plan
         return plan
 
     def _largest_piece(self, peer: PrefillPeer, prefill: Instance, plan: ChunkPlan) -> int:

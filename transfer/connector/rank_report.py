@@ -48,6 +48,7 @@ class RankReady:
         host_pages: Pages of its host pool, for each group of layers; empty if it has none.
         can_switch: Whether its engine can also serve the other role.
         chunk_tokens: Tokens of a chunk, chosen by the rank; 0 means those of the leader's settings.
+        min_groups: Groups of layers that a full chunk has at least; above 1 if the engine reports the layers of a running step.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class RankReady:
     host_pages: tuple[int, ...] = ()
     can_switch: bool = False
     chunk_tokens: int = 0
+    min_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
