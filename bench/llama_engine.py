@@ -39,7 +39,7 @@ def llama_layout(num_layers: int) -> KVLayout:
 
 
 def llama_engine(
-    device: str, *, num_layers: int, num_pages: int, max_seq_len: int, max_running_requests: int, is_tiny: bool = False
+    device: str, *, num_layers: int, num_pages: int, max_seq_len: int, max_running_requests: int | None, is_tiny: bool = False
 ) -> EmbeddedEngine:
     """Return an engine with TP 1 and pages of `PAGE_SIZE` tokens; `is_tiny` shrinks the model, for a CPU."""
     with _model_files(num_layers, is_tiny=is_tiny) as files:
