@@ -28,7 +28,7 @@ class Answer:
         intervals_s: Seconds between tokens.
         end_to_end_s: Seconds until the end.
         error: Reason of the failure; empty if the request succeeded.
-        is_given_up: The client has closed the connection; the answer is not complete.
+        is_given_up: The client closed the connection before the answer was complete.
     """
 
     prompt_tokens: int
@@ -65,7 +65,7 @@ async def send_load(
         in_flight: Number of clients.
         output_tokens: Tokens that every request generates (greedily).
         salt: Keeps the prefix caches of servers apart from those of other loads.
-        patience_s: Index of a prompt -> seconds after which its client gives up.
+        patience_s: Seconds after which a client closes its connection, by index of the prompt. Other clients wait for the end.
     """
     answers = [Answer(prompt_tokens=len(prompt)) for prompt in prompts]
     waiting = iter(range(len(prompts)))

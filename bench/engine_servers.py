@@ -48,9 +48,9 @@ class Serving:
         prefill_tp: Tensor-parallel degree of prefill servers. The single servers have the decode degree, because the order of
             additions depends on the degree.
         decode_tp: Tensor-parallel degree of decode servers.
-        prefill_gpus, decode_gpus: GPUs as in CUDA_VISIBLE_DEVICES; empty for those of this process. The single servers use those
-            of decode.
-        start_timeout_s: Time for the servers of a setup to start.
+        prefill_gpus, decode_gpus: GPUs as in CUDA_VISIBLE_DEVICES; empty means those of this process. Single servers use
+            `decode_gpus`, except the second server of `two`.
+        start_timeout_s: Maximum time from the start of a setup until its servers are ready.
         logs: Folder of the log files.
         environment: Further variables of all processes. Their part of the setup is in HANDOVERS_ROLE: route, prefill,
             decode, or the number of a single server.
@@ -69,7 +69,7 @@ class Serving:
     def environment_of(self, name: str) -> dict[str, str]:
         """Return the variables of the process `name`."""
         role = name.rpartition("-")[2]
-        gpus = self.prefill_gpus if role in ("prefill", "1") else self.decode_gpus  # of `two`, one on each side's
+        gpus = self.prefill_gpus if role in ("prefill", "1") else self.decode_gpus  # 1: the second server of `two`
         return {**self.environment, "HANDOVERS_ROLE": role} | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
 
 
@@ -131,12 +131,12 @@ class Setup:
 
     Args:
         name: One of `SETUPS`.
-        serving: Settings of its servers.
+        serving: Settings of the servers.
 
     Attributes:
         urls: Base URLs to which the load is sent, in turn.
         vllm_urls: Base URLs of all vLLM servers.
-        started_s: Seconds until all servers were ready, and those of the setups that were waited for before.
+        started_s: Seconds from `start` to the end of `wait`. They include the time that the caller waited for other setups.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Setup:
         self._processes.clear()
 
     def start(self) -> None:
-        """Start all servers. They become ready later, so several setups can start at the same time."""
+        """Start all servers without waiting for them, so that several setups can start at the same time."""
         self._begin_s = time.monotonic()
         if self.name in ("one", "two"):
             for number in range(1 + (self.name == "two")):

@@ -5,8 +5,8 @@
 Needs vLLM in this environment, and NIXL for `nixl`. `bench.engine_servers.SETUPS` describes the setups. All servers start at
 the beginning and share the first GPU, so their caches must fit side by side (`-- --kv-cache-memory-bytes N`). `--gpus 0 1` puts
 prefill and decode servers on two GPUs. The setups get the same prompts in turns, every second time in the opposite order, so
-that drift of the machine affects all of them. The servers of other setups are idle then. All requests to pairs go through
-`kvferry route`.
+that drift of the machine affects all of them. While one setup is measured, the servers of the others are idle. All requests to
+pairs go through `kvferry route`.
 
 The default model has the KV of Llama 3 8B (128 KiB per token in 16 bits), random weights and 0.5 billion parameters. Prefill of a
 small model is short, so times of the transfer weigh more than with a large model.
@@ -45,12 +45,12 @@ class Cell:
     """Requests of one length with one number in flight, to one setup.
 
     Attributes:
-        given_up: Requests whose client closed the connection. They count neither as failed nor as served.
+        given_up: Requests whose client closed the connection. They count neither as failed nor as answered.
         differing: Answers whose tokens differ from those of the first setup.
-        preemptions: Of all vLLM servers of the setup.
+        preemptions: How often the vLLM servers of the setup preempted a request.
         ttft_p50_s: Median time to first token of each turn.
-        requests_per_s: Of answers without error.
-        goodput_per_s: Of those that met both objectives.
+        requests_per_s: Complete answers per second.
+        goodput_per_s: Complete answers that met both objectives, per second.
     """
 
     setup: str
@@ -110,7 +110,7 @@ def cell_of(
 
     Args:
         references: Loads of the first setup with the same prompts.
-        preemptions: While these loads were sent.
+        preemptions: How often the servers preempted a request while these loads were sent.
         slo_ttft_s: Objective for the time to first token.
         slo_tpot_s: Objective for the mean time per further token.
     """
@@ -186,7 +186,7 @@ class Comparison:
 
     async def _measure(self) -> None:
         arguments = self._arguments
-        for setup in self._setups:  # compiles kernels and opens sessions
+        for setup in self._setups:  # to compile kernels and open sessions
             for prompt_tokens in arguments.lengths:
                 warm_up = prompts_of(prompt_tokens, 0, number=4, seed=arguments.seed)
                 await send_load(setup.urls, warm_up, in_flight=2, output_tokens=8, salt="warm-up")
@@ -286,20 +286,20 @@ def main() -> None:
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=["one", "nixl", "kvferry"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2000, 8000], help="prompt lengths in tokens")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32], help="clients that send at the same time")
-    parser.add_argument("--rounds", type=int, default=2, help="requests per client and turn; at least 8 requests")
-    parser.add_argument("--turns", type=int, default=3, help="how often each setup gets a load of each kind")
+    parser.add_argument("--rounds", type=int, default=2, help="requests per client in each turn; a turn has at least 8 requests")
+    parser.add_argument("--turns", type=int, default=3, help="loads of each length and number of clients, for each setup")
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--slo-ttft", type=float, default=0.5, help="objective in seconds, for goodput")
     parser.add_argument("--slo-tpot", type=float, default=0.05, help="objective in seconds, for goodput")
     parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: see above)")
     parser.add_argument("--tp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"))
-    parser.add_argument("--give-up", type=float, default=0.0, metavar="SHARE", help="share of requests whose client gives up")
-    parser.add_argument("--patience", type=float, default=1.0, metavar="S", help="... at a random moment within these seconds")
+    parser.add_argument("--give-up", type=float, default=0.0, metavar="SHARE", help="share of requests whose client closes early")
+    parser.add_argument("--patience", type=float, default=1.0, metavar="S", help="it closes at a random time up to S seconds")
     parser.add_argument("--gpus", nargs=2, default=["", ""], metavar=("PREFILL", "DECODE"), help="as in CUDA_VISIBLE_DEVICES")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for all servers to start")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the servers (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after every kind of load")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after each kind of load")
     parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every vLLM server")
     arguments = parser.parse_args()
     console = Console(width=200)

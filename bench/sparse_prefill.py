@@ -2,10 +2,10 @@
 
     python -m bench.sparse_prefill [--tokens 131072] [--chunk 8192] [--layers 32] [--json FILE] [--quick]
 
-The model is a Llama of the 8B's shape with made-up weights; without a GPU it is a tiny one. Both engines compute the same
-prompt in the same chunks, and their last logits are compared. "link" is a plain copy from pinned memory of the bytes that the
-steps read from host memory and write to it: each step reads all earlier tokens once. The target is 1.15 times the time on the
-device, or the time of the link, whichever is longer.
+The model has the shape of Llama 3 8B and random weights; without a GPU it is a tiny one. Both engines compute the same prompt in
+the same chunks, and their last logits are compared. Each step reads all earlier tokens from host memory once. "link" is a plain
+copy from pinned memory of as many bytes as the steps read and write. The target is 1.15 times the time on the device, or the
+time of the link, whichever is longer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TARGET = 1.15
 
 
 def prefill(engine: EmbeddedEngine, num_tokens: int, chunk_tokens: int, *, in_host: bool) -> Tensor:
-    """Compute a prompt; return the logits of its last token, float32."""
+    """Compute a prompt. Return the logits of its last token in float32."""
     logits = None
     for begin in range(0, num_tokens, chunk_tokens):
         end = min(begin + chunk_tokens, num_tokens)
@@ -78,7 +78,7 @@ def engine_of(device: str, *, num_layers: int, num_tokens: int, in_host: bool) -
 
 
 def link_seconds(device: str, num_bytes: int) -> float:
-    """Return the time of a plain copy of that many bytes from pinned host memory to the device."""
+    """Return the seconds of a plain copy of `num_bytes` from pinned host memory to the device."""
     size = min(LINK_BYTES, num_bytes)
     source = torch.ones(size, dtype=torch.uint8, pin_memory=device != "cpu")
     target = torch.empty(size, dtype=torch.uint8, device=device)

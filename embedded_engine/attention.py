@@ -18,7 +18,7 @@ ATTENTION_BYTES: Final = 256 << 20
 are computed for the call. It comes from the plan's reserve; blocks of this size keep a GPU busy."""
 
 CAUSAL_KEYS: Final = 128
-"""Keys that all rows of a chunk attend to at a time, where flash attention cannot be used: bounds the mask."""
+"""Keys per call if flash attention cannot be used. Bounds the memory of the mask."""
 
 FLASH_MAX_DIM: Final = 256
 
@@ -124,7 +124,7 @@ class RunningSoftmax:
             self._add(key[:, :, keys].flatten(0, 1), value[:, :, keys].flatten(0, 1), None if mask is None else mask[..., keys])
 
     def attend(self, key: Tensor, value: Tensor) -> None:
-        """Attend to more keys, each visible to all rows, by torch's flash attention where it can be used."""
+        """Attend to more keys, each visible to all rows. Use torch's flash attention if it supports the inputs."""
         if not key.shape[2]:
             return  # torch divides by the number of keys
         if not self._has_flash(key, value):
@@ -135,7 +135,7 @@ class RunningSoftmax:
         self._merge(out.reshape(self._total.shape), lse.reshape(self._sum.shape))
 
     def attend_causally(self, key: Tensor, value: Tensor) -> None:
-        """Attend to the keys of the rows themselves: row i to the keys up to i. As `attend`."""
+        """Attend to the keys of the rows themselves, row i to keys 0 to i. Use flash attention as `attend` does."""
         rows, num_kv_heads = self._shape[2], key.shape[1]
         if not self._has_flash(key, value):
             positions = torch.arange(rows, device=key.device)

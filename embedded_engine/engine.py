@@ -411,12 +411,12 @@ class EmbeddedEngine:
     def _host_step(
         self, items: Sequence[PrefillItem], hosts: Sequence[Sequence[Sequence[int]]], ends: NDArray[np.int64]
     ) -> HostStep | None:
-        """Return the part of a prefill step whose full attention lies in host memory; None if there is none."""
+        """Return the part of a prefill step whose KV of full attention lies in host memory; None if there is none."""
         host = self._host_pages
         if host is None:
             if any(any(map(len, own)) for own in hosts):
                 raise EngineError(
-                    "a prompt has pages in host memory; an engine with page tables of decode steps cannot compute it"
+                    "a prompt has pages in host memory; an engine that is set up for decode steps cannot compute it"
                 )
             return None
         chunks = [

@@ -1,8 +1,8 @@
-"""Prefill of prompts whose full attention lies in host memory.
+"""Prefill of prompts whose KV of full attention lies in host memory.
 
-The KV of such a prompt never takes device pages of full attention. Each step writes its K and V into host pages, and attends over
-its own tokens and then over the earlier ones, which come from host memory block by block through two device buffers. Partial
-results are merged by their log-sum-exp (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+Such a prompt has no device pages for full attention. Each step writes its K and V into host pages. It attends over its own
+tokens and then over the earlier ones. These come from host memory block by block, through two device buffers. Partial results
+are merged by their log-sum-exp (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HostPages:
-    """What the steps of an engine share: the host pages, the device buffers for them, and the stream that writes them.
+    """Hold the host pages, the device buffers for them, and the stream that writes them. All steps of an engine share these.
 
     Args:
         pool: The engine's pool.
@@ -53,7 +53,7 @@ class HostPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostChunk:
-    """A request's rows [begin, end) of the step, and its host pages.
+    """The rows [begin, end) of a step that belong to one request, and the request's host pages.
 
     Args:
         first_token: Position of the first row.
@@ -71,7 +71,7 @@ class HostChunk:
 
 
 class HostStep:
-    """The chunks of a step whose full attention lies in host memory.
+    """The chunks of a step whose KV of full attention lies in host memory.
 
     Args:
         chunks: At least one.
@@ -95,12 +95,12 @@ class HostStep:
                 [pages.tolist() for pages in contexts], pages_per_block=tier.pages_per_block, page_size=tier.page_size
             )
         if host.writing is not None:
-            torch.cuda.current_stream(host.device).wait_stream(host.writing)  # what the last step has written is read here
+            torch.cuda.current_stream(host.device).wait_stream(host.writing)  # this step reads KV of the last one
         if host.fetcher is not None and self._blocks is not None:
             host.fetcher.begin(self._blocks.blocks, on_device(self._blocks.pages, host.device))
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write K and V [rows, heads, dim] of a layer into host pages, on a GPU behind the work so far on a stream of its own."""
+        """Write K and V [rows, heads, dim] of a layer into host pages. On a GPU, a separate stream does it after queued work."""
         with self.after_writes():
             for chunk, slots in zip(self.chunks, self._new_slots, strict=True):
                 self._part.write(layer, slots, k[chunk.begin : chunk.end], v[chunk.begin : chunk.end])
@@ -110,7 +110,7 @@ class HostStep:
 
     @contextmanager
     def after_writes(self) -> Iterator[None]:
-        """In the block, the current stream is behind all writes to host pages, and behind the work before the block."""
+        """Queue the work of the block after all writes to host pages, and after the work before the block."""
         stream = self._host.writing
         if stream is None:
             yield
@@ -122,7 +122,7 @@ class HostStep:
     def contexts(self, layer: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the earlier tokens of the chunks in blocks: the chunk's index, K and V [tokens, heads, dim] as stored.
 
-        A block is valid until the next one. Ask for each layer once, in ascending order.
+        A block is valid until the next one. Call this once for each layer, in ascending order.
         """
         if self._blocks is None:
             return
@@ -148,7 +148,7 @@ class HostStep:
             part = block.first_part + chunk - block.first_row
             first = int(self._blocks.first_tokens[part])
             begin = (block.begin * page_size + first) - self._first_context_tokens[chunk]
-            # The last page of a context may have tokens of the chunk itself.
+            # The last page of a context can contain tokens of the chunk itself.
             count = min(int(self._blocks.num_tokens[part]), self.chunks[chunk].first_token - begin)
             if count > 0:
                 yield chunk, first, count

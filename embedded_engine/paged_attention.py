@@ -164,7 +164,7 @@ class _ChunkGroup:
     """The part of a prefill step that the layers of one group share: slots of new tokens, contexts, mask of a window.
 
     Args:
-        is_hosted: Items without pages of this group on the device.
+        is_hosted: For each item, whether its KV of this group lies in host memory.
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class PrefillPlan:
     Args:
         items: The step's checked items, with `tables`.
         dtype: Dtype that the model computes in.
-        on_written: Called with each layer after its part of all items is in the pool, on the stream that has written it.
-        host: The items whose full attention lies in host memory; None if there are none.
+        on_written: Called with each layer when its KV of all items is written, on the stream that wrote it.
+        host: The items whose KV of full attention lies in host memory; None if there are none.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class PrefillPlan:
         self._report(layer)
 
     def _report(self, layer: int) -> None:
-        """Report that a layer is written: on the stream that writes host pages, if there is one, because it may be behind."""
+        """Report that a layer is written. If a stream writes host pages, report it there, because that stream can be later."""
         if self._host is None:
             self._on_written(layer)
         else:
@@ -325,26 +325,26 @@ class PrefillPlan:
         value_dim: int,
         token_bytes: int,
     ) -> Tensor:
-        """Attend with the rows of each chunk to themselves, and then to all tokens before them, in blocks.
+        """Attend from the rows of each chunk to the chunk itself, and then to all earlier tokens, in blocks.
 
         Args:
-            k, v: The step's, [rows, heads, dim].
+            k, v: K and V of the step, [rows, heads, dim].
             by_head: Converts K and V [tokens, heads, dim] as stored to [1, `num_heads`, tokens, dim].
             value_dim: Elements of a head's value.
-            token_bytes: Bytes of a token that `by_head` returns.
+            token_bytes: Bytes that `by_head` returns for each token.
         """
         group, part = self._groups[self._pool.group_of(layer)], self._pool.part_of(layer)
         output = _output_of(query, value_dim)
         block_tokens = max(1, ATTENTION_BYTES // token_bytes)
 
         def begin(first: int, end: int) -> list[tuple[slice, RunningSoftmax]]:
-            """Attend with rows [first, end) to themselves, in parts of `block_tokens`."""
+            """Attend from rows [first, end) to themselves, in parts of `block_tokens`."""
             found: list[tuple[slice, RunningSoftmax]] = []
             for row in range(first, end, block_tokens):
                 rows = slice(row, min(row + block_tokens, end))
                 found.append((rows, RunningSoftmax(query[:, :, rows], num_heads, value_dim, scores)))
             for index, (rows, running) in enumerate(found):
-                own = by_head(*(convert(one[rows], part.element) for one in (k, v)))  # as they come back from the pool
+                own = by_head(*(convert(one[rows], part.element) for one in (k, v)))  # rounded as in the pool
                 running.attend_causally(*own)
                 for _, later in found[index + 1 :]:
                     later.attend(*own)

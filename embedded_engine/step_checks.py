@@ -193,7 +193,7 @@ class StepChecks:
             raise EngineError(f"{name} has pages in host memory; the engine has no host pool (use_host_pool)")
 
     def _checked_whole_hosts(self, item: PrefillItem) -> CheckedTables:
-        """Check that all full attention of the item lies in the host pool, and return the entries that it needs."""
+        """Check that all KV of full attention of the item lies in the host pool. Return the entries that the step needs."""
         self._check_num_hosts(item)
         checked: list[tuple[int, ...]] = []
         for index, (group, table) in enumerate(zip(self._groups, item.host_tables, strict=True)):

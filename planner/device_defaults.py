@@ -26,7 +26,7 @@ LEAST_REQUESTS: Final = 32
 """Windows and states of all running requests take at most an eighth of the GPU. This limit always allows 32 requests."""
 
 LAYER_BYTES: Final = 32 << 20
-"""KV of a layer of a chunk, if the engine reports the layers of a running step. Pieces are groups of such layers."""
+"""Maximum KV of a layer of a chunk if the engine reports layers of a running step. A piece is a group of layers."""
 
 _LONG_PROMPT: Final = 1 << 30  # tokens; longer than any window
 
@@ -41,12 +41,12 @@ def gpu_chunk_tokens(
     The result is the smallest power of two whose KV has at least `CHUNK_BYTES` on the fullest rank. It is at least
     `MIN_CHUNK_TOKENS` and at most `step_tokens`, and the same for all ranks.
 
-    With `by_layer`, it is the largest power of two of which one layer has at most `LAYER_BYTES`, within the same limits. Then
-    the first layers of a prompt of one step travel while the last ones are computed.
+    With `by_layer`, it is the largest power of two for which the KV of one layer has at most `LAYER_BYTES`, within these limits.
+    Then the first layers of a prompt that fits one step are sent while the last ones are computed.
 
     Args:
         by_layer: The engine reports the layers of a running step.
-        layer_bytes: Most bytes of one layer of a chunk, the smallest piece. None means no bound.
+        layer_bytes: Maximum bytes of one layer of a chunk, the smallest piece. None means no bound.
     """
     every, dtype = routes(layout, shard, shard), shard.pool_dtype(layout)
     tokens = MIN_CHUNK_TOKENS

@@ -171,7 +171,7 @@ def node_plan_inputs(
 
 
 def _offload_bytes(config: NodeConfig) -> int:
-    """Return the device memory for copies and blocks of host pages."""
+    """Return the bytes of device memory for copies and for blocks of host pages."""
     assert isinstance(config, PrefillNodeConfig | DecodeNodeConfig)
     return config.offload.device_bytes if config.device != "cpu" else 0
 

@@ -1,7 +1,7 @@
 """Host memory of a prefill rank, for prompts that the device pool cannot hold.
 
-All full attention of such a prompt lies in host pages, from its first token to its release. Steps write it there and read it back
-block by block, and gathers read it there. Windows and states stay on the device.
+The KV of all full-attention layers of such a prompt lies in host pages, from its first token to its release. Steps write it and
+read it back block by block, and gathers read it. Windows and states stay on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostKv:
     """The host pages of a rank and their owners; implements `transfer.send.loop.HostSource`.
 
     Args:
-        allocator: Pages of the device pool, in which prompts here have pages of all other groups.
+        allocator: Pages of the device pool. Prompts in host memory use it for all groups except full attention.
     """
 
     def __init__(self, pool: KVPool, host: HostPool, allocator: GroupAllocator) -> None:
@@ -55,20 +55,20 @@ class HostKv:
         return self._host.num_pages
 
     def status(self) -> dict[str, Any]:
-        """Return the host pages as one more entry of the pools in a rank's status."""
+        """Return the entry of the host pages for `pools` in a rank's status."""
         pages = self._pages
         return {"group": "host", "pages": pages.num_pages, "reserved": pages.num_reserved, "bound": pages.num_bound}
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of that many tokens in host memory."""
+        """Return the bytes that `num_tokens` tokens take in host memory."""
         return num_tokens * self._host.page_bytes[FULL] // self._page_size
 
     def is_in_host(self, request_id: str) -> bool:
-        """Return whether the full attention of the request lies here."""
+        """Return whether the request's KV of full attention lies here."""
         return request_id in self._requests
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
-        """Promise host pages for all full attention of a prompt that has reserved its other pages. Return False without room."""
+        """Reserve host pages for a prompt that has already reserved its device pages. Return False if there is no room."""
         num_pages = -(-num_tokens // self._page_size)
         if not self._pages.reserve(request_id, num_pages):
             return False
@@ -77,22 +77,22 @@ class HostKv:
         return True
 
     def cover(self, request_id: str, end_token: int) -> tuple[Sequence[int], ...]:
-        """Bind missing pages up to that token; return the request's host table in each group."""
+        """Bind the missing host pages up to `end_token`. Return the request's host table in each group."""
         missing = -(-end_token // self._page_size) - len(self._pages.pages(request_id))
         if missing > 0:
             self._pages.bind(request_id, missing)
         return self.host_tables(request_id)
 
     def host_tables(self, request_id: str) -> tuple[Sequence[int], ...]:
-        """Return the request's host table in each group: that of full attention, and empty ones."""
+        """Return the request's host table in each group. Only that of full attention has entries."""
         return (self._pages.pages(request_id), *((),) * (self._num_groups - 1))
 
     def tables(self, request_id: str) -> tuple[Sequence[int], ...]:
-        """Return the tables by which gathers find the request's KV, host pages of full attention and device pages of the rest."""
+        """Return the page tables for gathers: host pages for full attention, device pages for all other groups."""
         return (self._pages.pages(request_id), *self._allocator.tables(request_id)[FULL + 1 :])
 
     def release(self, request_id: str) -> None:
-        """Release the host pages of a request; no-op if it has none."""
+        """Release the host pages of a request. Do nothing if it has none."""
         if request_id in self._requests:
             self._requests.discard(request_id)
             self._pages.release(request_id)
@@ -101,12 +101,12 @@ class HostKv:
         """Raise LocalProtocolError if a page is not free, although no request is left."""
         if self._pages.num_bound or self._pages.num_reserved:
             raise LocalProtocolError(
-                f"no request is left, and of the host pages {self._pages.num_bound} are still bound and "
-                f"{self._pages.num_reserved} reserved"
+                f"no request is left, but {self._pages.num_bound} host pages are still bound and "
+                f"{self._pages.num_reserved} are still reserved"
             )
 
     def close(self) -> None:
-        """Unpin the memory, after the last step and the last gather are queued. Waits for the device."""
+        """Wait for the device, and unpin the memory. Call this after the last step and the last gather are queued."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._host.close()
@@ -118,8 +118,8 @@ async def open_host_kv(
     """Return the host memory of a rank, or None without `offload`.
 
     Raises:
-        ConfigError: The model has no full attention, the engine cannot read host memory, or there is no room for a page.
-        MemoryPlanError: The host has too little memory.
+        ConfigError: The model has no full attention, the engine cannot read host memory, or the setting is below one page.
+        MemoryPlanError: The host has too little free memory.
     """
     settings, pool = config.offload, engine.pool
     if not settings.is_on:
@@ -144,7 +144,7 @@ async def open_host_kv(
 
 
 def _num_pages(config: PrefillNodeConfig, pool: KVPool) -> int:
-    """Return the host pages of a rank by the settings. Raises as `open_host_kv`."""
+    """Return the number of host pages of a rank that the settings ask for. Raises as `open_host_kv`."""
     settings = config.offload
     page_bytes: int = pool.groups[FULL].page_bytes(pool.layout, pool.shard)
     if settings.host_memory is not None:

@@ -31,7 +31,7 @@ class StartRequest(StartTransfer):
     """Start a transfer and take pages for the whole prompt. The steps that compute it follow.
 
     Args:
-        is_in_host: Its full attention lies in host memory.
+        is_in_host: The prompt's KV of full attention lies in host memory.
     """
 
     sampling: SamplingParams

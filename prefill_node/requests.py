@@ -232,7 +232,7 @@ class PrefillRequests(OutgoingTransfers):
         request.holding = set(range(self._num_ranks))
         is_in_host = self._scheduler.is_in_host(request.transfer_id)
         self._start(request, StartRequest, sampling=request.sampling, is_in_host=is_in_host)
-        # A stored prefix is loaded into device pages.
+        # Stored prefixes can be loaded into device pages only.
         if (
             self._loads is not None
             and not is_in_host

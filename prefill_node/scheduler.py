@@ -76,7 +76,7 @@ class PrefillScheduler:
         chunk_tokens: Tokens of a chunk. A step computes a request up to the next multiple of it.
         max_step_tokens: Maximum tokens of a step, which has at least one chunk.
         max_running: Maximum number of requests between start and release.
-        host_pages: Pages of full attention in every rank's host memory, for requests that the pool cannot hold.
+        host_pages: Pages for full attention in the host memory of every rank, for requests that the pool cannot hold.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PrefillScheduler:
         self._max_running = max_running
         self._free_pages = pool_pages
         self._pool_pages = pool_pages
-        self._began_in_host = False  # the last step began with a request in host memory
+        self._began_in_host = False  # whether the last step began with a request in host memory
         self._num_submitted = 0
         self._waiting: dict[str, _Request] = {}
         self._accepted: dict[str, _Request] = {}
@@ -121,7 +121,7 @@ class PrefillScheduler:
 
     @property
     def all_pages(self) -> str:
-        """The pages of this node, as text."""
+        """Device and host pages of this node, as text."""
         return self._shown(self._pool_pages)
 
     def pages_for(self, num_tokens: int) -> str:
@@ -132,11 +132,11 @@ class PrefillScheduler:
         return self._pages_of(num_tokens).fit(self._pool_pages)
 
     def is_in_host(self, request_id: str) -> bool:
-        """Return whether the full attention of a started request lies in host memory."""
+        """Return whether a started request's KV of full attention lies in host memory."""
         return self._computing[request_id].is_in_host
 
     def _pages_of(self, num_tokens: int) -> PageCounts:
-        """Return the pages that a request needs, the last number of which is that of its host pages."""
+        """Return the pages that a request needs in each group of layers. The last number counts host pages."""
         peak = self._needs.peak(num_tokens)
         if peak.fit(self._device_pages) or not self._host_pages:
             return PageCounts((*peak.by_group, 0))
@@ -165,9 +165,9 @@ class PrefillScheduler:
         """Return the waiting requests that should ask the decode side for room, the oldest first.
 
         This node must have room for them, counted for each destination alone: a destination without room must not use up the room
-        of the others. Likewise, requests in host memory are counted apart from those on the device. Among the others, a younger
-        request asks only if the older ones fit, too. Once others have overtaken the oldest request of a destination, it asks even
-        if it does not fit. When it is accepted, it gets the next free pages.
+        of the others. Likewise, requests in host memory are counted apart from those on the device. Among the requests that are
+        counted together, a younger one asks only if the older ones fit, too. Once others have overtaken the oldest of them, it
+        asks even if it does not fit. When it is accepted, it gets the next free pages.
         """
         pages = self._free_pages
         for request in self._accepted.values():
@@ -245,7 +245,8 @@ class PrefillScheduler:
     def next_step(self) -> tuple[StepItem, ...]:
         """Return the items of the next step, the oldest requests first, and count them as computed. Empty if there are none.
 
-        A prompt in host memory has hundreds of chunks. After a step that began with one, the others go first.
+        A prompt in host memory can have hundreds of chunks. After a step that began with such a prompt, prompts on the device
+        come first.
         """
         items: list[StepItem] = []
         budget = self._max_step_tokens

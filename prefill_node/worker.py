@@ -248,7 +248,7 @@ class PrefillWorker:
             raise LocalProtocolError(f"no room for {num_tokens} tokens of request {request_id}, which the leader had counted")
 
     def _reserve_in_host(self, request_id: str, num_tokens: int) -> None:
-        assert self._host is not None, "the leader knows the host pages of every rank"
+        assert self._host is not None, "the leader counted host pages, but this rank has none"
         full, *others = self._allocator.needs.peak(num_tokens).by_group
         has_room = self._allocator.reserve_pages(request_id, PageCounts((0, *others)))
         if not has_room or not self._host.reserve(request_id, num_tokens):

@@ -89,9 +89,9 @@ class PrefillItem:
             it holds stale data.
         sampling: How the first token is chosen, if `is_last`.
         is_last: These are the prompt's last tokens: sample the first token after them.
-        host_tables: For each group of layers, the host pages bound to the request so far. A group of full attention has all of
-            them, up to the last token of this step, and its page table is `NO_PAGE` then; all other groups have none. Empty if
-            nothing is in host memory.
+        host_tables: For each group of layers, the host pages bound to the request so far; empty if nothing is in host memory. The
+            group of full attention has host pages for all tokens up to the last one of this step, and its page table has only
+            `NO_PAGE`. All other groups have no host pages.
     """
 
     request_id: str

@@ -20,7 +20,7 @@ KEPT: Final = (
 """Settings, and sections of them, that a change of role leaves as they are."""
 
 OWN: Final = ("offload",)
-"""Sections of both roles that a role does not take from the other one: host memory serves each of them differently."""
+"""Sections that both roles have, but that a role does not take from the other one. Each role uses host memory differently."""
 
 _OTHER: Final[Mapping[type[NodeConfig], type[NodeConfig]]] = {
     PrefillNodeConfig: DecodeNodeConfig,
@@ -31,9 +31,8 @@ _OTHER: Final[Mapping[type[NodeConfig], type[NodeConfig]]] = {
 def load_other_role(config: NodeConfig) -> NodeConfig | None:
     """Return the node's settings in its other role, or None without one.
 
-    They come from the file `other_role`. Settings that it does not name come from `config` if both roles have them, except
-    for those in `OWN`. Raise
-    ConfigError if a setting is wrong, or differs and must not; one line for each.
+    They come from the file `other_role`. Settings that it does not name come from `config` if both roles have them, except those
+    in `OWN`. Raise ConfigError if a setting is invalid, or differs and must not; one line for each.
     """
     file = config.other_role
     if file is None:

@@ -19,7 +19,7 @@ GPU_STAGING_BYTES: Final = 1 << 30
 GPU_STAGING_PART: Final = 64
 """By default the staging slots of a rank together take at most this fraction of a GPU: one in 64."""
 SHORT_CHUNK_TOKENS: Final = 128
-"""Chunk of the plan for the shortest prompts."""
+"""Tokens per chunk in the plan for the shortest prompts."""
 GPU_RING_BYTES: Final = 2 << 30
 GPU_RING_PART: Final = 32
 """By default a ring takes at most this fraction of a GPU: one in 32."""
@@ -87,8 +87,9 @@ class Cut:
 
     Args:
         plan: How requests are divided.
-        largest_piece_bytes: Most bytes of a chunk that one rank sends to another, by any of the plans.
-        short_plans: Plans with smaller chunks, in ascending order, for what fits one such chunk. Their chunks have more layers.
+        largest_piece_bytes: Maximum bytes of a piece that one rank sends to another, over all plans.
+        short_plans: Plans with smaller chunks, in ascending order, for prompts whose tokens to send lie within one such chunk.
+            Their layer groups have more layers.
     """
 
     plan: ChunkPlan
@@ -122,7 +123,7 @@ def choose_cut(
         ring_bytes: Size of its smallest ring.
         slot_bytes: Size of the smallest staging slot for its pieces; 0 if none goes through staging memory.
         device: Device of the prefill ranks' computation, as the setting `device`.
-        min_groups: Groups of layers that a full chunk has at least, if its size follows from the links.
+        min_groups: Minimum number of layer groups of a full chunk, if the size of pieces follows from the links.
     """
     plan = chunk_plan(chunk)
     short_plans: tuple[ChunkPlan, ...] = ()

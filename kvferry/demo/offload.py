@@ -1,7 +1,7 @@
-"""KV outside of the devices in `kvferry demo`.
+"""Settings and reports of `kvferry demo` with KV in host memory and in a store.
 
 With `--offload`, the device pool of the decode tier is smaller than the longest request, so older tokens have to leave it while
-their request still runs. Stored KV stays in a directory behind the host memory, and a second run finds the prompts there.
+their request still runs. Older KV moves to host memory and to a directory, in which a second run finds the prompts.
 
 With `--prefill-offload`, the device pool of the prefill tier is smaller than the longest prompt.
 """
@@ -24,7 +24,7 @@ POOL_TOKENS: Final = 512
 
 PREFILL_POOL_TOKENS: Final = 32
 PREFILL_WINDOW_POOL_TOKENS: Final = 192
-"""Size of each prefill rank's device pool, and of one whose model has sliding windows, which need device pages."""
+"""Tokens of each prefill rank's device pool. Models with sliding windows need the larger pool, because windows stay there."""
 PREFILL_CHUNK_TOKENS: Final = 32
 PREFILL_HOST_TOKENS: Final = 4096
 
@@ -73,7 +73,7 @@ class OffloadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOffloadReport:
-    """KV of prompts in the host memory of the prefill tier. Field names are those of ``--json``.
+    """Report on KV in the host memory of the prefill tier. ``--json`` has the same field names.
 
     Args:
         device_tokens: Tokens that fit each prefill rank's device pool.
@@ -98,7 +98,7 @@ def prefill_pool_tokens(kind: ModelKind) -> int:
 async def prefill_offload_report(
     cluster: LocalCluster, *, device_tokens: int, longest_prompt_tokens: int
 ) -> PrefillOffloadReport:
-    """Return the report from the prefill node's metrics; arguments as of the report."""
+    """Make the report from the prefill node's metrics. Arguments are fields of the report."""
     prefill = Figures((await cluster.prefill.http("/metrics"))[1])
     return PrefillOffloadReport(
         device_tokens=device_tokens,

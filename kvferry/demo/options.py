@@ -45,7 +45,7 @@ class DemoOptions:
         typer.Option(help="Keep KV in this directory, behind a small device pool and host memory; run it twice."),
     ] = None
     prefill_offload: Annotated[
-        bool, typer.Option("--prefill-offload", help="Compute prompts whose KV lies in host memory, beside a tiny device pool.")
+        bool, typer.Option("--prefill-offload", help="Compute prompts that do not fit the prefill device pool, in host memory.")
     ] = False
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file as JSON; - is standard output.")

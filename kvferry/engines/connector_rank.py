@@ -54,7 +54,7 @@ ENGINE_ADVICE: Final = "lower the engine's share of the GPU (--gpu-memory-utiliz
 RING_ADVICE: Final = f"lower ring.capacity_bytes, or {ENGINE_ADVICE}"
 STAGING_ADVICE: Final = f"lower staging.slot_bytes or chunk.chunk_tokens, or {ENGINE_ADVICE}"
 LAYER_GROUPS: Final = 4
-"""Groups of layers that a chunk of a step has at least, if the engine reports layers: three of them travel within the step."""
+"""Minimum number of layer groups of a chunk, if the engine reports layers. All but the last can be sent within the step."""
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25
 SIGN_OF_LIFE_S: Final = 1.0
@@ -108,7 +108,7 @@ class ConnectorRank:
         Args:
             tables: Page table in each group of layers, from token 0 on. No copy is made.
             event: None means that the tokens are in the pool already.
-            end_layer: Only layers below it are, because a step is running; None means all of them. See `layer_ends`.
+            end_layer: Only layers below it are in the pool, because a step is running; None means all layers. See `layer_ends`.
         """
         self.progress_all([(name, tables, num_computed)], event, end_layer=end_layer)
 
@@ -119,7 +119,11 @@ class ConnectorRank:
         *,
         end_layer: int | None = None,
     ) -> None:
-        """As `progress`, for several prompts of one step: their names, tables and computed tokens."""
+        """Report progress as `progress` does, for several prompts of one step.
+
+        Args:
+            prompts: Name, page tables and number of computed tokens of each prompt.
+        """
 
         def report(outgoing: OfferedPages) -> None:
             for name, tables, num_computed in prompts:
@@ -129,7 +133,7 @@ class ConnectorRank:
 
     @property
     def layer_ends(self) -> frozenset[int]:
-        """Layers after which a running step has computed a chunk of a prompt that is being sent. Any thread may read it."""
+        """Ends of the layer groups of all prompts that are being sent. Any thread may read it."""
         return frozenset() if self._outgoing is None else self._outgoing.rank.layer_ends
 
     def finish(self, name: str) -> None:

@@ -118,7 +118,7 @@ class KvferryConnector(KVConnectorBase_V1):
         self._scheduler.may_use_first_tokens = True
 
     def take_first_tokens(self) -> dict[str, int]:
-        """Return the first tokens of requests whose KV is in the cache of every worker since the last call, by request id.
+        """Return the first tokens of requests whose KV arrived on all workers since the last call, by request id.
 
         The workers report the same requests later, in `finished_recving`.
         """
@@ -129,7 +129,7 @@ class KvferryConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout = self._described()
         model = self._vllm_config.model_config
-        # With microbatches, a layer runs once for each of them.
+        # With microbatches, a layer runs once per microbatch, so one call does not complete it.
         layer_ends = {} if self._vllm_config.parallel_config.use_ubatching else layout.layer_ends
         engine = ConnectorEngine(
             layout=layout.layout,
@@ -159,7 +159,7 @@ class KvferryConnector(KVConnectorBase_V1):
         """Do nothing, see `start_load_kv`."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Send the KV of all layers up to this one, while later ones are computed. Replays of full CUDA graphs do not call it."""
+        """Send the KV of all layers up to this one, while later ones are computed. Not called in replays of full CUDA graphs."""
         self._worker.layer_computed(self._plan(), layer_name)
 
     def wait_for_save(self) -> None:

@@ -108,7 +108,7 @@ class VllmLayout:
 
     @property
     def layer_ends(self) -> dict[str, int]:
-        """For each of the rank's layers, in the order of the layout: the number of layers of the layout up to this one."""
+        """Number of layers of the layout up to and including each layer of the rank, by name, in the order of the layout."""
         begin = self.shard.layers(self.layout).begin
         return {layer.name: begin + number for number, layer in enumerate(self.layers, 1)}
 

@@ -51,7 +51,7 @@ class FirstTokenScheduler(AsyncScheduler):
         else:
             self.connector.use_first_tokens()
         self._uses_first_tokens: Final = not reason
-        self._received_early: set[str] = set()  # requests whose KV is there, until the workers report them
+        self._received_early: set[str] = set()  # requests whose KV has arrived, until the workers report them
 
     def _unsupported_reason(self) -> str:
         """Return the reason for which the prefill side's tokens cannot be used; empty if they can."""
@@ -71,7 +71,7 @@ class FirstTokenScheduler(AsyncScheduler):
         tokens = self.connector.take_first_tokens() if self._uses_first_tokens else {}
         waiting = {request_id: token for request_id, token in tokens.items() if self._is_waiting(request_id)}
         if waiting:
-            # The workers report these requests, too, but only with the results of a later step.
+            # The workers report these requests, too, but with the results of a later step.
             super()._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(waiting)))
             self._received_early |= waiting.keys()
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)

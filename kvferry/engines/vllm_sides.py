@@ -392,8 +392,8 @@ class WorkerSide:
 
     Args:
         record: Records an event after the work that the device has so far. None means that the device works synchronously.
-        layer_ends: For each layer that reports its KV within a step, the number of layers of the layout up to it. Empty means
-            that the KV of all layers is reported after the step.
+        layer_ends: Number of layers of the layout up to and including each layer of the worker, by name. Empty means that the KV
+            of all layers is reported after the step.
     """
 
     def __init__(
@@ -420,9 +420,9 @@ class WorkerSide:
             self._rank.pause(plan.preempted, "the prefill side's engine has preempted the request, and computes it again")
 
     def layer_computed(self, plan: StepMessage, layer: str) -> None:
-        """Report the KV of a running step, which is in the cache up to this layer after the work that the device has so far.
+        """Report the KV of a running step up to this layer. It is in the cache after the work that is queued on the device.
 
-        Layers within a chunk are not reported.
+        Ignore layers that do not end a layer group.
         """
         end = self._layer_ends.get(layer)
         if end is None or not plan.steps:
@@ -434,7 +434,7 @@ class WorkerSide:
             self._report(plan, end_layer=end)
 
     def computed(self, plan: StepMessage) -> None:
-        """Report the KV of a step, which is in the cache after the work that the device has so far."""
+        """Report the KV of a step. It is in the cache after the work that is queued on the device."""
         if plan.steps and self._reported is not plan:
             self._report(plan)
         self._begun = self._reported = None

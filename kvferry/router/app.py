@@ -88,7 +88,7 @@ class RouterApp:
             response = await self._counted(request, request_id)
         except (ApiError, web.HTTPException) as error:
             response = _error_response(request, error)
-        except ConnectionError:  # the client has closed the connection, so nobody gets this
+        except ConnectionError:  # the client has closed the connection and receives no response
             return web.Response(status=499)
         if not response.prepared:
             response.headers[_REQUEST_ID] = request_id

@@ -175,7 +175,7 @@ class Instance:
             assert self.has(pages, prompt, begin=begin, layers=range(layer, layer + 1)), f"layer {layer}"
 
     def has(self, pages: Sequence[int], prompt: Sequence[int], *, begin: int = 0, layers: Sequence[int]) -> bool:
-        """Whether every rank has exactly its heads' KV of those layers."""
+        """Return whether every rank has exactly its heads' KV of `layers`, from token `begin` on."""
         slots = slots_of(pages, range(begin, len(prompt)), self.page_size)
         for pool in self.pools:
             heads = pool.shard.heads(HEADS)

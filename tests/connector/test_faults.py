@@ -127,7 +127,7 @@ def test_a_prefill_node_that_nobody_has_set(pair: Pair) -> None:
 
 
 def test_two_instances_of_one_name(start: Start) -> None:
-    name = f"the-same-{os.getpid()}"  # another run of the tests on this machine has another one
+    name = f"the-same-{os.getpid()}"  # other test runs on this machine use other names
     start(PREFILL, name=name)
     with pytest.raises(ConfigError, match=f"instance '{name}' has a leader already"):
         start(PREFILL, name=name)

@@ -258,7 +258,7 @@ def test_an_answer_begins_with_the_prefill_sides_token(pair: Pair, change: dict[
     request.resumable = change.get("resumable", False)
     assert decode.matched(request) == (100, True)
     decode.bind(request)
-    wait_for(lambda: target.leader.view("b|1") is None, "it is settled, and the scheduler's part has not heard of it")
+    wait_for(lambda: target.leader.view("b|1") is None, "it is settled, and vLLM's scheduler does not know it yet")
     assert decode.scheduler.take_first_tokens() == tokens
     assert decode.scheduler.take_first_tokens() == {}
     decode.wait_for("received", "b")
@@ -286,7 +286,7 @@ def test_the_first_layers_of_a_step_arrive_while_the_last_are_computed(pair: Pai
     decode = Vllm(target)
 
     def look(layer: int) -> None:
-        if layer == 1 and request.num_computed_tokens == 100:  # the first step ends within the chunk
+        if layer == 1 and request.num_computed_tokens == 100:  # not in the first step, which ends within the chunk
             wait_for(lambda: target.has(decode.blocks["b"], PROMPT, layers=range(2)), "two layers are there")
             assert not target.has(decode.blocks["b"], PROMPT, layers=range(2, 3))
             seen.append(layer)
@@ -320,7 +320,7 @@ def test_a_prompt_shorter_than_a_chunk_travels_by_a_plan_of_its_own(pair: Pair, 
     wanted = decode.wanted(source)
     assert decode.matched(wanted) == (100, True)
     decode.bind(wanted)
-    wait_for(lambda: all(rank.layer_ends == {2, 4} for rank in source.ranks), "two layers a piece; four pieces of long prompts")
+    wait_for(lambda: all(rank.layer_ends == {2, 4} for rank in source.ranks), "two layers per piece; long prompts have one")
     prefill.step(request, 52)
     prefill.end(request)
     prefill.step()
@@ -329,7 +329,7 @@ def test_a_prompt_shorter_than_a_chunk_travels_by_a_plan_of_its_own(pair: Pair, 
 
 
 def test_a_workers_reports_within_steps() -> None:
-    """Each with the newest event, the last layer's before the step ends, and the new blocks of a step once."""
+    """Each report has a new event. The last layer is reported before the step ends. New blocks of a step are added once."""
     reports: list[tuple[int | None, list[int], int, object]] = []
 
     class Rank:

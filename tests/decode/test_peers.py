@@ -138,7 +138,7 @@ async def test_every_requests_plan_must_fit_the_ring(node: PrefillNode) -> None:
         assert peer.plan == finer and peer.largest_piece_bytes == PIECE_BYTES
         short = ChunkPlan(chunk_tokens=4)
         assert one.peers.plan_of(reservation(life, short), life) == short
-        assert peer.plan == finer, "that of a short prompt"
+        assert peer.plan == finer, "the plan of a short prompt is not recorded"
         one.peers.plan_of(
             reservation(life + 1, ChunkPlan(chunk_tokens=1 << 20)), life + 1
         )  # not joined, so its requests are rejected

@@ -1,4 +1,4 @@
-"""Prefill of prompts whose full attention lies in host memory: the tokens of full attention on the device."""
+"""Prefill of prompts whose KV of full attention lies in host memory gives the same tokens as prefill on the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Hosted:
         self.tables = {name: [free.pop() for _ in range(count)] for name, count in counts.items()}
 
     def prefill(self, prompts: Mapping[str, tuple[int, ...]], book: PageBook, *, chunk_tokens: int) -> dict[str, int]:
-        """First tokens; all requests advance together."""
+        """Return the first tokens. All requests advance together."""
         first: dict[str, int] = {}
         for begin in range(0, max(map(len, prompts.values())), chunk_tokens):
             items = [
@@ -71,7 +71,7 @@ class Hosted:
 
 
 def load(engine: EmbeddedEngine, host: HostPool, tables: Mapping[str, list[int]], book: PageBook, names: Collection[str]) -> None:
-    """Bring the pages of requests onto the device, for decode steps."""
+    """Load the pages of requests into the device pool, for decode steps."""
     group = full_group(engine.pool.groups)
     mover = PageMover(engine.pool, host, buffer_bytes=2 * host.page_bytes[group])
     for name in names:
@@ -91,7 +91,7 @@ def load(engine: EmbeddedEngine, host: HostPool, tables: Mapping[str, list[int]]
 def test_tokens_are_those_of_the_device_alone(
     family_dir: Directory, prompts: Prompts, generate: Generate, family: str, shard: Shard
 ) -> None:
-    """Beside a request on the device, in chunks that end within pages."""
+    """A request on the device shares the steps, and chunks end within pages."""
     directory = family_dir(family)
     engine = make_engine(directory, shard)
     book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in LENGTHS.items()})
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_device_alone(
 def test_every_layer_is_reported_behind_the_writes_to_host_pages(
     family_dir: Directory, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Also one of windows or states: a chunk has layers of both kinds, and another stream writes host pages."""
+    """This includes layers of windows and states: a chunk has layers of both kinds, and another stream writes host pages."""
     engine = make_engine(family_dir(family), Shard(page_size=4), layers_per_group=1)
     book = PageBook.of(engine, {"a": 33})
     hosted = Hosted(engine, {"a": 33}, pages_per_block=3)

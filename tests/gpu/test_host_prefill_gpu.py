@@ -1,4 +1,4 @@
-"""Prefill with KV in host memory on a real GPU: the logits of the device alone, and bytes of the KV that gathers read."""
+"""Prefill with KV in host memory on a real GPU: logits are those of the device alone, and reported KV is in host pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE = "cuda"
 MODELS = ("llama", *(name for name in FAMILIES if name not in WITHOUT_FULL_ATTENTION))
 CHUNK = 15
 TOLERANCES = {DType.FLOAT32: 2e-3, DType.BFLOAT16: 6e-2}
-"""As of `test_tiered_gpu`."""
+"""The same as in `test_tiered_gpu`."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def prompts() -> Prompts:
 
 
 def logits_of(engine: EmbeddedEngine, prompts: Mapping[str, tuple[int, ...]], hosted: Hosted | None) -> dict[str, Tensor]:
-    """Of each prompt's last token, and of all events of a step that they are recorded."""
+    """Return the logits of each prompt's last token. All prompts advance together."""
     book = PageBook.of(engine, {name: len(tokens) for name, tokens in prompts.items()})
     found: dict[str, Tensor] = {}
     for begin in range(0, max(map(len, prompts.values())), CHUNK):
@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_device_alone(model: Directory, prompts: Prompts
 
 
 def test_a_chunk_is_reported_after_its_bytes_are_in_host_memory(model: Directory, prompts: Prompts) -> None:
-    """The writes are on a stream of their own: only the event of a layer says that its bytes are there."""
+    """A separate stream writes host pages, so the event of a layer must be recorded after these writes."""
     files = read_model_files(model("gemma2"))
     engine = EmbeddedEngine(
         files,

@@ -58,7 +58,7 @@ def test_a_prompt_shorter_than_a_chunk_has_more_layers_in_a_piece(
     plan = chosen(tmp_path, chunk_tokens=1024).plan_of(num_tokens)
     assert plan == ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers)
     given = {"chunk_tokens": 1024, "layers_per_group": 5}
-    assert chosen(tmp_path, **given).plan_of(num_tokens) == ChunkPlan(**given), "the user has chosen"
+    assert chosen(tmp_path, **given).plan_of(num_tokens) == ChunkPlan(**given), "the user has set the groups"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_prompt_shorter_than_a_chunk_has_more_layers_in_a_piece(
 def test_what_is_sent_of_a_long_prompt_may_fit_a_short_plan(
     tmp_path: Path, start_token: int, num_tokens: int, chunk_tokens: int
 ) -> None:
-    """It lies within one of its chunks."""
+    """The tokens to send lie within one chunk of the short plan."""
     cut = chosen(tmp_path, chunk_tokens=1024)
     assert cut.plan_of(num_tokens, start_token).chunk_tokens == chunk_tokens
 

@@ -58,10 +58,10 @@ def test_a_prompt_that_the_pool_cannot_hold_takes_host_pages() -> None:
     assert (one.pages_for(13 * PAGE_SIZE), one.all_pages) == ("0 and 13 host", "12 and 30 host")
     for name, pages in (("long", 25), ("longer", 20), ("short", 12)):
         submit(one, name, pages * PAGE_SIZE)
-    assert one.startable() == ["long", "short"], "host pages are left for 5 more"
+    assert one.startable() == ["long", "short"], "only 5 host pages are left"
     start(one, "long")
     assert one.is_in_host("long") and one.free_pages.by_group == (POOL_PAGES,)
-    assert one.startable() == ["short"], "who waits for host pages keeps nobody from the device"
+    assert one.startable() == ["short"], "a request that waits for host pages delays no request on the device"
     while one.next_step():
         pass
     one.release("long")

@@ -41,7 +41,7 @@ def test_a_chunk_has_256_mib_on_a_rank(layout: KVLayout, shard: Shard, step_toke
 @pytest.mark.parametrize(
     ("layout", "shard", "step_tokens", "wanted"),
     [
-        (LLAMA_8B, Shard(), 8192, 8192),  # 4 KiB a token and layer: 32 MiB a layer
+        (LLAMA_8B, Shard(), 8192, 8192),  # 4 KiB per token and layer, so 32 MiB per layer
         (LLAMA_8B, Shard(), 16384, 8192),
         (LLAMA_8B, Shard(tp_size=2), 16384, 16384),
         (LLAMA_8B, Shard(), 100, 100),
@@ -60,7 +60,7 @@ def test_with_layers_in_a_step_a_layer_of_a_chunk_has_32_mib(
         ({}, 8192),
         ({"layers_per_group": 0}, 2048),  # all layers travel after the step
         ({"layers_per_group": 8}, 2048),
-        ({"piece_bytes": 8 << 20}, 2048),  # a layer of it
+        ({"piece_bytes": 8 << 20}, 2048),  # one layer must fit a piece
         ({"chunk_tokens": 300}, 300),
     ],
     ids=str,

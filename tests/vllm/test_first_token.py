@@ -143,7 +143,7 @@ class Engine:
         return scheduled, [one for client in outputs.values() for one in client.outputs]
 
     def receive(self, name: str = "a", *, is_reported: bool = True, failed: tuple[str, ...] = ()) -> list[EngineCoreOutput]:
-        """Let a request wait for its KV, which then is there. The workers report that in the same step, or do not yet."""
+        """Let a request wait until its KV arrives. With `is_reported`, the workers report it in the same step."""
         self.step()  # the connector is asked
         self.step()  # it knows, and blocks are allocated
         assert self.scheduler.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -276,7 +276,7 @@ def test_the_token_does_not_wait_for_the_workers_report(monkeypatch: pytest.Monk
         engine.add("a", prompt=range(500, 600))  # the same id again, before the worker has reported the first one
         engine.step()
         assert engine.step("a")[1] == []
-        assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS, "the report is not about this one"
+        assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS, "the report is about the first one"
         engine.scheduler.connector.leader.receive("a")
     (output,) = engine.step("a")[1]
     assert output.new_token_ids == [FIRST if ends_before else SECOND]

@@ -33,7 +33,7 @@ def pair(
 ) -> Iterator[Pair]:
     prefill_tp, decode_tp = request.param
     # Prompts are computed in many steps, so that there is a middle of them; of decode's blocks there are too few for all prompts.
-    # One of them sends each layer of a step by itself.
+    # The prefill side with TP 2 sends each layer of a step as a piece of its own.
     prefill = vllm_server(
         model,
         tp=prefill_tp,

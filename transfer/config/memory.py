@@ -76,8 +76,8 @@ class ChunkConfig(Section):
         description=(
             "Tokens per chunk. On a GPU, the default is the smallest power of two whose KV is at least 256 MiB on a rank. It is "
             "at least 512 and at most the tokens of one engine step. In vLLM, without microbatches and with "
-            "chunk.layers_per_group null, it is the largest power of two of which a layer has at most 32 MiB of KV, within the "
-            "same limits."
+            "chunk.layers_per_group null, it is the largest power of two for which the KV of one layer has at most 32 MiB, "
+            "within the same limits."
         ),
     )
     layers_per_group: CountOrZero | None = Field(

@@ -36,7 +36,7 @@ class HostMemoryConfig(Section):
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of a rank for the two blocks through which attention reads."""
+        """Bytes of device memory of a rank for the two buffers through which attention reads host pages."""
         return 2 * self.buffer_bytes if self.is_on else 0
 
     @model_validator(mode="after")

@@ -140,7 +140,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         self._observer = observer
         self._tracer = tracer
         self._prompts: dict[str, BoundPrompt] = {}  # by the engine's name, until they are settled
-        self._first_tokens: deque[tuple[str, int]] = deque()  # of received prompts, until the engine takes them
+        self._first_tokens: deque[tuple[str, int]] = deque()  # names and tokens of received prompts, until the engine takes them
         self._telling: set[asyncio.Task[None]] = set()  # calls that let prefill nodes release a prompt
         self._is_closed = False
 
@@ -154,10 +154,10 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         return None if prompt is None else prompt.shown
 
     def take_first_tokens(self) -> dict[str, int]:
-        """Return the names and first tokens of the prompts received since the last call, of those that need the token.
+        """Return the first tokens of prompts received since the last call, by name. Omit prompts that do not need the token.
 
-        The KV of such a prompt is in the pool, although the ranks report `Settled` a little later. The engine may have cancelled
-        the prompt in the meantime.
+        The KV of such a prompt is in the pool, but the ranks report `Settled` a little later. The engine may have cancelled the
+        prompt in the meantime.
         """
         tokens: dict[str, int] = {}
         while self._first_tokens:

@@ -70,12 +70,12 @@ class Join:
 
     @property
     def plan(self) -> ChunkPlan:
-        """How its longest prompts are divided; only for an instance that has joined."""
+        """Plan for its long prompts, see `plan_of`; only for an instance that has joined."""
         assert self.cut is not None
         return self.cut.plan
 
     def plan_of(self, num_tokens: int, start_token: int) -> ChunkPlan:
-        """How tokens [start_token, num_tokens) of a prompt are divided; only for an instance that has joined."""
+        """Return the plan for tokens [start_token, num_tokens) of a prompt; only for an instance that has joined."""
         assert self.cut is not None
         return self.cut.plan_of(num_tokens, start_token)
 

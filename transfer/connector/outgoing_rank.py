@@ -69,7 +69,7 @@ class OutgoingRank:
         self._engine = engine
         self._send = send
         self._outgoing: dict[str, _Outgoing] = {}  # by transfer, until it is sent or has failed
-        self._plans: dict[ChunkPlan, tuple[int, tuple[Range, ...]]] = {}  # unfinished transfers of each plan, and its groups
+        self._plans: dict[ChunkPlan, tuple[int, tuple[Range, ...]]] = {}  # number of unfinished transfers, layer groups
         self.layer_ends: frozenset[int] = frozenset()
         """Ends of the layer groups of all unfinished transfers."""
         self._attaching: set[asyncio.Task[None]] = set()
@@ -203,7 +203,7 @@ class OutgoingRank:
         )
 
     def _count_plan(self, outgoing: _Outgoing, change: int) -> None:
-        """Count an unfinished transfer more or less. `layer_ends` changes with the first and last one of a plan only."""
+        """Add `change` to the unfinished transfers of the plan. Only the first and the last one of a plan change `layer_ends`."""
         plan = outgoing.message.plan
         count, groups = self._plans.get(plan, (0, outgoing.chunks.groups))
         self._plans[plan] = (count + change, groups)
@@ -351,7 +351,7 @@ class OfferedPages:
 
         Args:
             tables: Its page table in each group of layers, from token 0 on. Entries stay the same until `pause`.
-            end_layer: Only layers below it are in the pool, because a step is running; None means all of them.
+            end_layer: Only layers below it are in the pool, because a step is running; None means all layers.
         """
         source = self._sources.setdefault(name, _Source())
         source.tables = tables

@@ -70,7 +70,8 @@ ALIAS_LOOK_S = 30.0
 """Time after which an alias is joined again, because its address may have become that of another node."""
 
 MAX_KNOWN_PLANS = 64
-"""Chunk plans of a prefill node whose largest piece is kept. A node has one for each order of magnitude of short prompts."""
+"""Maximum number of chunk plans of a prefill node whose largest piece is cached. A node has one plan for long prompts, and
+one for each power of two of short ones."""
 
 MAX_LINKS = 1 << 14  # of two instances of 128 ranks each
 
@@ -374,7 +375,7 @@ class PrefillNodes:
     # Chunk plans
 
     def plan_of(self, question: pb.ReserveRequest | pb.PrefillRoomWanted, incarnation: int) -> ChunkPlan:
-        """Return the chunk plan in a question for room. Record it as the prefill instance's, unless it is for a short prompt.
+        """Return the chunk plan in a question for room. Record it as the prefill instance's, unless its chunks are smaller.
 
         Args:
             incarnation: Life of the prefill instance.
@@ -395,7 +396,7 @@ class PrefillNodes:
         return plan
 
     def _largest_piece(self, peer: PrefillPeer, prefill: Instance, plan: ChunkPlan) -> int:
-        """Return the most bytes of a piece. Raise ChunkTooLarge if that is more than the ring."""
+        """Return the bytes of the largest piece of `plan`. Raise ChunkTooLarge if the piece is larger than the ring."""
         if plan in peer.pieces:
             return peer.pieces[plan]
         largest = largest_piece_bytes(prefill, self._own, plan)

@@ -52,9 +52,9 @@ class PrefillPeer:
     reason: str = "not tried yet"  # reason of the state
     instance: Instance | None = None  # while it is joined
     links: list[Link] = field(default_factory=list)
-    plan: ChunkPlan | None = None  # how prompts are divided, as last received; None while it is not joined
-    pieces: dict[ChunkPlan, int] = field(default_factory=dict)  # most bytes of a chunk that one rank sends to another, by plan
-    largest_piece_bytes: int = 0  # of `plan`
+    plan: ChunkPlan | None = None  # how long prompts are divided; None while it is not joined
+    pieces: dict[ChunkPlan, int] = field(default_factory=dict)  # bytes of the largest piece of each plan
+    largest_piece_bytes: int = 0  # of all known plans
     outstanding_tokens: int = 0  # tokens of this decode side's prompts whose calls have not ended
     others_tokens: int | None = None  # tokens of other decode sides' prompts, as last received; None means unknown
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it, or the node that it is an alias of, is joined

@@ -48,7 +48,7 @@ class RankReady:
         host_pages: Pages of its host pool, for each group of layers; empty if it has none.
         can_switch: Whether its engine can also serve the other role.
         chunk_tokens: Tokens of a chunk, chosen by the rank; 0 means those of the leader's settings.
-        min_groups: Groups of layers that a full chunk has at least; above 1 if the engine reports the layers of a running step.
+        min_groups: Minimum number of layer groups of a full chunk; above 1 if the engine reports the layers of a running step.
     """
 
     rank: int

@@ -599,7 +599,7 @@ RANK_STATE_METRICS: Final = (
 RANK_OFFLOAD_METRICS: Final = (
     counter(
         "offload_copied_bytes",
-        "Bytes copied to host memory (save), from it (load), or on the device (copy). Prefill steps write and read them.",
+        "Bytes copied to host memory (save), from it (load), or on the device (copy). On prefill nodes: by steps.",
         _DIRECTION,
         advice="Its rate is the share of the host link that offload takes.",
     ),

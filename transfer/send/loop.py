@@ -54,7 +54,7 @@ class SenderOwner(Protocol):
 
 
 class HostSource(Protocol):
-    """Requests whose KV lies partly in host memory. `SenderOwner.tables_of` returns tables for this copier then."""
+    """Requests whose KV lies partly in host memory. For these, `SenderOwner.tables_of` returns the tables that `copier` needs."""
 
     copier: PieceCopier
 
@@ -76,7 +76,7 @@ class SenderLoop:
     Args:
         pool: Where the engine writes KV.
         staging: Memory of `settings.num_slots` slots, each as large as the largest grant.
-        host: None if all KV lies in `pool`.
+        host: Requests with KV in host memory; None if all KV lies in `pool`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SenderLoop:
         self._queue = open_copy_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
         self.copiers = [PieceCopier(pool, is_source=True), *([] if host is None else [host.copier])]
-        """Prepare the pieces. Warm them up when a session is attached."""
+        """Prepare the pieces, from `pool` and from host memory. Warm them up when a session is attached."""
         credit_wait = self._credit_wait = self._metrics.histogram("stage_seconds", stage="credit_wait")
         ack = self._metrics.histogram("stage_seconds", stage="ack")
         self._pump: EventPump[protocol.Event] = EventPump(

@@ -28,8 +28,9 @@ from tests.cluster.faults.figures import Figures, figures_of_node
 from transfer.pb import kvferry_pb2 as pb
 
 NOTICE_S = 10.0
-"""From a fault until its requests have failed. Without a notice they would fail at their deadline, after `END_S`. The notice
-takes three heartbeats of half a second, which tests/registry/test_heartbeats.py counts. A busy machine adds to it."""
+"""Maximum time from a fault until its requests have failed. A fault that is not detected fails them at their deadline, after
+`END_S`. Detection takes three heartbeats of half a second, which tests/registry/test_heartbeats.py counts, and longer on a busy
+machine."""
 
 LONG = 2000
 IDLE_S = 15.0
