@@ -35,10 +35,10 @@ from embedded_engine.paged_attention import (
     PrefillPlan,
     StepPlan,
     Tables,
-    on_device,
 )
 from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
+from embedded_engine.step_arrays import on_device
 from embedded_engine.step_checks import StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from planner.plan import MemoryPlan

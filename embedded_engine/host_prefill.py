@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedded_engine.host_tier import HostBlock, HostBlocks, StepBlocks, cut_into_blocks
-from embedded_engine.paged_attention import on_device, token_slots
+from embedded_engine.step_arrays import on_device, token_slots
 from transfer.layout import TokenOrder
 from transfer.pool.kv_pool import KVPool
 
@@ -38,12 +38,12 @@ class HostPages:
         self.tier = tier
         self.device = pool.device
         self.fetcher: HostFetcher | None = None
-        self.writing: torch.cuda.Stream | None = None
+        self.write_stream: torch.cuda.Stream | None = None
         if pool.device.type == "cuda":
             from embedded_engine.host_fetcher import HostFetcher  # imports Triton, which a CPU does not need
 
             self.fetcher = HostFetcher(pool, tier)
-            self.writing = torch.cuda.Stream(pool.device)
+            self.write_stream = torch.cuda.Stream(pool.device)
 
     @property
     def num_bytes(self) -> int:
@@ -94,24 +94,24 @@ class HostStep:
             self._blocks = cut_into_blocks(
                 [pages.tolist() for pages in contexts], pages_per_block=tier.pages_per_block, page_size=tier.page_size
             )
-        if host.writing is not None:
-            torch.cuda.current_stream(host.device).wait_stream(host.writing)  # this step reads KV of the last one
+        if host.write_stream is not None:
+            torch.cuda.current_stream(host.device).wait_stream(host.write_stream)  # this step reads KV of the last one
         if host.fetcher is not None and self._blocks is not None:
             host.fetcher.begin(self._blocks.blocks, on_device(self._blocks.pages, host.device))
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write K and V [rows, heads, dim] of a layer into host pages. On a GPU, a separate stream does it after queued work."""
-        with self.after_writes():
+        with self.on_write_stream():
             for chunk, slots in zip(self.chunks, self._new_slots, strict=True):
                 self._part.write(layer, slots, k[chunk.begin : chunk.end], v[chunk.begin : chunk.end])
-        if self._host.writing is not None:
+        if self._host.write_stream is not None:
             for tensor in (k, v, *self._new_slots):
-                tensor.record_stream(self._host.writing)
+                tensor.record_stream(self._host.write_stream)
 
     @contextmanager
-    def after_writes(self) -> Iterator[None]:
+    def on_write_stream(self) -> Iterator[None]:
         """Queue the work of the block after all writes to host pages, and after the work before the block."""
-        stream = self._host.writing
+        stream = self._host.write_stream
         if stream is None:
             yield
             return

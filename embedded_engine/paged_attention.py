@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,14 +18,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from embedded_engine.attention import ATTENTION_BYTES, RunningSoftmax, Scores, attention
+from embedded_engine.host_prefill import HostStep
 from embedded_engine.host_tier import HostBlocks
 from embedded_engine.latent_attention import LatentHeads
+from embedded_engine.step_arrays import on_device, token_slots
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.pool.kv_pool import KVPool, PagedKVPool, convert
-
-if TYPE_CHECKING:
-    from embedded_engine.host_prefill import HostStep
 
 ATTENTION_NAME = "kvferry_paged"
 LATENT_ATTENTION_NAME = "kvferry_paged_latent"
@@ -118,22 +117,6 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 AttentionInterface.register(LATENT_ATTENTION_NAME, paged_latent_attention)
 
 
-def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to a device; on a GPU without waiting for queued work."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def token_slots(page_table: NDArray[np.int64], begin: int, end: int, page_size: int) -> NDArray[np.int64]:
-    """Return the slots of the tokens [begin, end) of a request, int64 [end - begin]; other pages are not read."""
-    if page_size == 1:
-        return page_table[begin:end]
-    first_page = begin // page_size
-    pages = page_table[first_page : -(-end // page_size)]
-    slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
-    return slots[begin - first_page * page_size : end - first_page * page_size]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
     """One request's rows [begin, end) of the step, and the slots of the tokens [first_context, ...) that they attend to."""
@@ -180,8 +163,8 @@ class _ChunkGroup:
         self.chunks: list[_Chunk] = []
         new_slots: list[NDArray[np.int64]] = []
         row = 0
-        for item, table, is_elsewhere in zip(items, tables, is_hosted, strict=True):
-            if is_elsewhere:
+        for item, table, is_hosted_item in zip(items, tables, is_hosted, strict=True):
+            if is_hosted_item:
                 row += item.num_tokens
                 continue
             first_context = group.first_needed_token(item.first_token)
@@ -197,7 +180,7 @@ class _ChunkGroup:
                 )
             )
             row += item.num_tokens
-        own = [item for item, is_elsewhere in zip(items, is_hosted, strict=True) if not is_elsewhere]
+        own = [item for item, is_hosted_item in zip(items, is_hosted, strict=True) if not is_hosted_item]
         if own:
             self.new_slots = on_device(np.concatenate(new_slots), part.device)
         if own and self.window_tokens:
@@ -309,7 +292,7 @@ class PrefillPlan:
         if self._host is None:
             self._on_written(layer)
         else:
-            with self._host.after_writes():
+            with self._host.on_write_stream():
                 self._on_written(layer)
 
     def _attend_full(

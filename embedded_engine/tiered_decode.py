@@ -26,7 +26,7 @@ from embedded_engine.kernel_plan import KernelDecodePlan
 from embedded_engine.kernels.arguments import DecodeCall
 from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.paged_decode import MIN_SPLIT_TOKENS, paged_decode_attention
-from embedded_engine.paged_attention import on_device
+from embedded_engine.step_arrays import on_device
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_table import PageTable
 

@@ -25,7 +25,7 @@ REQUESTS_PART: Final = 8
 LEAST_REQUESTS: Final = 32
 """Windows and states of all running requests take at most an eighth of the GPU. This limit always allows 32 requests."""
 
-LAYER_BYTES: Final = 32 << 20
+MAX_LAYER_BYTES: Final = 32 << 20
 """Maximum KV of a layer of a chunk if the engine reports layers of a running step. A piece is a group of layers."""
 
 _LONG_PROMPT: Final = 1 << 30  # tokens; longer than any window
@@ -41,7 +41,7 @@ def gpu_chunk_tokens(
     The result is the smallest power of two whose KV has at least `CHUNK_BYTES` on the fullest rank. It is at least
     `MIN_CHUNK_TOKENS` and at most `step_tokens`, and the same for all ranks.
 
-    With `by_layer`, it is the largest power of two for which the KV of one layer has at most `LAYER_BYTES`, within these limits.
+    With `by_layer`, it is the largest power of two for which one layer of KV has at most `MAX_LAYER_BYTES`, within these limits.
     Then the first layers of a prompt that fits one step are sent while the last ones are computed.
 
     Args:
@@ -51,7 +51,7 @@ def gpu_chunk_tokens(
     every, dtype = routes(layout, shard, shard), shard.pool_dtype(layout)
     tokens = MIN_CHUNK_TOKENS
     if by_layer:
-        while tokens < step_tokens and _layer_bytes(2 * tokens, layout, shard) <= LAYER_BYTES:
+        while tokens < step_tokens and _layer_bytes(2 * tokens, layout, shard) <= MAX_LAYER_BYTES:
             tokens *= 2
     else:
         while tokens < step_tokens and largest_wire_bytes(ChunkPlan(chunk_tokens=tokens), layout, every, dtype) < CHUNK_BYTES:

@@ -146,7 +146,7 @@ class PrefillScheduler:
     def _shown(self, pages: PageCounts) -> str:
         *device, host = pages.by_group
         shown = self._needs.shown(PageCounts(tuple(device)))
-        return f"{shown} and {host} host" if host else shown
+        return f"{shown} device and {host} host" if host else shown
 
     def submit(self, request_id: str, num_tokens: int, *, destination: int) -> None:
         """Put a request at the end of the queue.

@@ -19,7 +19,7 @@ KEPT: Final = (
 )  # fmt: skip
 """Settings, and sections of them, that a change of role leaves as they are."""
 
-OWN: Final = ("offload",)
+NOT_SHARED: Final = ("offload",)
 """Sections that both roles have, but that a role does not take from the other one. Each role uses host memory differently."""
 
 _OTHER: Final[Mapping[type[NodeConfig], type[NodeConfig]]] = {
@@ -32,7 +32,7 @@ def load_other_role(config: NodeConfig) -> NodeConfig | None:
     """Return the node's settings in its other role, or None without one.
 
     They come from the file `other_role`. Settings that it does not name come from `config` if both roles have them, except those
-    in `OWN`. Raise ConfigError if a setting is invalid, or differs and must not; one line for each.
+    in `NOT_SHARED`. Raise ConfigError if a setting is invalid, or differs and must not; one line for each.
     """
     file = config.other_role
     if file is None:
@@ -40,7 +40,7 @@ def load_other_role(config: NodeConfig) -> NodeConfig | None:
     other_type = _OTHER[type(config)]
     known = {path for path, _ in settings(other_type)} - {"other_role"}
     given = config.model_dump(exclude_unset=True)
-    shared = {path: value for path, value in _values(given, "") if path in known and path.partition(".")[0] not in OWN}
+    shared = {path: value for path, value in _values(given, "") if path in known and path.partition(".")[0] not in NOT_SHARED}
     try:
         other = load_config(other_type, file=file, defaults={f"the settings of the {config.role} node": shared})
     except ConfigError as error:

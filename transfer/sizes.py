@@ -113,7 +113,7 @@ def choose_cut(
     ring_bytes: int,
     slot_bytes: int,
     device: str,
-    min_groups: int = 1,
+    min_layer_groups: int = 1,
 ) -> Cut:
     """Choose the plan by `chunk.layers_per_group`, or as coarse as `chunk.piece_bytes` allows, or as is good for the links.
 
@@ -123,7 +123,7 @@ def choose_cut(
         ring_bytes: Size of its smallest ring.
         slot_bytes: Size of the smallest staging slot for its pieces; 0 if none goes through staging memory.
         device: Device of the prefill ranks' computation, as the setting `device`.
-        min_groups: Minimum number of layer groups of a full chunk, if the size of pieces follows from the links.
+        min_layer_groups: Minimum number of layer groups of a full chunk, if the size of pieces follows from the links.
     """
     plan = chunk_plan(chunk)
     short_plans: tuple[ChunkPlan, ...] = ()
@@ -131,7 +131,7 @@ def choose_cut(
         wanted = chunk.piece_bytes
         if wanted is None:
             wanted = piece_bytes_for(links, device_type=device, ring_bytes=ring_bytes)
-            wanted = min(wanted, max(MIN_PIECE_BYTES, largest_piece_bytes(own, decode, plan) // min_groups))
+            wanted = min(wanted, max(MIN_PIECE_BYTES, largest_piece_bytes(own, decode, plan) // min_layer_groups))
         piece_bytes = min(wanted, ring_bytes, slot_bytes or ring_bytes)
         plan = plan_with_pieces(plan, own, decode, piece_bytes=piece_bytes)
         if plan.layers_per_group:

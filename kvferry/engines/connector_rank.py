@@ -53,7 +53,7 @@ from transfer.tracing import Tracer
 ENGINE_ADVICE: Final = "lower the engine's share of the GPU (--gpu-memory-utilization of vLLM, --mem-fraction-static of SGLang)"
 RING_ADVICE: Final = f"lower ring.capacity_bytes, or {ENGINE_ADVICE}"
 STAGING_ADVICE: Final = f"lower staging.slot_bytes or chunk.chunk_tokens, or {ENGINE_ADVICE}"
-LAYER_GROUPS: Final = 4
+MIN_LAYER_GROUPS: Final = 4
 """Minimum number of layer groups of a chunk, if the engine reports layers. All but the last can be sent within the step."""
 PAUSE_TIMEOUT_S: Final = 10.0
 REPORT_S: Final = 0.25
@@ -269,7 +269,7 @@ class ConnectorRank:
             address=address,
             ring_bytes=ring_bytes,
             chunk_tokens=self._config.chunk.chunk_tokens if PREFILL in self._sides else 0,
-            min_groups=LAYER_GROUPS if engine.reports_layers and pool.device.type == "cuda" else 1,
+            min_layer_groups=MIN_LAYER_GROUPS if engine.reports_layers and pool.device.type == "cuda" else 1,
         )
 
     def _context_of(self, side: Sides, role: str, incarnation: int) -> RankContext:

@@ -51,7 +51,7 @@ class FirstTokenScheduler(AsyncScheduler):
         else:
             self.connector.use_first_tokens()
         self._uses_first_tokens: Final = not reason
-        self._received_early: set[str] = set()  # requests whose KV has arrived, until the workers report them
+        self._reported_early: set[str] = set()  # requests whose KV has arrived, until the workers report them
 
     def _unsupported_reason(self) -> str:
         """Return the reason for which the prefill side's tokens cannot be used; empty if they can."""
@@ -73,7 +73,7 @@ class FirstTokenScheduler(AsyncScheduler):
         if waiting:
             # The workers report these requests, too, but with the results of a later step.
             super()._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(waiting)))
-            self._received_early |= waiting.keys()
+            self._reported_early |= waiting.keys()
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         for request_id, token in waiting.items():
             if self._is_waiting(request_id) and self._has_room(request := self.requests[request_id]):
@@ -88,9 +88,9 @@ class FirstTokenScheduler(AsyncScheduler):
 
     def _update_from_kv_xfer_finished(self, kv_connector_output: KVConnectorOutput) -> None:
         reported = kv_connector_output.finished_recving
-        if reported and self._received_early:
-            kv_connector_output = replace(kv_connector_output, finished_recving=reported - self._received_early)
-            self._received_early -= reported
+        if reported and self._reported_early:
+            kv_connector_output = replace(kv_connector_output, finished_recving=reported - self._reported_early)
+            self._reported_early -= reported
         super()._update_from_kv_xfer_finished(kv_connector_output)
 
     def _has_room(self, request: Request) -> bool:

@@ -113,7 +113,7 @@ def test_every_layer_is_reported_behind_the_writes_to_host_pages(
     behind, reported = [], []
 
     @contextmanager
-    def after_writes(self: HostStep) -> Iterator[None]:
+    def on_write_stream(self: HostStep) -> Iterator[None]:
         behind.append(True)
         yield
         behind.pop()
@@ -122,7 +122,7 @@ def test_every_layer_is_reported_behind_the_writes_to_host_pages(
         assert behind, f"layer {layers_done - 1}"
         reported.append(layers_done)
 
-    monkeypatch.setattr(HostStep, "after_writes", after_writes)
+    monkeypatch.setattr(HostStep, "on_write_stream", on_write_stream)
     engine.prefill([hosted.item("a", prompts[33], 0, book, is_last=True)], on_layers_written)
     assert reported == list(range(1, engine.layout.num_layers + 1))
 

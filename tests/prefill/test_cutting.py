@@ -87,7 +87,7 @@ def test_a_chunk_of_a_step_has_some_groups_however_fast_the_links_are(tmp_path: 
     config = prefill_config(tmp_path, chunk={"chunk_tokens": 1024})
     found = [
         choose_cut(
-            config.chunk, one, one, [link], ring_bytes=2 << 30, slot_bytes=0, device="cuda", min_groups=groups
+            config.chunk, one, one, [link], ring_bytes=2 << 30, slot_bytes=0, device="cuda", min_layer_groups=groups
         ).plan.layers_per_group
         for groups in (1, 4)
     ]

@@ -55,7 +55,7 @@ def test_what_does_not_fit_the_budget_is_not_overtaken() -> None:
 def test_a_prompt_that_the_pool_cannot_hold_takes_host_pages() -> None:
     one = scheduler(host_pages=30)
     assert [one.can_ever_hold(pages * PAGE_SIZE) for pages in (POOL_PAGES, POOL_PAGES + 1, 30, 31)] == [True, True, True, False]
-    assert (one.pages_for(13 * PAGE_SIZE), one.all_pages) == ("0 and 13 host", "12 and 30 host")
+    assert (one.pages_for(13 * PAGE_SIZE), one.all_pages) == ("0 device and 13 host", "12 device and 30 host")
     for name, pages in (("long", 25), ("longer", 20), ("short", 12)):
         submit(one, name, pages * PAGE_SIZE)
     assert one.startable() == ["long", "short"], "only 5 host pages are left"

@@ -98,7 +98,7 @@ class PrefillCalls:
             ring_bytes=join.ring_bytes,
             slot_bytes=join.slot_bytes,
             device=config.device,
-            min_groups=hello.min_groups,
+            min_layer_groups=hello.min_layer_groups,
         )
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:

@@ -389,13 +389,13 @@ class PrefillNodes:
         plan = chunk_plan_from_proto(question.chunk_plan)
         for peer in self.peers:
             if peer.instance is not None and peer.instance.incarnation == incarnation and peer.plan != plan:
-                self._largest_piece(peer, peer.instance, plan)
+                self._check_largest_piece(peer, peer.instance, plan)
                 peer.largest_piece_bytes = max(peer.pieces.values())
                 if peer.plan is None or plan.chunk_tokens >= peer.plan.chunk_tokens:
                     peer.plan = plan
         return plan
 
-    def _largest_piece(self, peer: PrefillPeer, prefill: Instance, plan: ChunkPlan) -> int:
+    def _check_largest_piece(self, peer: PrefillPeer, prefill: Instance, plan: ChunkPlan) -> int:
         """Return the bytes of the largest piece of `plan`. Raise ChunkTooLarge if the piece is larger than the ring."""
         if plan in peer.pieces:
             return peer.pieces[plan]
@@ -511,7 +511,7 @@ class PrefillNodes:
         prefill = instance_from_proto(joined.prefill)
         check_compatible(prefill, self._own)
         plan = chunk_plan_from_proto(joined.chunk_plan)
-        peer.plan, peer.largest_piece_bytes = plan, self._largest_piece(peer, prefill, plan)
+        peer.plan, peer.largest_piece_bytes = plan, self._check_largest_piece(peer, prefill, plan)
         loop = asyncio.get_running_loop()
         peer.instance, peer.links, peer.last_incarnation = prefill, links, prefill.incarnation
         peer.over, peer.broken = loop.create_future(), loop.create_future()

@@ -48,7 +48,7 @@ class RankReady:
         host_pages: Pages of its host pool, for each group of layers; empty if it has none.
         can_switch: Whether its engine can also serve the other role.
         chunk_tokens: Tokens of a chunk, chosen by the rank; 0 means those of the leader's settings.
-        min_groups: Minimum number of layer groups of a full chunk; above 1 if the engine reports the layers of a running step.
+        min_layer_groups: Least layer groups of a full chunk; above 1 if the engine reports the layers of a running step.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class RankReady:
     host_pages: tuple[int, ...] = ()
     can_switch: bool = False
     chunk_tokens: int = 0
-    min_groups: int = 1
+    min_layer_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
