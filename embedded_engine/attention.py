@@ -21,6 +21,8 @@ CAUSAL_KEYS: Final = 128
 """Keys per call if flash attention cannot be used. Bounds the memory of the mask."""
 
 FLASH_MAX_DIM: Final = 256
+FLASH_CAPABILITY: Final = (8, 0)
+"""Bounds of torch's flash attention on GPUs: elements of a head, and the least compute capability."""
 
 _SCORE_BYTES: Final = 8  # a score in float32, and as a weight in the values' type
 _ELEMENT_BYTES: Final = 8  # an element of a key or value: a contiguous copy, and in float32
@@ -155,9 +157,10 @@ class RunningSoftmax:
         dim = key.shape[-1]
         if self._scores.softcap is not None or value.shape[-1] > dim or key.dtype is not self._query.dtype:
             return False
-        return key.device.type == "cpu" or (
-            key.dtype in (torch.float16, torch.bfloat16) and dim <= FLASH_MAX_DIM and dim % 8 == 0
-        )
+        if key.device.type == "cpu":
+            return True
+        is_fit = key.dtype in (torch.float16, torch.bfloat16) and dim <= FLASH_MAX_DIM and dim % 8 == 0
+        return is_fit and torch.cuda.get_device_capability(key.device) >= FLASH_CAPABILITY
 
     def _merge(self, part: Tensor, lse: Tensor) -> None:
         """Merge attention [n, rows, value dim] over other keys, with the logarithm of its sum of weights [n, rows, 1]."""
