@@ -47,7 +47,8 @@ class RemotePeer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise AssertionError(f"the peer ended: {self._read_log()[-2000:]}")
+            status = self.process.wait(timeout=20)
+            raise AssertionError(f"the peer ended with {status}: {self._read_log()[-2000:]}")
         return json.loads(line)
 
     def end(self) -> tuple[int, str]:

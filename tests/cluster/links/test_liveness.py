@@ -187,7 +187,7 @@ def test_another_process_of_the_same_pid_is_not_taken_for_the_peer(child: Child)
     assert start_time is not None
     before = num_descriptors()
     assert PeerWatch(child.pid, start_time - 1).is_gone
-    assert num_descriptors() == before
+    assert num_descriptors() <= before, "fewer if the collector has closed those of a test before"
 
 
 def test_a_process_that_runs_and_cannot_be_seen_is_never_called_gone(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
