@@ -33,12 +33,11 @@ class Vllm:
         recomputes: bool = True,
         sides: Sides = PREFILL | DECODE,
         layer_ends: Mapping[str, int] | None = None,
-        on_layer: Callable[[int], None] = lambda layer: None,
     ) -> None:
         self.instance = instance
         self.scheduler = SchedulerSide(instance.leader, tables, sides=sides, engine_id="engine-1", recomputes=recomputes)
         self.workers = [WorkerSide(rank, tables, layer_ends=layer_ends or {}) for rank in instance.ranks]
-        self.on_layer = on_layer  # called when a layer of a step is reported
+        self.on_layer: Callable[[int], None] = lambda layer: None  # called when a layer of a step is reported
         self.free = list(range(1, PAGES))  # block 0 is the null block
         self.computed: dict[str, int] = {}
         self.blocks: dict[str, list[int]] = {}
@@ -280,25 +279,32 @@ def test_the_token_of_a_request_that_ends_before_its_kv_is_there_is_forgotten(pa
     decode.wait_for("received", "b")
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_first_layers_of_a_step_arrive_while_the_last_are_computed(pair: Pair, tp_size: int) -> None:
-    source, target = pair({"tp_size": tp_size, "settings": {"chunk.chunk_tokens": 128, "chunk.layers_per_group": 2}})
-    decode = Vllm(target)
-
-    def look(layer: int) -> None:
-        if layer == 1 and request.num_computed_tokens == 100:  # not in the first step, which ends within the chunk
-            wait_for(lambda: target.has(decode.blocks["b"], PROMPT, layers=range(2)), "two layers are there")
-            assert not target.has(decode.blocks["b"], PROMPT, layers=range(2, 3))
-            seen.append(layer)
-
-    seen: list[int] = []
-    prefill = Vllm(source, layer_ends={f"layer {layer}": layer + 1 for layer in range(LAYERS)}, on_layer=look)
+def begin_sending(prefill: Vllm, decode: Vllm, source: Instance) -> Any:
+    """Compute 48 of 100 tokens of a prompt that the other side waits for; it is being sent in two groups of layers."""
     request = prefill.offered()
     prefill.step(request, 48)
     wanted = decode.wanted(source)
     assert decode.matched(wanted) == (100, True)
     decode.bind(wanted)
     wait_for(lambda: all(rank.layer_ends == {2, 4} for rank in source.ranks), "every rank sends the prompt")
+    return request
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_first_layers_of_a_step_arrive_while_the_last_are_computed(pair: Pair, tp_size: int) -> None:
+    source, target = pair({"tp_size": tp_size, "settings": {"chunk.chunk_tokens": 128, "chunk.layers_per_group": 2}})
+    decode = Vllm(target)
+
+    def look(layer: int) -> None:
+        if layer == 1:  # not in the first step, which ends within the chunk
+            wait_for(lambda: target.has(decode.blocks["b"], PROMPT, layers=range(2)), "two layers are there")
+            assert not target.has(decode.blocks["b"], PROMPT, layers=range(2, 3))
+            seen.append(layer)
+
+    seen: list[int] = []
+    prefill = Vllm(source, layer_ends={f"layer {layer}": layer + 1 for layer in range(LAYERS)})
+    request = begin_sending(prefill, decode, source)
+    prefill.on_layer = look
     prefill.step(request, 52)
     prefill.end(request)
     prefill.step()
@@ -315,12 +321,7 @@ def test_a_prompt_shorter_than_a_chunk_travels_by_a_plan_of_its_own(pair: Pair, 
     settings = {"chunk.chunk_tokens": 512, "chunk.piece_bytes": 2 * layer_bytes}
     source, target = pair({"tp_size": tp_size, "settings": settings})
     prefill, decode = Vllm(source), Vllm(target)
-    request = prefill.offered()
-    prefill.step(request, 48)
-    wanted = decode.wanted(source)
-    assert decode.matched(wanted) == (100, True)
-    decode.bind(wanted)
-    wait_for(lambda: all(rank.layer_ends == {2, 4} for rank in source.ranks), "two layers per piece; long prompts have one")
+    request = begin_sending(prefill, decode, source)  # with two layers per piece, where long prompts have one
     prefill.step(request, 52)
     prefill.end(request)
     prefill.step()

@@ -13,7 +13,7 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.host_prefill import HostStep
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.steps import Directory, PageBook, Prompts, decode_all, make_engine
-from tests.embedded_engine.test_tiered_decode import OF_EACH_KIND, SHARDS, WITH_FULL_ATTENTION
+from tests.embedded_engine.test_tiered_decode import FAMILIES_AND_SHARDS
 from tests.embedded_engine.tiers import full_group, host_pool_of, largest_slice
 from transfer.copy.page_mover import PageMove, PageMover
 from transfer.engine_types import PrefillItem
@@ -79,15 +79,7 @@ def load(engine: EmbeddedEngine, host: HostPool, tables: Mapping[str, list[int]]
         mover.load([PageMove(group=group, device_pages=device, host_pages=tables[name])])
 
 
-@pytest.mark.parametrize(
-    ("family", "shard"),
-    [
-        pytest.param(family, shard, id=f"{family}, {name}")
-        for family in WITH_FULL_ATTENTION
-        for name, shard in SHARDS.items()
-        if family in OF_EACH_KIND or shard.page_size == 4
-    ],
-)
+@pytest.mark.parametrize(("family", "shard"), FAMILIES_AND_SHARDS)
 def test_tokens_are_those_of_the_device_alone(
     family_dir: Directory, prompts: Prompts, generate: Generate, family: str, shard: Shard
 ) -> None:

@@ -34,6 +34,13 @@ SHARDS = {
     "pages of 1": Shard(page_size=1),
 }
 
+FAMILIES_AND_SHARDS = [
+    pytest.param(family, shard, id=f"{family}, {name}")
+    for family in WITH_FULL_ATTENTION
+    for name, shard in SHARDS.items()
+    if family in OF_EACH_KIND or shard.page_size == 4
+]
+
 
 def tiered_tokens(
     engine: EmbeddedEngine, prompts: Prompts, ends: dict[str, HostEnd], *, pages_per_block: int = 3, num_tokens: int = NUM_TOKENS
@@ -46,15 +53,7 @@ def tiered_tokens(
     return Tiers(engine, host, book, ends).decode(first, LENGTHS, num_tokens)
 
 
-@pytest.mark.parametrize(
-    ("family", "shard"),
-    [
-        pytest.param(family, shard, id=f"{family}, {name}")
-        for family in WITH_FULL_ATTENTION
-        for name, shard in SHARDS.items()
-        if family in OF_EACH_KIND or shard.page_size == 4
-    ],
-)
+@pytest.mark.parametrize(("family", "shard"), FAMILIES_AND_SHARDS)
 def test_tokens_are_those_of_the_device_alone(
     family_dir: Directory, prompts: Prompts, generate: Generate, family: str, shard: Shard
 ) -> None:
