@@ -1,19 +1,20 @@
-"""Fetch host blocks to a GPU, layer after layer through two device buffers, while other layers compute.
+"""Fetch host pages to a GPU, layer after layer through two device buffers, while other layers compute.
 
-A kernel on a separate stream reads pinned host memory over the link; a page's K and V of a layer are adjacent. The fetches of a
-step have a fixed order, the blocks of one layer and then those of the next. So the first blocks of a layer arrive while the
-previous layer still computes its MLP: the stream waits only for a free buffer, and a reader only for its own block.
+A kernel on a separate stream reads pinned host memory over the link; a page's K and V of a layer are adjacent. Fetches are queued
+in the order in which they are read. So the first blocks of a layer arrive while the previous layer still computes its MLP: the
+stream waits only for a free buffer, and a reader only for its own fetch.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from embedded_engine.host_tier import HostBlock, HostBlocks
+from embedded_engine.host_tier import Fetch, HostBlock, HostBlocks
 from transfer.copy.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
 from transfer.errors import LocalProtocolError
 from transfer.pool.kv_pool import KVPool
@@ -27,16 +28,18 @@ class BlockBuffer:
 
     Args:
         k, v: [pages, ...] in the shapes of the pool's buffers; `v` is None if the layer has none.
-        copier: Copies from the layer's part of host pages.
+        copier: Copies K and V from the layer's part of host pages.
+        k_copier: Copies K alone.
     """
 
     k: Tensor
     v: Tensor | None
     copier: SegmentCopier
+    k_copier: SegmentCopier
 
 
 class HostFetcher:
-    """Fetch the host blocks of a step, once per layer. Not thread-safe: it has one owner.
+    """Fetch host pages for a step. Not thread-safe: it has one owner.
 
     With TRITON_INTERPRET=1 it also works on a CPU, where every fetch ends at once.
     """
@@ -53,49 +56,84 @@ class HostFetcher:
         self._fetched = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if is_gpu else []
         self._used = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if is_gpu else []
         self._blocks: Sequence[HostBlock] = ()
-        self._pages = torch.empty(0, dtype=torch.int64)
-        self._counts: Tensor | None = None
+        self._queued: deque[Fetch] = deque()
+        self._in_flight: deque[Fetch] = deque()
         self._num_fetched = 0
-        self._num_used = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of both buffers on the device."""
         return sum(memory.numel() for memory in self._memory)
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers with host pages, ascending."""
+        return self._layers
+
     def begin(self, blocks: Sequence[HostBlock], pages: Tensor, counts: Tensor | None = None) -> None:
-        """Begin a step, and fetch its first blocks.
+        """Begin a step that reads the same blocks in each layer, and fetch the first of them.
 
         Args:
             blocks: At least one.
             pages: Their host pages, int64 on the device, written by work on the current stream.
             counts: int64 [blocks] on the device, like `pages`: pages in use of each block; None means all.
         """
-        self._blocks, self._pages, self._counts = blocks, pages, counts
-        self._num_fetched = self._num_used = 0
+        self.begin_empty()
+        self._blocks = blocks
+        self.add(
+            [
+                Fetch(
+                    layer=layer,
+                    pages=pages[block.begin :],
+                    num_pages=block.num_pages,
+                    count=None if counts is None else counts[index:],
+                )
+                for layer in self._layers
+                for index, block in enumerate(blocks)
+            ]
+        )
+
+    def begin_empty(self) -> None:
+        """Begin a step without fetches; see `add`."""
+        self._queued.clear()
+        self._in_flight.clear()
+        self._num_fetched = 0
+
+    def add(self, fetches: Sequence[Fetch]) -> None:
+        """Queue more fetches. They start after the work on the current stream, which may have written their pages."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            pages.record_stream(self._stream)
-        for _ in range(NUM_BUFFERS):
+            for fetch in fetches:
+                fetch.pages.record_stream(self._stream)
+        self._queued.extend(fetches)
+        while self._queued and len(self._in_flight) < NUM_BUFFERS:
             self._fetch_next()
 
     def blocks_of(self, layer: int) -> Iterator[tuple[HostBlock, BlockBuffer]]:
-        """Yield each block of a layer, in a buffer that is valid until the next iteration.
+        """Yield each block of a layer that `begin` was given; see `buffers`."""
+        yield from zip(self._blocks, self.buffers(layer, len(self._blocks)), strict=True)
 
-        Queue the work that reads it on the current stream. Ask for each layer once, in ascending order.
+    def buffers(self, layer: int, count: int) -> Iterator[BlockBuffer]:
+        """Yield the buffers of the next `count` fetches, each valid until the next iteration.
+
+        Queue the work that reads it on the current stream.
+
+        Raises:
+            LocalProtocolError: The next fetch is one of another layer.
         """
-        for block in self._blocks:
-            if self._layers[self._num_used // len(self._blocks)] != layer:
-                raise LocalProtocolError(f"host blocks of layer {layer} are asked for out of turn")
-            place = self._num_used % NUM_BUFFERS
+        for _ in range(count):
+            if not self._in_flight or self._in_flight[0].layer != layer:
+                raise LocalProtocolError(f"host pages of layer {layer} are asked for out of turn")
+            place = (self._num_fetched - len(self._in_flight)) % NUM_BUFFERS
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._fetched[place])
-            yield block, self._buffers[place][layer]
+            yield self._buffers[place][layer]
             if self._stream is not None:
                 self._used[place].record(torch.cuda.current_stream(self._device))
                 self._stream.wait_event(self._used[place])
-            self._num_used += 1
-            self._fetch_next()
+            self._in_flight.popleft()
+            if self._queued:
+                self._fetch_next()
 
     def end(self) -> None:
         """End the step: later work on the current stream runs after its fetches, also in a graph that is captured."""
@@ -103,20 +141,19 @@ class HostFetcher:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _fetch_next(self) -> None:
-        """Queue the next fetch of the step, if there is one; the stream already waits for its buffer."""
-        if self._num_fetched == len(self._layers) * len(self._blocks):
-            return
-        index = self._num_fetched % len(self._blocks)
-        layer, block = self._layers[self._num_fetched // len(self._blocks)], self._blocks[index]
+        """Start the next fetch; the stream already waits for its buffer."""
+        fetch = self._queued.popleft()
         place = self._num_fetched % NUM_BUFFERS
-        copier, pages = self._buffers[place][layer].copier, self._pages[block.begin :].data_ptr()
-        count_at = 0 if self._counts is None else self._counts[index:].data_ptr()
+        buffer = self._buffers[place][fetch.layer]
+        copier = buffer.copier if fetch.has_v else buffer.k_copier
+        arguments = (fetch.pages.data_ptr(), 0, fetch.num_pages, 0 if fetch.count is None else fetch.count.data_ptr())
         if self._stream is None:
-            copier(pages, 0, block.num_pages, count_at)
+            copier(*arguments)
         else:
             with torch.cuda.stream(self._stream):
-                copier(pages, 0, block.num_pages, count_at)
+                copier(*arguments)
             self._fetched[place].record(self._stream)
+        self._in_flight.append(fetch)
         self._num_fetched += 1
 
 
@@ -130,19 +167,22 @@ def _block_buffer(tier: HostBlocks, layer: int, memory: Tensor) -> BlockBuffer:
     if part.layout.layers[layer].num_buffers == 2:
         host_v = part.buffer(layer, is_v=True)
         v = pages[:, k_bytes:].view(host_v.dtype).view(-1, *host_v.shape[1:])
-    segment = Segment(
-        source=host_k.data_ptr(),
-        target=memory.data_ptr(),
-        source_stride=tier.host.page_bytes[tier.group],
-        target_stride=size,
-        num_bytes=size,
-    )
-    copier = SegmentCopier(
-        memory.device,
-        [segment],
-        num_source_pages=part.num_pages,
-        num_target_pages=tier.pages_per_block,
-        is_target_packed=True,
-        max_programs=LINK_PROGRAMS,
-    )
-    return BlockBuffer(k=k, v=v, copier=copier)
+
+    def copier(num_bytes: int) -> SegmentCopier:
+        segment = Segment(
+            source=host_k.data_ptr(),
+            target=memory.data_ptr(),
+            source_stride=tier.host.page_bytes[tier.group],
+            target_stride=size,
+            num_bytes=num_bytes,
+        )
+        return SegmentCopier(
+            memory.device,
+            [segment],
+            num_source_pages=part.num_pages,
+            num_target_pages=tier.pages_per_block,
+            is_target_packed=True,
+            max_programs=LINK_PROGRAMS,
+        )
+
+    return BlockBuffer(k=k, v=v, copier=copier(size), k_copier=copier(k_bytes))

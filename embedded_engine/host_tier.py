@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from transfer.errors import ConfigError
 from transfer.layer_groups import GroupKind
@@ -58,6 +59,37 @@ class HostBlocks:
         self.pages_per_block: int = block_bytes // largest
         if self.pages_per_block < 1:
             raise ConfigError(f"block_bytes is {block_bytes}; must be at least {largest}, a layer's part of one page")
+
+    def check_holds(self, num_tokens: int) -> None:
+        """Refuse blocks that are smaller than `num_tokens`.
+
+        Raises:
+            ConfigError: A block is smaller.
+        """
+        if self.pages_per_block * self.page_size < num_tokens:
+            needed = num_tokens // self.page_size * max(self.slice_bytes.values())
+            raise ConfigError(
+                f"block_bytes holds {self.pages_per_block * self.page_size} tokens of a layer; with block-sparse prefill it must "
+                f"hold {num_tokens}, at least {needed} bytes"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fetch:
+    """Host pages of a layer that are fetched into one buffer.
+
+    Args:
+        pages: int64 [at least num_pages] on the device, the host pages.
+        num_pages: Most pages.
+        count: int64 [1] on the device, pages in use; None means all.
+        has_v: Whether V is fetched, too.
+    """
+
+    layer: int
+    pages: Tensor
+    num_pages: int
+    count: Tensor | None = None
+    has_v: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
