@@ -7,6 +7,7 @@ from typing import Final
 
 from planner.model_directory import ModelDirectory, read_model_directory
 from planner.plan import PlanInputs, Policy, Role, make_plan
+from planner.workspace import Strategy, XAttention
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import host_memory, shown
@@ -33,6 +34,9 @@ _SETTINGS_OF_ROLE: Final = {
     "prefill": {
         "--chunked-prefill-size or --cuda-graph-max-bs": "limits.max_step_tokens or chunk.chunk_tokens",
         "--chunked-prefill-size": "limits.max_step_tokens",
+        "--sparse-policy": "prefill.sparse_policy",
+        "--sparse-stride": "prefill.sparse_stride",
+        "--workspace-strategy": "prefill.workspace_strategy",
     },
     "decode": {
         "--chunked-prefill-size or --cuda-graph-max-bs": "cuda_graph_max_bs",
@@ -163,10 +167,23 @@ def node_plan_inputs(
         staging_bytes=staging_bytes,
         ring_bytes=ring_bytes,
         offload_bytes=_offload_bytes(config),
+        sparse_prefill=sparse_policy(config),
         weights_bytes=weights_bytes,
         checkpoint_bytes=None if config.dummy_weights else model.checkpoint_bytes,
         checkpoint_source=model.checkpoint_source,
         names=settings_for_flags(config),
+    )
+
+
+def sparse_policy(config: NodeConfig) -> XAttention | None:
+    """Return the policy of block-sparse prefill; None for full attention."""
+    if not isinstance(config, PrefillNodeConfig) or config.prefill.sparse_policy == "none":
+        return None
+    return XAttention(
+        block_size=config.prefill.sparse_block_size,
+        stride=config.prefill.sparse_stride,
+        threshold=config.prefill.sparse_threshold,
+        strategy=Strategy(config.prefill.workspace_strategy),
     )
 
 

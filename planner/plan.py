@@ -18,11 +18,10 @@ from planner.plan_inputs import GIB, PlanInputs, Policy, Role
 from planner.plan_pools import PoolSizing
 from planner.plan_reserve import make_reserve
 from planner.plan_values import GroupPlan, MemoryPlan, PlanLine
-from planner.workspace import Workspace, sparse_prefill_workspaces
+from planner.workspace import Workspace, check_has_sparse_prefill, sparse_prefill_workspaces
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import shown
 from transfer.layer_groups import PAGE_TABLE_COLUMNS, GroupKind
-from transfer.layout import LayerKind
 
 __all__ = [
     "GroupPlan",
@@ -186,20 +185,15 @@ def _page_tables(inputs: PlanInputs) -> tuple[int, str]:
 def _workspaces(inputs: PlanInputs) -> tuple[Workspace, ...]:
     if inputs.sparse_prefill is None:
         return ()
-    specs = [layer.kv for layer in inputs.model.layers if layer.kv.kind in (LayerKind.ATTENTION, LayerKind.SLIDING_WINDOW)]
-    if not specs:
-        raise ConfigError(
-            f"workspace k_expanded is of attention with KV heads; {inputs.model.architecture} has none: "
-            f"it must be left out, {inputs.in_names('with --sparse-prefill')}"
-        )
+    try:
+        check_has_sparse_prefill(inputs.layout)
+    except ConfigError as error:
+        raise ConfigError(inputs.in_names(f"--sparse-policy is xattention; {inputs.model.architecture} {error}")) from None
     return sparse_prefill_workspaces(
         inputs.sparse_prefill,
         num_heads=-(-inputs.model.num_query_heads // inputs.attention_tp_size),
-        num_kv_heads=-(-specs[0].num_kv_heads // inputs.attention_tp_size),
-        head_dim=specs[0].k_head_dim,
-        element_bytes=inputs.layout.dtype.num_bytes,
+        step_tokens=inputs.chunk_tokens,
         max_seq_len=inputs.sequence_tokens,
-        has_kv_offload=inputs.has_kv_offload,
     )
 
 

@@ -6,7 +6,6 @@ from typing import Final
 
 from planner.plan_inputs import GIB, PlanInputs, Policy, Role
 from planner.plan_values import MemoryPlan, PlanLine
-from planner.workspace import Strategy
 from transfer.errors import MemoryPlanError
 from transfer.host_memory import shown
 from transfer.layer_groups import GroupKind
@@ -23,8 +22,7 @@ _FLAGS: Final = {
     "ring": "a smaller --ring",
     "page_tables": "a smaller --max-seq-len or --max-running-requests",
     "pool_state": "a smaller --max-running-requests",
-    "k_expanded": "--workspace-strategy chunk_bounded",
-    "v_expanded": "--workspace-strategy chunk_bounded",
+    "block_lse": "a smaller --chunked-prefill-size or --max-seq-len, or a larger --sparse-stride",
 }
 
 
@@ -61,13 +59,20 @@ def advice_on(plan: MemoryPlan, *, is_memory_the_limit: bool) -> list[str]:
     """
     inputs = plan.inputs
     advice = [] if inputs.is_cpu else _advice_on_free(plan, is_memory_the_limit)
-    lazy = sum(one.num_bytes for one in plan.workspaces if one.strategy is Strategy.LAZY)
+    lazy = sum(one.num_bytes for one in plan.workspaces if not one.is_allocated)
     if lazy:
         fits = "which fits" if lazy <= plan.free_bytes else "which does NOT fit: use --workspace-strategy chunk_bounded"
-        advice.append(f"lazy workspaces will take {shown(lazy)} of the {shown(plan.free_bytes)} that stay free, {fits}")
+        advice.append(
+            inputs.in_names(f"lazy workspaces will take {shown(lazy)} of the {shown(plan.free_bytes)} that stay free, {fits}")
+        )
     if any(group.kind is GroupKind.FULL and group.layers for group in plan.groups):
         tokens = plan.max_total_tokens
-        if tokens < inputs.sequence_tokens:
+        if tokens < inputs.sequence_tokens and inputs.role is Role.PREFILL and inputs.offload_bytes:
+            advice.append(
+                f"the pool holds {tokens:,} tokens; a longer prompt is kept in host memory, which takes {plan.cell_bytes:,} B a "
+                f"token, {shown(inputs.sequence_tokens * plan.cell_bytes)} for {inputs.sequence_tokens:,}"
+            )
+        elif tokens < inputs.sequence_tokens:
             advice.append(
                 f"the pool holds {tokens:,} tokens, a sequence may have {inputs.sequence_tokens:,}: longer ones are refused; "
                 f"--max-seq-len {tokens} says so, and makes page tables smaller"

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from planner.model_parts import MODEL_DTYPES, ModelShape
-from planner.workspace import Strategy
+from planner.workspace import XAttention
 from transfer.errors import ConfigError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
@@ -97,13 +97,12 @@ class PlanInputs:
         memory_ratio: Share of the free memory for weights and KV, with the policy page-count.
         max_total_tokens: Upper bound of the pool's tokens.
         staging_bytes, ring_bytes: Memory of the transfer on this rank.
-        offload_bytes: Buffers of a decode rank whose requests may have pages in host memory: two blocks that attention reads
+        offload_bytes: Buffers of a rank whose requests may have pages in host memory: two blocks that attention reads
             (`EmbeddedEngine.host_block_bytes`), and the buffers of `transfer.copy.page_mover.PageMover`.
         weights_bytes: Measured size of this rank's weights; None takes it from the checkpoint or estimates it.
         checkpoint_bytes: Size of the stored model; None if unknown.
         checkpoint_source: Where `checkpoint_bytes` comes from, for the formula.
-        sparse_prefill: Strategy of the workspaces of block-sparse prefill; None plans no such workspaces.
-        has_kv_offload: Whether KV is offloaded to host memory during prefill.
+        sparse_prefill: Policy of block-sparse prefill; None means full attention, which needs no workspaces.
         names: Flag of `kvferry plan` -> name of the same setting at the caller, for advice and errors.
 
     Raises:
@@ -140,8 +139,7 @@ class PlanInputs:
     weights_bytes: int | None = None
     checkpoint_bytes: int | None = None
     checkpoint_source: str = ""
-    sparse_prefill: Strategy | None = None
-    has_kv_offload: bool = False
+    sparse_prefill: XAttention | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

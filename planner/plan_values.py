@@ -133,7 +133,7 @@ class MemoryPlan:
             "ring_bytes": inputs.ring_bytes,
             "free_bytes": self.free_bytes,
             "groups": [_as_json(group) for group in self.groups],
-            "workspaces": [_as_json(one) for one in self.workspaces],
+            "workspaces": [_as_json(one) | {"allocated": one.is_allocated} for one in self.workspaces],
             "lines": [_as_json(line) for line in self.lines],
             "advice": list(self.advice),
         }

@@ -1,29 +1,65 @@
-"""Workspaces: buffers that a block-sparse prefill policy needs besides weights and KV, declared so that the plan counts them.
+"""Workspaces: buffers that block-sparse prefill needs besides weights and KV, declared once for the plan and for the engine.
 
-They once stopped a server. For a context of a million tokens each of two copies of expanded heads takes 8 GiB, and both were
-allocated at start even where KV is offloaded and nothing reads them.
+The engine allocates exactly what is declared here. No buffer copies K or V, or expands heads: the policy that these buffers
+replace once allocated two copies of 8 GiB for a context of a million tokens, which nothing read when KV was offloaded.
 
-Source: the buffers of nano-vllm's XAttention (``alloc_policy_metadata``) and its report of that failure.
+Source: that policy is nano-vllm's XAttention (``alloc_policy_metadata``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
 
-_CHUNK_TOKENS: Final = 16_384  # tokens that the policy looks at in one go
-_BLOCK: Final = 128  # tokens of a block of its masks
-_STRIDE: Final = 16  # queries for each row of statistics
-_KV_CHUNK: Final = 4096  # tokens of a chunk of keys, for the statistics
+from transfer.errors import ConfigError
+from transfer.layout import KVLayout, LayerKind
+
+BLOCK_SIZES = (64, 128)
+STRIDES = (4, 8, 16, 32)
+_ITEM_BYTES = 4  # float32 and int32
 
 
 class Strategy(StrEnum):
-    """When a workspace is allocated, and how much of it."""
+    """When the workspaces are allocated; each is for the tokens of one step, and for the longest sequence."""
 
-    EAGER = "eager"  # whole, at start
-    LAZY = "lazy"  # whole, on first use: at start it is only checked that it will fit
-    CHUNK_BOUNDED = "chunk_bounded"  # at start, for the tokens of one chunk
+    CHUNK_BOUNDED = "chunk_bounded"  # at start
+    LAZY = "lazy"  # on first use: at start it is only checked that they will fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XAttention:
+    """Block-sparse prefill: key blocks are estimated by antidiagonals, and the largest are attended to.
+
+    Source: Xu and others, "XAttention: Block Sparse Attention with Antidiagonal Scoring" (arXiv 2503.16428).
+
+    Args:
+        block_size: Tokens of a query block and of a key block.
+        stride: Queries, and keys, that are scored as one, by the sum of the products on their antidiagonal.
+        threshold: Share of a query block's estimated weights that its selected key blocks must have; 1 selects all blocks.
+        strategy: When the workspaces are allocated.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    block_size: int = 128
+    stride: int = 16
+    threshold: float = 0.9
+    strategy: Strategy = Strategy.CHUNK_BOUNDED
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("block_size", self.block_size, BLOCK_SIZES), ("stride", self.stride, STRIDES)):
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value}; it must be one of {', '.join(map(str, allowed))}")
+        if not 0 < self.threshold <= 1:
+            raise ConfigError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_groups(self, num_tokens: int) -> int:
+        """Return the groups of `stride` tokens."""
+        return -(-num_tokens // self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,66 +67,54 @@ class Workspace:
     """One buffer.
 
     Args:
-        num_bytes: Its size; 0 if nothing needs it.
-        is_allocated: Whether it is allocated at start.
-        reason: How the size came about, or why the buffer is not needed.
+        num_bytes: Its size.
+        strategy: When it is allocated.
+        reason: How the size came about.
     """
 
     name: str
     num_bytes: int
     strategy: Strategy
-    is_allocated: bool
     reason: str
 
+    @property
+    def is_allocated(self) -> bool:
+        """Whether it is allocated at start."""
+        return self.strategy is Strategy.CHUNK_BOUNDED
 
-def sparse_prefill_workspaces(
-    strategy: Strategy,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    element_bytes: int,
-    max_seq_len: int,
-    has_kv_offload: bool,
-) -> tuple[Workspace, ...]:
-    """Return the buffers of the block-sparse prefill policy on one rank.
+
+def check_has_sparse_prefill(layout: KVLayout) -> None:
+    """Refuse a model with layers that block-sparse prefill does not support; recurrent layers have no attention.
+
+    Raises:
+        ConfigError: The message begins with "has ...".
+    """
+    kinds = {layer.kind for layer in layout.layers}
+    wrong = sorted(kinds - {LayerKind.ATTENTION, LayerKind.RECURRENT_STATE})
+    if wrong or LayerKind.ATTENTION not in kinds:
+        found = f"layers of kind {', '.join(wrong)}" if wrong else "no layers of kind attention"
+        raise ConfigError(f"has {found}; block-sparse prefill needs full attention with KV heads: it must be none for this model")
+
+
+def sparse_prefill_workspaces(policy: XAttention, *, num_heads: int, step_tokens: int, max_seq_len: int) -> tuple[Workspace, ...]:
+    """Return the buffers of block-sparse prefill on one rank.
 
     Args:
-        strategy: Strategy of the two expanded copies of K and V; the other buffers are eager.
-        element_bytes: Bytes of an element in the model's dtype.
-        has_kv_offload: Whether prefill goes chunk by chunk through host memory, which never expands heads.
+        num_heads: Query heads of the rank.
+        step_tokens: Most tokens of a prefill step.
+        max_seq_len: Tokens of the longest sequence.
     """
-    num_tokens = min(max_seq_len, _CHUNK_TOKENS) if strategy is Strategy.CHUNK_BOUNDED else max_seq_len
-    expanded_bytes = 0
-    if has_kv_offload:
-        reason = "not needed: with KV offload prefill goes chunk by chunk and never expands heads"
-    elif num_heads == num_kv_heads:
-        reason = "not needed: every query head has a KV head of its own"
-    else:
-        expanded_bytes = num_heads * num_tokens * head_dim * element_bytes
-        reason = f"(1, num_heads, tokens, head_dim), {num_heads} heads, {num_tokens:,} tokens"
-    is_allocated = strategy is not Strategy.LAZY and expanded_bytes > 0
-    blocks = num_heads * (_CHUNK_TOKENS // _BLOCK) * -(-max_seq_len // _BLOCK)
-    statistics = (max_seq_len // _KV_CHUNK + 1) * num_heads * (_CHUNK_TOKENS // _STRIDE) * 4
-    others = (
-        ("prefill_mask", blocks, "(1, num_heads, query blocks, key blocks) of 1 byte"),
-        ("m_partial", statistics, "(key chunks + 1, 1, num_heads, query rows) of 4 bytes"),
-        ("l_partial", statistics, "(key chunks + 1, 1, num_heads, query rows) of 4 bytes"),
-        ("block_sums", blocks * element_bytes, "(1, num_heads, query blocks, key blocks)"),
+    rows = min(step_tokens, max_seq_len)
+    groups, query_blocks = policy.num_groups(rows), policy.num_blocks(rows)
+    key_blocks = policy.num_blocks(max_seq_len) + 1  # the tokens before a step and its own are cut separately
+    sizes = f"{num_heads} heads, steps of {rows:,} tokens, sequences of {max_seq_len:,}"
+    shapes = (
+        ("block_lse", num_heads * groups * key_blocks, "(heads, groups of queries, key blocks) of float32"),
+        ("block_sums", num_heads * query_blocks * key_blocks, "(heads, query blocks, key blocks) of float32"),
+        ("block_lists", num_heads * query_blocks * key_blocks, "(heads, query blocks, key blocks) of int32"),
+        ("block_counts", num_heads * query_blocks + key_blocks, "(heads, query blocks) and (key blocks) of int32"),
     )
-    return (
-        *(
-            Workspace(name=name, num_bytes=expanded_bytes, strategy=strategy, is_allocated=is_allocated, reason=reason)
-            for name in ("k_expanded", "v_expanded")
-        ),
-        *(
-            Workspace(
-                name=name,
-                num_bytes=num_bytes,
-                strategy=Strategy.EAGER,
-                is_allocated=True,
-                reason=f"{shape}, {num_heads} heads, {max_seq_len:,} tokens",
-            )
-            for name, num_bytes, shape in others
-        ),
+    return tuple(
+        Workspace(name=name, num_bytes=items * _ITEM_BYTES, strategy=policy.strategy, reason=f"{shape}: {sizes}")
+        for name, items, shape in shapes
     )

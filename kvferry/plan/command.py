@@ -84,10 +84,6 @@ def _refusals(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
         reasons.append("it is cut by --tp alone")
     if inputs.speculative is not None:
         reasons.append("it has no speculative decoding, and the connectors for vLLM and SGLang refuse it, too")
-    if inputs.sparse_prefill is not None:
-        reasons.append("it has no block-sparse prefill")
-    if inputs.has_kv_offload:
-        reasons.append("its prefill keeps no KV in host memory")
     try:
         check_cut(named[0], inputs.tp_size, config)
     except ConfigError as error:

@@ -12,7 +12,7 @@ from planner.model_directory import ModelDirectory
 from planner.model_parts import MODEL_DTYPES
 from planner.plan import MemoryPlan, PlanInputs, make_plan
 from planner.plan_inputs import MB, Policy, Role
-from planner.workspace import Strategy
+from planner.workspace import Strategy, XAttention
 from transfer.errors import ConfigError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind
 from transfer.layout import DType
@@ -20,7 +20,7 @@ from transfer.layout import DType
 _LARGEST_GIB: Final = 2048
 """The hint for a size without unit suggests GiB below this number, and MiB, the unit of nvidia-smi, above."""
 _TIERS: Final = {
-    "sparse_prefill": Role.PREFILL,
+    "kv_offload": Role.PREFILL,
     "chunk_tokens": Role.PREFILL,
     "staging": Role.PREFILL,
     "ring": Role.DECODE,
@@ -60,9 +60,11 @@ class PlanOptions:
     staging: str = "0"
     ring: str = "0"
     weights: str | None = None
-    sparse_prefill: bool = False
-    kv_offload: bool = False
+    sparse_policy: str = "none"
+    sparse_block_size: int = 128
+    sparse_stride: int = 16
     workspace_strategy: str = "chunk_bounded"
+    kv_offload: bool = False
 
     def changed(self, text: str) -> PlanOptions:
         """Return these options with changes such as ``"tp=4,page_size=64"``; a flag without a value is ``name=true``."""
@@ -105,7 +107,6 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
     for name, tier in _TIERS.items():
         if role is not tier and sizes.get(name, getattr(options, name)):
             raise ConfigError(f"{_flag(name)} is given and --role is {role}; only a {tier} node has it")
-    strategy = _choice("workspace_strategy", options.workspace_strategy, Strategy)
     return PlanInputs(
         model=directory.shape,
         role=role,
@@ -135,9 +136,30 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         weights_bytes=sizes["weights"],
         checkpoint_bytes=directory.checkpoint_bytes,
         checkpoint_source=directory.checkpoint_source,
-        sparse_prefill=strategy if options.sparse_prefill else None,
-        has_kv_offload=options.kv_offload,
+        offload_bytes=_offload_bytes() if options.kv_offload and not device.is_cpu else 0,
+        sparse_prefill=_sparse_policy(options, role),
     )
+
+
+def _offload_bytes() -> int:
+    """Return the default device buffers of a prefill node that keeps KV in host memory."""
+    from transfer.config import HostMemoryConfig
+
+    return HostMemoryConfig(host_ratio=1).device_bytes
+
+
+def _sparse_policy(options: PlanOptions, role: Role) -> XAttention | None:
+    if options.sparse_policy not in ("none", "xattention"):
+        raise ConfigError(f"--sparse-policy is {options.sparse_policy!r}; it must be none or xattention")
+    strategy = _choice("workspace_strategy", options.workspace_strategy, Strategy)
+    if options.sparse_policy == "none":
+        return None
+    if role is not Role.PREFILL:
+        raise ConfigError(f"--sparse-policy is xattention and --role is {role}; only a prefill node has it")
+    try:
+        return XAttention(block_size=options.sparse_block_size, stride=options.sparse_stride, strategy=strategy)
+    except ConfigError as error:
+        raise ConfigError(f"--sparse-{str(error).replace('_', '-', 1)}") from None
 
 
 def _chunk_tokens(options: PlanOptions) -> int:

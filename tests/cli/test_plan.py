@@ -72,7 +72,7 @@ def test_every_flag_reaches_the_plan(models: Path) -> None:
         "--device-memory 100GB --free-memory 90GB --role prefill --tp 8 --pp 2 --dp 2 --dp-attention --dtype float16 "
         "--kv-dtype int8 --page-size 32 --chunked-prefill-size 4096 --max-running-requests 7 --max-seq-len 5000 "
         "--speculative eagle --policy page-count --memory-ratio 0.8 --max-total-tokens 1000 "
-        "--staging 1MiB --weights 3GB --sparse-prefill --workspace-strategy lazy --chunk-tokens 512"
+        "--staging 1MiB --weights 3GB --sparse-policy xattention --sparse-stride 8 --workspace-strategy lazy --chunk-tokens 512"
     )
     content = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
     found = {name: content[name] for name in content if name not in ("lines", "groups", "workspaces", "advice", "reserved_bytes")}
@@ -87,9 +87,10 @@ def test_every_flag_reaches_the_plan(models: Path) -> None:
     decode = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
     assert (decode["role"], decode["ring_bytes"], decode["tokens_in_flight"]) == ("decode", 2 << 20, 1)
     assert decode["cuda_graph_max_bs"] == 40 and decode["page_table_bytes"] > 0 == content["page_table_bytes"]
-    flags = "--device-memory 200GB --role prefill --sparse-prefill --kv-offload --static-fraction 0.9"
+    flags = "--device-memory 200GB --role prefill --sparse-policy xattention --kv-offload --static-fraction 0.9"
     offloaded = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
-    assert offloaded["workspaces"][0]["reason"].startswith("not needed: with KV offload")
+    assert [one["allocated"] for one in offloaded["workspaces"]] == [True] * 4
+    assert next(line["bytes"] for line in offloaded["lines"] if line["name"] == "offload") == 128 << 20
     assert (offloaded["cuda_graph_max_bs"], offloaded["static_fraction"]) == (0, 0.9)
 
 
@@ -153,8 +154,6 @@ def test_a_model_that_does_not_say_its_dtype_asks_for_it(models: Path) -> None:
         ),
         (("--model", "gemma-3-27b"), "it does not run Gemma3ForConditionalGeneration"),
         (("--model", "qwen3-8b", "--speculative", "ngram"), "it has no speculative decoding, and the connectors"),
-        (("--model", "qwen3-8b", "--sparse-prefill", "--role", "prefill"), "it has no block-sparse prefill"),
-        (("--model", "qwen3-8b", "--kv-offload", "--role", "prefill"), "its prefill keeps no KV in host memory"),
         (
             ("--model", "gpt-oss-20b", "--dtype", "bfloat16", "--tp", "2"),
             "its weights must be plain ones, not quantised; --tp is 2; must be 1",

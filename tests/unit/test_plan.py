@@ -25,7 +25,7 @@ from planner.plan import (
     compare_with_real,
     make_plan,
 )
-from planner.workspace import Strategy
+from planner.workspace import Strategy, XAttention
 from transfer.errors import ConfigError, LayoutError, MemoryPlanError
 from transfer.layer_groups import GroupKind
 from transfer.layout import DType
@@ -117,56 +117,41 @@ def test_gemma_3_27b() -> None:
 GLM = {"device_bytes": 24 * GIB, "max_running_requests": 1}
 
 
-def test_glm_4_9b_1m_expanding_heads_eagerly_does_not_fit() -> None:
-    """What killed a server: 32 heads of 128 for 1,048,576 tokens in fp16 are 8 GiB, for K and again for V."""
-    expanded = 1 * 32 * 1_048_576 * 128 * 2
-    assert expanded == 8 * GIB
-    with pytest.raises(MemoryPlanError) as caught:
-        make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=Strategy.EAGER))
-    assert str(caught.value) == (
-        "no page of KV fits: of 24.0 GiB the largest terms are weights 17.7 GiB, k_expanded 8.0 GiB, v_expanded 8.0 GiB; it is "
-        "13.5 GiB too little. What would help: a larger --tp or --pp, or a quantised model; --workspace-strategy chunk_bounded"
-    )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "has_offload", "expanded", "at_start", "num_pages"),
-    [
-        (Strategy.EAGER, True, 0, 0, 2046),  # not needed at all
-        (Strategy.LAZY, True, 0, 0, 2046),
-        (Strategy.CHUNK_BOUNDED, True, 0, 0, 2046),
-        (Strategy.CHUNK_BOUNDED, False, 128 * MIB, 128 * MIB, 1842),
-        (Strategy.LAZY, False, 8 * GIB, 0, 2046),
-    ],
-)
-def test_glm_4_9b_1m_with_sparse_prefill(
-    strategy: Strategy, has_offload: bool, expanded: int, at_start: int, num_pages: int
-) -> None:
-    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=strategy, has_kv_offload=has_offload))
-    found = {one.name: one for one in plan.workspaces}
-    for name in ("k_expanded", "v_expanded"):
-        assert (found[name].num_bytes, found[name].is_allocated) == (expanded, at_start > 0)
-        assert lines_of(plan).get(name, 0) == at_start
-        assert found[name].reason.startswith("not needed: with KV offload") == has_offload
-    assert plan.num_pages == num_pages
-    says_so = [
-        line for line in plan.advice if line.startswith("lazy workspaces will take 16.0 GiB of the 3.6 GiB that stay free")
-    ]
-    assert [line.split(", ")[1].partition(":")[0] for line in says_so] == ["which does NOT fit"] * (expanded == 8 * GIB)
-
-
-def test_heads_that_are_not_shared_need_no_expansion() -> None:
-    config = json.loads((CONFIGS / "glm-4-9b-chat-1m.json").read_text(encoding="utf-8")) | {"multi_query_group_num": 32}
+@pytest.mark.parametrize("strategy", Strategy)
+def test_glm_4_9b_with_a_million_tokens_and_sparse_prefill(strategy: Strategy) -> None:
+    """Two copies of K and V for all 32 query heads would take 16 GiB of a device of 24 GB; none is made."""
+    policy = XAttention(strategy=strategy)
     plan = make_plan(
-        PlanInputs(model=read_model_shape(config), role=Role.PREFILL, device_bytes=H200, sparse_prefill=Strategy.CHUNK_BOUNDED)
+        inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=policy, chunked_prefill_size=2048, offload_bytes=128 * MIB)
     )
-    assert [one.reason for one in plan.workspaces[:2]] == ["not needed: every query head has a KV head of its own"] * 2
-    assert not plan.workspaces[0].is_allocated
+    blocks = 1_048_576 // 128 + 1
+    found = {one.name: one.num_bytes for one in plan.workspaces}
+    assert found == {
+        "block_lse": 32 * (2048 // 16) * blocks * 4,
+        "block_sums": 32 * (2048 // 128) * blocks * 4,
+        "block_lists": 32 * (2048 // 128) * blocks * 4,
+        "block_counts": (32 * (2048 // 128) + blocks) * 4,
+    }
+    at_start = strategy is Strategy.CHUNK_BOUNDED
+    assert {name: lines_of(plan).get(name, 0) for name in found} == {name: size * at_start for name, size in found.items()}
+    assert any("lazy workspaces will take" in line and "which fits" in line for line in plan.advice) == (not at_start)
+    assert plan.num_pages > 1000
 
 
-def test_workspaces_of_kv_heads_are_refused_for_a_model_without() -> None:
-    with pytest.raises(ConfigError, match="workspace k_expanded is of attention with KV heads; DeepseekV3ForCausalLM has none"):
-        make_plan(inputs_of("deepseek-v3.1", tp_size=8, device_bytes=H200, sparse_prefill=Strategy.CHUNK_BOUNDED))
+def test_lazy_workspaces_that_will_not_fit_are_named() -> None:
+    flags: dict[str, Any] = {**GLM, "chunked_prefill_size": 16_384, "static_fraction": 0.95}
+    policy = XAttention(strategy=Strategy.LAZY, stride=4, block_size=64)
+    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **flags, sparse_prefill=policy))
+    assert any("which does NOT fit: use --workspace-strategy chunk_bounded" in line for line in plan.advice)
+    at_start = replace(policy, strategy=Strategy.CHUNK_BOUNDED)
+    with pytest.raises(MemoryPlanError, match=r"block_lse 8\.0 GiB.*or a larger --sparse-stride"):
+        make_plan(inputs_of("glm-4-9b-chat-1m", **flags, sparse_prefill=at_start))
+
+
+@pytest.mark.parametrize(("model", "kind"), [("deepseek-v3.1", "mla"), ("gemma-3-27b", "sliding_window")])
+def test_sparse_prefill_is_refused_for_a_model_without(model: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--sparse-policy is xattention; \w+ has layers of kind {kind}; .* it must be none"):
+        make_plan(inputs_of(model, tp_size=8, device_bytes=H200, sparse_prefill=XAttention()))
 
 
 def test_buffers_for_pages_in_host_memory_are_taken_from_the_pool() -> None:
@@ -407,7 +392,7 @@ def test_what_differs_by_more_than_a_twentieth_is_a_warning() -> None:
 
 
 def test_json_has_every_key_in_plain_values() -> None:
-    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=Strategy.CHUNK_BOUNDED, staging_bytes=2048))
+    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=XAttention(), staging_bytes=2048))
     content = plan.as_json()
     assert json.loads(json.dumps(content)) == content
     assert content["max_total_tokens"] == plan.max_total_tokens and content["page_size"] == 16

@@ -45,7 +45,7 @@ from transfer.config.operation import (
     RestartConfig,
     TracingConfig,
 )
-from transfer.config.storage import StorageConfig
+from transfer.config.storage import HostMemoryConfig, StorageConfig
 from transfer.config.values import (
     EMBEDDED_ENGINE,
     ENVIRONMENT_PREFIX,
@@ -68,6 +68,7 @@ __all__ = [
     "DecodeNodeConfig",
     "DiscoveryConfig",
     "HeartbeatConfig",
+    "HostMemoryConfig",
     "LogConfig",
     "NodeConfig",
     "PrefillLimitsConfig",

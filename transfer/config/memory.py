@@ -50,6 +50,33 @@ class PoolConfig(Section):
         return self
 
 
+class PrefillConfig(Section):
+    """Attention of prefill steps."""
+
+    sparse_policy: Literal["none", "xattention"] = Field(
+        default="none",
+        description=(
+            "none: full attention. xattention: each block of queries attends only to the blocks of keys that an estimate finds "
+            "important. Tokens can differ from those of full attention. Only for models whose attention layers all keep every "
+            "token, with KV heads."
+        ),
+    )
+    sparse_block_size: Annotated[Literal[64, 128], BeforeValidator(whole)] = Field(
+        default=128, description="Tokens of a block of queries or keys; it must be a multiple or a divisor of pool.page_size."
+    )
+    sparse_stride: Annotated[Literal[4, 8, 16, 32], BeforeValidator(whole)] = Field(
+        default=16, description="Queries and keys that the estimate scores as one. Less is more exact, and slower."
+    )
+    sparse_threshold: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = Field(
+        default=0.9,
+        description="Part of the estimated attention that the selected blocks must have. 1 selects all blocks.",
+    )
+    workspace_strategy: Literal["chunk_bounded", "lazy"] = Field(
+        default="chunk_bounded",
+        description="When the buffers of the estimate are allocated: chunk_bounded at start, lazy with the first prompt.",
+    )
+
+
 class MemoryConfig(Section):
     """Inputs of each rank's memory plan, see docs/memory.md."""
 

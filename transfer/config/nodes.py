@@ -13,6 +13,7 @@ from transfer.config.memory import (
     MemoryConfig,
     ParallelConfig,
     PoolConfig,
+    PrefillConfig,
     RingConfig,
     StagingConfig,
 )
@@ -119,10 +120,20 @@ class PrefillNodeConfig(NodeConfig):
 
     limits: PrefillLimitsConfig = Field(default_factory=PrefillLimitsConfig, description="Bounds.")
     chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="How prompts are cut.")
+    prefill: PrefillConfig = Field(default_factory=PrefillConfig, description="Attention of prefill steps.")
     staging: StagingConfig = Field(default_factory=StagingConfig, description="Staging memory.")
     offload: HostMemoryConfig = Field(
         default_factory=HostMemoryConfig, description="Host memory for prompts that the device pool cannot hold."
     )
+
+    @model_validator(mode="after")
+    def _check_sparse_blocks(self) -> Self:
+        block, page = self.prefill.sparse_block_size, self.pool.page_size
+        if self.prefill.sparse_policy != "none" and block % page and page % block:
+            raise ValueError(
+                f"prefill.sparse_block_size is {block} and pool.page_size is {page}; one must be a multiple of the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_chunk_fits_pool(self) -> Self:
