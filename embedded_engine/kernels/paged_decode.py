@@ -35,7 +35,7 @@ The fastest of 256 to 4096 there, within a tenth (1 to 128 requests of 1,024 and
 
 MAX_SPLITS = 128
 
-_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def paged_decode_attention(call: DecodeCall, *, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def _split_tokens(num_tokens, NUM_SPLITS: tl.constexpr, BLOCK_TOKENS: tl.constex
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _operand(values, KIND: tl.constexpr, IS_FP8_NATIVE: tl.constexpr, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
+def operand(values, KIND: tl.constexpr, IS_FP8_NATIVE: tl.constexpr, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Elements of the pool in the type that is computed in; float8 comes as its bytes, for GPUs that do not know it."""
     if KIND == "float8_e4m3fn":
         values = values.to(tl.float8e4nv, bitcast=True) if IS_FP8_NATIVE else widened(values, KIND)
@@ -187,11 +187,11 @@ def attend_splits(  # type: ignore[no-untyped-def]  # Triton gives the parameter
         offset = (slot % PAGE_SIZE).to(tl.int64)
         at_k = k_of_head + page * k_page_stride + offset * k_token_stride
         mask = is_token[:, None] & (at_main < K_DIM)[None, :]
-        k_main = _operand(tl.load(at_k[:, None] + at_main[None, :], mask=mask, other=0), KIND, IS_FP8_NATIVE, OPERAND).to(DOT)
+        k_main = operand(tl.load(at_k[:, None] + at_main[None, :], mask=mask, other=0), KIND, IS_FP8_NATIVE, OPERAND).to(DOT)
         scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
         if K_REST > 0:
             mask = is_token[:, None] & (at_rest < K_DIM)[None, :]
-            k_rest = _operand(tl.load(at_k[:, None] + at_rest[None, :], mask=mask, other=0), KIND, IS_FP8_NATIVE, OPERAND)
+            k_rest = operand(tl.load(at_k[:, None] + at_rest[None, :], mask=mask, other=0), KIND, IS_FP8_NATIVE, OPERAND)
             scores += tl.dot(q_rest, tl.trans(k_rest.to(DOT)), input_precision="ieee")
         scores = scores * scale
         if HAS_SOFTCAP:
@@ -210,7 +210,7 @@ def attend_splits(  # type: ignore[no-untyped-def]  # Triton gives the parameter
         else:
             at_row = v_of_head + page * v_page_stride + offset * v_token_stride
             mask = is_token[:, None] & (at_v < V_DIM)[None, :]
-            values = _operand(tl.load(at_row[:, None] + at_v[None, :], mask=mask, other=0), KIND, IS_FP8_NATIVE, OPERAND).to(DOT)
+            values = operand(tl.load(at_row[:, None] + at_v[None, :], mask=mask, other=0), KIND, IS_FP8_NATIVE, OPERAND).to(DOT)
         out = out * shrink[:, None] + tl.dot(weights.to(OPERAND).to(DOT), values, input_precision="ieee")
 
     partial = (request.to(tl.int64) * (KV_HEADS * GROUP_HEADS) + head) * NUM_SPLITS + split
@@ -323,7 +323,7 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, num_splits: int | None) 
     partial_out = torch.empty((num_requests, num_heads, splits, v_dim), dtype=torch.float32, device=query.device)
     partial_max, partial_sum = torch.empty((2, num_requests, num_heads, splits), dtype=torch.float32, device=query.device)
     is_fp8 = k.dtype is torch.float8_e4m3fn
-    operand = _OPERANDS[query.dtype]
+    computed = OPERANDS[query.dtype]
     cut = {"BLOCK_TOKENS": tiles.block_tokens, "NUM_SPLITS": splits, "MIN_TOKENS": MIN_SPLIT_TOKENS}
     launch(
         attend_splits,
@@ -360,9 +360,9 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, num_splits: int | None) 
         IS_V_K_MAIN=call.v is None and v_dim == tiles.k_main,
         KIND=str(k.dtype).removeprefix("torch."),
         IS_FP8_NATIVE=is_fp8 and query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 9),
-        OPERAND=operand,
+        OPERAND=computed,
         # The interpreter multiplies bfloat16 as if it were integers; float32 holds the same numbers.
-        DOT=tl.float32 if IS_INTERPRETED and operand is tl.bfloat16 else operand,
+        DOT=tl.float32 if IS_INTERPRETED and computed is tl.bfloat16 else computed,
         num_warps=8 if tiles.block_heads * tiles.v_block >= 16384 else 4,
         num_stages=2,
         **cut,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from embedded_engine.kernels import block_sparse
 from tests.embedded_engine.decode_cases import DecodeCase, assert_attends, assert_merges, assert_writes
+from tests.embedded_engine.sparse_cases import CASES, assert_attends_sparsely
 from transfer.layout import DType, TokenOrder
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -21,3 +23,7 @@ def test_write_rows() -> None:
 
 def test_merge_partial() -> None:
     assert_merges(torch.bfloat16)
+
+
+def test_block_sparse() -> None:
+    assert_attends_sparsely(CASES["half"], block_sparse)
