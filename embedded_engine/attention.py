@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from embedded_engine.kernels.block_sparse_arguments import RunningState
+
 ATTENTION_BYTES: Final = 256 << 20
 """Upper bound of an attention call's temporary memory, for any context: scores, weights, repeated masks, and keys and values that
 are computed for the call. It comes from the plan's reserve; blocks of this size keep a GPU busy."""
@@ -183,6 +185,14 @@ class RunningSoftmax:
         self._sum = self._sum * shrunk + weights.sum(dim=-1, keepdim=True)
         self._total.mul_(shrunk).add_(_product(weights, value))
         self._largest = largest
+
+    @property
+    def state(self) -> RunningState:
+        """The state of the only batch, by query head; kernels can change it in place."""
+        heads, rows = self._shape[1:]
+        return RunningState(
+            total=self._total.view(heads, rows, -1), largest=self._largest.view(heads, rows), sum=self._sum.view(heads, rows)
+        )
 
     def result(self) -> Tensor:
         """Return [batch, query heads, rows, dim of the values], in the query's dtype."""

@@ -38,11 +38,13 @@ from embedded_engine.paged_attention import (
 )
 from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
+from embedded_engine.sparse_prefill import SparsePrefill, kernels_for
 from embedded_engine.step_arrays import on_device
 from embedded_engine.step_checks import StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from planner.plan import MemoryPlan
-from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
+from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, sparse_prefill_workspaces
+from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError, OutOfMemory
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, Shard
@@ -62,6 +64,7 @@ NO_TOKEN = -1
 
 _PREFILL_ADVICE: Final = "lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens"
 _DECODE_ADVICE: Final = "lower memory.static_fraction or limits.max_running_requests"
+_WORKSPACE_ADVICE: Final = "lower limits.max_step_tokens, limits.max_seq_len or memory.static_fraction"
 _HOST_BLOCKS_ADVICE: Final = "lower offload.buffer_bytes, cuda_graph_max_bs or memory.static_fraction"
 _PAGE_TABLES_ADVICE: Final = "lower limits.max_seq_len, limits.max_running_requests or memory.static_fraction"
 
@@ -159,6 +162,8 @@ class EmbeddedEngine:
         cuda_graph_batch_sizes: Decode steps to capture as CUDA graphs; a smaller step is padded to the next of them.
         has_decode_kernels: Whether decode steps attend by kernels; None means on a GPU only. Triton's interpreter can run the
             kernels on a CPU.
+        sparse_prefill: Policy of block-sparse prefill; None for full attention.
+        max_step_tokens: Most tokens of a prefill step; needed for the workspaces of `sparse_prefill`.
 
     Attributes:
         memory_plan: The plan that sized the pool, if there is one.
@@ -186,6 +191,8 @@ class EmbeddedEngine:
         max_running_requests: int | None = None,
         cuda_graph_batch_sizes: Sequence[int] = (),
         has_decode_kernels: bool | None = None,
+        sparse_prefill: XAttention | None = None,
+        max_step_tokens: int | None = None,
     ) -> None:
         self.memory_plan: MemoryPlan | None = None
         self.memory_warnings: tuple[str, ...] = ()
@@ -196,6 +203,7 @@ class EmbeddedEngine:
         self.eos_token_ids = self.files.eos_token_ids
         self._group = group
         self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes)
+        self._configure_sparse(sparse_prefill, max_step_tokens)
         if not callable(num_pages):
             self._page_counts(num_pages)  # before the weights are loaded, which may take minutes
         if num_threads is not None:
@@ -234,6 +242,26 @@ class EmbeddedEngine:
         self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
         self.layers_per_group = layers_per_group or self.layout.num_layers
 
+    def _configure_sparse(self, policy: XAttention | None, max_step_tokens: int | None) -> None:
+        """Check and keep the policy of block-sparse prefill, with the workspaces that it needs."""
+        self._sparse_policy = policy
+        self._workspaces: tuple[Workspace, ...] = ()
+        if policy is None:
+            return
+        if max_step_tokens is None:
+            raise ConfigError("sparse_prefill is given and max_step_tokens is not; its workspaces need both")
+        _check_is_positive("max_step_tokens", max_step_tokens)
+        try:
+            check_has_sparse_prefill(self.layout)
+        except ConfigError as error:
+            raise ConfigError(f"prefill.sparse_policy is xattention; {self.files.architecture} {error}") from None
+        self._workspaces = sparse_prefill_workspaces(
+            policy,
+            num_heads=self.files.config.num_attention_heads // self.shard.tp_size,
+            step_tokens=max_step_tokens,
+            max_seq_len=self.max_context_tokens,
+        )
+
     def _page_counts(self, num_pages: int | Sequence[int]) -> tuple[int, ...]:
         """Return the pages of each layer group, checked."""
         groups = layer_groups(self.layout)
@@ -257,6 +285,16 @@ class EmbeddedEngine:
         ):
             self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=counts, device=self._device)
         self._checks = self._make_checks()
+        self._sparse: SparsePrefill | None = None
+        if self._sparse_policy is not None:
+            with allocating("allocating the workspaces of block-sparse prefill", device=self._device, advice=_WORKSPACE_ADVICE):
+                self._sparse = SparsePrefill(
+                    self._sparse_policy,
+                    self._workspaces,
+                    kernels_for(self._device),
+                    page_size=self.pool.page_size,
+                    device=self._device,
+                )
         self._tier: HostBlocks | None = None
         self._host_pages: HostPages | None = None
         self._decoder: DeviceDecoder | None = None
@@ -272,7 +310,7 @@ class EmbeddedEngine:
         """
         for name in ("pool", "_checks"):
             self.__dict__.pop(name, None)
-        self._decoder = self._tier = self._host_pages = None
+        self._decoder = self._tier = self._host_pages = self._sparse = None
         gc.collect()  # the graphs' plans and the pool reference each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -286,6 +324,8 @@ class EmbeddedEngine:
         max_seq_len: int | None = None,
         max_running_requests: int | None = None,
         cuda_graph_batch_sizes: Sequence[int] = (),
+        sparse_prefill: XAttention | None = None,
+        max_step_tokens: int | None = None,
     ) -> None:
         """Start again with the loaded weights, after `release_pool`. The ranks of a group do this together.
 
@@ -297,6 +337,7 @@ class EmbeddedEngine:
             EngineError: The engine is closed or broken.
         """
         self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes)
+        self._configure_sparse(sparse_prefill, max_step_tokens)
         if self._failure is not None:
             raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
         try:
@@ -318,6 +359,16 @@ class EmbeddedEngine:
     def captured_batch_sizes(self) -> tuple[int, ...]:
         """Sizes of decode steps with a CUDA graph, ascending."""
         return () if self._decoder is None else self._decoder.captured_batch_sizes
+
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """Bytes of each workspace of block-sparse prefill that is allocated, by the name of its line in the memory plan."""
+        return {} if self._sparse is None else self._sparse.storage_bytes
+
+    @property
+    def prefill_counts(self) -> PrefillCounts | None:
+        """What block-sparse prefill did, up to a step that ended; None for full attention. Does not wait for the device."""
+        return None if self._sparse is None else self._sparse.read_counts()
 
     def capture_cuda_graphs(self, batch_sizes: Sequence[int]) -> None:
         """Capture decode steps of these sizes, in place of earlier ones, if the engine has page tables on a GPU.
@@ -361,6 +412,8 @@ class EmbeddedEngine:
         if self._tier is not None:
             raise ConfigError("the engine has a host pool already; it takes one, before its first step")
         tier = HostBlocks(self.pool, host, block_bytes=block_bytes)
+        if self._sparse is not None:
+            tier.check_holds(self._sparse.unit_tokens)
         if self._decoder is not None:
             with self._step("allocating the buffers for host blocks", _HOST_BLOCKS_ADVICE):
                 self._decoder.use_host_tier(tier)
@@ -400,7 +453,7 @@ class EmbeddedEngine:
 
         with self._step(f"planning a prefill step of {len(token_ids)} tokens", _PREFILL_ADVICE):
             host = self._host_step(items, [hosts for _, hosts in checked], ends)
-            plan = PrefillPlan(items, tables, self.pool, self._dtype, on_written, host)
+            plan = PrefillPlan(items, tables, self.pool, self._dtype, on_written, host, self._sparse)
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=int(end) - 1, sampling=item.sampling, position=item.end_token)
             for item, end in zip(items, ends, strict=True)
@@ -429,7 +482,7 @@ class EmbeddedEngine:
             for item, own, end in zip(items, hosts, ends, strict=True)
             if own[host.tier.group]
         ]
-        return HostStep(host, chunks) if chunks else None
+        return HostStep(host, chunks, self._sparse) if chunks else None
 
     def decode_batch(self, items: Sequence[DecodeItem]) -> ForwardBatch:
         """Check and plan a decode step of at least one item.
@@ -539,6 +592,8 @@ class EmbeddedEngine:
         else:
             token_ids, positions = (on_device(one, self._device).unsqueeze(0) for one in (batch.token_ids, batch.positions))
             hidden = self._hidden(token_ids, positions, batch.plan)
+            if self._sparse is not None:
+                self._sparse.end_step()
             if not batch.wanted:
                 return None
             if len(batch.wanted) != len(batch.token_ids):

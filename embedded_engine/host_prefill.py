@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedded_engine.host_tier import HostBlock, HostBlocks, StepBlocks, cut_into_blocks
+from embedded_engine.host_tier import Fetch, HostBlock, HostBlocks, StepBlocks, cut_into_blocks
+from embedded_engine.kernels.block_sparse_arguments import KeySpan
+from embedded_engine.sparse_prefill import SparsePrefill, UnitPages, token_major
 from embedded_engine.step_arrays import on_device, token_slots
 from transfer.layout import TokenOrder
 from transfer.pool.kv_pool import KVPool
@@ -75,9 +77,10 @@ class HostStep:
 
     Args:
         chunks: At least one.
+        sparse: The policy of block-sparse prefill; None for full attention.
     """
 
-    def __init__(self, host: HostPages, chunks: Sequence[HostChunk]) -> None:
+    def __init__(self, host: HostPages, chunks: Sequence[HostChunk], sparse: SparsePrefill | None = None) -> None:
         self._host = host
         self.chunks = tuple(chunks)
         tier = host.tier
@@ -88,14 +91,18 @@ class HostStep:
         ]
         contexts = [chunk.pages[: -(-chunk.first_token // tier.page_size)] for chunk in chunks]
         self._blocks: StepBlocks | None = None
+        if host.write_stream is not None:
+            torch.cuda.current_stream(host.device).wait_stream(host.write_stream)  # this step reads KV of the last one
+        if sparse is not None:
+            self._contexts = [on_device(pages, host.device) for pages in contexts]
+            self._begin_sparse(sparse)
+            return
         ends = np.cumsum([len(pages) for pages in contexts]) * tier.page_size
         self._first_context_tokens = [int(end) - len(pages) * tier.page_size for end, pages in zip(ends, contexts, strict=True)]
         if any(map(len, contexts)):
             self._blocks = cut_into_blocks(
                 [pages.tolist() for pages in contexts], pages_per_block=tier.pages_per_block, page_size=tier.page_size
             )
-        if host.write_stream is not None:
-            torch.cuda.current_stream(host.device).wait_stream(host.write_stream)  # this step reads KV of the last one
         if host.fetcher is not None and self._blocks is not None:
             host.fetcher.begin(self._blocks.blocks, on_device(self._blocks.pages, host.device))
 
@@ -139,6 +146,104 @@ class HostStep:
             for chunk, first, count in self._parts(block):
                 k, v = (_tokens(one, self._part.order, first, count) for one in (buffer.k, no_v))
                 yield chunk, k, v
+
+    def _begin_sparse(self, sparse: SparsePrefill) -> None:
+        """Begin a step that estimates first: per layer and chunk, all K is fetched, and then K and V of selected blocks."""
+        tier, fetcher = self._host.tier, self._host.fetcher
+        self._sparse = sparse
+        pages_per_unit = sparse.unit_tokens // tier.page_size
+        units_per_fetch = tier.pages_per_block // pages_per_unit
+        self._pages_per_fetch = units_per_fetch * pages_per_unit
+        self._first_block_of_fetch = self._pages_per_fetch * tier.page_size // sparse.policy.block_size
+        self._units = [
+            UnitPages(sparse, pages, page_size=tier.page_size, units_per_fetch=units_per_fetch) if len(pages) else None
+            for pages in self._contexts
+        ]
+        if fetcher is None:
+            return
+        self._turns = iter(
+            [(layer, index) for layer in fetcher.layers for index, units in enumerate(self._units) if units is not None]
+        )
+        fetcher.begin_empty()
+        fetcher.add(self._next_keys())
+
+    def _next_keys(self) -> list[Fetch]:
+        """Return the fetches of K of the next chunk and layer; empty after the last."""
+        layer, index = next(self._turns, (0, None))
+        if index is None:
+            return []
+        pages, size = self._contexts[index], self._pages_per_fetch
+        return [
+            Fetch(layer=layer, pages=pages[begin:], num_pages=min(size, len(pages) - begin), has_v=False)
+            for begin in range(0, len(pages), size)
+        ]
+
+    def spans(self, layer: int, index: int) -> Iterator[KeySpan]:
+        """Yield the earlier tokens of a chunk in spans, of which only K is valid, each until the next one.
+
+        Ask for each layer in ascending order, and for each chunk of it in order. Then ask for `selected_spans`.
+        """
+        first_token, tier = self.chunks[index].first_token, self._host.tier
+        if not first_token:
+            return
+        if self._host.fetcher is None:
+            yield self._whole_span(layer, index)
+            return
+        tokens = self._pages_per_fetch * tier.page_size
+        buffers = self._host.fetcher.buffers(layer, -(-first_token // tokens))
+        for number, buffer in enumerate(buffers):
+            yield KeySpan(
+                **self._k_and_v(buffer.k, buffer.v),
+                pages=None,
+                num_tokens=min(tokens, first_token - number * tokens),
+                first_block=number * self._first_block_of_fetch,
+                is_own=False,
+            )
+
+    def selected_spans(self, layer: int, index: int, is_used: Tensor) -> Iterator[tuple[KeySpan, Tensor | None]]:
+        """Yield the spans that contain the selected blocks of a chunk, with the bounds of `SparseChunk.attend`.
+
+        Args:
+            is_used: See `SparseChunk.select`.
+        """
+        fetcher, units = self._host.fetcher, self._units[index]
+        if units is None:
+            return
+        pages, counts, places, bounds = units.needed(is_used)
+        k_bytes, page_bytes = self._page_bytes(layer)
+        self._sparse.counts[2] += counts.sum() * page_bytes + len(self._contexts[index]) * k_bytes
+        if fetcher is None:
+            yield self._whole_span(layer, index), None
+            return
+        size = self._pages_per_fetch
+        needed = [
+            Fetch(layer=layer, pages=pages[number * size :], num_pages=size, count=counts[number:])
+            for number in range(units.num_fetches)
+        ]
+        fetcher.add([*needed, *self._next_keys()])
+        for number, buffer in enumerate(fetcher.buffers(layer, len(needed))):
+            span = KeySpan(
+                **self._k_and_v(buffer.k, buffer.v),
+                pages=places,
+                num_tokens=self.chunks[index].first_token,
+                first_block=0,
+                is_own=False,
+            )
+            yield span, bounds[number : number + 2]
+
+    def _page_bytes(self, layer: int) -> tuple[int, int]:
+        """Return the bytes of a page's K, and of its K and V."""
+        k = self._part.buffer(layer, is_v=False)
+        return k[0].nbytes, self._host.tier.slice_bytes[layer]
+
+    def _whole_span(self, layer: int, index: int) -> KeySpan:
+        buffers = (self._part.buffer(layer, is_v=is_v) for is_v in (False, True))
+        first_token, pages = self.chunks[index].first_token, self._contexts[index]
+        return KeySpan(**self._k_and_v(*buffers), pages=pages, num_tokens=first_token, first_block=0, is_own=False)
+
+    def _k_and_v(self, k: Tensor, v: Tensor | None) -> dict[str, Tensor]:
+        assert v is not None  # the policy refuses models without V
+        return {"k": token_major(k, self._part.order), "v": token_major(v, self._part.order)}
 
     def _parts(self, block: HostBlock) -> Iterator[tuple[int, int, int]]:
         """Yield the chunks that have tokens in a block, with the first of these tokens in the block and their number."""

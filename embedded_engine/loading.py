@@ -13,7 +13,7 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import ModelFiles, read_model_files
 from embedded_engine.tensor_parallel import TensorParallelGroup, init_distributed
 from planner.model_directory import read_model_directory
-from planner.node_plan import DeviceMemory, graph_batch_sizes, node_plan_inputs
+from planner.node_plan import DeviceMemory, graph_batch_sizes, node_plan_inputs, sparse_policy
 from planner.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError
@@ -157,6 +157,8 @@ def _role_settings(config: NodeConfig) -> dict[str, Any]:
     given: dict[str, Any] = {"max_seq_len": config.limits.max_seq_len}
     if isinstance(config, PrefillNodeConfig):
         given["layers_per_group"] = finest_chunk_plan(config.chunk).layers_per_group or None
+        given["sparse_prefill"] = sparse_policy(config)
+        given["max_step_tokens"] = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)
     if isinstance(config, DecodeNodeConfig):
         given["max_running_requests"] = config.limits.max_running_requests
         given["cuda_graph_batch_sizes"] = () if config.device == "cpu" else graph_batch_sizes(config)

@@ -20,7 +20,9 @@ from transformers import AttentionInterface
 from embedded_engine.attention import ATTENTION_BYTES, RunningSoftmax, Scores, attention
 from embedded_engine.host_prefill import HostStep
 from embedded_engine.host_tier import HostBlocks
+from embedded_engine.kernels.block_sparse_arguments import KeySpan
 from embedded_engine.latent_attention import LatentHeads
+from embedded_engine.sparse_prefill import ChunkBlocks, SparseChunk, SparsePrefill, token_major
 from embedded_engine.step_arrays import on_device, token_slots
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layer_groups import GroupKind, LayerGroup
@@ -119,13 +121,18 @@ AttentionInterface.register(LATENT_ATTENTION_NAME, paged_latent_attention)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """One request's rows [begin, end) of the step, and the slots of the tokens [first_context, ...) that they attend to."""
+    """One request's rows [begin, end) of the step, and the slots of the tokens [first_context, ...) that they attend to.
+
+    Args:
+        pages: int64, the pages of the request's tokens.
+    """
 
     begin: int
     end: int
     first_token: int
     first_context: int
     context_slots: Tensor
+    pages: Tensor
 
     @property
     def earlier_slots(self) -> Tensor:
@@ -177,6 +184,7 @@ class _ChunkGroup:
                     first_token=item.first_token,
                     first_context=first_context,
                     context_slots=on_device(slots, part.device),
+                    pages=on_device(table, part.device),
                 )
             )
             row += item.num_tokens
@@ -216,6 +224,7 @@ class PrefillPlan:
         dtype: Dtype that the model computes in.
         on_written: Called with each layer when its KV of all items is written, on the stream that wrote it.
         host: The items whose KV of full attention lies in host memory; None if there are none.
+        sparse: The policy of block-sparse prefill; None for full attention.
     """
 
     def __init__(
@@ -226,10 +235,12 @@ class PrefillPlan:
         dtype: torch.dtype,
         on_written: Callable[[int], None],
         host: HostStep | None = None,
+        sparse: SparsePrefill | None = None,
     ) -> None:
         self._pool = pool
         self._on_written = on_written
         self._host = host
+        self._sparse = sparse
         hosted = {chunk.begin for chunk in host.chunks} if host is not None else set()
         begins = np.cumsum([0, *(item.num_tokens for item in items)])
         self._dtype = dtype
@@ -243,6 +254,11 @@ class PrefillPlan:
             else:
                 is_hosted = [group.kind is GroupKind.FULL and int(begin) in hosted for begin in begins[:-1]]
                 self._groups[index] = _ChunkGroup(group, part, items, own, dtype, is_hosted)
+        if sparse is not None:
+            self._cuts = {
+                int(begin): ChunkBlocks(sparse, num_earlier=item.first_token, rows=item.num_tokens)
+                for begin, item in zip(begins, items, strict=False)
+            }
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         group = self._groups[self._pool.group_of(layer)]
@@ -253,6 +269,8 @@ class PrefillPlan:
             k, v = (one.to(self._dtype).transpose(0, 1).unsqueeze(0) for one in (k, v))
             return k, v
 
+        if self._sparse is not None:
+            return self._attend_sparse(self._sparse, layer, query, k, v, scores)
         if not group.window_tokens:
             token_bytes = (k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]) * k.element_size()
             sizes = {"num_heads": k.shape[1], "value_dim": v.shape[-1], "token_bytes": token_bytes}
@@ -355,6 +373,46 @@ class PrefillPlan:
                     attend(hosted[index], part_k, part_v)
             for own in hosted:
                 store(own)
+        return output
+
+    def _attend_sparse(self, sparse: SparsePrefill, layer: int, query: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        """Attend from the rows of each chunk to the blocks that are selected for them; arguments as for `_attend_full`."""
+        group, part = self._groups[self._pool.group_of(layer)], self._pool.part_of(layer)
+        output = _output_of(query, v.shape[-1])
+
+        def begin(first: int, end: int) -> SparseChunk:
+            own_k, own_v = (convert(one[first:end], part.element) for one in (k, v))  # rounded as in the pool
+            chunk = SparseChunk(sparse, query[:, :, first:end], own_k, own_v, scores, self._cuts[first])
+            chunk.estimate(chunk.own)
+            return chunk
+
+        for one in group.chunks:
+            chunk = begin(one.begin, one.end)
+            if one.first_token:
+                earlier = KeySpan(
+                    k=token_major(self._pool.buffer(layer, is_v=False), self._pool.order),
+                    v=token_major(self._pool.buffer(layer, is_v=True), self._pool.order),
+                    pages=one.pages,
+                    num_tokens=one.first_token,
+                    first_block=0,
+                    is_own=False,
+                )
+                chunk.estimate(earlier)
+            chunk.select()
+            chunk.attend(chunk.own)
+            if one.first_token:
+                chunk.attend(earlier)
+            output[:, one.begin : one.end] = chunk.result().transpose(1, 2)
+        for index, hosted in enumerate(self._host.chunks if self._host is not None else ()):
+            assert self._host is not None
+            chunk = begin(hosted.begin, hosted.end)
+            for span in self._host.spans(layer, index):
+                chunk.estimate(span)
+            is_used = chunk.select()
+            chunk.attend(chunk.own)
+            for span, bounds in self._host.selected_spans(layer, index, is_used):
+                chunk.attend(span, bounds)
+            output[:, hosted.begin : hosted.end] = chunk.result().transpose(1, 2)
         return output
 
     def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:

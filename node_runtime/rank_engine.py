@@ -159,7 +159,7 @@ def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
     pool = engine.pool
     pools = {f"pool_{name}": num_bytes for name, num_bytes in pool.storage_bytes.items()}
     measured = {line: getattr(engine, name) for line, name in _ENGINE_LINES.items() if hasattr(engine, name)}
-    real = {**pools, **transfer_bytes, **measured}
+    real = {**pools, **transfer_bytes, **measured, **getattr(engine, "workspace_bytes", {})}
     if pool.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(pool.device)
         real["free"] = free - (total - plan.device_bytes)  # the plan may count on a part of the device only

@@ -30,7 +30,7 @@ from transfer.config import PrefillNodeConfig
 from transfer.connector.messages import CancelOutgoing, PagesReleased
 from transfer.connector.outgoing_rank import OutgoingRank
 from transfer.connector.rank_report import RankReady, pool_status
-from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
+from transfer.engine_types import DeviceEvent, PrefillCounts, PrefillItem, SamplingParams
 from transfer.errors import LocalProtocolError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts
@@ -90,6 +90,7 @@ class PrefillWorker:
         self._store: StoreClient | None = None
         self._loader: PrefixLoader | None = None
         self._host: HostKv | None = None
+        self._sparse_counts: PrefillCounts | None = None
         self._tracer: Tracer | None = None
 
     async def start(self) -> RankReady:
@@ -321,6 +322,16 @@ class PrefillWorker:
 
         self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
+    def _count_sparse(self, counts: PrefillCounts) -> None:
+        """Add what block-sparse prefill did since the last call."""
+        before, self._sparse_counts = self._sparse_counts, counts
+        for state in ("selected", "skipped"):
+            name = f"{state}_blocks"
+            self._metrics.counter("prefill_blocks", state=state).inc(getattr(counts, name) - getattr(before, name, 0))
+        if self._host is not None:
+            loaded = counts.loaded_bytes - getattr(before, "loaded_bytes", 0)
+            self._metrics.counter("offload_copied_bytes", direction="load").inc(loaded)
+
     def _host_tables(self, request_id: str, end_token: int) -> tuple[Sequence[int], ...]:
         if self._host is None or not self._host.is_in_host(request_id):
             return ()
@@ -339,6 +350,9 @@ class PrefillWorker:
         self._link.send(outcome)
         if isinstance(outcome, StepDone):
             self._metrics.histogram("step_seconds").observe(outcome.compute_s)
+        counts: PrefillCounts | None = getattr(self._engine, "prefill_counts", None)
+        if counts is not None:
+            self._count_sparse(counts)
         for part in step.parts:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1
@@ -346,7 +360,8 @@ class PrefillWorker:
             if self._host is not None and self._host.is_in_host(part.request_id) and isinstance(outcome, StepDone):
                 # Each step reads all earlier tokens of its requests once.
                 self._metrics.counter("offload_copied_bytes", direction="save").inc(self._host.num_bytes(len(part.token_ids)))
-                self._metrics.counter("offload_copied_bytes", direction="load").inc(self._host.num_bytes(part.first_token))
+                if counts is None:
+                    self._metrics.counter("offload_copied_bytes", direction="load").inc(self._host.num_bytes(part.first_token))
             if isinstance(outcome, StepFailed):
                 # The leader knows of the failure, or this life of the ranks ends. Another attempt can succeed elsewhere.
                 self.outgoing.cancel(part.request_id, outcome.reason, is_passing=True)

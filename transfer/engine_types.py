@@ -161,3 +161,24 @@ def _only_table(request_id: str, page_tables: tuple[Sequence[int], ...]) -> Sequ
     if len(page_tables) != 1:
         raise EngineError(f"request {request_id!r} has {len(page_tables)} page tables; page_table is for models that have one")
     return page_tables[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCounts:
+    """What block-sparse prefill did since the engine was loaded, on one rank.
+
+    Args:
+        selected_blocks: Pairs of a query block and a key block, of all heads and layers, that were attended to.
+        skipped_blocks: Such pairs that full attention would have attended to as well.
+        loaded_bytes: Bytes of K and V that steps read from host memory.
+    """
+
+    selected_blocks: int
+    skipped_blocks: int
+    loaded_bytes: int
+
+    @property
+    def density(self) -> float:
+        """Part of full attention's blocks that was attended to; NaN before the first step."""
+        seen = self.selected_blocks + self.skipped_blocks
+        return self.selected_blocks / seen if seen else math.nan

@@ -336,6 +336,7 @@ _LINK: Final[tuple[Label, ...]] = (
     ("lane", "transport/way, such as ucx/shm, ucx/net, nixl/shm, nixl/net, nixl/ipc, cuda_ipc/direct"),
 )
 _DIRECTION: Final[Label] = ("direction", ("save", "load", "copy"))
+_BLOCK_STATE: Final[Label] = ("state", ("selected", "skipped"))
 _GROUP: Final[Label] = ("group", "groups of layers of the model: full, window_4096, state and the like")
 _LINE: Final[Label] = ("line", "lines of the memory plan, as kvferry plan prints them")
 
@@ -596,6 +597,16 @@ RANK_STATE_METRICS: Final = (
     ),
 )
 
+RANK_PREFILL_METRICS: Final = served_by(
+    PREFILL,
+    counter(
+        "prefill_blocks",
+        "Pairs of a block of queries and a block of keys in block-sparse prefill, of all heads and layers.",
+        _BLOCK_STATE,
+        advice="selected / (selected + skipped) is the density; near 1, a smaller prefill.sparse_threshold would be faster.",
+    ),
+)
+
 RANK_OFFLOAD_METRICS: Final = (
     counter(
         "offload_copied_bytes",
@@ -620,6 +631,7 @@ RANK_METRICS: Final = (
     *RING_METRICS,
     *LINK_METRICS,
     *RANK_STATE_METRICS,
+    *RANK_PREFILL_METRICS,
     *RANK_OFFLOAD_METRICS,
     *STORE_METRICS,
     *LOOP_METRICS,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.embedded_engine.interpreter import RUN_S, run_interpreted
 
-FILES = ("kernels", "decode", "device_decode", "tiered")
+FILES = ("kernels", "decode", "device_decode", "sparse", "tiered")
 
 
 @pytest.mark.timeout(RUN_S)

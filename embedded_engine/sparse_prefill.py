@@ -1,0 +1,246 @@
+"""Block-sparse prefill: workspaces of an engine, and the attention of one chunk in one layer.
+
+A chunk first estimates its attention to all blocks of keys, earlier ones and its own. Then it selects blocks, and attends to
+these. Earlier keys come in spans, from the pool or from host memory, and each is seen twice: for the estimate, and if any of
+its blocks is selected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedded_engine.attention import RunningSoftmax, Scores
+from embedded_engine.kernels.block_sparse_arguments import KeySpan, Selection
+from embedded_engine.step_arrays import on_device
+from planner.workspace import Workspace, XAttention
+from transfer.engine_types import PrefillCounts
+from transfer.errors import EngineError
+from transfer.layout import TokenOrder
+
+_DTYPES: Final = {
+    "block_lse": torch.float32,
+    "block_sums": torch.float32,
+    "block_lists": torch.int32,
+    "block_counts": torch.int32,
+}
+
+
+class SparsePrefill:
+    """The policy of an engine and the memory for it. All layers and steps share these.
+
+    Args:
+        policy: How blocks are estimated and selected.
+        workspaces: The buffers, as the memory plan declares them.
+        kernels: Module of the functions `estimate`, `select` and `attend`.
+        page_size: Page size of the pool.
+
+    Attributes:
+        counts: int64 [3] on the device, see `PrefillCounts`.
+    """
+
+    def __init__(
+        self, policy: XAttention, workspaces: Sequence[Workspace], kernels: Any, *, page_size: int, device: torch.device
+    ) -> None:
+        self.policy = policy
+        self.kernels = kernels
+        self.unit_tokens = max(policy.block_size, page_size)
+        """Tokens that are fetched from host memory together if one of their blocks is selected."""
+        self.device = device
+        self._declared = {one.name: one for one in workspaces}
+        self._buffers = {one.name: self._allocate(one) for one in workspaces if one.is_allocated}
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self._counts_on_host = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def _allocate(self, workspace: Workspace) -> Tensor:
+        dtype = _DTYPES[workspace.name]
+        return torch.empty(workspace.num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
+
+    @property
+    def storage_bytes(self) -> dict[str, int]:
+        """Bytes of each workspace that is allocated."""
+        return {name: buffer.nbytes for name, buffer in self._buffers.items()}
+
+    def end_step(self) -> None:
+        """Queue a copy of the counts for `read_counts`."""
+        self._counts_on_host.copy_(self.counts, non_blocking=True)
+
+    def read_counts(self) -> PrefillCounts:
+        """Return the counts after the newest step that the device has ended. Does not wait."""
+        selected, seen, loaded = self._counts_on_host.tolist()
+        return PrefillCounts(selected_blocks=selected, skipped_blocks=seen - selected, loaded_bytes=loaded)
+
+    def view(self, name: str, *shape: int) -> Tensor:
+        """Return the beginning of a workspace; allocate the workspace if it is lazy.
+
+        Raises:
+            EngineError: The step or the sequence is longer than the workspace was declared for.
+        """
+        if name not in self._buffers:
+            self._buffers[name] = self._allocate(self._declared[name])
+        buffer, size = self._buffers[name], math.prod(shape)
+        if size > buffer.numel():
+            raise EngineError(
+                f"{name} of a prompt has {shape} elements; the workspace has {buffer.numel()}: "
+                "raise limits.max_step_tokens or limits.max_seq_len"
+            )
+        return buffer[:size].view(shape)
+
+
+class ChunkBlocks:
+    """The blocks of a chunk, the same for all layers.
+
+    Args:
+        num_earlier: Tokens of the request before the chunk.
+        rows: Tokens of the chunk.
+
+    Attributes:
+        own_block: Number of the chunk's first block.
+        bounds: int32 [3] on the device: 0, `own_block`, and the number of all blocks.
+    """
+
+    def __init__(self, sparse: SparsePrefill, *, num_earlier: int, rows: int) -> None:
+        policy = sparse.policy
+        self.own_block = policy.num_blocks(num_earlier)
+        bounds = np.array([0, self.own_block, self.own_block + policy.num_blocks(rows)], dtype=np.int32)
+        self.bounds = on_device(bounds, sparse.device)
+
+
+class SparseChunk:
+    """The attention of the rows of one request in one layer of a step.
+
+    First `estimate` each span of the earlier tokens and `own`, then `select`, then `attend` to each span again. Then `result`.
+
+    Args:
+        query: [1, query heads, rows, dim].
+        k, v: [rows, KV heads, dim], K and V of the rows as the pool stores them.
+        cut: The chunk's blocks.
+
+    Attributes:
+        own: The rows' own tokens.
+    """
+
+    def __init__(self, sparse: SparsePrefill, query: Tensor, k: Tensor, v: Tensor, scores: Scores, cut: ChunkBlocks) -> None:
+        policy, rows = sparse.policy, query.shape[2]
+        self._sparse = sparse
+        self._query = query[0]
+        self._scale = scores.scale
+        self._running = RunningSoftmax(query, k.shape[1], v.shape[2], scores)
+        self._cut = cut
+        query_blocks, heads = policy.num_blocks(rows), query.shape[1]
+        self._num_blocks = cut.own_block + query_blocks
+        self._lse = sparse.view("block_lse", heads, policy.num_groups(rows), self._num_blocks)
+        self._sums = sparse.view("block_sums", heads, query_blocks, self._num_blocks)
+        counts = sparse.view("block_counts", heads * query_blocks + self._num_blocks)
+        self.selection = Selection(
+            blocks=sparse.view("block_lists", heads, query_blocks, self._num_blocks),
+            counts=counts[: heads * query_blocks].view(heads, query_blocks),
+            is_used=counts[heads * query_blocks :].zero_(),
+            own_block=cut.own_block,
+        )
+        self.own = KeySpan(
+            k=k.unsqueeze(1), v=v.unsqueeze(1), pages=None, num_tokens=rows, first_block=cut.own_block, is_own=True
+        )
+
+    def estimate(self, span: KeySpan) -> None:
+        """Estimate the attention to a span."""
+        self._sparse.kernels.estimate(self._query, span, self._lse, self._sparse.policy, self._scale)
+
+    def select(self) -> Tensor:
+        """Select blocks. Return int32 [earlier blocks], 1 for the blocks that are selected."""
+        selection, sparse = self.selection, self._sparse
+        sparse.kernels.select(self._lse, self._sums, selection, sparse.policy)
+        sparse.counts[0] += selection.counts.sum()
+        sparse.counts[1] += len(selection.counts) * sum(range(selection.own_block + 1, self._num_blocks + 1))
+        return selection.is_used[: selection.own_block]
+
+    def attend(self, span: KeySpan, bounds: Tensor | None = None) -> None:
+        """Attend to the selected blocks of a span.
+
+        Args:
+            bounds: int32 [2] on the device, first and end number of the blocks that are in the span; None means all of the
+                earlier tokens, or of the rows' own.
+        """
+        if bounds is None:
+            bounds = self._cut.bounds[1:] if span.is_own else self._cut.bounds[:2]
+        policy = self._sparse.policy
+        self._sparse.kernels.attend(
+            self._query, span, self.selection, bounds, self._running.state, policy.block_size, self._scale
+        )
+
+    def result(self) -> Tensor:
+        """Return [1, query heads, rows, value dim]."""
+        return self._running.result()
+
+
+class UnitPages:
+    """The host pages of a request's earlier tokens in units, and those that a selection needs.
+
+    Args:
+        pages: int64 [pages] on the device, of tokens from 0 on.
+        page_size: Tokens of a page.
+        units_per_fetch: Units that one device buffer holds.
+    """
+
+    def __init__(self, sparse: SparsePrefill, pages: Tensor, *, page_size: int, units_per_fetch: int) -> None:
+        self._unit_blocks = sparse.unit_tokens // sparse.policy.block_size
+        self._pages_per_unit = sparse.unit_tokens // page_size
+        self._units_per_fetch = units_per_fetch
+        self.num_units = -(-len(pages) // self._pages_per_unit)
+        missing = self.num_units * self._pages_per_unit - len(pages)
+        self._pages = torch.cat([pages, pages[-1:].expand(missing)]).view(self.num_units, -1)
+
+    @property
+    def num_fetches(self) -> int:
+        """Fetches that all units take."""
+        return -(-self.num_units // self._units_per_fetch)
+
+    def needed(self, is_used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what to fetch for a selection, without waiting for the device.
+
+        Args:
+            is_used: int32 [earlier blocks].
+
+        Returns:
+            - int64 [units * pages per unit]: host pages of the needed units, one unit after the other; the rest is not valid.
+            - int64 [fetches]: number of pages of each fetch.
+            - int32 [pages]: of each page of the request its place in the buffer of its fetch, if its unit is needed.
+            - int32 [fetches + 1]: block numbers; fetch i has the needed blocks in [bounds[i], bounds[i + 1]).
+        """
+        device = self._pages.device
+        padded = torch.zeros(self.num_units * self._unit_blocks, dtype=torch.int32, device=device)
+        padded[: len(is_used)] = is_used
+        is_needed = padded.view(self.num_units, -1).amax(dim=1)
+        ends = is_needed.cumsum(dim=0)
+        ranks = ends - 1
+        # Units that are not needed are written to a last row that nothing reads.
+        places = torch.where(is_needed > 0, ranks, self.num_units)
+        chosen = torch.empty((self.num_units + 1, self._pages_per_unit), dtype=torch.int64, device=device)
+        chosen.index_copy_(0, places, self._pages)
+        firsts = torch.arange(self.num_fetches + 1, device=device) * self._units_per_fetch
+        counts = (ends[-1] - firsts[:-1]).clamp(0, self._units_per_fetch) * self._pages_per_unit
+        bounds = (torch.searchsorted(ends, firsts + 1) * self._unit_blocks).clamp(max=len(is_used))
+        in_unit = torch.arange(self._pages_per_unit, device=device)
+        in_buffer = (ranks % self._units_per_fetch).unsqueeze(1) * self._pages_per_unit + in_unit
+        return chosen.flatten(), counts, in_buffer.flatten().int(), bounds.int()
+
+
+def token_major(buffer: Tensor, order: TokenOrder) -> Tensor:
+    """Return a view of pages as [pages, page_size, KV heads, dim] in either order."""
+    return buffer if order is TokenOrder.NHD else buffer.transpose(1, 2)
+
+
+def kernels_for(device: torch.device) -> Any:
+    """Return the module of the policy's functions: Triton kernels on a GPU, plain torch elsewhere."""
+    if device.type == "cuda":
+        from embedded_engine.kernels import block_sparse  # imports Triton, which a CPU does not need
+
+        return block_sparse
+    from embedded_engine.kernels import block_sparse_reference
+
+    return block_sparse_reference
