@@ -36,6 +36,7 @@ from kvferry.demo.options import DemoOptions
 from kvferry.demo.prompts import architecture, check_prompts_fit, chosen_dtype, load_prompts, model_dtype
 from kvferry.demo.reference import EXACT_DTYPE, ReferenceRun
 from kvferry.demo.report import DemoReport, DemoRequest, find_leaks, make_report
+from kvferry.demo.sparse import prefill_density, sparse_report, sparse_settings
 from kvferry.demo.view import DemoView, print_report
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
 from node_runtime import exit_codes as node_exit_codes
@@ -75,6 +76,8 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
         settings |= store_settings(options.offload)
     if options.prefill_offload:
         settings["offload.host_ratio"] = PREFILL_HOST_TOKENS / prefill_pool_tokens(options.model_kind)
+    if options.sparse_policy != "none":
+        settings |= sparse_settings(options.sparse_threshold)
     if options.device == "cuda":
         settings["device"] = decode_settings["device"] = "cuda"
         decode_settings["first_device"] = first_decode_device(options.prefill_tp, options.decode_tp)
@@ -182,6 +185,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
                     prefill_offload = await prefill_offload_report(
                         cluster, device_tokens=prefill_pool_tokens(options.model_kind), longest_prompt_tokens=longest
                     )
+                density = await prefill_density(cluster)
                 prefill, decode = await cluster.prefill.status(), await cluster.decode.status()
                 if not any(request.error for request in requests):
                     view.phase("waiting for the single process that the tokens are compared with")
@@ -189,6 +193,10 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
                 view.phase("stopping")
                 stopped = await cluster.stop()
         view.phase("stopped")
+    sparse = None
+    if options.sparse_policy != "none":
+        outputs = [one.token_ids for one in requests]
+        sparse = sparse_report(outputs, results, threshold=options.sparse_threshold, density=density)
     return make_report(
         requests,
         results,
@@ -201,6 +209,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
         prefill=prefill if offload is None else None,
         offload=offload,
         prefill_offload=prefill_offload,
+        sparse=sparse,
         environment=_environment(options, model),
     )
 

@@ -47,11 +47,15 @@ class DemoOptions:
     prefill_offload: Annotated[
         bool, typer.Option("--prefill-offload", help="Compute prompts that do not fit the prefill device pool, in host memory.")
     ] = False
+    sparse_policy: Annotated[str, typer.Option(help="Attention of the prefill tier: none or xattention.")] = "none"
+    sparse_threshold: Annotated[float, typer.Option(help="Part of the attention that xattention keeps; 1 keeps all.")] = 0.9
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file as JSON; - is standard output.")
     ] = None
 
     def __post_init__(self) -> None:
+        if self.sparse_policy not in ("none", "xattention"):
+            raise ConfigError(f"--sparse-policy is {self.sparse_policy}; it must be none or xattention")
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
         if self.dtype not in (EXACT_DTYPE, "model"):

@@ -15,6 +15,7 @@ from typing import Any, Final
 from kvferry.bench_serve.summary import Spread
 from kvferry.demo.offload import OffloadReport, PrefillOffloadReport
 from kvferry.demo.reference import ReferenceResult
+from kvferry.demo.sparse import SparseReport
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
 from transfer.layout import KVLayout, LayerKind, Range, Shard, routes, wire_buffers, wire_dtype
 from transfer.pb import kvferry_pb2 as pb
@@ -101,6 +102,7 @@ class DemoReport:
         groups: Groups of layers; empty with `offload`, because then not all KV travels.
         offload: None without storage tiers.
         prefill_offload: None if all KV of the prefill tier lies on its devices.
+        sparse: None with full attention.
     """
 
     requests: int
@@ -134,11 +136,13 @@ class DemoReport:
     groups: tuple[GroupReport, ...] = ()
     offload: OffloadReport | None = None
     prefill_offload: PrefillOffloadReport | None = None
+    sparse: SparseReport | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_success(self) -> bool:
-        return self.tokens_match and not self.failed and not self.leaks
+        may_differ = self.sparse is not None and not self.sparse.is_exact
+        return (self.tokens_match or may_differ) and not self.failed and not self.leaks
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`."""
@@ -164,6 +168,7 @@ def make_report(
     prefill: pb.NodeStatus | None = None,
     offload: OffloadReport | None = None,
     prefill_offload: PrefillOffloadReport | None = None,
+    sparse: SparseReport | None = None,
 ) -> DemoReport:
     """Add up a run. Arguments that are fields of the report are described there.
 
@@ -208,6 +213,7 @@ def make_report(
         groups=() if prefill is None else group_reports(prefill, decode, [one for one in outcomes if one.done]),
         offload=offload,
         prefill_offload=prefill_offload,
+        sparse=sparse,
         environment=dict(environment),
     )
 
