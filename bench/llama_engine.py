@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import ModelFiles, read_model_files
@@ -39,9 +40,20 @@ def llama_layout(num_layers: int) -> KVLayout:
 
 
 def llama_engine(
-    device: str, *, num_layers: int, num_pages: int, max_seq_len: int, max_running_requests: int | None, is_tiny: bool = False
+    device: str,
+    *,
+    num_layers: int,
+    num_pages: int,
+    max_seq_len: int,
+    max_running_requests: int | None,
+    is_tiny: bool = False,
+    **settings: Any,
 ) -> EmbeddedEngine:
-    """Return an engine with TP 1 and pages of `PAGE_SIZE` tokens; `is_tiny` shrinks the model, for a CPU."""
+    """Return an engine with TP 1 and pages of `PAGE_SIZE` tokens; `is_tiny` shrinks the model, for a CPU.
+
+    Args:
+        settings: Further arguments of `EmbeddedEngine`.
+    """
     with _model_files(num_layers, is_tiny=is_tiny) as files:
         return EmbeddedEngine(
             files,
@@ -50,4 +62,5 @@ def llama_engine(
             device=device,
             max_seq_len=max_seq_len,
             max_running_requests=max_running_requests,
+            **settings,
         )
