@@ -392,7 +392,7 @@ def estimate(query: Tensor, span: KeySpan, lse: Tensor, policy: XAttention, scal
         ROWS=rows,
         COLUMNS=_COLUMNS,
         num_warps=8,
-        num_stages=_stages_of(query),
+        num_stages=_stages_of(query, _COLUMNS),
         **_constants(query, span),
     )
 
@@ -454,7 +454,7 @@ def attend(
         BLOCK=block_size,
         IS_OWN=span.is_own,
         num_warps=8 if block_size == 128 else 4,
-        num_stages=_stages_of(query),
+        num_stages=_stages_of(query, block_size),
         **_constants(query, span),
     )
 
@@ -471,8 +471,9 @@ def _stored(buffer: Tensor) -> Tensor:
     return buffer.view(torch.uint8) if buffer.dtype is torch.float8_e4m3fn else buffer
 
 
-def _stages_of(query: Tensor) -> int:
-    return 1 if query.element_size() == 4 else 3  # tiles of float32 fill the shared memory
+def _stages_of(query: Tensor, block_size: int) -> int:
+    """Return how many tiles of keys are in flight; those above 32 KiB fill the shared memory of a multiprocessor."""
+    return 3 if block_size * triton.next_power_of_2(query.shape[2]) * query.element_size() <= 32768 else 1
 
 
 def _constants(query: Tensor, span: KeySpan) -> dict[str, Any]:
