@@ -29,8 +29,9 @@ from bench.kernel_setting import ON_GPU, ON_HOST, SLEEP_CYCLES, Geometry, Prepar
 from bench.peers import sglang
 from bench.strided_copy import strided_copies
 from bench.timing import Report, argument_parser, sample
-from transfer.copy import Digest, add_digest, head_slice_copier
+from transfer.copy import Digest, Kernels, add_digest, head_slice_copier
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest
+from transfer.layout import Range
 
 SIDES: tuple[Side, ...] = ("gather", "scatter")
 COPY, MEMCPY = "device copy", "memcpy"
@@ -64,8 +65,9 @@ def _measure_side(report: Report, prepared: Prepared, repetitions: int, peer: sg
     side, empty = prepared.side, cache_filler()
     on_device: Calls = {COPY: lambda: other.copy_(source), side: prepared.copy, f"{side} + digest": digesting}
     on_device |= strided_copies(prepared.geometry, side, prepared.wire)
-    in_a_row: Calls = {f"{side} + digest": digesting, "checks": _checks(prepared, total)}
-    calls: Calls = {f"{side} + digest": digesting}
+    in_torch = _in_torch(prepared, total)
+    in_a_row: Calls = {f"{side} + digest": digesting, "checks": _checks(prepared, total), f"{side} + digest in torch": in_torch}
+    calls: Calls = {f"{side} + digest": digesting, f"{side} + digest in torch": in_torch}
     if peer is not None and prepared.geometry.has_peer:
         kernel, call = _peer_calls(peer, prepared)
         on_device[f"SGLang {side} kernel"] = kernel
@@ -112,6 +114,20 @@ def _digesting(prepared: Prepared, digest: Digest) -> Callable[[], object]:
         add_digest(digest, prepared.wire, prepared.plan.num_wire_bytes)
 
     return in_two_passes
+
+
+def _in_torch(prepared: Prepared, digest: torch.Tensor) -> Callable[[], object]:
+    """Return the same copy and digest by plain torch (setting `kernels`)."""
+    geometry, heads, kernels = prepared.geometry, Range(begin=0, end=prepared.geometry.heads), Kernels.TORCH
+    what: dict[str, Any] = {"heads": heads, "wire_dtype": geometry.wire_dtype, "scales": geometry.scales()}
+    plan = head_slice_copier(prepared.pool, kernels=kernels, **what).plan(geometry.buffers())
+    move = plan.gather if prepared.side == "gather" else plan.scatter
+
+    def copy() -> None:
+        move(prepared.pages, prepared.wire)
+        add_digest(digest, prepared.wire, plan.num_wire_bytes, kernels)
+
+    return copy
 
 
 def _check(prepared: Prepared, digesting: Callable[[], object], total: torch.Tensor) -> None:

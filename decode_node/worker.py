@@ -27,6 +27,7 @@ from transfer.config import DecodeNodeConfig
 from transfer.connector.incoming_rank import IncomingRank
 from transfer.connector.messages import CancelIncoming, PagesReleased
 from transfer.connector.rank_report import RankReady, pool_status
+from transfer.copy.kernel_choice import choose_kernels
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import LocalProtocolError
 from transfer.layer_groups import PageCounts
@@ -92,7 +93,10 @@ class DecodeWorker:
     async def _open(self, undo: contextlib.AsyncExitStack) -> RankReady:
         """Open everything but the engine. If that fails, the caller runs `undo`."""
         config, engine = self._config, self._engine
-        transport = open_transport(config.transport, host=config.server.host, device_index=engine.pool.device.index)
+        kernels = await self._engine_thread.call(lambda: choose_kernels(config.kernels, engine.pool.device))
+        transport = open_transport(
+            config.transport, host=config.server.host, device_index=engine.pool.device.index, kernels=kernels
+        )
         opening = undo.enter_context(contextlib.ExitStack())
         opening.callback(transport.close)
         instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
@@ -118,6 +122,7 @@ class DecodeWorker:
             metrics=self._metrics,
             on_crash=self._crash,
             tracer=self._tracer,
+            kernels=kernels,
         )
         offload = await open_offload_rank(
             config,

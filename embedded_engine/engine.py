@@ -419,7 +419,7 @@ class EmbeddedEngine:
                 self._decoder.use_host_tier(tier)
         else:
             with self._step("allocating the buffers for host blocks", _HOST_BLOCKS_ADVICE):
-                self._host_pages = HostPages(self.pool, tier)
+                self._host_pages = HostPages(self.pool, tier, has_fetcher=self._has_decode_kernels)
         self._tier = tier
         self._checks = self._make_checks(host.num_pages)
 

@@ -34,17 +34,19 @@ class HostPages:
     Args:
         pool: The engine's pool.
         tier: Its host pages.
+        has_fetcher: Whether a Triton kernel fetches them on a GPU. Otherwise torch reads them where they lie, over the host link.
     """
 
-    def __init__(self, pool: KVPool, tier: HostBlocks) -> None:
+    def __init__(self, pool: KVPool, tier: HostBlocks, *, has_fetcher: bool = True) -> None:
         self.tier = tier
         self.device = pool.device
         self.fetcher: HostFetcher | None = None
         self.write_stream: torch.cuda.Stream | None = None
         if pool.device.type == "cuda":
-            from embedded_engine.host_fetcher import HostFetcher  # imports Triton, which a CPU does not need
+            if has_fetcher:
+                from embedded_engine.host_fetcher import HostFetcher  # imports Triton
 
-            self.fetcher = HostFetcher(pool, tier)
+                self.fetcher = HostFetcher(pool, tier)
             self.write_stream = torch.cuda.Stream(pool.device)
 
     @property

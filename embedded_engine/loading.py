@@ -16,6 +16,7 @@ from planner.model_directory import read_model_directory
 from planner.node_plan import DeviceMemory, graph_batch_sizes, node_plan_inputs, sparse_policy
 from planner.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.copy.kernel_choice import Kernels, choose_kernels
 from transfer.errors import ConfigError
 from transfer.layout import DType, Shard
 from transfer.sizes import finest_chunk_plan
@@ -106,6 +107,7 @@ class NodeEngine(EmbeddedEngine):
             MemoryPlanError: The other role's plan does not fit the device.
         """
         self.release_pool()
+        config = _with_chosen_kernels(config, self._device)
         shard = _shard_of(config, self.shard.tp_rank)
         planner = MemoryPlanner(config, self.files, shard, self._device, self._group, loaded_bytes=self.weights_bytes)
         self.open_pool(planner, shard=shard, **_role_settings(config))
@@ -131,6 +133,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> NodeEngin
     shard = _shard_of(config, rank)
     files.check_shard(shard)
     device = config.device if config.device == "cpu" else f"{config.device}:{config.first_device + rank}"
+    config = _with_chosen_kernels(config, torch.device(device))
     group = init_distributed(rank, tp_size, f"file://{rendezvous}", device=device) if tp_size > 1 else None
     planner = MemoryPlanner(config, files, shard, torch.device(device), group)
     engine = NodeEngine(
@@ -141,6 +144,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> NodeEngin
         dtype=None if config.dtype is None else DType(config.dtype),
         group=group,
         num_threads=config.parallel.threads_per_rank,
+        has_decode_kernels=config.device != "cpu" and config.kernels == "triton",
         **_role_settings(config),
     )
     engine.memory_plan, engine.memory_warnings = planner.plan, planner.warnings
@@ -150,6 +154,12 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> NodeEngin
 def _shard_of(config: NodeConfig, rank: int) -> Shard:
     pool = config.pool
     return Shard(tp_size=config.parallel.tp_size, tp_rank=rank, page_size=pool.page_size, order=pool.order, dtype=pool.dtype)
+
+
+def _with_chosen_kernels(config: NodeConfig, device: torch.device) -> NodeConfig:
+    """Return the settings with the outcome of `kernels` on a GPU, which the memory plan depends on."""
+    kernels = choose_kernels(config.kernels, device)
+    return config if kernels is Kernels.NUMPY else config.model_copy(update={"kernels": kernels.value})
 
 
 def _role_settings(config: NodeConfig) -> dict[str, Any]:

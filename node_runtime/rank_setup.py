@@ -24,7 +24,8 @@ from transfer.storage.open import check_store
 from transfer.tracing import Tracer
 from transfer.transport.base import Transport
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # leaders load no torch
+    from transfer.copy.kernel_choice import Kernels
     from transfer.transport.sessions import PeerTransport
 
 _LIBRARIES: Final = {
@@ -112,10 +113,13 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def open_transport(config: TransportConfig, *, host: str, device_index: int | None = None) -> Transport:
+def open_transport(
+    config: TransportConfig, *, host: str, device_index: int | None = None, kernels: Kernels | None = None
+) -> Transport:
     """Open the configured data plane.
 
     Args:
+        kernels: Implementation of the rank's copies. Plain torch does not store into a peer's memory, so ``cuda_ipc`` copies.
         device_index: The GPU of the rank's pool. None means that the pool is in host memory.
         host: Address that the node's ports bind. If it is a loopback address, UCX opens its ports on the loopback device only;
             UCX_NET_DEVICES in the environment has precedence.
@@ -123,6 +127,8 @@ def open_transport(config: TransportConfig, *, host: str, device_index: int | No
     Raises:
         ConfigError: The transport is not available on this machine, or not between processes.
     """
+    if kernels == "torch":
+        config = config.model_copy(update={"cuda_ipc": config.cuda_ipc.model_copy(update={"mode": "copy"})})
     options = {"NET_DEVICES": "lo"} if is_loopback(host) and "UCX_NET_DEVICES" not in os.environ else None
     if config.name == "auto":
         return _open_auto(config, options, device_index)

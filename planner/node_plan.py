@@ -99,6 +99,8 @@ class DeviceMemory:
 def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
     """Return the decode batch sizes with a CUDA graph: cuda_graph_bs if set, or 1, 2, 4 and every eighth size up to the maximum.
 
+    Steps in plain torch have none.
+
     Raises:
         ConfigError: A size in cuda_graph_bs exceeds limits.max_running_requests.
     """
@@ -106,10 +108,11 @@ def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
     if config.cuda_graph_bs is not None:
         if (most := max(config.cuda_graph_bs, default=0)) > running:
             raise ConfigError(f"cuda_graph_bs contains {most}, which exceeds limits.max_running_requests ({running})")
-        return tuple(sorted(set(config.cuda_graph_bs)))
-    most = running if asked is None else min(asked, running)
-    sizes = (1, 2, 4, *range(8, most, 8), most)
-    return tuple(sorted({size for size in sizes if 0 < size <= most}))
+        sizes = config.cuda_graph_bs
+    else:
+        most = running if asked is None else min(asked, running)
+        sizes = (1, 2, 4, *range(8, most, 8), most)
+    return () if config.kernels == "torch" else tuple(sorted({size for size in sizes if 0 < size <= most}))
 
 
 def node_plan_inputs(
@@ -140,7 +143,7 @@ def node_plan_inputs(
     elif isinstance(config, DecodeNodeConfig):
         ring_bytes = ring_capacity_bytes(config.ring, counted.total_bytes, device=config.device) + config.transport.probe_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
-        has_page_tables = not device.is_cpu
+        has_page_tables = not device.is_cpu and config.kernels != "torch"
     most_pages = config.most_pages
     return PlanInputs(
         model=model.shape,

@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from transfer.config import PrefillNodeConfig
+from transfer.copy.kernel_choice import Kernels
 from transfer.copy.piece_copier import PieceCopier
 from transfer.errors import ConfigError, LocalProtocolError, MemoryPlanError
 from transfer.host_memory import host_memory
@@ -36,16 +37,17 @@ class HostKv:
 
     Args:
         allocator: Pages of the device pool. Prompts in host memory use it for all groups except full attention.
+        kernels: See `PieceCopier`.
     """
 
-    def __init__(self, pool: KVPool, host: HostPool, allocator: GroupAllocator) -> None:
+    def __init__(self, pool: KVPool, host: HostPool, allocator: GroupAllocator, *, kernels: Kernels | None = None) -> None:
         self._host = host
         self._allocator = allocator
         self._pages = PageAllocator(host.num_pages[FULL])
         self._page_size = pool.page_size
         self._num_groups = len(pool.groups)
         self._device = pool.device
-        self.copier = PieceCopier(mixed_pool(pool, host, FULL), is_source=True)
+        self.copier = PieceCopier(mixed_pool(pool, host, FULL), is_source=True, kernels=kernels)
         """Prepares the pieces of these prompts."""
         self._requests: set[str] = set()
 
@@ -113,7 +115,7 @@ class HostKv:
 
 
 async def open_host_kv(
-    config: PrefillNodeConfig, engine: Any, *, allocator: GroupAllocator, engine_thread: WorkerThread
+    config: PrefillNodeConfig, engine: Any, *, allocator: GroupAllocator, engine_thread: WorkerThread, kernels: Kernels
 ) -> HostKv | None:
     """Return the host memory of a rank, or None without `offload`.
 
@@ -140,7 +142,7 @@ async def open_host_kv(
         host = HostPool(pool, num_pages=counts)
     await engine_thread.call(lambda: use_host_pool(host, block_bytes=settings.buffer_bytes))
     log.info("host_kv_memory", num_bytes=num_bytes, tokens=num_pages * pool.page_size)
-    return HostKv(pool, host, allocator)
+    return HostKv(pool, host, allocator, kernels=kernels)
 
 
 def _num_pages(config: PrefillNodeConfig, pool: KVPool) -> int:

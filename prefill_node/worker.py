@@ -30,6 +30,7 @@ from transfer.config import PrefillNodeConfig
 from transfer.connector.messages import CancelOutgoing, PagesReleased
 from transfer.connector.outgoing_rank import OutgoingRank
 from transfer.connector.rank_report import RankReady, pool_status
+from transfer.copy.kernel_choice import Kernels, choose_kernels
 from transfer.engine_types import DeviceEvent, PrefillCounts, PrefillItem, SamplingParams
 from transfer.errors import LocalProtocolError
 from transfer.instance import Instance
@@ -97,15 +98,18 @@ class PrefillWorker:
         """Load the engine; see `Worker.start`."""
         engine = await self._rank_engine.open(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         self._engine = engine
+        kernels = await self._engine_thread.call(lambda: choose_kernels(self._config.kernels, engine.pool.device))
         with contextlib.ExitStack() as undo:
             self._tracer = open_tracer(self._config.tracing, role=self._config.role, rank=self._spec.rank)
             if self._tracer is not None:
                 undo.callback(self._tracer.close)
             allocator = self._open_allocator()
-            host = await open_host_kv(self._config, engine, allocator=allocator, engine_thread=self._engine_thread)
+            host = await open_host_kv(
+                self._config, engine, allocator=allocator, engine_thread=self._engine_thread, kernels=kernels
+            )
             if host is not None:
                 undo.callback(host.close)
-            hello = self._open(undo, allocator, host)
+            hello = self._open(undo, allocator, host, kernels)
             undo.pop_all()
         return hello
 
@@ -114,10 +118,12 @@ class PrefillWorker:
         needs = page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens)
         return GroupAllocator(needs, pool.num_pages)
 
-    def _open(self, undo: contextlib.ExitStack, allocator: GroupAllocator, host: HostKv | None) -> RankReady:
+    def _open(self, undo: contextlib.ExitStack, allocator: GroupAllocator, host: HostKv | None, kernels: Kernels) -> RankReady:
         """Open everything but the engine and its host memory; if this fails, the caller runs `undo`."""
         engine = self._engine
-        transport = open_transport(self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index)
+        transport = open_transport(
+            self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index, kernels=kernels
+        )
         opening = undo.enter_context(contextlib.ExitStack())
         opening.callback(transport.close)
         instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
@@ -147,6 +153,7 @@ class PrefillWorker:
             metrics=self._metrics,
             on_crash=self._rank_engine.crash,
             tracer=self._tracer,
+            kernels=kernels,
         )
         sender = SenderLoop(
             context=context,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from transfer.config import TransportConfig
+from transfer.copy.kernel_choice import Kernels
 from transfer.instance import Instance
 from transfer.metrics import RankMetrics
 from transfer.tracing import Tracer
@@ -31,6 +32,7 @@ class RankContext:
         security: Protection of gRPC connections. None means plain text on loopback addresses.
         on_crash: Called with an error that must end the rank.
         tracer: Records spans of requests. None disables tracing.
+        kernels: Implementation of copies. None means the fastest for the device.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -43,3 +45,4 @@ class RankContext:
     metrics: RankMetrics
     on_crash: Callable[[BaseException], None]
     tracer: Tracer | None = None
+    kernels: Kernels | None = None

@@ -14,8 +14,8 @@ from transfer.errors import ConfigError
 from transfer.load_config import load_config
 
 KEPT: Final = (
-    "model", "engine", "device", "first_device", "dtype", "dummy_weights", "parallel", "server", "tls", "log", "restart",
-    "drain_timeout_s", "ready_file", "status_page",
+    "model", "engine", "device", "first_device", "dtype", "dummy_weights", "kernels", "parallel", "server", "tls", "log",
+    "restart", "drain_timeout_s", "ready_file", "status_page",
 )  # fmt: skip
 """Settings, and sections of them, that a change of role leaves as they are."""
 

@@ -28,7 +28,7 @@ from decode_node.rank_messages import (
     SavePages,
     StoreJob,
 )
-from transfer.copy.page_mover import PageCopy, PageMove, PageMover
+from transfer.copy.page_mover import PageCopy, PageMove, PageMover, movement_of
 from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
@@ -118,11 +118,13 @@ class OffloadRank:
         self._fingerprint = store_fingerprint(context.instance)
         self._save_thread = open_thread("save", context.loop, context.on_crash)
         self._load_thread = open_thread("load", context.loop, context.on_crash)
-        self._save_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
-        self._load_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
+        self._save_mover, self._load_mover = (
+            PageMover(pool, host, buffer_bytes=buffer_bytes, movement=movement_of(pool, host, buffer_bytes, context.kernels))
+            for _ in range(2)
+        )
         for mover in (self._save_mover, self._load_mover):
             mover.compile()  # on a GPU, the first copies would otherwise wait for the compiler
-        self.copier = PieceCopier(mixed_pool(pool, host, FULL), is_source=False)
+        self.copier = PieceCopier(mixed_pool(pool, host, FULL), is_source=False, kernels=context.kernels)
         """Prepares the pieces of prompts that arrive in host memory."""
         self._requests: dict[str, _Request] = {}
         self._storing: set[asyncio.Task[None]] = set()

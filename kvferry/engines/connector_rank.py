@@ -35,6 +35,7 @@ from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import BoundPages, IncomingRank, Settled
 from transfer.connector.outgoing_rank import OfferedPages, TransferEvent
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
+from transfer.copy.kernel_choice import Kernels, choose_kernels
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
@@ -250,11 +251,12 @@ class ConnectorRank:
                 by_layer=engine.reports_layers,
             )
             self._config = config.model_copy(update={"chunk": chunk})
+        kernels = await asyncio.to_thread(choose_kernels, self._config.kernels, pool.device)
         instance, address, ring_bytes = None, "", 0
         if PREFILL in self._sides:
-            instance = self._open_prefill(self._context_of(PREFILL, "prefill", incarnation))
+            instance = self._open_prefill(self._context_of(PREFILL, "prefill", incarnation, kernels))
         if DECODE in self._sides:
-            context = self._context_of(DECODE, "decode", incarnation)
+            context = self._context_of(DECODE, "decode", incarnation, kernels)
             instance = context.instance
             ring_bytes = ring_capacity_bytes(self._config.ring, device_bytes(pool.device), device=self._config.device)
             address = await self._open_decode(context, ring_bytes)
@@ -272,10 +274,10 @@ class ConnectorRank:
             min_layer_groups=MIN_LAYER_GROUPS if engine.reports_layers and pool.device.type == "cuda" else 1,
         )
 
-    def _context_of(self, side: Sides, role: str, incarnation: int) -> RankContext:
+    def _context_of(self, side: Sides, role: str, incarnation: int, kernels: Kernels) -> RankContext:
         """Return the context of one side, with a transport and metrics of its own."""
         config, device = self._config, self._engine.pool.device
-        transport = open_transport(config.transport, host=config.server.host, device_index=device.index)
+        transport = open_transport(config.transport, host=config.server.host, device_index=device.index, kernels=kernels)
         instance = own_instance(self._engine, transport, incarnation=incarnation, device_type=device.type)
         metrics = self._metrics[side] = RankMetrics(role=role, rank=self._rank)
         tracer = open_tracer(config.tracing, role=role, rank=self._rank)
@@ -293,6 +295,7 @@ class ConnectorRank:
             metrics=metrics,
             on_crash=self._thread.crash,
             tracer=tracer,
+            kernels=kernels,
         )
 
     def _open_prefill(self, context: RankContext) -> Instance:
@@ -303,7 +306,7 @@ class ConnectorRank:
             config.chunk, config.staging, engine.layout, engine.shard, device_bytes(device), device=config.device
         )
         with allocating("allocating the staging slots", device=device, advice=STAGING_ADVICE, num_bytes=num_slots * slot_bytes):
-            staging = StagingBuffer(num_bytes=num_slots * slot_bytes, device=device)
+            staging = StagingBuffer(num_slots * slot_bytes, device=device)
         log.info("staging_memory", num_bytes=staging.num_bytes, chunk_tokens=config.chunk.chunk_tokens)
         sender = SenderLoop(
             context=context,
@@ -328,7 +331,11 @@ class ConnectorRank:
         pages = BoundPages(send=self._send, on_news=self._news.append)
         probe_bytes = config.transport.probe_bytes
         memory = RingMemory.take(
-            context.transport, ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, advice=RING_ADVICE
+            context.transport,
+            ring_bytes=ring_bytes,
+            probe_bytes=probe_bytes,
+            device=pool.device,
+            advice=RING_ADVICE,
         )
         log.info("ring_memory", num_bytes=ring_bytes + probe_bytes)
         receiving = open_receiving(context=context, owner=pages.rank, pool=pool, memory=memory, server=config.server)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.request import urlopen
 
+import pytest
+
 from kvferry.engines.connector import DECODE, PREFILL
-from tests.connector.conftest import Start
-from tests.connector.instances import FROM, PROMPT, TO, target, wait_for
+from tests.connector.conftest import Pair, Start
+from tests.connector.instances import FROM, PROMPT, TO, hand_over, target, wait_for
+from transfer.copy.copier import CopyPlan
+from transfer.copy.torch_copy import TorchCopier
+from transfer.layout import WireBuffer
+from transfer.pool.kv_pool import PagedKVPool
 
 
 def test_an_instance_that_is_both_sides(start: Start) -> None:
@@ -28,3 +35,17 @@ def test_an_instance_that_is_both_sides(start: Start) -> None:
             assert f"kvferry_requests_total{{{outcome}}} 1.0" in page
     finally:
         last.close()
+
+
+def test_both_sides_copy_with_the_kernels_that_are_set(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[PagedKVPool] = []
+    plan_of = TorchCopier.plan
+
+    def plan(copier: TorchCopier, buffers: Sequence[WireBuffer]) -> CopyPlan:
+        copied.append(copier.pool)
+        return plan_of(copier, buffers)
+
+    monkeypatch.setattr(TorchCopier, "plan", plan)
+    source, decode = pair({"settings": {"kernels": "torch"}}, {"kernels": "torch"})
+    hand_over(source, decode, "a")
+    assert {id(pool) for pool in copied} == {id(one.pools[0].part_of(0)) for one in (source, decode)}

@@ -31,15 +31,15 @@ def vllm_pool(shard: Shard, device: str) -> KVPool:
     return PoolView(layout=LAYOUT, shard=shard, buffers=buffers)
 
 
-def settings(transport: str) -> dict[str, object]:
-    return {"transport.name": transport, "device": "cuda", "ring.capacity_bytes": 1 << 22}
+def settings(transport: str, kernels: str) -> dict[str, object]:
+    return {"transport.name": transport, "kernels": kernels, "device": "cuda", "ring.capacity_bytes": 1 << 22}
 
 
-def prefill_side(pipe: Connection, transport: str, order: TokenOrder) -> None:
+def prefill_side(pipe: Connection, transport: str, kernels: str, order: TokenOrder) -> None:
     source = Instance(
         PREFILL,
         tp_size=2,
-        settings=settings(transport),
+        settings=settings(transport, kernels),
         pool_of=lambda shard: vllm_pool(Shard(tp_size=2, tp_rank=shard.tp_rank, page_size=16, order=order), "cuda:0"),
     )
     try:
@@ -63,18 +63,20 @@ def prefill_side(pipe: Connection, transport: str, order: TokenOrder) -> None:
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))
-@pytest.mark.parametrize("transport", ["ucx", "cuda_ipc", "nixl"])
-def test_a_prompt_in_vllms_tensors(transport: str, order: TokenOrder) -> None:
+@pytest.mark.parametrize(
+    ("transport", "kernels"), [("ucx", "triton"), ("cuda_ipc", "triton"), ("cuda_ipc", "torch"), ("nixl", "triton")]
+)
+def test_a_prompt_in_vllms_tensors(transport: str, kernels: str, order: TokenOrder) -> None:
     device = f"cuda:{torch.cuda.device_count() - 1}"
     torch.cuda.set_device(device)
     pipe, theirs = multiprocessing.Pipe()
-    other = multiprocessing.get_context("spawn").Process(target=prefill_side, args=(theirs, transport, order))
+    other = multiprocessing.get_context("spawn").Process(target=prefill_side, args=(theirs, transport, kernels, order))
     other.start()
     try:
         assert pipe.poll(120), "the prefill side has not started"
         address = pipe.recv()
         decode = target(
-            address, page_size=32, pool_of=lambda shard: vllm_pool(Shard(page_size=32), device), **settings(transport)
+            address, page_size=32, pool_of=lambda shard: vllm_pool(Shard(page_size=32), device), **settings(transport, kernels)
         )
         try:
             decode.leader.want("b", "t", address, PROMPT)

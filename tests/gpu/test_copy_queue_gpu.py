@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.runtime.pieces import piece_of
 from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.copy import Kernels
 from transfer.copy.copy_queue import CopyQueue, open_copy_queue
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
@@ -32,14 +33,14 @@ class Side:
     queue: CopyQueue
 
     @classmethod
-    def open(cls, name: str) -> Side:
+    def open(cls, name: str, kernels: Kernels) -> Side:
         device = torch.device("cuda", torch.cuda.current_device())
         pool = KVPool(layout=LAYOUT, shard=Shard(page_size=16), num_pages=8, device=device)
         for buffer in (pool.buffer(layer, is_v=is_v) for layer in range(LAYOUT.num_layers) for is_v in (False, True)):
             buffer.normal_(std=float(name == "gather"))
         torch.cuda.synchronize()
         queue = open_copy_queue(name, device, asyncio.get_running_loop(), _crash)
-        return cls(name, pool, PieceCopier(pool, is_source=name == "gather"), queue)
+        return cls(name, pool, PieceCopier(pool, is_source=name == "gather", kernels=kernels), queue)
 
     def piece(self) -> PieceCopy:
         (route,) = routes(LAYOUT, Shard(page_size=16), Shard(page_size=16))
@@ -80,8 +81,9 @@ async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool, flo
 
 
 @pytest.mark.timeout(300)
-async def test_a_piece_goes_from_pool_to_pool_with_its_digest() -> None:
-    source, target = Side.open("gather"), Side.open("scatter")
+@pytest.mark.parametrize("kernels", [Kernels.TRITON, Kernels.TORCH])
+async def test_a_piece_goes_from_pool_to_pool_with_its_digest(kernels: Kernels) -> None:
+    source, target = Side.open("gather", kernels), Side.open("scatter", kernels)
     wire = source.wire()
     for _ in range(3):  # the digest is the difference to the copy before
         found, seconds = await gathered(source, wire, None)

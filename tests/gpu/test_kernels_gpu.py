@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from tests.gpu.busy import occupy
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
-from transfer.copy import add_digest, head_slice_copier
-from transfer.copy.reference import ReferenceCopier, reference_words_sum
+from transfer.copy import Kernels, add_digest, head_slice_copier
 from transfer.copy.request_tables import RequestTables
+from transfer.copy.torch_copy import TorchCopier, words_sum
 from transfer.layout import DType, HeadSlice, KVLayout, Range, Route, Shard, TokenOrder, WireBuffer, wire_buffers
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool, as_words
 
@@ -68,7 +68,7 @@ def test_conversions_are_exact_for_every_pattern(source: DType, target: DType, s
     wire, expected = (torch.zeros(65536 * target.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     pages = torch.zeros(1, dtype=torch.int64, device="cuda")
     head_slice_copier(pool, **what).plan([buffer]).gather(pages, wire)
-    ReferenceCopier(pool, **what).plan([buffer]).gather(pages, expected)
+    TorchCopier(pool, **what).plan([buffer]).gather(pages, expected)
     found, right = wire.view(TORCH_DTYPES[target]), expected.view(TORCH_DTYPES[target])
     is_nan = right.float().isnan()
     assert torch.equal(found.float().isnan(), is_nan)
@@ -123,17 +123,24 @@ def test_offsets_beyond_32_bits() -> None:
     add_digest(arrived, out, out.numel())
     assert int(sent) != 0 and int(arrived) == (2 * int(sent) + 2**63) % 2**64 - 2**63
     quarter = out.numel() // 8
-    parts = sum(reference_words_sum(out[begin : begin + quarter], begin // 8) for begin in range(0, out.numel(), quarter))
+    parts = sum(int(words_sum(out[begin : begin + quarter], begin // 8)) for begin in range(0, out.numel(), quarter))
     assert (int(sent) - parts) % 2**64 == 0
 
 
-def test_runs_behind_the_current_stream_and_waits_for_nothing() -> None:
+@pytest.mark.parametrize("kernels", [Kernels.TRITON, Kernels.TORCH])
+def test_runs_behind_the_current_stream_and_waits_for_nothing(kernels: Kernels) -> None:
     """A gather queued behind a slow fill of the pool sees what was filled, and the call is over long before."""
     case = shape(DType.BFLOAT16, DType.BFLOAT16, 16, 128, TokenOrder.NHD)
     pool, out = case.pool("cuda", seed=9), case.wire("cuda")
-    plan = head_slice_copier(pool, heads=case.heads, wire_dtype=case.wire_dtype).plan(case.buffers)
+    plan = head_slice_copier(pool, heads=case.heads, wire_dtype=case.wire_dtype, kernels=kernels).plan(case.buffers)
     table, total = case.table("cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
-    plan.gather(table, out, digest=total)  # compiled now
+
+    def gather() -> None:
+        plan.gather(table, out, digest=total if plan.can_digest else None)
+        if not plan.can_digest:
+            add_digest(total, out, plan.num_wire_bytes, kernels)
+
+    gather()  # compiled and loaded now
     torch.cuda.synchronize()
     total.zero_()
     stream, event = torch.cuda.Stream(), torch.cuda.Event()
@@ -143,12 +150,12 @@ def test_runs_behind_the_current_stream_and_waits_for_nothing() -> None:
         for layer in range(3):
             pool.buffer(layer, is_v=False).fill_(3.0)
             pool.buffer(layer, is_v=True).fill_(3.0)
-        plan.gather(table, out, digest=total)
+        gather()
         event.record()
     assert not event.query()
     event.synchronize()
     assert bool((out[: plan.num_wire_bytes].view(torch.bfloat16) == 3.0).all())
-    assert int(total) % 2**64 == reference_words_sum(out[: plan.num_wire_bytes])
+    assert int(total) % 2**64 == int(words_sum(out[: plan.num_wire_bytes])) % 2**64
 
 
 def test_a_stream_that_is_slow_with_a_table_holds_no_other_up() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, WORD_BYTES, HostDigest
 from transfer.copy.digest import digest as digest_of
-from transfer.copy.reference import ReferenceCopier, reference_words_sum
+from transfer.copy.torch_copy import TorchCopier, words_sum
 from transfer.layout import (
     DType,
     HeadSlice,
@@ -181,7 +181,7 @@ def assert_agrees(case: Case, implementation: type[HeadSliceCopier], device: str
     """
     source = case.pool(device, seed=1)
     table, expected, first = case.table(device), case.wire(device), case.first_page
-    case.plan(ReferenceCopier, source).gather(table, expected, first_page=first)
+    case.plan(TorchCopier, source).gather(table, expected, first_page=first)
     plan = case.plan(implementation, source)
     for digest in digests(plan, device, has_kernels=has_kernels):
         wire = case.wire(device)
@@ -189,7 +189,7 @@ def assert_agrees(case: Case, implementation: type[HeadSliceCopier], device: str
         assert torch.equal(wire, expected)
         assert_digest(digest, wire, plan)
         reference, target = case.pool(device, seed=2), case.pool(device, seed=2)
-        case.plan(ReferenceCopier, reference).scatter(table, expected, first_page=first)
+        case.plan(TorchCopier, reference).scatter(table, expected, first_page=first)
         onto = case.plan(implementation, target)
         digest = next(again for again in digests(onto, device, has_kernels=has_kernels) if type(again) is type(digest))
         onto.scatter(table, expected, first_page=first, digest=digest)
@@ -213,7 +213,7 @@ def assert_digest(found: Digest | None, wire: Tensor, plan: CopyPlan) -> None:
     elif found is not None:
         # Each buffer is whole words, at its place in the wire.
         sums = [
-            reference_words_sum(wire[one.offset_bytes : one.offset_bytes + one.num_bytes], one.offset_bytes // WORD_BYTES)
+            int(words_sum(wire[one.offset_bytes : one.offset_bytes + one.num_bytes], one.offset_bytes // WORD_BYTES))
             for one in plan.buffers
         ]
         assert (int(found) - START - sum(sums)) % 2**64 == 0

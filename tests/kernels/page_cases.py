@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.runtime.scattered_tiers import HYBRID
 from transfer.copy.page_mover import PageCopy, PageMove, PageMovement, PageMover
-from transfer.copy.reference import ReferencePageMovement
+from transfer.copy.torch_copy import TorchPageMovement
 from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.host_pool import HostPool
@@ -131,12 +131,16 @@ def assert_moves(case: PageCase, side: Side, make: MakeMovement, device: str = "
     moves = case.moves(side, pool, host)
     buffer_bytes = 2 * case.buffer_pages * max(host.page_bytes)
     found = _run(side, pool, host, make, moves, buffer_bytes)
-    expected = _run(side, expected_pool, expected_host, lambda *pools: ReferencePageMovement(*pools[:2]), moves, buffer_bytes)
+    expected = _run(side, expected_pool, expected_host, _by_torch, moves, buffer_bytes)
     assert found == expected
     pairs = zip((*device_words(pool), *host_words(host)), (*device_words(expected_pool), *host_words(expected_host)), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
     for one in (host, expected_host):
         one.close()
+
+
+def _by_torch(pool: KVPool, host: HostPool, buffer_bytes: int) -> PageMovement:
+    return TorchPageMovement(pool, host, buffer_bytes=buffer_bytes)
 
 
 def _run(

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer.copy import Kernels, add_digest, torch_copy
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, STEP, HostDigest, digest, digests_for, words_sum
-from transfer.copy.reference import reference_words_sum
 from transfer.errors import ConfigError
 
 MASK = 2**64 - 1
@@ -53,7 +53,7 @@ def test_parts_of_any_size_are_the_whole(payload: bytes, cuts: list[int]) -> Non
         assert found.value() == digest(payload, algorithm)
     assert digest(payload, DIGEST_WORDS) == by_definition(payload)
     tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
-    assert reference_words_sum(tensor) == digest(payload, DIGEST_WORDS)
+    assert int(torch_copy.words_sum(tensor)) % 2**64 == digest(payload, DIGEST_WORDS)
 
 
 def test_large_payloads_are_summed_over_blocks() -> None:
@@ -62,6 +62,16 @@ def test_large_payloads_are_summed_over_blocks() -> None:
     words = np.frombuffer(payload[:800_000], dtype=np.uint64)
     halves = words_sum(words[:30_001], 0) + words_sum(words[30_001:], 30_001)
     assert halves & MASK == words_sum(words, 0) == digest(payload[:800_000], DIGEST_WORDS)
+
+
+@pytest.mark.parametrize(("begin", "num_bytes"), [(0, 16 << 20), (3, (16 << 20) + 5), (8, 11), (0, 0)])
+def test_plain_torch_adds_the_words_of_a_wire(begin: int, num_bytes: int) -> None:
+    """In blocks, from any place of its memory on; the last word is not whole."""
+    memory = torch.randint(256, ((16 << 20) + 64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    wire = memory[begin:]
+    total = torch.full((1,), 3, dtype=torch.int64)
+    add_digest(total, wire, num_bytes, Kernels.TORCH)
+    assert (int(total) - 3) % 2**64 == digest(wire[:num_bytes], DIGEST_WORDS)
 
 
 PLAIN = {

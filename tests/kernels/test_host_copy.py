@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, cases, fill
 from transfer.copy import head_slice_copier, host_copy
 from transfer.copy.host_copy import HostCopier, TokenRun, plan_tokens
-from transfer.copy.reference import ReferenceCopier
+from transfer.copy.torch_copy import TorchCopier
 from transfer.layout import DType, KVLayout, Range, Shard, TokenOrder, WireBuffer
 from transfer.pool.kv_pool import LayerBuffers, PagedKVPool, as_words
 
@@ -85,7 +85,7 @@ def test_works_on_an_engines_own_tensors(own: Callable[[], list[LayerBuffers]], 
     ]
     wires = [torch.zeros(4 * 15 * 12 * element_bytes, dtype=torch.uint8) for _ in range(2)]
     pages = torch.tensor([6, 0, 2, 3, 5])
-    for kind, target, wire in zip((HostCopier, ReferenceCopier), targets, wires, strict=True):
+    for kind, target, wire in zip((HostCopier, TorchCopier), targets, wires, strict=True):
         kind(pool, heads=Range(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, wire)
         kind(target, heads=Range(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, wires[0])
     assert torch.equal(*wires) and bool(wires[0].any())
@@ -117,14 +117,12 @@ def test_offsets_beyond_32_bits(order: TokenOrder) -> None:
         k[page] = torch.randint(-99, 99, inner, dtype=torch.int8)
     wire, expected = torch.zeros(8 * 8, dtype=torch.uint8), torch.zeros(8 * 8, dtype=torch.uint8)
     buffer = WireBuffer(layer=0, is_v=False, tokens=Range(begin=0, end=8), row_bytes=8, offset_bytes=0)
-    for copier, out in ((head_slice_copier, wire), (ReferenceCopier, expected)):
+    for copier, out in ((head_slice_copier, wire), (TorchCopier, expected)):
         copier(pool, heads=Range(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(torch.tensor([2, 0]), out)
     assert torch.equal(wire, expected)
     head_slice_copier(pool, heads=Range(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).scatter(torch.tensor([0, 2]), wire)
     gathered = torch.zeros_like(wire)
-    ReferenceCopier(pool, heads=Range(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(
-        torch.tensor([0, 2]), gathered
-    )
+    TorchCopier(pool, heads=Range(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(torch.tensor([0, 2]), gathered)
     assert torch.equal(gathered, wire)
 
 

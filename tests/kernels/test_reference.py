@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tests.kernels.kernel_cases import SENTINEL, Case, cases
-from transfer.copy.reference import ReferenceCopier
+from transfer.copy.torch_copy import TorchCopier
 from transfer.errors import LayoutError
 from transfer.layout import DType, TokenOrder
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool, convert
@@ -27,7 +27,7 @@ def place(case: Case, token: int) -> int:
 @given(case=cases(max_page_size=4, max_pages=4, max_dim=5))
 def test_gather_is_what_the_loops_say(case: Case) -> None:
     pool, out = case.pool("cpu", seed=3), case.wire("cpu")
-    case.plan(ReferenceCopier, pool).gather(case.table("cpu"), out, first_page=case.first_page)
+    case.plan(TorchCopier, pool).gather(case.table("cpu"), out, first_page=case.first_page)
     rows = [
         convert(
             element(pool, pool.buffer(buffer.layer, is_v=buffer.is_v), place(case, token), head),
@@ -48,9 +48,9 @@ def test_gather_is_what_the_loops_say(case: Case) -> None:
 def test_scatter_is_what_the_loops_say(case: Case) -> None:
     wire = case.wire("cpu")
     source = case.pool("cpu", seed=3)
-    case.plan(ReferenceCopier, source).gather(case.table("cpu"), wire, first_page=case.first_page)
+    case.plan(TorchCopier, source).gather(case.table("cpu"), wire, first_page=case.first_page)
     target, expected = case.pool("cpu", seed=4), case.pool("cpu", seed=4)
-    case.plan(ReferenceCopier, target).scatter(case.table("cpu"), wire, first_page=case.first_page)
+    case.plan(TorchCopier, target).scatter(case.table("cpu"), wire, first_page=case.first_page)
     for buffer in case.buffers:
         rows = wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes].view(TORCH_DTYPES[case.wire_dtype])
         rows = rows.view(len(buffer.tokens), len(case.heads), -1)

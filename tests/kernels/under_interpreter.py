@@ -11,6 +11,7 @@ from transfer.copy import add_digest
 from transfer.copy.device_page_mover import DevicePageMovement
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.head_slice import TritonCopier
+from transfer.copy.kernel_choice import triton_defect
 from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, TokenOrder
 
 
@@ -33,6 +34,7 @@ def test_heads_are_gathered_and_scattered(wire_dtype: DType) -> None:
 
 def test_words_are_summed() -> None:
     wire = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    assert triton_defect(wire.device) == ""
     total = torch.full((1,), 3, dtype=torch.int64)
     add_digest(total, wire, 17_333)
     assert (int(total) - 3) % 2**64 == digest(wire[:17_333], DIGEST_WORDS)

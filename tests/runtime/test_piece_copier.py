@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.runtime.pieces import piece_of
 from tests.runtime.scattered_tiers import HYBRID, GroupPages
 from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
-from transfer.copy import Digest
+from transfer.copy import Digest, Kernels
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.copy.piece_copier import PieceCopier
-from transfer.copy.reference import ReferenceCopier
+from transfer.copy.torch_copy import TorchCopier
 from transfer.layer_groups import PageNeeds, layer_groups
 from transfer.layout import (
     DType,
@@ -41,8 +41,8 @@ def pages_of(shard: Shard, num_tokens: int, *, seed: int, in_flight: int) -> Gro
     return pages
 
 
-def empty_digest(algorithm: str, has_kernels: bool) -> Digest:
-    return torch.zeros(1, dtype=torch.int64) if has_kernels else HostDigest(algorithm)
+def empty_digest(algorithm: str, kernels: Kernels) -> Digest:
+    return torch.zeros(1, dtype=torch.int64) if kernels is Kernels.TRITON else HostDigest(algorithm)
 
 
 def value(found: Digest) -> int:
@@ -56,7 +56,7 @@ def carry_over(
     num_tokens: int,
     *,
     algorithm: str = DIGEST_XXH3,
-    has_kernels: bool = False,
+    kernels: Kernels = Kernels.NUMPY,
 ) -> None:
     """A prompt from every prefill rank to every decode rank, piece by piece, and a check of all that decode may read."""
     sources = [pages_of(prefill.at(rank), num_tokens, seed=rank, in_flight=num_tokens) for rank in range(prefill.num_ranks)]
@@ -67,7 +67,7 @@ def carry_over(
                 pages.write("a", layer, Range(begin=0, end=num_tokens))
     targets = [pages_of(decode.at(rank), num_tokens, seed=100 + rank, in_flight=1) for rank in range(decode.num_ranks)]
     dtype = wire_dtype(HYBRID, prefill, decode)
-    copiers = {id(pages): PieceCopier(pages.pool, is_source=pages in sources) for pages in (*sources, *targets)}
+    copiers = {id(pages): PieceCopier(pages.pool, is_source=pages in sources, kernels=kernels) for pages in (*sources, *targets)}
     for pages in targets:
         pages.allocator.begin_at("a", num_tokens)
     chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers)
@@ -76,7 +76,7 @@ def carry_over(
         for chunk, num_bytes in Pieces(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
             wire = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
             piece = piece_of(HYBRID, route, chunk, num_tokens=num_tokens, dtype=dtype)
-            sent, found = empty_digest(algorithm, has_kernels), empty_digest(algorithm, has_kernels)
+            sent, found = empty_digest(algorithm, kernels), empty_digest(algorithm, kernels)
             copiers[id(source)].prepare(piece, source.allocator.tables("a")).gather(wire, sent)
             copiers[id(target)].prepare(piece, target.cover("a", chunk.tokens.end)).scatter(wire, found)
             assert value(sent) == value(found) == digest(wire, algorithm)
@@ -101,11 +101,12 @@ shards = st.builds(
     plan=st.builds(ChunkPlan, chunk_tokens=st.integers(1, 40), layers_per_group=st.integers(0, 7)),
     num_tokens=st.integers(1, 90),
     algorithm=st.sampled_from((DIGEST_XXH3, DIGEST_WORDS)),
+    kernels=st.sampled_from((Kernels.NUMPY, Kernels.TORCH)),
 )
 def test_a_prompt_is_carried_over_piece_by_piece(
-    prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int, algorithm: str
+    prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int, algorithm: str, kernels: Kernels
 ) -> None:
-    carry_over(prefill, decode, plan, num_tokens, algorithm=algorithm)
+    carry_over(prefill, decode, plan, num_tokens, algorithm=algorithm, kernels=kernels)
 
 
 def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: int, dtype: DType, num_bytes: int) -> torch.Tensor:
@@ -114,7 +115,7 @@ def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: in
     what: dict[str, Any] = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
     for buffer in wire_buffers(HYBRID, route, **what):
         own = HYBRID.layers[buffer.layer].dtype or dtype
-        copier = ReferenceCopier(pages.pool.part_of(buffer.layer), heads=route.heads.source, wire_dtype=own)
+        copier = TorchCopier(pages.pool.part_of(buffer.layer), heads=route.heads.source, wire_dtype=own)
         table = torch.tensor(pages.allocator.tables("a")[pages.pool.group_of(buffer.layer)])
         first_page = buffer.tokens.begin // copier.pool.page_size
         begin = buffer.tokens.begin % copier.pool.page_size

@@ -75,6 +75,8 @@ def test_a_decode_rank_counts_its_ring_and_its_graphs() -> None:
         ({"cuda_graph_max_bs": 0}, ()),
         ({"cuda_graph_bs": [20, 3, 3]}, (3, 20)),
         ({"cuda_graph_bs": []}, ()),
+        ({"cuda_graph_bs": [3], "kernels": "torch"}, ()),
+        ({"cuda_graph_max_bs": 9, "kernels": "torch"}, ()),
     ],
 )
 def test_the_batches_with_a_graph_can_be_chosen(settings: dict[str, Any], batches: tuple[int, ...]) -> None:
@@ -97,7 +99,8 @@ def test_invalid_cuda_graph_batches_are_rejected() -> None:
 def test_page_tables_are_counted_where_there_are_any() -> None:
     config = decode(limits={"max_running_requests": 20, "max_seq_len": 1000})
     assert make_plan(inputs_of(config)).page_table_bytes == 21 * 1024 * 4
-    for without in (inputs_of(config, CPU), inputs_of(prefill()), inputs_of(prefill(), CPU)):
+    in_torch = decode(kernels="torch")
+    for without in (inputs_of(config, CPU), inputs_of(in_torch), inputs_of(prefill()), inputs_of(prefill(), CPU)):
         assert make_plan(without).planned_bytes("page_tables") == 0
 
 

@@ -54,6 +54,13 @@ class ClientConfig(ProcessConfig):
 class InstanceConfig(ProcessConfig):
     """Settings of each instance that transfers KV: a daemon, or an engine that loads kvferry."""
 
+    kernels: Literal["auto", "triton", "torch"] = Field(
+        default="auto",
+        description=(
+            "Kernels on a GPU, see docs/operations.md. auto: Triton, or plain torch if Triton cannot compile at start. triton: "
+            "refuse to start instead. torch: plain torch, also on cpu; slower."
+        ),
+    )
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
     heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Heartbeats.")

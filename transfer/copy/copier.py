@@ -40,7 +40,7 @@ class CopyPlan(ABC):
         num_moved_bytes: Bytes of the buffers; less than `num_wire_bytes` if other buffers or gaps lie between them.
         used_pages: Used entries of a page table, counted from the one with the buffers' token 0.
         can_digest: Whether a call can add the digest of the bytes of these buffers. In host memory the buffers must be the wire's
-            bytes from its start on, in order and without gaps. On a GPU each must be whole words.
+            bytes from its start on, in order and without gaps. On a GPU each must be whole words, and plain torch never can.
     """
 
     def __init__(self, copier: HeadSliceCopier, buffers: Sequence[WireBuffer]) -> None:
@@ -64,7 +64,7 @@ class CopyPlan(ABC):
 
         Args:
             pages: int64 [n], contiguous, on the pool's device: a page table in the order of its tokens. Checked on CPU. On a GPU
-                it is not, but entries outside the pool are skipped.
+                `RequestTables` checks it, and the Triton kernel skips entries outside the pool.
             out: At least `num_wire_bytes` bytes that the pool's device can write, aligned to the wire dtype. A uint8 tensor for a
                 pool in host memory.
             first_page: The entry of `pages` whose first token is the buffers' token 0.
@@ -261,3 +261,11 @@ def check_pages(pages: Tensor, num_pages: int) -> None:
     ordered = pages.sort().values
     if bool((is_repeated := ordered[1:] == ordered[:-1]).any()):
         raise LayoutError(f"pages names page {int(ordered[1:][is_repeated][0])} twice; the pages of one table are distinct")
+
+
+def check_device_digest(digest: Digest, device: torch.device) -> None:
+    """Raise LayoutError if the digest is not an int64 tensor [1] on the device."""
+    if not isinstance(digest, Tensor):
+        raise LayoutError(f"digest is a {type(digest).__name__}; for a pool on {device} it must be an int64 tensor [1] there")
+    if digest.dtype is not torch.int64 or digest.numel() != 1 or digest.device != device:
+        raise LayoutError(f"digest is {digest.dtype} {tuple(digest.shape)} on {digest.device}; must be int64 [1] on {device}")

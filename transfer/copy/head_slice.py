@@ -20,12 +20,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, check_device_digest
 from transfer.copy.copy_kernel import MAX_PIECES, WORD_TYPES, copy_pieces, piece_words
 from transfer.copy.digest import WORD_BYTES
 from transfer.copy.elements import ELEMENT_TYPES
 from transfer.copy.launch import IS_INTERPRETED, Launcher, Stream, current_stream, upload
-from transfer.copy.words import check_digest
 from transfer.errors import LayoutError
 from transfer.layout import DType, Range, WireBuffer
 from transfer.pool.kv_pool import PagedKVPool, scale_factor
@@ -141,7 +140,7 @@ class _TritonPlan(CopyPlan):
         return is_copy and math.gcd(WORD_BYTES, copier.pool_common, *on_wire) == WORD_BYTES
 
     def _check_digest(self, digest: Digest) -> None:
-        check_digest(digest, self._pool.device)
+        check_device_digest(digest, self._pool.device)
 
     def _check_address_only(self, wire: WireMemory, name: str) -> None:
         device_index, device = getattr(wire, "device_index", None), self._pool.device

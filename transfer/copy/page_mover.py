@@ -1,7 +1,7 @@
 """Move whole pages between the device pool and the host pool, and between places of the device pool.
 
-`PageMover` checks a request and leaves the copies to the fastest movement for the pool's device. All movements agree byte for
-byte with `transfer.copy.reference`. Triton is imported only for a pool on a GPU.
+`PageMover` checks a request and leaves the copies to a movement, by default the fastest one for the pool's device. All movements
+agree byte for byte with `transfer.copy.torch_copy`. Triton is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from transfer.copy.kernel_choice import Kernels
 from transfer.copy.page_segments import Direction, PageNumbers, PagePairs, WorkBefore
 from transfer.errors import ConfigError, LayoutError
 from transfer.pool.host_pool import HostPool
@@ -139,15 +140,21 @@ class PageMover:
         return sum(len(one.source_pages) * self._host.page_bytes[one.group] for one in pairs)
 
 
-def movement_of(pool: KVPool, host: HostPool, buffer_bytes: int) -> PageMovement:
-    """Return the fastest movement for the pool's device."""
-    if pool.device.type == "cpu":
-        from transfer.copy.host_page_mover import HostPageMovement
+def movement_of(pool: KVPool, host: HostPool, buffer_bytes: int, kernels: Kernels | None = None) -> PageMovement:
+    """Return the movement of an implementation. None means the fastest for the pool's device."""
+    match kernels or Kernels.fastest(pool.device):
+        case Kernels.TORCH:
+            from transfer.copy.torch_copy import TorchPageMovement
 
-        return HostPageMovement(pool, host)
-    from transfer.copy.device_page_mover import DevicePageMovement
+            return TorchPageMovement(pool, host, buffer_bytes=buffer_bytes)
+        case Kernels.NUMPY:
+            from transfer.copy.host_page_mover import HostPageMovement
 
-    return DevicePageMovement(pool, host, buffer_bytes=buffer_bytes)
+            return HostPageMovement(pool, host)
+        case Kernels.TRITON:
+            from transfer.copy.device_page_mover import DevicePageMovement
+
+            return DevicePageMovement(pool, host, buffer_bytes=buffer_bytes)
 
 
 def _checked(name: str, pages: Sequence[int], num_pages: int) -> PageNumbers:

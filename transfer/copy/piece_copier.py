@@ -22,6 +22,7 @@ from transfer.copy import (
     CopyPlan,
     Digest,
     HeadSliceCopier,
+    Kernels,
     WireMemory,
     add_digest,
     compile_add_digest,
@@ -57,6 +58,7 @@ class PieceCopy:
     Args:
         plans: One for each group that the piece has layers of, by index of the group.
         device: Device of the pool.
+        kernels: Implementation of the plans.
         num_wire_bytes: Size of the payload in bytes.
         can_digest: Whether the plans together digest the piece. Otherwise the digest is one more pass over the wire.
         tables: For each plan the request's page table: int64 [n] in host memory, or kept on the pool's device.
@@ -65,25 +67,26 @@ class PieceCopy:
 
     plans: Mapping[int, CopyPlan]
     device: torch.device
+    kernels: Kernels
     num_wire_bytes: int
     can_digest: bool
     tables: Sequence[Tensor | DeviceTable] = ()
     first_pages: Sequence[int] = ()
 
     @classmethod
-    def of(cls, plans: Mapping[int, CopyPlan], device: torch.device) -> PieceCopy:
+    def of(cls, plans: Mapping[int, CopyPlan], device: torch.device, kernels: Kernels) -> PieceCopy:
         """Create the copy of all pieces with these plans, without page tables: it can be compiled."""
         num_wire_bytes = max((plan.num_wire_bytes for plan in plans.values()), default=0)
         is_gapless = sum(plan.num_moved_bytes for plan in plans.values()) == num_wire_bytes
         can_digest = is_gapless and all(plan.can_digest for plan in plans.values())
-        return cls(plans=plans, device=device, num_wire_bytes=num_wire_bytes, can_digest=can_digest)
+        return cls(plans=plans, device=device, kernels=kernels, num_wire_bytes=num_wire_bytes, can_digest=can_digest)
 
     def is_compiled(self, wire_address: int, *, is_gather: bool) -> bool:
         """Return whether a copy with a digest, from or to a wire at that address, would only be queued.
 
         On a GPU the first copy of its kind compiles kernels, for seconds. The first of each plan uploads tables, and waits.
         """
-        if not self.can_digest and not is_add_digest_compiled(self.device, wire_address, self.num_wire_bytes):
+        if not self.can_digest and not is_add_digest_compiled(self.device, wire_address, self.num_wire_bytes, self.kernels):
             return False
         return all(
             plan.is_compiled(wire_address, has_digest=self.can_digest, is_gather=is_gather) for plan in self.plans.values()
@@ -92,7 +95,7 @@ class PieceCopy:
     def compile(self, wire_address: int, *, is_gather: bool) -> None:
         """Compile and upload what `is_compiled` requires, without a copy. Safe on any thread during other copies; idempotent."""
         if not self.can_digest:
-            compile_add_digest(self.device, wire_address, self.num_wire_bytes)
+            compile_add_digest(self.device, wire_address, self.num_wire_bytes, self.kernels)
         for plan in self.plans.values():
             plan.compile(wire_address, has_digest=self.can_digest, is_gather=is_gather)
 
@@ -107,13 +110,13 @@ class PieceCopy:
         for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
             plan.gather(_pages_of(table), out, first_page=first_page, digest=inside)
         if digest is not None and inside is None:
-            add_digest(digest, out, self.num_wire_bytes)
+            add_digest(digest, out, self.num_wire_bytes, self.kernels)
 
     def scatter(self, source: WireMemory, digest: Digest | None = None) -> None:
         """Copy from the first bytes of `source` into the pages: the reverse of `gather`."""
         inside = digest if self.can_digest else None
         if digest is not None and inside is None:
-            add_digest(digest, source, self.num_wire_bytes)
+            add_digest(digest, source, self.num_wire_bytes, self.kernels)
         for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
             plan.scatter(_pages_of(table), source, first_page=first_page, digest=inside)
 
@@ -132,11 +135,13 @@ class PieceCopier:
 
     Args:
         is_source: Whether the pool is that of the sending rank. Selects the source or target heads of a route.
+        kernels: Implementation of the copies. None means the fastest for the pool's device.
     """
 
-    def __init__(self, pool: KVPool, *, is_source: bool) -> None:
+    def __init__(self, pool: KVPool, *, is_source: bool, kernels: Kernels | None = None) -> None:
         self._pool = pool
         self._is_source = is_source
+        self._kernels = kernels or Kernels.fastest(pool.device)
         self._device_tables: Sequence[RequestTables] = ()
         if pool.device.type == "cuda":
             self._device_tables = [RequestTables(pool.device, num_pages) for num_pages in pool.num_pages]
@@ -174,6 +179,7 @@ class PieceCopier:
         return PieceCopy(
             plans=found.plans,
             device=found.device,
+            kernels=found.kernels,
             num_wire_bytes=found.num_wire_bytes,
             can_digest=found.can_digest,
             tables=kept,
@@ -185,17 +191,17 @@ class PieceCopier:
     ) -> None:
         """Compile and load the kernels of all pieces of the routes, so that no first request waits for them.
 
-        Runs on a thread beside the caller's loop and launches no kernel. A pool in host memory needs no warm-up. `plan` says how
-        requests are divided; for the other arguments see `RankRequest`.
+        Runs on a thread beside the caller's loop and launches no kernel. Only Triton needs it. `plan` says how requests are
+        divided; for the other arguments see `RankRequest`.
         """
-        if self._pool.device.type == "cpu":
+        if self._kernels is not Kernels.TRITON:
             return
         for route in routes:
             await asyncio.to_thread(self.compile, route, plan, layout=layout, dtype=dtype, scales=scales)
 
     def compile(self, route: Route, plan: ChunkPlan, *, layout: KVLayout, dtype: DType, scales: Scales | None = None) -> None:
         """Compile the kernels of one route, on any thread. It shares only the kernels with `prepare`."""
-        copier = PieceCopier(self._pool, is_source=self._is_source)
+        copier = PieceCopier(self._pool, is_source=self._is_source, kernels=self._kernels)
         copier._adopt(layout)
         for tail in _TAILS:
             num_tokens = plan.chunk_tokens + tail
@@ -288,12 +294,14 @@ class PieceCopier:
             group: self._copier(group, buffers[0].layer, heads, dtype, scales).plan(buffers)
             for group, buffers in by_group.items()
         }
-        return PieceCopy.of(plans, self._pool.device)
+        return PieceCopy.of(plans, self._pool.device, self._kernels)
 
     def _copier(self, group: int, layer: int, heads: Range, dtype: DType, scales: FrozenScales) -> HeadSliceCopier:
         """Return the copier of a group's pages; `layer` is one of its layers."""
         key = (group, heads, dtype, scales)
         if key not in self._copiers:
             wire = self._layout.layers[layer].dtype or dtype
-            self._copiers[key] = head_slice_copier(self._pool.part_of(layer), heads=heads, wire_dtype=wire, scales=dict(scales))
+            self._copiers[key] = head_slice_copier(
+                self._pool.part_of(layer), heads=heads, wire_dtype=wire, scales=dict(scales), kernels=self._kernels
+            )
         return self._copiers[key]

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from transfer.copy.copier import WireMemory
+from transfer.copy.copier import WireMemory, check_device_digest
 from transfer.copy.digest import FACTOR, STEP, WORD_BYTES
 from transfer.copy.launch import Launcher, current_stream
-from transfer.errors import LayoutError
 
 _STEP = tl.constexpr(STEP)
 _FACTOR = tl.constexpr(FACTOR)
@@ -83,7 +81,7 @@ def add_words(digest: Tensor, wire: WireMemory, num_bytes: int) -> None:
         digest: int64 [1] on the device whose kernels can read the wire. Raises LayoutError for anything else.
         wire: At any address; slow if it is not on whole words.
     """
-    check_digest(digest, digest.device)
+    check_device_digest(digest, digest.device)
     if not num_bytes:
         return
     address = wire.data_ptr()
@@ -106,11 +104,3 @@ def compile_pass(device: torch.device, wire_address: int, num_bytes: int) -> Non
 def _launcher(device: torch.device, part_bytes: int) -> Launcher:
     constants = {"PART_TYPE": _PART_TYPES[part_bytes], "PART_BYTES": part_bytes, "BLOCK": _BLOCK_WORDS}
     return Launcher(sum_words, device, constants, num_warps=_NUM_WARPS)
-
-
-def check_digest(digest: Any, device: torch.device) -> None:
-    """Raise LayoutError if the digest is not an int64 tensor [1] on the device."""
-    if not isinstance(digest, Tensor):
-        raise LayoutError(f"digest is a {type(digest).__name__}; for a pool on {device} it must be an int64 tensor [1] there")
-    if digest.dtype is not torch.int64 or digest.numel() != 1 or digest.device != device:
-        raise LayoutError(f"digest is {digest.dtype} {tuple(digest.shape)} on {digest.device}; must be int64 [1] on {device}")

@@ -118,7 +118,7 @@ class ReceiverLoop:
         self._sessions: dict[int, Session] = {}
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
         self._ending_timer: asyncio.TimerHandle | None = None
-        self.copier = PieceCopier(pool, is_source=False)
+        self.copier = PieceCopier(pool, is_source=False, kernels=context.kernels)
         """Prepares the pieces; to be warmed up when a session is attached."""
         self._requests: dict[str, RankRequest] = {}
         self._prepared: dict[str, dict[int, PieceCopy]] = {}  # by request and where the grant begins

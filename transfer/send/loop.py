@@ -104,7 +104,7 @@ class SenderLoop:
         self.driver = SessionDriver(loop)
         self._queue = open_copy_queue("gather", pool.device, loop, context.on_crash)
         self._peers: dict[int, _Peer] = {}
-        self.copiers = [PieceCopier(pool, is_source=True), *([] if host is None else [host.copier])]
+        self.copiers = [PieceCopier(pool, is_source=True, kernels=context.kernels), *([] if host is None else [host.copier])]
         """Prepare the pieces, from `pool` and from host memory. Warm them up when a session is attached."""
         credit_wait = self._credit_wait = self._metrics.histogram("stage_seconds", stage="credit_wait")
         ack = self._metrics.histogram("stage_seconds", stage="ack")

@@ -15,12 +15,12 @@ from tests.runtime.pieces import piece_of
 from tests.runtime.scattered_tiers import HYBRID
 from tests.runtime.test_piece_copier import carry_over, pages_of
 from transfer.chunk import ChunkPlan, Pieces, split_into_chunks
-from transfer.copy import add_digest, copier, device_page_mover, piece_copier
+from transfer.copy import Kernels, add_digest, copier, device_page_mover
 from transfer.copy.digest import DIGEST_WORDS, STEP, digest
 from transfer.copy.head_slice import TritonCopier, Tuning
 from transfer.copy.launch import Launcher
 from transfer.copy.piece_copier import PieceCopier
-from transfer.copy.reference import ReferenceCopier, reference_words_sum
+from transfer.copy.torch_copy import TorchCopier, words_sum
 from transfer.layout import DType, KVLayout, Range, Shard, TokenOrder, WireBuffer, routes, wire_dtype
 from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 
@@ -104,7 +104,7 @@ def test_conversions_are_exact_for_every_pattern(source: DType, target: DType) -
     tokens = Range(begin=0, end=64)
     buffer = WireBuffer(layer=0, is_v=False, tokens=tokens, row_bytes=1024 * target.num_bytes, offset_bytes=0)
     wire, expected = (torch.zeros(65536 * target.num_bytes, dtype=torch.uint8) for _ in range(2))
-    for implementation, out in ((TritonCopier, wire), (ReferenceCopier, expected)):
+    for implementation, out in ((TritonCopier, wire), (TorchCopier, expected)):
         implementation(pool, heads=Range(begin=0, end=1), wire_dtype=target).plan([buffer]).gather(torch.tensor([0]), out)
     found, right = wire.view(TORCH_DTYPES[target]), expected.view(TORCH_DTYPES[target])
     is_nan = right.float().isnan()
@@ -140,16 +140,15 @@ def test_a_pass_over_a_wire_is_the_words_digest(words: list[int], rest: bytes, s
     wire.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else wire)
     total = torch.full((1,), 3, dtype=torch.int64)
     add_digest(total, wire, len(payload))
-    assert (int(total) - 3) % 2**64 == digest(payload, DIGEST_WORDS) == reference_words_sum(wire)
+    assert (int(total) - 3) % 2**64 == digest(payload, DIGEST_WORDS) == int(words_sum(wire)) % 2**64
 
 
 @pytest.mark.parametrize("dtype", [None, DType.FLOAT8_E4M3])
-def test_a_prompt_of_all_kinds_of_layers_is_carried_over(dtype: DType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_of_all_kinds_of_layers_is_carried_over(dtype: DType | None) -> None:
     """Full attention, windows, a latent and states, each from and into its own pages; the states stay as they are."""
-    monkeypatch.setattr(piece_copier, "head_slice_copier", TritonCopier)
     decode = Shard(tp_size=2, page_size=4, order=TokenOrder.HND, dtype=dtype)
     plan = ChunkPlan(chunk_tokens=8, layers_per_group=3)
-    carry_over(Shard(tp_size=4, page_size=3), decode, plan, 25, algorithm=DIGEST_WORDS, has_kernels=True)
+    carry_over(Shard(tp_size=4, page_size=3), decode, plan, 25, algorithm=DIGEST_WORDS, kernels=Kernels.TRITON)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,6 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
     is_gather: bool, dtype: DType | None, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of a size of its own in each case: no other test has made these launchers."""
-    monkeypatch.setattr(piece_copier, "head_slice_copier", TritonCopier)
     made: list[Launcher] = []
     honest = Launcher.__init__
 
@@ -174,7 +172,7 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
     on_wire = wire_dtype(HYBRID, shard, peer)
     pages = pages_of(shard, 90, seed=1, in_flight=90)
     pages.cover("a", 90)
-    copier = PieceCopier(pages.pool, is_source=is_gather)
+    copier = PieceCopier(pages.pool, is_source=is_gather, kernels=Kernels.TRITON)
     for route in routes(HYBRID, shard, peer):
         copier.compile(route, plan, layout=HYBRID, dtype=on_wire)
         num_warmed = len(made)

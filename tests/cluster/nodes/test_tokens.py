@@ -32,7 +32,7 @@ def _spec(model: Path, name: str) -> ClusterSpec:
             TierSpec(model=model, tp_size=2, page_size=32, order="HND", pool_tokens=POOL_TOKENS),
         ),
         "2 to 4, pages 64 to 1, two layers at a time": (
-            TierSpec(model=model, tp_size=2, page_size=64, pool_tokens=POOL_TOKENS),
+            TierSpec(model=model, tp_size=2, page_size=64, pool_tokens=POOL_TOKENS, settings={"kernels": "torch"}),
             TierSpec(model=model, tp_size=4, page_size=1, pool_tokens=POOL_TOKENS),
         ),
         "1 to 2, pools too small for all, pieces of a size": (
@@ -43,7 +43,7 @@ def _spec(model: Path, name: str) -> ClusterSpec:
         ),
         "3 to 2, NHD to HND, a ring of two chunks": (
             TierSpec(model=model, tp_size=3, page_size=8, pool_tokens=POOL_TOKENS),
-            TierSpec(model=model, tp_size=2, page_size=24, order="HND", pool_tokens=POOL_TOKENS),
+            TierSpec(model=model, tp_size=2, page_size=24, order="HND", pool_tokens=POOL_TOKENS, settings={"kernels": "torch"}),
         ),
     }
     prefill, decode = tiers[name]
@@ -84,7 +84,15 @@ async def test_tokens_are_those_of_one_process(cluster: LocalCluster, reference:
         check_stats(cluster, plan, len(token_ids), answer)
     await until_idle(cluster.prefill, cluster.decode)
     await check_ring(cluster)
+    check_kernels(cluster)
     assert cluster.prefill.exit_code is None and cluster.decode.exit_code is None
+
+
+def check_kernels(cluster: LocalCluster) -> None:
+    """The log of each node names the kernels of its ranks."""
+    for node in cluster.nodes:
+        chosen = {line["kernels"] for line in node.log.events("kernels_chosen")}
+        assert chosen == {"torch" if "kernels" in cluster.spec.tier(node.role).all_settings() else "numpy"}
 
 
 async def chosen_plan(cluster: LocalCluster) -> pb.ChunkPlanInfo:

@@ -56,6 +56,8 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     settings = EARLY | PATIENT | {"storage.directory": directory}
+    if kind is ModelKind.LLAMA:
+        settings |= {"kernels": "torch"}
     with start(spec(model, settings, **KINDS[kind])) as cluster:  # type: ignore[arg-type]
         yield Running(kind=kind, cluster=cluster, reference=Reference(model), directory=directory)
     torch.set_num_threads(before)
