@@ -32,6 +32,7 @@ class RankContext:
         security: Protection of gRPC connections. None means plain text on loopback addresses.
         on_crash: Called with an error that must end the rank.
         tracer: Records spans of requests. None disables tracing.
+        mem_pool: Pool of the owner for memory of the transport. None means private pools, see `StagingBuffer`.
         kernels: Implementation of copies. None means the fastest for the device.
     """
 
@@ -45,4 +46,5 @@ class RankContext:
     metrics: RankMetrics
     on_crash: Callable[[BaseException], None]
     tracer: Tracer | None = None
+    mem_pool: torch.cuda.MemPool | None = None
     kernels: Kernels | None = None

@@ -8,6 +8,7 @@ from enum import Flag, auto
 from typing import Any, Final
 
 import structlog
+import torch
 
 from node_runtime.loop_thread import LoopThread
 from node_runtime.rank_link import RankCodec
@@ -86,6 +87,8 @@ class ConnectorEngine:
         step_tokens: Most prompt tokens of a step of the engine.
         reports_layers: Whether the engine reports the layers of a running step (`ConnectorRank.progress` with `end_layer`).
         kv_scales: Scales of 8-bit floats; see `transfer.instance.Instance`.
+        mem_pool: Pool of the engine, from which the GPU memory for staging slots, ring and probes is allocated. None means
+            private pools; see `transfer.pool.staging.StagingBuffer`.
     """
 
     layout: KVLayout
@@ -97,6 +100,7 @@ class ConnectorEngine:
     step_tokens: int = 2048
     reports_layers: bool = False
     kv_scales: Sequence[tuple[float, float]] = ()
+    mem_pool: torch.cuda.MemPool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -295,6 +295,7 @@ class ConnectorRank:
             metrics=metrics,
             on_crash=self._thread.crash,
             tracer=tracer,
+            mem_pool=self._engine.mem_pool,
             kernels=kernels,
         )
 
@@ -306,7 +307,7 @@ class ConnectorRank:
             config.chunk, config.staging, engine.layout, engine.shard, device_bytes(device), device=config.device
         )
         with allocating("allocating the staging slots", device=device, advice=STAGING_ADVICE, num_bytes=num_slots * slot_bytes):
-            staging = StagingBuffer(num_slots * slot_bytes, device=device)
+            staging = StagingBuffer(num_slots * slot_bytes, device=device, mem_pool=engine.mem_pool)
         log.info("staging_memory", num_bytes=staging.num_bytes, chunk_tokens=config.chunk.chunk_tokens)
         sender = SenderLoop(
             context=context,
@@ -336,6 +337,7 @@ class ConnectorRank:
             probe_bytes=probe_bytes,
             device=pool.device,
             advice=RING_ADVICE,
+            mem_pool=self._engine.mem_pool,
         )
         log.info("ring_memory", num_bytes=ring_bytes + probe_bytes)
         receiving = open_receiving(context=context, owner=pages.rank, pool=pool, memory=memory, server=config.server)

@@ -124,6 +124,18 @@ def test_a_ring_is_an_allocation_of_its_own() -> None:
     assert not view.any()
 
 
+def test_a_ring_lies_in_the_pool_of_the_caller() -> None:
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        other = torch.ones(64 * 1024, dtype=torch.uint8, device="cuda:0")
+    ring = StagingBuffer(64 * 1024, device="cuda:0", mem_pool=pool)
+    segments = [(one["address"], one["address"] + one["total_size"]) for one in pool.snapshot()]
+    assert any(begin <= ring.tensor.data_ptr() and ring.tensor.data_ptr() + ring.num_bytes <= end for begin, end in segments)
+    assert not ring.tensor.any() and bool(other.all())
+    private = StagingBuffer(64 * 1024, device="cuda:0").tensor
+    assert not any(begin <= private.data_ptr() < end for begin, end in segments)
+
+
 def test_memory_that_cannot_be_exported_names_the_setting() -> None:
     code = (
         "import torch\n"

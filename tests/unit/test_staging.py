@@ -3,8 +3,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+import pytest
 import torch
 
+from transfer.errors import ConfigError
 from transfer.pool.staging import StagingBuffer
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 from transfer.transport.nixl_revocation import SharedAlias
@@ -38,3 +40,8 @@ def test_shared_memory_can_be_mapped_a_second_time_and_private_memory_cannot() -
             alias.revoke()
             alias.release()
             assert memory.view[7] == 5
+
+
+def test_host_memory_comes_from_no_pool_of_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="staging mem_pool is a pool of GPU memory, and device is cpu: leave it out"):
+        StagingBuffer(64, mem_pool=object())  # type: ignore[arg-type]

@@ -63,31 +63,43 @@ def _touch(memory: Tensor) -> None:
 class StagingBuffer:
     """Registered-once device memory.
 
-    On a GPU it is an allocation of its own: a peer that maps it over CUDA IPC maps the whole allocation, and torch would put
-    other tensors into the rest of it. The allocation returns to the device with the buffer. If a view of the tensor is left, it
-    returns when torch next empties its cache.
+    On a GPU it is an allocation of its own by default: a peer that maps it over CUDA IPC maps the whole allocation, and torch
+    would put other tensors into the rest of it. The allocation returns to the device with the buffer. If a view of the tensor is
+    left, it returns when torch next empties its cache.
 
     Args:
         num_bytes: Size, at least 1.
+        mem_pool: Pool of the caller to allocate from, on a GPU only, for example one whose allocator makes memory that a network
+            card or other hosts can map. A peer that maps the buffer over CUDA IPC then also maps what else the pool keeps in the
+            same allocation. None means a private pool.
         is_shared: Host memory only: a shared mapping. A one-sided transport can offer a second mapping of it to each peer and
             revoke that again (`transfer.transport.nixl_revocation`). It costs huge pages.
     """
 
-    def __init__(self, num_bytes: int, *, device: torch.device | str = "cpu", is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        *,
+        device: torch.device | str = "cpu",
+        is_shared: bool = False,
+        mem_pool: torch.cuda.MemPool | None = None,
+    ) -> None:
         if num_bytes < 1:
             raise ConfigError(f"staging num_bytes is {num_bytes}; it must be at least 1")
-        pool: torch.cuda.MemPool | None = None
+        is_gpu = torch.device(device).type == "cuda"
+        if mem_pool is not None and not is_gpu:
+            raise ConfigError(f"staging mem_pool is a pool of GPU memory, and device is {device}: leave it out")
         with contextlib.ExitStack() as stack:
             # The other backend, cudaMallocAsync, has no pools, and CUDA IPC refuses its memory (`CudaIpcTransport.accept`).
-            if torch.device(device).type == "cuda" and torch.cuda.get_allocator_backend() == "native":
+            if is_gpu and (mem_pool is not None or torch.cuda.get_allocator_backend() == "native"):
                 torch.cuda.init()  # a pool does not do so itself
                 torch.cuda.empty_cache()  # torch does not do so itself for a pool, even where the device's memory is used up
                 stack.enter_context(torch.cuda.device(device))
-                pool = torch.cuda.MemPool()
-                stack.enter_context(torch.cuda.use_mem_pool(pool))
+                mem_pool = torch.cuda.MemPool() if mem_pool is None else mem_pool
+                stack.enter_context(torch.cuda.use_mem_pool(mem_pool))
             self.tensor: Tensor = zeroed_bytes(num_bytes, device, is_shared=is_shared)
             """uint8 [num_bytes]; also what `Transport.register` takes."""
-        self._pool = pool  # behind the tensor, so that it is given up after it
+        self._mem_pool = mem_pool  # behind the tensor, so that it is given up after it
 
     @property
     def num_bytes(self) -> int:

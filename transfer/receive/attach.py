@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -55,19 +56,29 @@ class RingMemory:
 
     @classmethod
     def take(
-        cls, transport: Transport, *, ring_bytes: int, probe_bytes: int, device: torch.device | str, advice: str
+        cls,
+        transport: Transport,
+        *,
+        ring_bytes: int,
+        probe_bytes: int,
+        device: torch.device | str,
+        advice: str,
+        mem_pool: torch.cuda.MemPool | None = None,
     ) -> RingMemory:
         """Allocate `ring_bytes` of ring on the pool's device, and `probe_bytes` for the probes of each kind of session.
+
+        `mem_pool` is a pool of the caller to allocate from, see `StagingBuffer`.
 
         Raises:
             OutOfMemory: The device has too little free memory. The message names the needed and the free memory, and `advice`.
         """
         tail_bytes = probe_bytes if transport.has_one_sided else 0
         with allocating("allocating the ring", device=device, advice=advice, num_bytes=ring_bytes + probe_bytes):
+            allocate = partial(StagingBuffer, device=device, mem_pool=mem_pool)
             return cls(
-                ring=StagingBuffer(num_bytes=ring_bytes + tail_bytes, device=device, is_shared=transport.has_one_sided),
+                ring=allocate(ring_bytes + tail_bytes, is_shared=transport.has_one_sided),
                 tail_bytes=tail_bytes,
-                scratch=StagingBuffer(num_bytes=probe_bytes, device=device) if transport.has_two_sided else None,
+                scratch=allocate(probe_bytes) if transport.has_two_sided else None,
             )
 
 

@@ -113,7 +113,7 @@ class DecodeSessions:
         self._closing: set[asyncio.Task[None]] = set()
         self._past_acks = 0
         self._keys = new_key_pair()  # keys of this life, for every session
-        scratch = StagingBuffer(num_bytes=context.transport_config.probe_bytes, device=context.device)
+        scratch = StagingBuffer(context.transport_config.probe_bytes, device=context.device, mem_pool=context.mem_pool)
         self._scratch = context.transport.register(scratch.tensor)
         self._probe_turn = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
 
