@@ -124,6 +124,11 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
             "transport.name=rdma",
             "transport.name is rdma (from --set); it must be one of 'auto', 'ucx', 'inproc', 'nixl' or 'cuda_ipc'",
         ),
+        (
+            "transport.cuda_ipc.handles=fabric",
+            "transport.cuda_ipc.handles is fabric, and memory with fabric handles (multi-node NVLink) is not implemented; set it "
+            "to ipc, and transport.name to auto, nixl or ucx between hosts",
+        ),
         ("limits.queue_timeout_s=0", "limits.queue_timeout_s is 0 (from --set); it must be above 0"),
         ("limits.queue_timeout_s=nan", "limits.queue_timeout_s is nan (from --set); it must be above 0"),
         (

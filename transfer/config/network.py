@@ -45,6 +45,22 @@ class CudaIpcConfig(Section):
             "copy: it fills staging memory, which is copied."
         ),
     )
+    handles: Literal["ipc", "fabric"] = Field(
+        default="ipc",
+        description=(
+            "Handles of the memory that peers map. ipc: CUDA IPC, within one host. fabric: also other hosts of an NVLink domain; "
+            "rejected, because it is not implemented."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_handles(self) -> Self:
+        if self.handles == "fabric":
+            raise ValueError(
+                "handles is fabric, and memory with fabric handles (multi-node NVLink) is not implemented; set it to ipc, and "
+                "transport.name to auto, nixl or ucx between hosts"
+            )
+        return self
 
 
 class NixlConfig(Section):

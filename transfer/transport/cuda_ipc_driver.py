@@ -190,9 +190,9 @@ class Cuda:
         attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         if not self.call("cuPointerGetAttribute", attribute, address):
             raise ConfigError(
-                "the ring's memory cannot be shared over CUDA IPC: allocate it with cudaMalloc; where torch allocates, take "
-                "expandable_segments:True and backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF), or "
-                "choose transport: ucx"
+                "the ring's memory cannot be shared over CUDA IPC, because it is not of cudaMalloc: where torch allocates, take "
+                "expandable_segments:True and backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF); for "
+                "memory of cuMemCreate choose transport: nixl or ucx"
             )
         with self.on(device):
             base, _ = self.call("cuMemGetAddressRange", address)
