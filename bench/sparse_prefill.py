@@ -39,7 +39,7 @@ from bench.timing import Report, Row, argument_parser
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.kernels.block_sparse_arguments import KeySpan, RunningState, Selection
 from embedded_engine.loading import load_engine
-from embedded_engine.sparse_prefill import kernels_for
+from embedded_engine.sparse_prefill import sparse_kernels
 from planner.workspace import XAttention
 from transfer.config import PrefillNodeConfig
 from transfer.engine_types import PrefillItem
@@ -276,7 +276,7 @@ def _measure_span(
 ) -> None:
     lse, sums, selection, state, bounds = whole
     device = str(query.device.type)
-    kernels, scale = kernels_for(query.device), query.shape[-1] ** -0.5
+    kernels, scale = sparse_kernels(has_triton=device == "cuda"), query.shape[-1] ** -0.5
     heads, num_blocks = selection.counts.shape
     estimated = timed(device, lambda: kernels.estimate(query, span, lse, XAttention(), scale), repetitions)
     report.add(case, f"estimate, {name}", estimated, against=flash)

@@ -38,7 +38,7 @@ from embedded_engine.paged_attention import (
 )
 from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
-from embedded_engine.sparse_prefill import SparsePrefill, kernels_for
+from embedded_engine.sparse_prefill import SparsePrefill, sparse_kernels
 from embedded_engine.step_arrays import on_device
 from embedded_engine.step_checks import StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
@@ -160,8 +160,8 @@ class EmbeddedEngine:
         max_seq_len: Tokens of the longest request, prompt and generation together; None means the model's context.
         max_running_requests: Most requests of a decode step; None if there are no decode steps, or no page tables for them.
         cuda_graph_batch_sizes: Decode steps to capture as CUDA graphs; a smaller step is padded to the next of them.
-        has_decode_kernels: Whether decode steps attend by kernels; None means on a GPU only. Triton's interpreter can run the
-            kernels on a CPU.
+        has_decode_kernels: Whether decode steps and block-sparse prefill attend by kernels; None means on a GPU only. Triton's
+            interpreter can run the kernels on a CPU.
         sparse_prefill: Policy of block-sparse prefill; None for full attention.
         max_step_tokens: Most tokens of a prefill step; needed for the workspaces of `sparse_prefill`.
 
@@ -291,7 +291,7 @@ class EmbeddedEngine:
                 self._sparse = SparsePrefill(
                     self._sparse_policy,
                     self._workspaces,
-                    kernels_for(self._device),
+                    sparse_kernels(has_triton=self._has_decode_kernels),
                     page_size=self.pool.page_size,
                     device=self._device,
                 )

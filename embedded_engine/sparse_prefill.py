@@ -235,9 +235,9 @@ def token_major(buffer: Tensor, order: TokenOrder) -> Tensor:
     return buffer if order is TokenOrder.NHD else buffer.transpose(1, 2)
 
 
-def kernels_for(device: torch.device) -> Any:
-    """Return the module of the policy's functions: Triton kernels on a GPU, plain torch elsewhere."""
-    if device.type == "cuda":
+def sparse_kernels(*, has_triton: bool) -> Any:
+    """Return the module of the policy's functions: Triton kernels or plain torch."""
+    if has_triton:
         from embedded_engine.kernels import block_sparse  # imports Triton, which a CPU does not need
 
         return block_sparse

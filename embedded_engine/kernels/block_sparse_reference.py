@@ -12,6 +12,8 @@ from embedded_engine.kernels.block_sparse_arguments import KeySpan, RunningState
 from planner.workspace import XAttention
 
 _LN_2 = math.log(2)
+MAX_SCORES = 1 << 26
+"""Most scores of an estimate that are in memory together, in float32."""
 
 
 def estimate(query: Tensor, span: KeySpan, lse: Tensor, policy: XAttention, scale: float) -> None:
@@ -26,17 +28,23 @@ def estimate(query: Tensor, span: KeySpan, lse: Tensor, policy: XAttention, scal
             logarithm (base 2) of the sum of a block's weights, -inf where a query sees none of it.
         scale: Factor of the products.
     """
-    keys = _tokens(span.k, span).to(query.dtype).float()
-    rows, columns = (_grouped(one, policy.stride) for one in (query.float(), keys))
-    by_kv_head = rows.flip(2).flatten(2).view(keys.shape[0], -1, policy.stride * query.shape[2])
-    scores = torch.matmul(by_kv_head, columns.flatten(2).transpose(1, 2)).view(query.shape[0], rows.shape[1], -1)
-    scores *= scale / policy.stride
-    if span.is_own:
-        scores.masked_fill_(torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1), float("-inf"))
-    per_block = policy.block_size // policy.stride
-    padded = functional.pad(scores, (0, -scores.shape[2] % per_block), value=float("-inf"))
-    by_block = padded.unflatten(2, (-1, per_block)).logsumexp(dim=3) / _LN_2
-    lse[:, :, span.first_block : span.first_block + by_block.shape[2]] = by_block
+    rows = _grouped(query.float(), policy.stride)
+    kv_heads, per_block = span.k.shape[2], policy.block_size // policy.stride
+    by_kv_head = rows.flip(2).flatten(2).view(kv_heads, -1, policy.stride * query.shape[2])
+    scores_of_a_block = query.shape[0] * rows.shape[1] * per_block
+    blocks_at_once = max(1, MAX_SCORES // scores_of_a_block)
+    for first in range(0, span.num_blocks(policy.block_size), blocks_at_once):
+        tokens = torch.arange(first * policy.block_size, (first + blocks_at_once) * policy.block_size)
+        keys = _tokens(span.k, span, tokens[tokens < span.num_tokens]).to(query.device, query.dtype).float()
+        columns = _grouped(keys, policy.stride).flatten(2)
+        scores = torch.matmul(by_kv_head, columns.transpose(1, 2)).view(query.shape[0], rows.shape[1], -1)
+        scores *= scale / policy.stride
+        if span.is_own:
+            is_later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1 - first * per_block)
+            scores.masked_fill_(is_later, float("-inf"))
+        padded = functional.pad(scores, (0, -scores.shape[2] % per_block), value=float("-inf"))
+        by_block = padded.unflatten(2, (-1, per_block)).logsumexp(dim=3) / _LN_2
+        lse[:, :, span.first_block + first : span.first_block + first + by_block.shape[2]] = by_block
 
 
 def select(lse: Tensor, sums: Tensor, selection: Selection, policy: XAttention) -> None:
@@ -88,7 +96,7 @@ def attend(
     for block in range(first, end):
         tokens = torch.arange((block - span.first_block) * block_size, (block - span.first_block + 1) * block_size)
         tokens = tokens[tokens < span.num_tokens]
-        k, v = (_tokens(one, span, tokens).to(query.dtype).float() for one in (span.k, span.v))
+        k, v = (_tokens(one, span, tokens).to(query.device, query.dtype).float() for one in (span.k, span.v))
         is_taken = torch.stack(
             [
                 (selection.blocks[:, row, :] == block).logical_and(_places(selection, row)).any(dim=1)
@@ -123,10 +131,10 @@ def _grouped(tokens: Tensor, stride: int) -> Tensor:
     return padded.view(tokens.shape[0], -1, stride, tokens.shape[2])
 
 
-def _tokens(buffer: Tensor, span: KeySpan, tokens: Tensor | None = None) -> Tensor:
-    """Return [KV heads, tokens, dim] of a span; None means all tokens."""
+def _tokens(buffer: Tensor, span: KeySpan, tokens: Tensor) -> Tensor:
+    """Return [KV heads, tokens, dim] of tokens of a span, on the device of the buffer."""
     page_size = buffer.shape[1]
-    wanted = torch.arange(span.num_tokens, device=buffer.device) if tokens is None else tokens.to(buffer.device)
+    wanted = tokens.to(buffer.device)
     pages = wanted // page_size
     if span.pages is not None:
         pages = span.pages.to(buffer.device)[pages].long()

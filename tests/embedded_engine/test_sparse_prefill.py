@@ -67,6 +67,17 @@ def test_attention_is_that_of_the_selected_blocks(name: str) -> None:
         assert all([len(blocks) for blocks in lists] == seen for lists in found.lists)
 
 
+def test_estimates_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt is estimated a few blocks at a time, so that memory is bounded."""
+    case = CASES["half"]
+    query, spans = case.inputs("cpu")
+    whole = attended(block_sparse_reference, query, spans, case.policy)
+    monkeypatch.setattr(block_sparse_reference, "MAX_SCORES", 1)
+    parts = attended(block_sparse_reference, query, spans, case.policy)
+    assert parts.lists == whole.lists
+    torch.testing.assert_close(parts.out, whole.out)
+
+
 def test_an_important_block_is_selected_and_the_others_are_not() -> None:
     """The queries of the last block look for one direction, which only the keys of block 3 have."""
     case = SparseCase(num_earlier=640, rows=64, policy=XAttention(block_size=64, stride=8, threshold=0.5))
