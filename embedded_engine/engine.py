@@ -366,6 +366,12 @@ class EmbeddedEngine:
         return {} if self._sparse is None else self._sparse.storage_bytes
 
     @property
+    def attention(self) -> str:
+        """How prefill approximates attention; empty for full attention. With threshold 1, nothing is approximated."""
+        policy = self._sparse_policy
+        return "" if policy is None or policy.threshold == 1 else str(policy)
+
+    @property
     def prefill_counts(self) -> PrefillCounts | None:
         """What block-sparse prefill did, up to a step that ended; None for full attention. Does not wait for the device."""
         return None if self._sparse is None else self._sparse.read_counts()

@@ -230,4 +230,5 @@ def own_instance(engine: InstanceEngine, transport: Transport, *, incarnation: i
         capabilities=CAPABILITIES,
         version=transfer.__version__,
         kv_scales=tuple((float(k), float(v)) for k, v in getattr(engine, "kv_scales", ())),
+        attention=getattr(engine, "attention", ""),
     )

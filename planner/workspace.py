@@ -54,6 +54,9 @@ class XAttention:
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
 
+    def __str__(self) -> str:
+        return f"xattention block_size={self.block_size} stride={self.stride} threshold={self.threshold!r}"
+
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

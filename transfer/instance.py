@@ -57,6 +57,7 @@ class Instance:
         version: kvferry's version, for people.
         kv_scales: For a pool of 8-bit floats, (of K, of V) for each layer: a stored value times its scale is the computed value.
             Empty means 1.0 everywhere.
+        attention: How its prefill approximates attention, in any words; empty for full attention. It changes the KV of a prompt.
     """
 
     incarnation: int
@@ -70,6 +71,7 @@ class Instance:
     capabilities: frozenset[str] = frozenset()
     version: str = ""
     kv_scales: tuple[tuple[float, float], ...] = ()
+    attention: str = ""
 
     def __post_init__(self) -> None:
         check_id("incarnation", self.incarnation)

@@ -75,9 +75,9 @@ def test_a_shard_without_dtype_travels_with_the_layouts() -> None:
     assert told.shard.dtype is DType.FLOAT32
 
 
-def test_scales_survive_the_wire() -> None:
+def test_scales_and_approximations_survive_the_wire() -> None:
     scales = tuple((0.5 + layer, 0.1 * layer + 1e-30) for layer in range(8))
-    one = instance(shard=Shard(dtype=DType.FLOAT8_E4M3), kv_scales=scales)
+    one = instance(shard=Shard(dtype=DType.FLOAT8_E4M3), kv_scales=scales, attention="xattention threshold=0.9")
     info = pb.InstanceInfo.FromString(convert.instance_to_proto(one).SerializeToString())
     assert convert.instance_from_proto(info) == one
     info.kv_scales[3].v = float("nan")

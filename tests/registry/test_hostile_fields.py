@@ -262,7 +262,14 @@ def told(incarnation: int, tp_size: int = 1) -> Instance:
     """An instance with something in every field."""
     shard = Shard(tp_size=tp_size, dtype=DType.FLOAT8_E4M3, stage_layers=(2,))
     plain = instance(incarnation)
-    return replace(plain, shard=shard, kv_scales=((0.5, 2.0), (1.0, 1.0)), capabilities=frozenset({"layer_groups"}), version="1")
+    return replace(
+        plain,
+        shard=shard,
+        kv_scales=((0.5, 2.0), (1.0, 1.0)),
+        capabilities=frozenset({"layer_groups"}),
+        version="1",
+        attention="xattention",
+    )
 
 
 def join(_: Nodes) -> pb.JoinRequest:

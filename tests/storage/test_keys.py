@@ -135,6 +135,14 @@ def test_kv_that_was_rounded_by_other_scales_has_another_chain() -> None:
     assert len({chain_seed("f", "", "", one) for one in ("", *found)}) == 4
 
 
+def test_kv_of_approximate_attention_has_another_chain() -> None:
+    """Whatever its precision: a prompt never begins with pages that another approximation computed."""
+    narrow = replace(SHARD, dtype=DType.FLOAT8_E4M3)
+    names = ("", "xattention threshold=0.9", "xattention threshold=0.8")
+    found = [rounding(instance(shard=shard, attention=name), instance()) for shard in (SHARD, narrow) for name in names]
+    assert len(set(found)) == len(found) and found[0] == ""
+
+
 def test_texts_do_not_run_into_each_other() -> None:
     texts = (("a", "b", "c"), ("a", "bc"), ("ab", "c"), ("a", "c"), ("a", "b"), ("ab", ""), ("", "ab"))
     assert len({chain_seed("f", *one) for one in texts}) == len(texts)

@@ -48,7 +48,7 @@ class LayoutInfo(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[LayerRun, _Mapping]]] = ...) -> None: ...
 
 class InstanceInfo(_message.Message):
-    __slots__ = ("incarnation", "protocol_versions", "layout_fingerprint", "layout", "model_fingerprint", "model_fields", "shard", "transport", "digests", "capabilities", "version", "kv_scales", "transports")
+    __slots__ = ("incarnation", "protocol_versions", "layout_fingerprint", "layout", "model_fingerprint", "model_fields", "shard", "transport", "digests", "capabilities", "version", "kv_scales", "transports", "attention")
     class ModelFieldsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class InstanceInfo(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KV_SCALES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     protocol_versions: _containers.RepeatedScalarFieldContainer[int]
     layout_fingerprint: str
@@ -82,7 +83,8 @@ class InstanceInfo(_message.Message):
     version: str
     kv_scales: _containers.RepeatedCompositeFieldContainer[KVScales]
     transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, incarnation: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[LayoutInfo, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., model_fields: _Optional[_Mapping[str, str]] = ..., shard: _Optional[_Union[ShardInfo, _Mapping]] = ..., transport: _Optional[str] = ..., digests: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., kv_scales: _Optional[_Iterable[_Union[KVScales, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    attention: str
+    def __init__(self, incarnation: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[LayoutInfo, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., model_fields: _Optional[_Mapping[str, str]] = ..., shard: _Optional[_Union[ShardInfo, _Mapping]] = ..., transport: _Optional[str] = ..., digests: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., kv_scales: _Optional[_Iterable[_Union[KVScales, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., attention: _Optional[str] = ...) -> None: ...
 
 class KVScales(_message.Message):
     __slots__ = ("k", "v")

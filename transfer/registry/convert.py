@@ -56,6 +56,7 @@ def instance_to_proto(instance: Instance) -> pb.InstanceInfo:
         capabilities=sorted(instance.capabilities),
         version=instance.version,
         kv_scales=[pb.KVScales(k=k, v=v) for k, v in instance.kv_scales],
+        attention=instance.attention,
     )
 
 
@@ -76,6 +77,7 @@ def instance_from_proto(info: pb.InstanceInfo) -> Instance:
             protocol_versions=tuple(info.protocol_versions),
             capabilities=frozenset(info.capabilities),
             version=info.version,
+            attention=info.attention,
         )
     for name, reported, computed in (
         ("layout_fingerprint", info.layout_fingerprint, layout.fingerprint()),
@@ -279,7 +281,7 @@ def _check_sizes(info: pb.InstanceInfo) -> None:
     _check_count("digests", len(info.digests), MAX_NAMES)
     _check_count("transports", len(info.transports), MAX_NAMES)
     _check_count("kv_scales", len(info.kv_scales), MAX_LAYERS)
-    for name in ("transport", "version"):
+    for name in ("transport", "version", "attention"):
         _check_texts(name, (getattr(info, name),), MAX_NAME_CHARS)
     _check_texts("digests", info.digests, MAX_NAME_CHARS)
     _check_texts("transports", info.transports, MAX_NAME_CHARS)

@@ -2,7 +2,8 @@
 
 A page's hash names all tokens from the prompt's first to the page's last, because the KV of a token depends on all tokens before:
 ``h_i = SHA-256(h_{i-1}, tokens of page i)``. The chain begins with the fingerprint of all other inputs of the KV, the salts that
-separate tenants, and the precision to which the KV was rounded on its way into the pool. Only whole pages have a hash.
+separate tenants, and what else changes the KV: approximate attention, and the precision on its way into the pool. Only whole
+pages have a hash.
 
 A key is ``FINGERPRINT/HASH-GROUP-PART``. A tensor-parallel rank stores its own heads, so PART is ``1of2``. An MLA latent is the
 same on every rank and is stored once, as ``all``. With several pipeline stages, the stage's layers come first: ``0_16-1of2``.
@@ -54,18 +55,19 @@ def store_fingerprint(instance: Instance) -> str:
 
 
 def rounding(prefill: Instance, decode: Instance) -> str:
-    """Return the rounding of a prompt's KV before it reaches the decode instance's pool: the wire's element type.
+    """Return what changes a prompt's KV before it reaches the decode instance's pool: approximate attention, and the wire's type.
 
     A wire that is narrower than the decode pool has the element type of the prefill pool, and its scales. Generated tokens and
     pages that are loaded again belong to the chain of their prompt, because they were computed from KV with that rounding.
 
     Returns:
-        Empty bytes if the wire has the element type of the decode pool, which the fingerprint names.
+        Empty with full attention, if the wire has the element type of the decode pool, which the fingerprint names.
     """
     wire = wire_dtype(decode.layout, prefill.shard, decode.shard)
-    if wire is decode.pool_dtype:
-        return ""
-    return _canonical({"dtype": str(wire), "kv_scales": _exact_scales(prefill)})
+    named: dict[str, object] = {"attention": prefill.attention} if prefill.attention else {}
+    if wire is not decode.pool_dtype:
+        named |= {"dtype": str(wire), "kv_scales": _exact_scales(prefill)}
+    return _canonical(named) if named else ""
 
 
 def chain_seed(fingerprint: str, store_salt: str, request_salt: str, rounded: str = "") -> bytes:
