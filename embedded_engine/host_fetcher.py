@@ -105,6 +105,8 @@ class HostFetcher:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             for fetch in fetches:
                 fetch.pages.record_stream(self._stream)
+                if fetch.count is not None:
+                    fetch.count.record_stream(self._stream)
         self._queued.extend(fetches)
         while self._queued and len(self._in_flight) < NUM_BUFFERS:
             self._fetch_next()

@@ -23,6 +23,9 @@ from transfer.engine_types import PrefillCounts
 from transfer.errors import EngineError
 from transfer.layout import TokenOrder
 
+ALWAYS_SELECTED: Final = 2
+"""The first block of a request, and a query's own."""
+
 _DTYPES: Final = {
     "block_lse": torch.float32,
     "block_sums": torch.float32,
@@ -101,14 +104,35 @@ class ChunkBlocks:
 
     Attributes:
         own_block: Number of the chunk's first block.
-        bounds: int32 [3] on the device: 0, `own_block`, and the number of all blocks.
+        query_blocks, num_blocks: Numbers of the chunk's own blocks and of all blocks.
+        bounds: int32 [3] on the device: 0, `own_block` and `num_blocks`.
     """
 
     def __init__(self, sparse: SparsePrefill, *, num_earlier: int, rows: int) -> None:
-        policy = sparse.policy
-        self.own_block = policy.num_blocks(num_earlier)
-        bounds = np.array([0, self.own_block, self.own_block + policy.num_blocks(rows)], dtype=np.int32)
-        self.bounds = on_device(bounds, sparse.device)
+        self.own_block = sparse.policy.num_blocks(num_earlier)
+        self.query_blocks = sparse.policy.num_blocks(rows)
+        self.num_blocks = self.own_block + self.query_blocks
+        self.bounds = on_device(np.array([0, self.own_block, self.num_blocks], dtype=np.int32), sparse.device)
+        self._all: Selection | None = None
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a block exists that is neither the first nor that of a query itself."""
+        return self.num_blocks > ALWAYS_SELECTED
+
+    def all_blocks(self, num_heads: int) -> Selection:
+        """Return the selection of all blocks; the same for all layers."""
+        if self._all is None:
+            device = self.bounds.device
+            blocks = torch.arange(self.num_blocks, dtype=torch.int32, device=device)
+            counts = torch.arange(self.own_block + 1, self.num_blocks + 1, dtype=torch.int32, device=device)
+            self._all = Selection(
+                blocks=blocks.repeat(num_heads, self.query_blocks, 1),
+                counts=counts.repeat(num_heads, 1),
+                is_used=torch.ones_like(blocks),
+                own_block=self.own_block,
+            )
+        return self._all
 
 
 class SparseChunk:
@@ -132,31 +156,36 @@ class SparseChunk:
         self._scale = scores.scale
         self._running = RunningSoftmax(query, k.shape[1], v.shape[2], scores)
         self._cut = cut
-        query_blocks, heads = policy.num_blocks(rows), query.shape[1]
-        self._num_blocks = cut.own_block + query_blocks
-        self._lse = sparse.view("block_lse", heads, policy.num_groups(rows), self._num_blocks)
-        self._sums = sparse.view("block_sums", heads, query_blocks, self._num_blocks)
-        counts = sparse.view("block_counts", heads * query_blocks + self._num_blocks)
+        self.own = KeySpan(
+            k=k.unsqueeze(1), v=v.unsqueeze(1), pages=None, num_tokens=rows, first_block=cut.own_block, is_own=True
+        )
+        heads, query_blocks, num_blocks = query.shape[1], cut.query_blocks, cut.num_blocks
+        if not cut.has_choice:
+            self.selection = cut.all_blocks(heads)
+            return
+        self._lse = sparse.view("block_lse", heads, policy.num_groups(rows), num_blocks)
+        self._sums = sparse.view("block_sums", heads, query_blocks, num_blocks)
+        counts = sparse.view("block_counts", heads * query_blocks + num_blocks)
         self.selection = Selection(
-            blocks=sparse.view("block_lists", heads, query_blocks, self._num_blocks),
+            blocks=sparse.view("block_lists", heads, query_blocks, num_blocks),
             counts=counts[: heads * query_blocks].view(heads, query_blocks),
             is_used=counts[heads * query_blocks :].zero_(),
             own_block=cut.own_block,
         )
-        self.own = KeySpan(
-            k=k.unsqueeze(1), v=v.unsqueeze(1), pages=None, num_tokens=rows, first_block=cut.own_block, is_own=True
-        )
 
     def estimate(self, span: KeySpan) -> None:
-        """Estimate the attention to a span."""
+        """Estimate the attention to a span, unless all blocks are selected anyway."""
+        if not self._cut.has_choice:
+            return
         self._sparse.kernels.estimate(self._query, span, self._lse, self._sparse.policy, self._scale)
 
     def select(self) -> Tensor:
         """Select blocks. Return int32 [earlier blocks], 1 for the blocks that are selected."""
-        selection, sparse = self.selection, self._sparse
-        sparse.kernels.select(self._lse, self._sums, selection, sparse.policy)
+        selection, sparse, cut = self.selection, self._sparse, self._cut
+        if cut.has_choice:
+            sparse.kernels.select(self._lse, self._sums, selection, sparse.policy)
         sparse.counts[0] += selection.counts.sum()
-        sparse.counts[1] += len(selection.counts) * sum(range(selection.own_block + 1, self._num_blocks + 1))
+        sparse.counts[1] += len(selection.counts) * sum(range(cut.own_block + 1, cut.num_blocks + 1))
         return selection.is_used[: selection.own_block]
 
     def attend(self, span: KeySpan, bounds: Tensor | None = None) -> None:
