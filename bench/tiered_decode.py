@@ -66,6 +66,7 @@ def make_engine(setting: Setting, *, num_pages: int, max_seq_len: int, max_runni
         num_pages=num_pages,
         max_seq_len=max_seq_len,
         max_running_requests=max_running_requests,
+        has_host_pages=True,
         is_tiny=setting.device == "cpu",
     )
 

@@ -46,7 +46,7 @@ from planner.plan import MemoryPlan
 from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, sparse_prefill_workspaces
 from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError, OutOfMemory
-from transfer.layer_groups import layer_groups
+from transfer.layer_groups import layer_groups, page_table_tokens
 from transfer.layout import DType, KVLayout, Shard
 from transfer.out_of_memory import allocating
 from transfer.pool.host_pool import HostPool
@@ -159,6 +159,8 @@ class EmbeddedEngine:
         num_threads: CPU threads of a torch operation in this process; None leaves the number unchanged.
         max_seq_len: Tokens of the longest request, prompt and generation together; None means the model's context.
         max_running_requests: Most requests of a decode step; None if there are no decode steps, or no page tables for them.
+        has_host_pages: Whether decode steps may read pages in host memory, see `use_host_pool`. A request can then be longer than
+            the pool, and page tables have `max_seq_len` columns. Otherwise they are no wider than the pool.
         cuda_graph_batch_sizes: Decode steps to capture as CUDA graphs; a smaller step is padded to the next of them.
         has_decode_kernels: Whether decode steps and block-sparse prefill attend by kernels; None means on a GPU only. Triton's
             interpreter can run the kernels on a CPU.
@@ -190,6 +192,7 @@ class EmbeddedEngine:
         max_seq_len: int | None = None,
         max_running_requests: int | None = None,
         cuda_graph_batch_sizes: Sequence[int] = (),
+        has_host_pages: bool = False,
         has_decode_kernels: bool | None = None,
         sparse_prefill: XAttention | None = None,
         max_step_tokens: int | None = None,
@@ -202,7 +205,7 @@ class EmbeddedEngine:
         self.vocab_size = self.files.vocab_size
         self.eos_token_ids = self.files.eos_token_ids
         self._group = group
-        self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes)
+        self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes, has_host_pages)
         self._configure_sparse(sparse_prefill, max_step_tokens)
         if not callable(num_pages):
             self._page_counts(num_pages)  # before the weights are loaded, which may take minutes
@@ -225,6 +228,7 @@ class EmbeddedEngine:
         max_seq_len: int | None,
         max_running_requests: int | None,
         graph_batch_sizes: Sequence[int],
+        has_host_pages: bool,
     ) -> None:
         """Check and keep the settings that do not depend on the weights."""
         self.files.check_shard(shard)
@@ -241,6 +245,7 @@ class EmbeddedEngine:
         self.shard = shard
         self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
         self.layers_per_group = layers_per_group or self.layout.num_layers
+        self._has_host_pages = has_host_pages
 
     def _configure_sparse(self, policy: XAttention | None, max_step_tokens: int | None) -> None:
         """Check and keep the policy of block-sparse prefill, with the workspaces that it needs."""
@@ -324,6 +329,7 @@ class EmbeddedEngine:
         max_seq_len: int | None = None,
         max_running_requests: int | None = None,
         cuda_graph_batch_sizes: Sequence[int] = (),
+        has_host_pages: bool = False,
         sparse_prefill: XAttention | None = None,
         max_step_tokens: int | None = None,
     ) -> None:
@@ -336,7 +342,7 @@ class EmbeddedEngine:
             OutOfMemory: There is no memory for pool, page tables or CUDA graphs.
             EngineError: The engine is closed or broken.
         """
-        self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes)
+        self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes, has_host_pages)
         self._configure_sparse(sparse_prefill, max_step_tokens)
         if self._failure is not None:
             raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
@@ -411,12 +417,15 @@ class EmbeddedEngine:
             block_bytes: Most bytes of a layer's K and V that are read together; replayed steps can read twice as much.
 
         Raises:
-            ConfigError: The engine has a host pool already, or `HostBlocks` refuses this one.
+            ConfigError: The engine has a host pool already, it was made for decode steps without `has_host_pages`, or
+                `HostBlocks` refuses this one.
             OutOfMemory: The device has too little memory left.
             EngineError: The capture failed.
         """
         if self._tier is not None:
             raise ConfigError("the engine has a host pool already; it takes one, before its first step")
+        if self._decoder is not None and not self._has_host_pages:
+            raise ConfigError("has_host_pages is false, so page tables are as wide as the pool; must be true for a host pool")
         tier = HostBlocks(self.pool, host, block_bytes=block_bytes)
         if self._sparse is not None:
             tier.check_holds(self._sparse.unit_tokens)
@@ -629,7 +638,13 @@ class EmbeddedEngine:
         return DeviceDecoder(
             self.pool,
             max_running_requests=max_running_requests,
-            max_seq_len=self.max_context_tokens,
+            max_seq_len=page_table_tokens(
+                self.pool.groups,
+                num_pages=self.pool.num_pages[0],
+                page_size=self.pool.page_size,
+                max_seq_len=self.max_context_tokens,
+                has_host_pages=self._has_host_pages,
+            ),
             compute=lambda token_ids, positions, plan: self._logits(self._hidden(token_ids, positions, plan)),
         )
 

@@ -13,7 +13,7 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import ModelFiles, read_model_files
 from embedded_engine.tensor_parallel import TensorParallelGroup, init_distributed
 from planner.model_directory import read_model_directory
-from planner.node_plan import DeviceMemory, graph_batch_sizes, node_plan_inputs, sparse_policy
+from planner.node_plan import DeviceMemory, graph_batch_sizes, has_host_pages, node_plan_inputs, sparse_policy
 from planner.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.copy.kernel_choice import Kernels, choose_kernels
@@ -172,6 +172,7 @@ def _role_settings(config: NodeConfig) -> dict[str, Any]:
     if isinstance(config, DecodeNodeConfig):
         given["max_running_requests"] = config.limits.max_running_requests
         given["cuda_graph_batch_sizes"] = () if config.device == "cpu" else graph_batch_sizes(config)
+        given["has_host_pages"] = has_host_pages(config)
     return given
 
 

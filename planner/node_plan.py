@@ -170,12 +170,20 @@ def node_plan_inputs(
         staging_bytes=staging_bytes,
         ring_bytes=ring_bytes,
         offload_bytes=_offload_bytes(config),
+        has_host_pages=has_host_pages(config),
         sparse_prefill=sparse_policy(config),
         weights_bytes=weights_bytes,
         checkpoint_bytes=None if config.dummy_weights else model.checkpoint_bytes,
         checkpoint_source=model.checkpoint_source,
         names=settings_for_flags(config),
     )
+
+
+def has_host_pages(config: NodeConfig) -> bool:
+    """Return whether pages of a running request can lie in host memory."""
+    if isinstance(config, DecodeNodeConfig):
+        return config.offload.device_window is not None
+    return isinstance(config, PrefillNodeConfig) and config.offload.is_on
 
 
 def sparse_policy(config: NodeConfig) -> XAttention | None:

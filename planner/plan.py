@@ -21,7 +21,7 @@ from planner.plan_values import GroupPlan, MemoryPlan, PlanLine
 from planner.workspace import Workspace, check_has_sparse_prefill, sparse_prefill_workspaces
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import shown
-from transfer.layer_groups import PAGE_TABLE_COLUMNS, GroupKind
+from transfer.layer_groups import GroupKind
 
 __all__ = [
     "GroupPlan",
@@ -38,7 +38,6 @@ __all__ = [
 MAX_DIFFERENCE_BYTES: Final = 2 * GIB
 """Ranks whose free memory differs by more do not start: another process uses one of their devices."""
 MAX_REAL_DIFFERENCE: Final = 0.05
-_INDEX_BYTES: Final = 4  # int32
 
 
 def make_plan(inputs: PlanInputs) -> MemoryPlan:
@@ -51,29 +50,25 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
     """
     shard = inputs.fullest_shard()
     weights_bytes, weights_formula = _weights(inputs)
-    page_table_bytes, page_table_formula = _page_tables(inputs)
     workspaces = _workspaces(inputs)
     used = inputs.total_bytes - inputs.free_before_bytes
-    before_pool = [
+    fixed = [
         PlanLine(name="in_use", num_bytes=used, formula="device - free before"),
         PlanLine(name="weights", num_bytes=weights_bytes, formula=weights_formula),
         PlanLine(name="staging", num_bytes=inputs.staging_bytes, formula="as set"),
         PlanLine(name="ring", num_bytes=inputs.ring_bytes, formula="as set"),
-        PlanLine(name="page_tables", num_bytes=page_table_bytes, formula=page_table_formula),
     ]
-    if inputs.offload_bytes:
-        before_pool.append(PlanLine(name="offload", num_bytes=inputs.offload_bytes, formula="as set"))
-    before_pool += [
-        PlanLine(name=one.name, num_bytes=one.num_bytes, formula=one.reason) for one in workspaces if one.is_allocated
-    ]
+    buffers = [PlanLine(name="offload", num_bytes=inputs.offload_bytes, formula="as set")] if inputs.offload_bytes else []
+    buffers += [PlanLine(name=one.name, num_bytes=one.num_bytes, formula=one.reason) for one in workspaces if one.is_allocated]
     reserve = make_reserve(inputs)
     reserve_line = PlanLine(name="reserve", num_bytes=reserve.num_bytes, formula=reserve.formula)
-    budget = inputs.total_bytes - reserve.num_bytes - sum(line.num_bytes for line in before_pool)
+    budget = inputs.total_bytes - reserve.num_bytes - sum(line.num_bytes for line in (*fixed, *buffers))
     sizing = PoolSizing(inputs, shard)
     num_pages = sizing.most_pages(budget)
     if num_pages < 1:
-        one_page = sizing.lines(sizing.groups(1))
-        raise does_not_fit(inputs, [*before_pool, reserve_line, *one_page], sizing.cost(1) - budget)
+        one_page = [sizing.page_tables(1), *sizing.lines(sizing.groups(1))]
+        missing = sum(line.num_bytes for line in one_page) - budget
+        raise does_not_fit(inputs, [*fixed, *buffers, reserve_line, *one_page], missing)
     most_tokens = num_pages * inputs.page_size
     is_memory_the_limit = sizing.cost(num_pages + 1) > sizing.cost(num_pages)
     if inputs.max_total_tokens is not None and inputs.max_total_tokens // inputs.page_size < num_pages:
@@ -81,10 +76,13 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
         is_memory_the_limit = False
     groups = sizing.groups(num_pages)
     deciding = next((group for group in groups if group.cell_bytes and group.kind is not GroupKind.STATE), groups[0])
-    left = budget - sum(group.num_bytes for group in groups)
+    page_tables = sizing.page_tables(num_pages)
+    left = budget - page_tables.num_bytes - sum(group.num_bytes for group in groups)
     free_bytes = reserve.num_bytes + left - reserve.cuda_graph_bytes
     lines = [
-        *before_pool,
+        *fixed,
+        page_tables,
+        *buffers,
         *sizing.lines(groups),
         reserve_line,
         PlanLine(name="cuda_graphs", num_bytes=reserve.cuda_graph_bytes, formula=reserve.cuda_graph_formula, inside="reserve"),
@@ -104,7 +102,7 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
         cell_bytes=deciding.cell_bytes,
         max_total_tokens=num_pages * inputs.page_size,
         num_pages=num_pages,
-        page_table_bytes=page_table_bytes,
+        page_table_bytes=page_tables.num_bytes,
         groups=groups,
         workspaces=workspaces,
         free_bytes=free_bytes,
@@ -172,14 +170,6 @@ def _weights(inputs: PlanInputs) -> tuple[int, str]:
     whole = model.checkpoint_bytes(inputs.dtype)
     size = -(-inputs.checkpoint_bytes * estimate // whole)
     return size, f"{inputs.checkpoint_bytes:,} B ({inputs.checkpoint_source}) x {estimate / whole:.4f}, this rank's part"
-
-
-def _page_tables(inputs: PlanInputs) -> tuple[int, str]:
-    columns = -(-inputs.sequence_tokens // PAGE_TABLE_COLUMNS) * PAGE_TABLE_COLUMNS
-    rows = inputs.max_running_requests + 1
-    num_tables = sum(group.kind is not GroupKind.STATE for group in inputs.groups) if inputs.has_page_tables else 0
-    formula = f"({inputs.max_running_requests} + 1) rows x {columns:,} x {_INDEX_BYTES} B x {num_tables} group(s) with pages"
-    return rows * columns * _INDEX_BYTES * num_tables, formula
 
 
 def _workspaces(inputs: PlanInputs) -> tuple[Workspace, ...]:

@@ -67,15 +67,15 @@ def advice_on(plan: MemoryPlan, *, is_memory_the_limit: bool) -> list[str]:
         )
     if any(group.kind is GroupKind.FULL and group.layers for group in plan.groups):
         tokens = plan.max_total_tokens
-        if tokens < inputs.sequence_tokens and inputs.role is Role.PREFILL and inputs.offload_bytes:
+        if tokens < inputs.sequence_tokens and inputs.role is Role.PREFILL and inputs.has_host_pages:
             advice.append(
                 f"the pool holds {tokens:,} tokens; a longer prompt is kept in host memory, which takes {plan.cell_bytes:,} B a "
                 f"token, {shown(inputs.sequence_tokens * plan.cell_bytes)} for {inputs.sequence_tokens:,}"
             )
-        elif tokens < inputs.sequence_tokens:
+        elif tokens < inputs.sequence_tokens and not inputs.has_host_pages:
             advice.append(
                 f"the pool holds {tokens:,} tokens, a sequence may have {inputs.sequence_tokens:,}: longer ones are refused; "
-                f"--max-seq-len {tokens} says so, and makes page tables smaller"
+                f"--max-seq-len {tokens} says so"
             )
         advice += _advice_on_windows(plan) if is_memory_the_limit else []
     return [inputs.in_names(line) for line in advice]

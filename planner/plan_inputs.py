@@ -99,6 +99,7 @@ class PlanInputs:
         staging_bytes, ring_bytes: Memory of the transfer on this rank.
         offload_bytes: Buffers of a rank whose requests may have pages in host memory: two blocks that attention reads
             (`EmbeddedEngine.host_block_bytes`), and the buffers of `transfer.copy.page_mover.PageMover`.
+        has_host_pages: Whether pages of a running request can lie in host memory, so that it can be longer than the pool.
         weights_bytes: Measured size of this rank's weights; None takes it from the checkpoint or estimates it.
         checkpoint_bytes: Size of the stored model; None if unknown.
         checkpoint_source: Where `checkpoint_bytes` comes from, for the formula.
@@ -136,6 +137,7 @@ class PlanInputs:
     staging_bytes: int = 0
     ring_bytes: int = 0
     offload_bytes: int = 0
+    has_host_pages: bool = False
     weights_bytes: int | None = None
     checkpoint_bytes: int | None = None
     checkpoint_source: str = ""

@@ -1,11 +1,15 @@
-"""Pages of each layer group's pool within a budget."""
+"""Pages of each layer group's pool within a budget, and the page tables that show them."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from planner.plan_inputs import PlanInputs
 from planner.plan_values import GroupPlan, PlanLine
-from transfer.layer_groups import GroupKind, LayerGroup
+from transfer.layer_groups import PAGE_TABLE_COLUMNS, GroupKind, LayerGroup, page_table_tokens
 from transfer.layout import Shard
+
+_INDEX_BYTES: Final = 4  # int32
 
 
 class PoolSizing:
@@ -36,7 +40,7 @@ class PoolSizing:
         return sum(size * self.pages(index, num_pages) for index, size in enumerate(self._page_bytes))
 
     def most_pages(self, budget: int) -> int:
-        """Return the most pages whose pools fit the budget; 0 if not one page fits."""
+        """Return the most pages whose pools and page tables fit the budget; 0 if not one page fits."""
         full = [size for group, size in zip(self._groups, self._page_bytes, strict=True) if group.kind is GroupKind.FULL]
         if any(full):
             high = max(0, budget) // sum(full)
@@ -46,11 +50,30 @@ class PoolSizing:
         low = 0  # the answer is in [low, high]
         while low < high:
             middle = (low + high + 1) // 2
-            if self.cost(middle) <= budget:
+            if self.cost(middle) + self.page_tables(middle).num_bytes <= budget:
                 low = middle
             else:
                 high = middle - 1
         return low
+
+    def page_tables(self, num_pages: int) -> PlanLine:
+        """Return the line of the page tables on the device, which are no wider than the pool."""
+        inputs = self._inputs
+        tokens = page_table_tokens(
+            self._groups,
+            num_pages=num_pages,
+            page_size=inputs.page_size,
+            max_seq_len=inputs.sequence_tokens,
+            has_host_pages=inputs.has_host_pages,
+        )
+        columns = -(-tokens // PAGE_TABLE_COLUMNS) * PAGE_TABLE_COLUMNS
+        num_tables = sum(group.kind is not GroupKind.STATE for group in self._groups) if inputs.has_page_tables else 0
+        requests = inputs.max_running_requests
+        return PlanLine(
+            name="page_tables",
+            num_bytes=(requests + 1) * columns * _INDEX_BYTES * num_tables,
+            formula=f"({requests} + 1) rows x {columns:,} x {_INDEX_BYTES} B x {num_tables} group(s) with pages",
+        )
 
     def groups(self, num_pages: int) -> tuple[GroupPlan, ...]:
         found = []

@@ -111,6 +111,22 @@ def layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
     )
 
 
+def page_table_tokens(
+    groups: tuple[LayerGroup, ...], *, num_pages: int, page_size: int, max_seq_len: int, has_host_pages: bool
+) -> int:
+    """Return the tokens of the longest request for which a page table on the device has columns.
+
+    All tokens of a request lie in the pool of full attention, so a request cannot be longer than that pool. Two cases keep
+    `max_seq_len`: pages of a running request can lie in host memory, or the model keeps no token to the end.
+
+    Args:
+        num_pages: Pages of the first group.
+    """
+    if has_host_pages or groups[0].kind is not GroupKind.FULL:
+        return max_seq_len
+    return min(max_seq_len, num_pages * page_size)
+
+
 def _kind(spec: LayerSpec) -> GroupKind:
     if spec.kind is LayerKind.SLIDING_WINDOW:
         return GroupKind.WINDOW

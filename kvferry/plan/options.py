@@ -137,6 +137,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         checkpoint_bytes=directory.checkpoint_bytes,
         checkpoint_source=directory.checkpoint_source,
         offload_bytes=_offload_bytes() if options.kv_offload and not device.is_cpu else 0,
+        has_host_pages=options.kv_offload,
         sparse_prefill=_sparse_policy(options, role),
     )
 

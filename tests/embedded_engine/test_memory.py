@@ -16,11 +16,14 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.loading import MemoryPlanner, load_engine
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import TensorParallelGroup
+from planner.model_directory import read_model_directory
 from planner.node_plan import check_fits
+from planner.plan import PlanInputs, Role, make_plan
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.config import CPU_POOL_PAGES
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layout import Shard
+from transfer.pool.host_pool import HostPool
 
 MIB = 1 << 20
 
@@ -40,6 +43,47 @@ def test_the_pool_has_the_pages_that_were_planned_and_the_plan_knows_the_weights
     budget = int(120 * MIB * 0.88) - engine.weights_bytes - (8 + 4) * MIB - plan.page_table_bytes
     assert plan.num_pages == budget // (16 * plan.cell_bytes)
     assert not [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
+
+
+@pytest.mark.parametrize(
+    ("family", "has_host_pages", "columns"),
+    [
+        ("llama", False, 64),
+        ("llama", True, 4096),  # the context of the model
+        ("gemma2", False, 64),
+        ("mistral", False, 512),  # windows alone: a request can be longer than the pool
+    ],
+)
+def test_page_tables_are_as_wide_as_planned(
+    family_dir: Callable[[str], Path], family: str, has_host_pages: bool, columns: int
+) -> None:
+    plan = make_plan(
+        PlanInputs(
+            model=read_model_directory(family_dir(family)).shape,
+            role=Role.DECODE,
+            device_bytes=64 * MIB,
+            is_cpu=True,
+            page_size=4,
+            max_total_tokens=50,
+            max_running_requests=2,
+            has_host_pages=has_host_pages,
+        )
+    )
+    engine = EmbeddedEngine(
+        family_dir(family),
+        shard=Shard(page_size=4),
+        num_pages=plan.group_pages,
+        max_running_requests=2,
+        has_host_pages=has_host_pages,
+        has_decode_kernels=True,
+    )
+    assert engine.page_table_bytes == plan.page_table_bytes == len(plan.groups) * 3 * columns * 4
+
+
+def test_page_tables_as_wide_as_the_pool_take_no_host_pages(demo_dir: Path) -> None:
+    engine = EmbeddedEngine(demo_dir, shard=Shard(page_size=4), num_pages=4, max_running_requests=1, has_decode_kernels=True)
+    with pytest.raises(ConfigError, match="has_host_pages is false, so page tables are as wide as the pool; must be true"):
+        engine.use_host_pool(HostPool(engine.pool, num_pages=[4]), block_bytes=MIB)
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(

@@ -80,6 +80,7 @@ class LongRequest:
             dtype=dtype,
             max_running_requests=2,
             cuda_graph_batch_sizes=(1, 2) if is_replayed else (),
+            has_host_pages=True,
         )
         self.group = full_group(groups)
         for layer in range(files.layout().num_layers):

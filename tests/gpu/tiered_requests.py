@@ -23,7 +23,7 @@ LAUNCHED, REPLAYED = 3, 60
 
 
 def roomy_engine(directory: Path, device: str, **settings: Any) -> EmbeddedEngine:
-    return make_engine(directory, device, num_tokens=480, max_seq_len=160, **settings)
+    return make_engine(directory, device, num_tokens=480, max_seq_len=160, has_host_pages=True, **settings)
 
 
 def tiered_tokens(engine: Any, prompts: Prompts, pages_per_block: int) -> dict[str, list[int]]:

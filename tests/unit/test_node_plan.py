@@ -99,6 +99,9 @@ def test_invalid_cuda_graph_batches_are_rejected() -> None:
 def test_page_tables_are_counted_where_there_are_any() -> None:
     config = decode(limits={"max_running_requests": 20, "max_seq_len": 1000})
     assert make_plan(inputs_of(config)).page_table_bytes == 21 * 1024 * 4
+    tiered = inputs_of(decode(offload={"host_ratio": 2, "device_window": 64}, pool={"num_pages": 10}))
+    kept = inputs_of(decode(offload={"host_ratio": 2}, pool={"num_pages": 10}))
+    assert [make_plan(one).page_table_bytes for one in (tiered, kept)] == [33 * 8192 * 4, 33 * 160 * 4]
     in_torch = decode(kernels="torch")
     for without in (inputs_of(config, CPU), inputs_of(in_torch), inputs_of(prefill()), inputs_of(prefill(), CPU)):
         assert make_plan(without).planned_bytes("page_tables") == 0

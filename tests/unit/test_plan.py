@@ -262,6 +262,24 @@ def test_advice_on_options_that_take_memory_and_on_a_set_limit() -> None:
     assert limited.advice[0].endswith(" GiB stay free, more than 10 GB: raise or remove --max-total-tokens")
 
 
+def test_page_tables_are_no_wider_than_the_pool() -> None:
+    flags: dict[str, Any] = {"role": Role.DECODE, "device_bytes": 24 * GIB, "cuda_graph_batch_sizes": ()}
+    plan = make_plan(inputs_of("qwen3-8b", **flags, max_running_requests=256))
+    tokens, context = plan.max_total_tokens, model("qwen3-8b").max_context_tokens
+    assert tokens < context and tokens % 32 == 16
+    assert plan.page_table_bytes == (256 + 1) * (tokens + 16) * 4
+    left, page_bytes = lines_of(plan)["left"], 16 * plan.cell_bytes
+    assert 0 <= left < page_bytes, "one page more would not fit"
+    # Pages of a running request in host memory: it can be longer than the pool.
+    tiered = make_plan(inputs_of("qwen3-8b", **flags, max_running_requests=256, has_host_pages=True))
+    assert tiered.page_table_bytes == (256 + 1) * context * 4
+    assert plan.num_pages > tiered.num_pages
+    assert [line for line in plan.advice if "longer ones are refused; --max-seq-len" in line]
+    assert not [line for line in tiered.advice if "longer ones are refused" in line]
+    bounded = make_plan(inputs_of("qwen3-8b", **flags, max_running_requests=256, max_total_tokens=100))
+    assert bounded.page_table_bytes == (256 + 1) * 96 * 4, "six whole pages"
+
+
 def test_measured_weights_win_and_stored_ones_are_scaled_to_the_dtype() -> None:
     flags: dict[str, Any] = {"device_bytes": 80 * GIB, "checkpoint_bytes": 16_381_470_720, "checkpoint_source": "index"}
     assert make_plan(inputs_of("qwen3-8b", weights_bytes=20 * GIB, **flags)).weights_bytes == 20 * GIB

@@ -44,6 +44,7 @@ def tokens_by(
             max_seq_len=64,
             max_running_requests=4,
             cuda_graph_batch_sizes=batch_sizes,
+            has_host_pages=True,
             has_decode_kernels=has_kernels,
         )
         host = host_pool_of(engine, 80 // shard.page_size + 8)
