@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from planner.plan_inputs import default_batches
 from transfer.chunk import ChunkPlan, largest_wire_bytes
-from transfer.config import ChunkConfig, NodeConfig, PrefillNodeConfig, StagingConfig
+from transfer.config import ChunkConfig, DecodeNodeConfig, NodeConfig, PrefillNodeConfig, StagingConfig
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind, layer_groups
 from transfer.layout import KVLayout, Shard, routes
 
@@ -102,18 +102,19 @@ def with_gpu_defaults(config: AnyNode, layout: KVLayout | None, *, device_bytes:
     """
     pool = config.pool
     shard = Shard(tp_size=config.parallel.tp_size, page_size=pool.page_size, order=pool.order, dtype=pool.dtype)
-    step_tokens, batch = default_batches(device_bytes, shard.tp_size)  # as in `kvferry plan`
+    step_tokens, batch = default_batches(device_bytes, shard.tp_size)
     if not isinstance(config, PrefillNodeConfig):
-        # Batches above the largest CUDA graph of the table are possible, too.
-        running = _running_requests(layout, shard, max(batch, LEAST_REQUESTS), device_bytes, tokens_in_flight=1)
-        return _with_limits(config, max_running_requests=running)
+        running = gpu_running_requests(layout, shard, device_bytes=device_bytes)
+        decode = _with_limits(config, max_running_requests=running)
+        if isinstance(decode, DecodeNodeConfig) and decode.cuda_graph_max_bs is None and decode.cuda_graph_bs is None:
+            decode = decode.model_copy(update={"cuda_graph_max_bs": min(batch, decode.limits.max_running_requests)})
+        return decode
     changed = _with_limits(config, max_step_tokens=step_tokens)
     most = changed.limits.max_step_tokens
     if config.most_pages is not None:
         most = min(most, config.most_pages * pool.page_size)
     chunk = with_gpu_chunks(changed.chunk, changed.staging, layout, shard, step_tokens=most)
-    in_flight = PREFILL_STEPS_IN_FLIGHT * chunk.chunk_tokens
-    running = _running_requests(layout, shard, PREFILL_REQUESTS, device_bytes, tokens_in_flight=in_flight)
+    running = gpu_running_requests(layout, shard, device_bytes=device_bytes, chunk_tokens=chunk.chunk_tokens)
     return _with_limits(changed, max_running_requests=running).model_copy(update={"chunk": chunk})
 
 
@@ -123,8 +124,17 @@ def _with_limits(config: AnyNode, **values: int) -> AnyNode:
     return config.model_copy(update={"limits": config.limits.model_copy(update=unset)})
 
 
-def _running_requests(layout: KVLayout | None, shard: Shard, batch: int, device_bytes: int, *, tokens_in_flight: int) -> int:
-    """Return how many of `batch` requests run at once, by the room for their sliding windows and states."""
+def gpu_running_requests(layout: KVLayout | None, shard: Shard, *, device_bytes: int, chunk_tokens: int | None = None) -> int:
+    """Return the requests that a node on GPUs of `device_bytes` runs at once, by the room for their sliding windows and states.
+
+    Args:
+        chunk_tokens: Tokens of a chunk of a prefill node; None for a decode node.
+    """
+    if chunk_tokens is None:
+        # Batches above the largest CUDA graph of the table are possible, too.
+        batch, tokens_in_flight = max(default_batches(device_bytes, shard.tp_size)[1], LEAST_REQUESTS), 1
+    else:
+        batch, tokens_in_flight = PREFILL_REQUESTS, PREFILL_STEPS_IN_FLIGHT * chunk_tokens
     if layout is None:
         return batch
     of_one = sum(

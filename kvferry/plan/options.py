@@ -48,7 +48,7 @@ class PlanOptions:
     page_size: int = 16
     chunked_prefill_size: int | None = None
     chunk_tokens: int | None = None
-    max_running_requests: int = 32
+    max_running_requests: int | None = None
     max_seq_len: int | None = None
     cuda_graph_max_bs: int | None = None
     cuda_graph_bs: str | None = None
@@ -107,7 +107,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
     for name, tier in _TIERS.items():
         if role is not tier and sizes.get(name, getattr(options, name)):
             raise ConfigError(f"{_flag(name)} is given and --role is {role}; only a {tier} node has it")
-    return PlanInputs(
+    inputs = PlanInputs(
         model=directory.shape,
         role=role,
         device_bytes=device.total_bytes,
@@ -121,8 +121,6 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         kv_dtype=None if options.kv_dtype is None else _choice("kv_dtype", options.kv_dtype, DType),
         page_size=options.page_size,
         chunked_prefill_size=options.chunked_prefill_size or (1 if role is Role.DECODE else None),  # decode computes no prompts
-        tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * _chunk_tokens(options) if role is Role.PREFILL else None,
-        max_running_requests=options.max_running_requests,
         max_seq_len=options.max_seq_len,
         cuda_graph_batch_sizes=_batch_sizes(options) if role is Role.DECODE else (),
         has_page_tables=role is Role.DECODE and not device.is_cpu,  # decode steps read them on the device
@@ -140,6 +138,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         has_host_pages=options.kv_offload,
         sparse_prefill=_sparse_policy(options, role),
     )
+    return _with_node_defaults(inputs, options)
 
 
 def _offload_bytes() -> int:
@@ -163,15 +162,26 @@ def _sparse_policy(options: PlanOptions, role: Role) -> XAttention | None:
         raise ConfigError(f"--sparse-{str(error).replace('_', '-', 1)}") from None
 
 
-def _chunk_tokens(options: PlanOptions) -> int:
-    """Return the tokens of a chunk of a prompt, by default those of a node."""
-    if options.chunk_tokens is None:
-        from transfer.config import ChunkConfig
+def _with_node_defaults(inputs: PlanInputs, options: PlanOptions) -> PlanInputs:
+    """Return the inputs with chunks, running requests and CUDA graphs as given, or else as a node has them on that device."""
+    from planner.device_defaults import gpu_chunk_tokens, gpu_running_requests
+    from transfer.config import ChunkConfig, DecodeLimitsConfig
 
-        return ChunkConfig().chunk_tokens
-    if options.chunk_tokens < 1:
-        raise ConfigError(f"--chunk-tokens is {options.chunk_tokens}; it must be at least 1")
-    return options.chunk_tokens
+    shard, chunk_tokens, requests = inputs.fullest_shard(), options.chunk_tokens, options.max_running_requests
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ConfigError(f"--chunk-tokens is {chunk_tokens}; it must be at least 1")
+    if inputs.role is Role.PREFILL and chunk_tokens is None:
+        on_cpu = ChunkConfig().chunk_tokens
+        chunk_tokens = on_cpu if inputs.is_cpu else gpu_chunk_tokens(inputs.layout, shard, step_tokens=inputs.chunk_tokens)
+    if requests is None and inputs.is_cpu:
+        requests = DecodeLimitsConfig().max_running_requests
+    elif requests is None:
+        requests = gpu_running_requests(inputs.layout, shard, device_bytes=inputs.total_bytes, chunk_tokens=chunk_tokens)
+    in_flight = None if chunk_tokens is None else PREFILL_STEPS_IN_FLIGHT * chunk_tokens
+    graphs = inputs.cuda_graph_batch_sizes
+    if graphs is None and not inputs.is_cpu:
+        graphs = (min(inputs.cuda_graph_max_bs, requests),)
+    return replace(inputs, max_running_requests=requests, tokens_in_flight=in_flight, cuda_graph_batch_sizes=graphs)
 
 
 def _batch_sizes(options: PlanOptions) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from kvferry.__main__ import app
 from kvferry.plan import device as plan_device
 from kvferry.plan.device import Device, detect_device
 from kvferry.plan.options import PlanOptions, inputs_for, make_plan_for
+from planner.device_defaults import with_gpu_defaults
 from planner.model_directory import read_model_directory
 from planner.node_plan import DeviceMemory, node_plan_inputs
 from planner.plan import make_plan
@@ -25,7 +26,7 @@ from transfer.layout import Shard
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "tests" / "unit" / "configs"
 MEMORY_PAGE = ROOT / "docs" / "memory.md"
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_json_is_the_plan(models: Path) -> None:
     result = plan("--model", "llama-3-70b", "--device-memory", "80GiB", "--tp", "4", "--json")
     content = json.loads(result.stdout)
     assert (content["model"], content["device"]) == ("llama-3-70b", "80.0 GiB, as given")
-    assert (content["max_total_tokens"], content["static_fraction"]) == (467_600, 0.875)
+    assert (content["max_total_tokens"], content["static_fraction"]) == (467_408, 0.875)
     assert sum(line["bytes"] for line in content["lines"] if not line["inside"]) == content["device_bytes"] == 80 * GIB
 
 
@@ -223,20 +224,22 @@ def test_the_page_shows_what_the_command_prints(models: Path, command: str, outp
         assert part in printed
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_plan_of_the_flags_is_the_plan_of_a_node_with_those_settings(models: Path, role: str) -> None:
-    directory = read_model_directory("gemma-3-27b")
-    config: NodeConfig
-    if role == "prefill":
-        config = PrefillNodeConfig.model_validate({"model": "m", "device": "cuda", "limits": {"max_step_tokens": 4096}})
-    else:
-        config = DecodeNodeConfig.model_validate({"model": "m", "device": "cuda", "ring": {"capacity_bytes": "1GiB"}})
-    shard = Shard(tp_size=2, page_size=config.pool.page_size)
-    device = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, is_cpu=False)
+@pytest.mark.parametrize(
+    ("model", "tp_size", "gib"), [("qwen3-8b", 1, 24), ("qwen3-8b", 1, 180), ("gemma-3-27b", 2, 80), ("llama-3-70b", 4, 80)]
+)
+@pytest.mark.parametrize("kind", [PrefillNodeConfig, DecodeNodeConfig])
+def test_the_plan_is_that_of_a_node_with_the_same_settings(
+    models: Path, kind: type[NodeConfig], model: str, tp_size: int, gib: int
+) -> None:
+    """Steps, chunks, running requests and CUDA graphs are not set on either side. Both choose them by the device."""
+    directory = read_model_directory(model)
+    given = {"model": "m", "device": "cuda", "parallel": {"tp_size": tp_size}}
+    config = with_gpu_defaults(kind.model_validate(given), directory.shape.layout(), device_bytes=gib * GIB)
+    shard = Shard(tp_size=tp_size, page_size=config.pool.page_size)
+    device = DeviceMemory(total_bytes=gib * GIB, free_bytes=gib * GIB - MIB, is_cpu=False)
     of_node = make_plan(node_plan_inputs(config, directory, shard, device))
-    common = PlanOptions(role=role, tp=2, max_running_requests=32)
-    staging, ring = f"{of_node.inputs.staging_bytes}B", f"{of_node.inputs.ring_bytes}B"
-    own = {"chunked_prefill_size": 4096, "staging": staging} if role == "prefill" else {"ring": ring, "cuda_graph_max_bs": 32}
-    options = replace(common, **own)  # type: ignore[arg-type]
-    of_flags = make_plan_for(options, directory, Device(text="", total_bytes=80 * GIB, free_bytes=79 * GIB))
+    options = PlanOptions(
+        role=config.role, tp=tp_size, staging=f"{of_node.inputs.staging_bytes}B", ring=f"{of_node.inputs.ring_bytes}B"
+    )
+    of_flags = make_plan_for(options, directory, Device(text="", total_bytes=gib * GIB, free_bytes=gib * GIB - MIB))
     assert of_flags.lines == of_node.lines and of_flags.group_pages == of_node.group_pages

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from planner.device_defaults import MIN_CHUNK_TOKENS, gpu_chunk_tokens, with_gpu_chunks, with_gpu_defaults
+from planner.node_plan import graph_batch_sizes
 from transfer.config import ChunkConfig, DecodeNodeConfig, PrefillNodeConfig, StagingConfig
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 
@@ -84,6 +85,8 @@ def test_steps_chunks_and_requests_follow_from_the_gpu() -> None:
     sizes = (16, 24, 40, 80, 180)
     running = [with_gpu_defaults(decode, LLAMA_8B, device_bytes=size * GIB).limits.max_running_requests for size in sizes]
     assert running == [32, 32, 32, 256, 512]
+    graphs = [with_gpu_defaults(decode, LLAMA_8B, device_bytes=size * GIB).cuda_graph_max_bs for size in sizes]
+    assert graphs == [8, 24, 32, 256, 512], "as kvferry plan"
     decode = DecodeNodeConfig.model_validate({"model": Path("m"), "device": "cuda", "parallel": {"tp_size": 4}})
     assert with_gpu_defaults(decode, None, device_bytes=80 * GIB).limits.max_running_requests == 512
 
@@ -107,6 +110,22 @@ def test_settings_that_are_given_stay() -> None:
     config = with_gpu_defaults(prefill(pool={"num_pages": 10}), LLAMA_8B, device_bytes=80 * GIB)
     assert config.chunk.chunk_tokens == 160, "nor than the pool"
     assert config.limits.queue_timeout_s == prefill().limits.queue_timeout_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "captured"),
+    [
+        ({"limits": {"max_running_requests": 12}}, (1, 2, 4, 8, 12)),
+        ({"limits": {"max_running_requests": 1000}}, (1, 2, 4, *range(8, 257, 8))),
+        ({"cuda_graph_max_bs": 2}, (1, 2)),
+        ({"cuda_graph_max_bs": 0}, ()),
+        ({"cuda_graph_bs": [3]}, (3,)),
+    ],
+    ids=str,
+)
+def test_captured_batches(settings: dict[str, Any], captured: tuple[int, ...]) -> None:
+    config = DecodeNodeConfig.model_validate({"model": Path("m"), "device": "cuda", **settings})
+    assert graph_batch_sizes(with_gpu_defaults(config, LLAMA_8B, device_bytes=80 * GIB)) == captured
 
 
 def test_one_layer_of_a_chunk_fits_a_given_staging_slot() -> None:

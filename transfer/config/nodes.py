@@ -163,8 +163,8 @@ class DecodeNodeConfig(NodeConfig):
     cuda_graph_max_bs: CountOrZero | None = Field(
         default=None,
         description=(
-            "Largest decode batch that is captured into a CUDA graph; 0 captures none, null means limits.max_running_requests. "
-            "No effect on cpu."
+            "Largest decode batch that is captured into a CUDA graph; 0 captures none. null means the batch that docs/memory.md "
+            "gives for the device, at most limits.max_running_requests. No effect on cpu."
         ),
     )
     cuda_graph_bs: Annotated[tuple[Count, ...] | None, BeforeValidator(listed)] = Field(
