@@ -15,11 +15,12 @@ import structlog
 
 from node_runtime.engine import engine_loader
 from node_runtime.rank_messages import StepDone, StepFailed
-from planner.plan import MemoryPlan, compare_with_real
+from planner.plan import MemoryPlan, Role, compare_with_real
 from transfer.config import NodeConfig
 from transfer.connector.rank_report import RankMemory
 from transfer.engine_types import RequestFault
 from transfer.errors import EngineError, OutOfMemory
+from transfer.host_memory import host_memory
 from transfer.out_of_memory import allocating
 from transfer.worker_thread import WorkerThread
 
@@ -168,19 +169,31 @@ def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
     if asked is not None and plan.max_total_tokens < asked // plan.inputs.page_size * plan.inputs.page_size:
         warnings.append(f"pool: {asked:,} tokens are set, the plan has room for {plan.max_total_tokens:,}")
     if engine.shard.rank == 0:
-        sizes = {f"{line.name}_bytes": line.num_bytes for line in plan.lines}
-        log.info(
-            "memory_plan",
-            max_total_tokens=plan.max_total_tokens,
-            pages=plan.group_pages,
-            fraction=plan.static_fraction,
-            chunked_prefill_size=plan.inputs.chunk_tokens,
-            max_running_requests=plan.inputs.max_running_requests,
-            max_seq_len=plan.inputs.sequence_tokens,
-            measured_free_bytes=real.get("free"),  # None on a CPU
-            **sizes,
-        )
+        _log_plan(plan, measured_free_bytes=real["free"] if "free" in real else host_memory()[1])
     for warning in warnings:
         log.warning("memory_not_as_planned", difference=warning)
     known = getattr(engine, "memory_warnings", ())  # the engine has logged these
     return RankMemory(plan=plan.as_json(), real=real, warnings=(*known, *warnings))
+
+
+def _log_plan(plan: MemoryPlan, *, measured_free_bytes: int) -> None:
+    """Log the limits of the plan under SGLang's names, and the bytes of each line.
+
+    Args:
+        measured_free_bytes: Free memory of the device, or of the host, after everything that lasts was allocated.
+    """
+    inputs = plan.inputs
+    step_tokens = inputs.chunk_tokens if inputs.role is Role.PREFILL else None  # SGLang has two limits for a step
+    log.info(
+        "memory_plan",
+        max_total_num_tokens=plan.max_total_tokens,
+        chunked_prefill_size=step_tokens,
+        max_prefill_tokens=step_tokens,
+        max_running_requests=inputs.max_running_requests,
+        context_len=inputs.sequence_tokens,
+        available_bytes=inputs.free_before_bytes - plan.weights_bytes,
+        measured_free_bytes=measured_free_bytes,
+        pages=plan.group_pages,
+        fraction=plan.static_fraction,
+        **{f"{line.name}_bytes": line.num_bytes for line in plan.lines},
+    )

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from decode_node import rank_messages as decode_messages
@@ -19,6 +20,7 @@ from tests.runtime.instances import hello
 from transfer.config import PrefillNodeConfig
 from transfer.connector.rank_report import RankMemory
 from transfer.connector.side_service import memory_to_proto
+from transfer.host_memory import host_memory
 from transfer.layout import Shard
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pool.kv_pool import KVPool
@@ -54,14 +56,25 @@ def test_what_is_as_planned_is_logged_once_and_warned_of_never(plan: MemoryPlan)
     with capture_logs() as logs:
         memory = rank_memory(engine(plan), {"staging": plan.inputs.staging_bytes})
     assert memory.warnings == () and [entry["event"] for entry in logs] == ["memory_plan"]
-    assert (logs[0]["max_total_tokens"], logs[0]["pages"], logs[0]["weights_bytes"]) == (192, (12,), WEIGHTS)
-    limits = [logs[0][name] for name in ("chunked_prefill_size", "max_running_requests", "max_seq_len", "measured_free_bytes")]
-    assert limits == [plan.inputs.chunk_tokens, plan.inputs.max_running_requests, 512, None]
+    assert (logs[0]["max_total_num_tokens"], logs[0]["pages"], logs[0]["weights_bytes"]) == (192, (12,), WEIGHTS)
+    limits = ("chunked_prefill_size", "max_prefill_tokens", "max_running_requests", "context_len", "available_bytes")
+    assert [logs[0][name] for name in limits] == [512, 512, 32, 512, (64 << 20) - WEIGHTS]
+    assert 0 < logs[0]["measured_free_bytes"] <= host_memory()[0]
     assert memory.plan == plan.as_json()
     assert memory.real == {"weights": WEIGHTS, "pool_full": 12 * 16 * 2 * 2 * 2 * 16 * 4, "staging": plan.inputs.staging_bytes}
     with capture_logs() as logs:
         rank_memory(engine(plan, tp_rank=1, num_pages=24), {})
     assert not logs, "one rank's plan stands for all"
+
+
+def test_the_measured_free_memory_is_that_of_the_counted_part_of_a_gpu(plan: MemoryPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan counts on 64 MiB of a GPU of 100 MiB, of which 50 MiB are free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 << 20, 100 << 20))
+    on_gpu = engine(plan)
+    on_gpu.pool = SimpleNamespace(storage_bytes={}, device=torch.device("cuda"))
+    with capture_logs() as logs:
+        real = rank_memory(on_gpu, {}).real
+    assert real["free"] == logs[0]["measured_free_bytes"] == 14 << 20
 
 
 def test_what_is_not_as_planned_is_a_warning_with_both_numbers(plan: MemoryPlan) -> None:
