@@ -456,6 +456,7 @@ def _context(num_tokens: int, page_size: int) -> TierContext:
         jobs=Jobs(1),
         broadcast=lambda message: None,
         metrics=NodeMetrics(role="decode"),
+        advice="",
     )
 
 

@@ -22,6 +22,7 @@ from node_runtime.engine_watch import FullPool, OutOfMemoryWatch
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.rank_messages import StepDone, StepFailed
+from planner.memory_advice import Phase, advice_for
 from transfer.config import DecodeNodeConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
@@ -85,8 +86,7 @@ class _Life:
         )
         self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.counter("out_of_memory_steps").inc, on_hopeless=node.lose)
         self.full_pool = FullPool(
-            advice=f"raise memory.static_fraction or pool.num_pages{', or offload.host_memory' if config.offload.is_on else ''}, "
-            "lower limits.max_running_requests, or add decode nodes",
+            advice=advice_for(Phase.FULL_POOL, config, plan=first.memory.plan),
             on_change=node.metrics.gauge("requests_waiting_for_pages").set,
         )
 

@@ -18,11 +18,12 @@ from decode_node.engine import DecodeEngine
 from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.rank import OffloadRank
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
-from node_runtime.rank_engine import RankEngine, device_bytes, rank_memory, run_step
+from node_runtime.rank_engine import RankEngine, device_bytes, rank_advice, rank_memory, run_step
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
+from planner.memory_advice import Phase
 from transfer.config import DecodeNodeConfig
 from transfer.connector.incoming_rank import IncomingRank
 from transfer.connector.messages import CancelIncoming, PagesReleased
@@ -40,9 +41,6 @@ from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
 from transfer.sizes import ring_capacity_bytes
 from transfer.tracing import Tracer
-
-STEP_ADVICE: Final = "lower memory.static_fraction or limits.max_running_requests"
-RING_ADVICE: Final = "lower ring.capacity_bytes or memory.static_fraction"
 
 LET_GO_S: Final = 1.0
 """Longest wait for writers to unmap the ring. If one does not, the transport keeps the memory for the life of the process."""
@@ -74,6 +72,7 @@ class DecodeWorker:
         self._requests: dict[str, _Request] = {}
         self.incoming = IncomingRank(engine=self, send=link.send)
         self._engine: DecodeEngine
+        self._step_advice: str
         self._allocator: GroupAllocator
         self._offload: OffloadRank | None = None
         self._receiver: ReceiverLoop
@@ -107,7 +106,11 @@ class DecodeWorker:
         )
         num_bytes = ring_bytes + probe_bytes
         ring_memory = RingMemory.take(
-            transport, ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, advice=RING_ADVICE
+            transport,
+            ring_bytes=ring_bytes,
+            probe_bytes=probe_bytes,
+            device=pool.device,
+            advice=rank_advice(Phase.RING, config, engine, {"ring.capacity_bytes": ring_bytes}),
         )
         slack_tokens = config.offload.window_slack_tokens(pool.page_size)
         allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
@@ -178,6 +181,7 @@ class DecodeWorker:
     ) -> None:
         """Serve requests with these parts. `start` calls it with the parts that it opens."""
         self._engine = engine
+        self._step_advice = rank_advice(Phase.DECODE_STEP, self._config, engine)
         self._allocator = allocator
         self._receiver = receiver
         self._sessions = sessions
@@ -257,7 +261,7 @@ class DecodeWorker:
                 step=message.step,
                 request_ids=tuple(part.request_id for part in message.parts),
                 device=self._engine.pool.device,
-                advice=STEP_ADVICE,
+                advice=self._step_advice,
                 num_ranks=self._engine.shard.num_ranks,
             )
 

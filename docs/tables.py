@@ -33,6 +33,7 @@ from embedded_engine.architectures import ARCHITECTURES
 from kvferry.cli import exit_codes as command_codes
 from kvferry.router.metrics import ROUTER_METRICS
 from node_runtime import exit_codes as node_codes
+from planner.memory_advice import Phase, advice_for, settings_of
 from transfer.config.__main__ import configuration_page
 from transfer.errors import TransferError
 from transfer.registry.status import error_of
@@ -105,6 +106,17 @@ def command_exit_codes(rows: list[Row]) -> list[Row]:
         [f"`{name}`", str(code), row[2], ", ".join(sorted(statuses.get(code, ())))]
         for (name, code), row in zip(codes.items(), kept(rows, codes), strict=True)
     ]
+
+
+def memory_advice(rows: list[Row]) -> list[Row]:
+    """Write the settings to change for each phase; keep the reaction of the node."""
+    found = []
+    for phase, row in zip(Phase, kept(rows, Phase), strict=True):
+        text = advice_for(phase)
+        for setting in settings_of(phase):
+            text = text.replace(setting, f"`{setting}`")
+        found.append([str(phase), text, *row[2:]])
+    return found
 
 
 def spans(_: list[Row]) -> list[Row]:
@@ -201,6 +213,7 @@ REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
     "docs/operations.md": {
         "node-exit-codes": table(node_exit_codes),
         "command-exit-codes": table(command_exit_codes),
+        "memory-advice": table(memory_advice),
         "spans": table(spans),
     },
     "docs/scaling.md": {"simulated-settings": table(simulated_settings)},

@@ -47,12 +47,18 @@ class DeviceDecoder:
 
     The inputs of a step are one int64 tensor [2 + groups, requests]: token ids, positions, and for each group of layers the
     requests' rows in its page table or its states.
+
+    Args:
+        max_seq_len: Tokens of the longest request, for which page tables have columns.
+        compute: Runs the model.
+        advice: The settings to change if there is no memory for CUDA graphs.
     """
 
-    def __init__(self, pool: KVPool, *, max_running_requests: int, max_seq_len: int, compute: Compute) -> None:
+    def __init__(self, pool: KVPool, *, max_running_requests: int, max_seq_len: int, compute: Compute, advice: str) -> None:
         self.max_running_requests = max_running_requests
         self._pool = pool
         self._compute = compute
+        self._advice = advice
         self._tables = {
             index: PageTable(
                 num_rows=max_running_requests + 1, max_seq_len=max_seq_len, page_size=part.page_size, device=pool.device
@@ -88,7 +94,9 @@ class DeviceDecoder:
         if not batch_sizes:
             return
         try:
-            self._graphs = DecodeGraphs(batch_sizes, lambda size: self._load((), size), self._step, self._pool.device)
+            self._graphs = DecodeGraphs(
+                batch_sizes, lambda size: self._load((), size), self._step, self._pool.device, advice=self._advice
+            )
         except CannotBeCaptured as error:
             log.warning("no_cuda_graphs", reason=str(error))
         self._capture_tiered()
@@ -136,7 +144,9 @@ class DeviceDecoder:
             return self._tiered(size, host, host.begin_loaded(size))
 
         try:
-            self._tiered_graphs = DecodeGraphs(graphs.batch_sizes, load, step, self._pool.device, beside=graphs)
+            self._tiered_graphs = DecodeGraphs(
+                graphs.batch_sizes, load, step, self._pool.device, advice=self._advice, beside=graphs
+            )
         except CannotBeCaptured as error:
             log.warning("no_tiered_cuda_graphs", reason=str(error))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from embedded_engine.architectures import Hook
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
-from embedded_engine.graphs import CAPTURE_ADVICE
 from embedded_engine.host_prefill import HostChunk, HostPages, HostStep
 from embedded_engine.host_tier import HostBlocks
 from embedded_engine.latent_attention import hook_latent_attention
@@ -42,6 +41,7 @@ from embedded_engine.sparse_prefill import SparsePrefill, sparse_kernels
 from embedded_engine.step_arrays import on_device
 from embedded_engine.step_checks import StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
+from planner.memory_advice import Phase, advice_for
 from planner.plan import MemoryPlan
 from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, sparse_prefill_workspaces
 from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, RequestFault, SamplingParams
@@ -58,15 +58,11 @@ if TYPE_CHECKING:
 OnLayersWritten = Callable[[int, Any], None]
 PlanPages = Callable[[int], Sequence[int]]
 """(bytes of the loaded weights) -> pages of each layer group."""
+Advise = Callable[[Phase], str]
+"""Work that finds no memory -> settings to change, as an imperative."""
 
 NO_TOKEN = -1
 """In place of a token whose logits are not finite."""
-
-_PREFILL_ADVICE: Final = "lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens"
-_DECODE_ADVICE: Final = "lower memory.static_fraction or limits.max_running_requests"
-_WORKSPACE_ADVICE: Final = "lower limits.max_step_tokens, limits.max_seq_len or memory.static_fraction"
-_HOST_BLOCKS_ADVICE: Final = "lower offload.buffer_bytes, cuda_graph_max_bs or memory.static_fraction"
-_PAGE_TABLES_ADVICE: Final = "lower limits.max_seq_len, limits.max_running_requests or memory.static_fraction"
 
 
 class BadLogits(RequestFault):
@@ -162,6 +158,7 @@ class EmbeddedEngine:
         has_host_pages: Whether decode steps may read pages in host memory, see `use_host_pool`. A request can then be longer than
             the pool, and page tables have `max_seq_len` columns. Otherwise they are no wider than the pool.
         cuda_graph_batch_sizes: Decode steps to capture as CUDA graphs; a smaller step is padded to the next of them.
+        advise: Names the settings to change in errors about memory. The default gives their names without values.
         has_decode_kernels: Whether decode steps and block-sparse prefill attend by kernels; None means on a GPU only. Triton's
             interpreter can run the kernels on a CPU.
         sparse_prefill: Policy of block-sparse prefill; None for full attention.
@@ -193,6 +190,7 @@ class EmbeddedEngine:
         max_running_requests: int | None = None,
         cuda_graph_batch_sizes: Sequence[int] = (),
         has_host_pages: bool = False,
+        advise: Advise = advice_for,
         has_decode_kernels: bool | None = None,
         sparse_prefill: XAttention | None = None,
         max_step_tokens: int | None = None,
@@ -205,6 +203,7 @@ class EmbeddedEngine:
         self.vocab_size = self.files.vocab_size
         self.eos_token_ids = self.files.eos_token_ids
         self._group = group
+        self._advise = advise
         self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes, has_host_pages)
         self._configure_sparse(sparse_prefill, max_step_tokens)
         if not callable(num_pages):
@@ -285,14 +284,14 @@ class EmbeddedEngine:
         with allocating(
             f"allocating the KV pool of {', '.join(map(str, counts))} pages",
             device=self._device,
-            advice="lower memory.static_fraction or pool.num_pages",
+            advice=self._advise(Phase.POOL),
             num_bytes=sum(count * group.page_bytes(self.layout, self.shard) for count, group in zip(counts, groups, strict=True)),
         ):
             self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=counts, device=self._device)
         self._checks = self._make_checks()
         self._sparse: SparsePrefill | None = None
         if self._sparse_policy is not None:
-            with allocating("allocating the workspaces of block-sparse prefill", device=self._device, advice=_WORKSPACE_ADVICE):
+            with allocating(Phase.WORKSPACES, device=self._device, advice=self._advise(Phase.WORKSPACES)):
                 self._sparse = SparsePrefill(
                     self._sparse_policy,
                     self._workspaces,
@@ -304,7 +303,7 @@ class EmbeddedEngine:
         self._host_pages: HostPages | None = None
         self._decoder: DeviceDecoder | None = None
         if max_running_requests is not None and self._has_decode_kernels:
-            with allocating("allocating the page tables", device=self._device, advice=_PAGE_TABLES_ADVICE):
+            with allocating("allocating the page tables", device=self._device, advice=self._advise(Phase.PAGE_TABLES)):
                 self._decoder = self._make_decoder(max_running_requests)
             self.capture_cuda_graphs(graph_batch_sizes)
 
@@ -330,6 +329,7 @@ class EmbeddedEngine:
         max_running_requests: int | None = None,
         cuda_graph_batch_sizes: Sequence[int] = (),
         has_host_pages: bool = False,
+        advise: Advise = advice_for,
         sparse_prefill: XAttention | None = None,
         max_step_tokens: int | None = None,
     ) -> None:
@@ -342,6 +342,7 @@ class EmbeddedEngine:
             OutOfMemory: There is no memory for pool, page tables or CUDA graphs.
             EngineError: The engine is closed or broken.
         """
+        self._advise = advise
         self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes, has_host_pages)
         self._configure_sparse(sparse_prefill, max_step_tokens)
         if self._failure is not None:
@@ -395,7 +396,7 @@ class EmbeddedEngine:
         """
         _check_batch_sizes(batch_sizes, 0 if self._decoder is None else self._decoder.max_running_requests)
         if self._decoder is not None:
-            with self._step("capturing the CUDA graphs of decode steps", CAPTURE_ADVICE):
+            with self._step("capturing the CUDA graphs of decode steps", Phase.CUDA_GRAPHS):
                 self._decoder.capture(batch_sizes)
 
     @property
@@ -430,10 +431,10 @@ class EmbeddedEngine:
         if self._sparse is not None:
             tier.check_holds(self._sparse.unit_tokens)
         if self._decoder is not None:
-            with self._step("allocating the buffers for host blocks", _HOST_BLOCKS_ADVICE):
+            with self._step("allocating the buffers for host blocks", Phase.HOST_BLOCKS):
                 self._decoder.use_host_tier(tier)
         else:
-            with self._step("allocating the buffers for host blocks", _HOST_BLOCKS_ADVICE):
+            with self._step("allocating the buffers for host blocks", Phase.HOST_BLOCKS):
                 self._host_pages = HostPages(self.pool, tier, has_fetcher=self._has_decode_kernels)
         self._tier = tier
         self._checks = self._make_checks(host.num_pages)
@@ -466,7 +467,7 @@ class EmbeddedEngine:
             if layers_done % self.layers_per_group == 0 or layers_done == self.layout.num_layers:
                 on_layers_written(layers_done, self._recorded_event())
 
-        with self._step(f"planning a prefill step of {len(token_ids)} tokens", _PREFILL_ADVICE):
+        with self._step(f"planning a prefill step of {len(token_ids)} tokens", Phase.PREFILL_STEP):
             host = self._host_step(items, [hosts for _, hosts in checked], ends)
             plan = PrefillPlan(items, tables, self.pool, self._dtype, on_written, host, self._sparse)
         wanted = tuple(
@@ -513,7 +514,7 @@ class EmbeddedEngine:
         positions = np.array([item.position for item in items], dtype=np.int64)
         plan: StepPlan | None = None
         if self._decoder is None:
-            with self._step(f"planning a decode step of {len(items)} requests", _DECODE_ADVICE):
+            with self._step(f"planning a decode step of {len(items)} requests", Phase.DECODE_STEP):
                 tables = _as_arrays([item.page_tables for item in items])
                 plan = GatherDecodePlan(items, tables, self.pool, self._dtype, self._tier)
         wanted = tuple(
@@ -586,7 +587,14 @@ class EmbeddedEngine:
     def _load_model(self) -> PreTrainedModel:
         hook = self.files.family.hook
         attention = LATENT_ATTENTION_NAME if hook is Hook.LATENT else ATTENTION_NAME
-        model = load_causal_lm(self.files, dtype=self._dtype, device=self._device, attention=attention, group=self._group)
+        model = load_causal_lm(
+            self.files,
+            dtype=self._dtype,
+            device=self._device,
+            attention=attention,
+            group=self._group,
+            advice=self._advise(Phase.WEIGHTS),
+        )
         if hook is Hook.LATENT:
             hook_latent_attention(model)
         elif hook is Hook.GATED_DELTA_NET:
@@ -645,15 +653,17 @@ class EmbeddedEngine:
                 max_seq_len=self.max_context_tokens,
                 has_host_pages=self._has_host_pages,
             ),
+            advice=self._advise(Phase.CUDA_GRAPHS),
             compute=lambda token_ids, positions, plan: self._logits(self._hidden(token_ids, positions, plan)),
         )
 
     @contextmanager
-    def _step(self, doing: str, advice: str) -> Iterator[None]:
+    def _step(self, doing: str, phase: Phase) -> Iterator[None]:
         """Run a step without autograd, and convert each failure to an `EngineError`.
 
         Args:
-            doing, advice: Those of `out_of_memory`.
+            doing: That of `out_of_memory`.
+            phase: The same, for advice.
         """
         if self._model is None:
             raise EngineError("the engine is closed; a step needs an open one")
@@ -671,7 +681,9 @@ class EmbeddedEngine:
             raise
         except (RuntimeError, MemoryError) as error:  # from torch: no memory, a closed connection, a deadline
             rank = f"rank {self.shard.tp_rank} of {self.shard.tp_size}"
-            failure = end_failed_step(error, doing, advice, rank=rank, device=self._device, is_alone=self._group is None)
+            failure = end_failed_step(
+                error, doing, self._advise(phase), rank=rank, device=self._device, is_alone=self._group is None
+            )
             if isinstance(failure, EngineBroken):
                 self._failure = str(failure)
             if not isinstance(failure, OutOfMemory):
@@ -688,11 +700,11 @@ class EmbeddedEngine:
         return torch.cuda.current_stream(self._device).record_event()
 
 
-def _use_of(batch: ForwardBatch) -> tuple[str, str]:
-    """Return the description of a step, and the settings to change if it finds no memory."""
+def _use_of(batch: ForwardBatch) -> tuple[str, Phase]:
+    """Return the description of a step, and its phase."""
     if batch.decode_items:
-        return f"computing a decode step of {len(batch.decode_items)} requests", _DECODE_ADVICE
-    return f"computing a prefill step of {len(batch.token_ids)} tokens", _PREFILL_ADVICE
+        return f"computing a decode step of {len(batch.decode_items)} requests", Phase.DECODE_STEP
+    return f"computing a prefill step of {len(batch.token_ids)} tokens", Phase.PREFILL_STEP
 
 
 def _as_arrays(tables: Sequence[Sequence[Sequence[int]]]) -> list[Tables]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from torch import Tensor
 from embedded_engine.model_config import one_line
 from transfer.errors import EngineError
 from transfer.out_of_memory import allocating, is_out_of_memory
-
-CAPTURE_ADVICE: Final = "lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction"
 
 
 class CannotBeCaptured(EngineError):
@@ -33,6 +30,7 @@ class DecodeGraphs:
         load: Fills the inputs of a step of this size with dummy requests.
         step: Launches a step of this size from its inputs; returns logits [rows, vocabulary]. Values of the inputs that it reads
             on the host are captured as constants.
+        advice: The settings to change if the device has too little memory.
         beside: Graphs of the same sizes whose memory these share: a step of either kind ends before the next one begins.
 
     Attributes:
@@ -53,6 +51,7 @@ class DecodeGraphs:
         step: Callable[[int], Tensor],
         device: torch.device,
         *,
+        advice: str,
         beside: DecodeGraphs | None = None,
     ) -> None:
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
@@ -62,7 +61,7 @@ class DecodeGraphs:
             stream = _capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                with _allocating("running decode steps before their CUDA graphs are captured", device):
+                with allocating("running decode steps before their CUDA graphs are captured", device=device, advice=advice):
                     # A capture first allocates two small tensors for the random generator. If that fails, torch 2.11 ends the
                     # process when the graph is destroyed. A live tensor of this stream keeps room for them in its segment.
                     self._segment = torch.empty(1, device=device)
@@ -71,7 +70,8 @@ class DecodeGraphs:
                     self._logits = torch.empty(shape, dtype=dtype, device=device) if beside is None else beside._logits
                 self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
                 for size in reversed(self.batch_sizes):
-                    with _allocating(f"capturing the CUDA graph of a decode step of {size} requests", device):
+                    doing = f"capturing the CUDA graph of a decode step of {size} requests"
+                    with allocating(doing, device=device, advice=advice):
                         load(size)
                         self._graphs[size] = self._captured(size, step, stream)
                 self.num_bytes = max(0, _reserved_bytes(device) - before)
@@ -120,10 +120,6 @@ class DecodeGraphs:
                 "cuda_graph_max_bs 0 runs without graphs"
             ) from error
         return graph
-
-
-def _allocating(doing: str, device: torch.device) -> AbstractContextManager[None]:
-    return allocating(doing, device=device, advice=CAPTURE_ADVICE)
 
 
 @cache

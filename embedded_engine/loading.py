@@ -12,6 +12,7 @@ import torch
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import ModelFiles, read_model_files
 from embedded_engine.tensor_parallel import TensorParallelGroup, init_distributed
+from planner.memory_advice import Phase, advice_for
 from planner.model_directory import read_model_directory
 from planner.node_plan import DeviceMemory, graph_batch_sizes, has_host_pages, node_plan_inputs, sparse_policy
 from planner.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
@@ -80,6 +81,10 @@ class MemoryPlanner:
             self.plan = make_plan(replace(inputs, max_total_tokens=least))
         return self.plan.group_pages
 
+    def advise(self, phase: Phase) -> str:
+        """Return the settings to change if `phase` finds no memory, with their present values."""
+        return advice_for(phase, self._config, plan=self.plan.as_json())
+
     def _measure_before(self, weights_bytes: int) -> DeviceMemory:
         """Return the memory of this rank's device before the weights, with the least free memory of any rank."""
         if self._device.type != "cuda":
@@ -110,7 +115,7 @@ class NodeEngine(EmbeddedEngine):
         config = _with_chosen_kernels(config, self._device)
         shard = _shard_of(config, self.shard.tp_rank)
         planner = MemoryPlanner(config, self.files, shard, self._device, self._group, loaded_bytes=self.weights_bytes)
-        self.open_pool(planner, shard=shard, **_role_settings(config))
+        self.open_pool(planner, shard=shard, advise=planner.advise, **_role_settings(config))
         self.memory_plan, self.memory_warnings = planner.plan, planner.warnings
         return self
 
@@ -143,6 +148,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> NodeEngin
         device=device,
         dtype=None if config.dtype is None else DType(config.dtype),
         group=group,
+        advise=planner.advise,
         num_threads=config.parallel.threads_per_rank,
         has_decode_kernels=config.device != "cpu" and config.kernels == "triton",
         **_role_settings(config),

@@ -35,8 +35,6 @@ from transfer.out_of_memory import allocating, is_out_of_memory, num_ooms, out_o
 
 DEFAULT_TIMEOUT_S = 30.0
 
-_WEIGHTS_ADVICE = "raise parallel.tp_size, or end what else uses that memory"
-
 
 class TensorParallelGroup:
     """The process group of one instance. Made by `init_distributed`; `close()` leaves it."""
@@ -135,12 +133,14 @@ def load_causal_lm(
     device: torch.device,
     attention: str,
     group: TensorParallelGroup | None,
+    advice: str,
 ) -> PreTrainedModel:
     """Load a model's weights through transformers, sharded over `group` if there is one.
 
     Args:
         files: The checked directory.
         attention: Name of a registered attention function.
+        advice: The settings to change if the weights do not fit.
 
     Raises:
         EngineError: The weights do not fit the configuration: unreadable, missing, or of another shape.
@@ -172,7 +172,7 @@ def load_causal_lm(
     except Exception as error:  # the loaders below raise errors of any type
         # transformers catches errors while it joins the tensors of experts, and raises an error without their cause.
         if is_out_of_memory(error) or num_ooms(device) > num_ooms_before:
-            raise out_of_memory(error, doing, device=device, advice=_WEIGHTS_ADVICE) from error
+            raise out_of_memory(error, doing, device=device, advice=advice) from error
         raise EngineError(f"{files.directory}: the weights cannot be loaded: {one_line(error)}") from error
     # transformers fills missing tensors with random numbers and only logs it.
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
@@ -183,7 +183,7 @@ def load_causal_lm(
                 f"the first is {first}; the directory must hold one complete {files.architecture}"
             )
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    with allocating(doing, device=device, advice=_WEIGHTS_ADVICE, num_bytes=num_bytes):
+    with allocating(doing, device=device, advice=advice, num_bytes=num_bytes):
         if group is not None:
             _unwrap(model, group)
             if files.family.hook is Hook.GATED_DELTA_NET:

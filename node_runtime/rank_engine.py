@@ -15,6 +15,7 @@ import structlog
 
 from node_runtime.engine import engine_loader
 from node_runtime.rank_messages import StepDone, StepFailed
+from planner.memory_advice import Phase, advice_for
 from planner.plan import MemoryPlan, Role, compare_with_real
 from transfer.config import NodeConfig
 from transfer.connector.rank_report import RankMemory
@@ -136,6 +137,17 @@ def run_step(
     }
     found = {request_id: token for request_id, token in tokens.items() if request_id not in faults}
     return StepDone(step=step, tokens=found, compute_s=time.monotonic() - begun_s, faults=faults)
+
+
+def rank_advice(phase: Phase, config: NodeConfig, engine: Any, chosen: Mapping[str, object] | None = None) -> str:
+    """Return the settings to change if `phase` finds no memory on a rank, with their present values.
+
+    Args:
+        engine: The rank's engine. Its memory plan, if there is one, has the values of some settings that are not set.
+        chosen: Values of other settings that are not set.
+    """
+    plan: MemoryPlan | None = getattr(engine, "memory_plan", None)
+    return advice_for(phase, config, plan=None if plan is None else plan.as_json(), chosen=chosen)
 
 
 def device_bytes(device: torch.device) -> int:

@@ -28,6 +28,7 @@ from node_runtime.rank_group import watch_leader
 from node_runtime.rank_link import RankCodec, RankLink
 from node_runtime.rank_messages import RankLogLevel, RankShutdown, RankSwitch
 from node_runtime.rank_worker import RankSpec, Worker, WorkerFactory
+from planner.memory_advice import Phase, advice_for
 from transfer.connector.rank_report import RankReport, RankStartFailed, process_figures
 from transfer.errors import OutOfMemory, TransferError
 from transfer.logs import configure_logging, rename_process, set_log_level
@@ -103,7 +104,7 @@ async def _live(
 
     link.watch(loop, on_message)
     try:
-        with allocating(f"starting rank {spec.rank}", device=spec.device, advice="lower memory.static_fraction"):
+        with allocating(f"starting rank {spec.rank}", device=spec.device, advice=advice_for(Phase.START, spec.config)):
             hello = await worker.start()
     except TransferError as error:
         code = exit_codes.exit_code_of(error)
@@ -171,7 +172,8 @@ def _crash(spec: RankSpec, loop: asyncio.AbstractEventLoop, context: dict[str, A
 def _log_crash(spec: RankSpec, error: BaseException) -> int:
     """Log the error that ends the rank, and return the exit code."""
     if is_out_of_memory(error):  # for example in a copy; not a bug, so it is logged without a traceback
-        line = out_of_memory(error, f"copying KV on rank {spec.rank}", device=spec.device, advice="lower memory.static_fraction")
+        advice = advice_for(Phase.COPY, spec.config)
+        line = out_of_memory(error, f"copying KV on rank {spec.rank}", device=spec.device, advice=advice)
         log.critical("rank_out_of_memory", error=str(line))
         return exit_codes.NO_MEMORY
     log.critical("rank_crashed", error=str(error), exc_info=error)

@@ -304,9 +304,11 @@ class RankSupervisor:
     def _on_exit(self, rank: int, code: int) -> None:
         self.is_whole = False
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        if code == NO_MEMORY:
+        is_memory = code == NO_MEMORY
+        if is_memory:
             how += " (memory ran out; the log of the rank names the work and the settings)"
-        self._fail_start(RankStartError(f"rank {rank} ended while it started: {how}", exit_code=ENGINE_FAILED))
+        exit_code = NO_MEMORY if is_memory else ENGINE_FAILED
+        self._fail_start(RankStartError(f"rank {rank} ended while it started: {how}", exit_code, may_pass=is_memory))
         self.lose(f"rank {rank} died: {how}")
 
     def _refuse_start(self, refusal: RankStartFailed) -> None:

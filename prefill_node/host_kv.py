@@ -12,6 +12,7 @@ from typing import Any, Final
 import structlog
 import torch
 
+from planner.memory_advice import Phase, advice_for
 from transfer.config import PrefillNodeConfig
 from transfer.copy.kernel_choice import Kernels
 from transfer.copy.piece_copier import PieceCopier
@@ -26,8 +27,6 @@ from transfer.worker_thread import WorkerThread
 
 FULL: Final = 0
 """Index of the group of full attention, see `transfer.layer_groups.layer_groups`."""
-
-HOST_ADVICE: Final = "lower offload.host_memory or offload.host_ratio"
 
 log = structlog.get_logger(__name__)
 
@@ -138,7 +137,7 @@ async def open_host_kv(
     num_pages = _num_pages(config, pool)
     counts = [num_pages if index == FULL else 0 for index in range(len(pool.groups))]
     num_bytes = num_pages * pool.groups[FULL].page_bytes(pool.layout, pool.shard)
-    with allocating("allocating the host pool", device="cpu", advice=HOST_ADVICE, num_bytes=num_bytes):
+    with allocating("allocating the host pool", device="cpu", advice=advice_for(Phase.HOST_POOL, config), num_bytes=num_bytes):
         host = HostPool(pool, num_pages=counts)
     await engine_thread.call(lambda: use_host_pool(host, block_bytes=settings.buffer_bytes))
     log.info("host_kv_memory", num_bytes=num_bytes, tokens=num_pages * pool.page_size)

@@ -15,6 +15,7 @@ from node_runtime.engine_watch import FullPool, OutOfMemoryWatch
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.rank_messages import StepDone, StepFailed
+from planner.memory_advice import Phase, advice_for
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import CODEC, PrefixLoaded, check_step_fits
 from prefill_node.requests import OnLoaded, OnTaskOver, PrefillRequests
@@ -43,7 +44,7 @@ class _Life:
         self.memory = tuple(hello.memory for hello in hellos)
         self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.counter("out_of_memory_steps").inc, on_hopeless=node.lose)
         self.full_pool = FullPool(
-            advice="raise memory.static_fraction or pool.num_pages, lower limits.max_running_requests, or add prefill nodes",
+            advice=advice_for(Phase.FULL_POOL, config, plan=first.memory.plan),
             on_change=node.metrics.gauge("requests_waiting_for_pages").set,
         )
         self.requests = PrefillRequests(

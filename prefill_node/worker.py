@@ -15,11 +15,12 @@ from typing import Any
 
 import structlog
 
-from node_runtime.rank_engine import RankEngine, device_bytes, rank_memory, run_step
+from node_runtime.rank_engine import RankEngine, device_bytes, rank_advice, rank_memory, run_step
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_messages import StepDone, StepFailed
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from node_runtime.rank_worker import RankSpec
+from planner.memory_advice import Phase
 from prefill_node.engine import PrefillEngine
 from prefill_node.host_kv import HostKv, open_host_kv
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
@@ -52,9 +53,6 @@ from transfer.tracing import Tracer
 
 log = structlog.get_logger(__name__)
 
-STEP_ADVICE = "lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens"
-STAGING_ADVICE = "lower staging.num_slots, staging.slot_bytes or memory.static_fraction"
-
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
@@ -86,6 +84,7 @@ class PrefillWorker:
         self.outgoing = OutgoingRank(engine=self, send=link.send)
         """The part of the rank that sends."""
         self._engine: PrefillEngine
+        self._step_advice: str
         self._allocator: GroupAllocator
         self._sessions: DecodeSessions
         self._store: StoreClient | None = None
@@ -138,7 +137,8 @@ class PrefillWorker:
             device=self._config.device,
         )
         num_bytes = num_slots * slot_bytes
-        with allocating("allocating the staging slots", device=pool.device, advice=STAGING_ADVICE, num_bytes=num_bytes):
+        advice = rank_advice(Phase.STAGING, self._config, engine, {"staging.slot_bytes": slot_bytes})
+        with allocating("allocating the staging slots", device=pool.device, advice=advice, num_bytes=num_bytes):
             staging = StagingBuffer(num_bytes=num_bytes, device=pool.device)
         memory = rank_memory(engine, {"staging": staging.num_bytes + self._config.transport.probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
@@ -216,6 +216,7 @@ class PrefillWorker:
             host: None without host memory.
         """
         self._engine = engine
+        self._step_advice = rank_advice(Phase.PREFILL_STEP, self._config, engine)
         self._host = host
         self._allocator = allocator
         self._sessions = sessions
@@ -323,7 +324,7 @@ class PrefillWorker:
                 step=message.step,
                 request_ids=tuple(part.request_id for part in message.parts),
                 device=self._engine.pool.device,
-                advice=STEP_ADVICE,
+                advice=self._step_advice,
                 num_ranks=self._engine.shard.num_ranks,
             )
 

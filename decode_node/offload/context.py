@@ -20,8 +20,6 @@ from transfer.metrics import NodeMetrics
 FULL: Final = 0
 """Index of the group of layers that keep every token. It is always the first group."""
 
-_ADVICE: Final = "raise offload.host_memory or offload.host_ratio"
-
 log = structlog.get_logger(__name__)
 
 
@@ -34,6 +32,7 @@ class TierContext:
     admission: Counts the device pages that each request holds.
     broadcast: Sends a message to every rank.
     metrics: Metrics of the leader. Pages count once, not once per rank.
+    advice: The settings to change if host memory is full.
     short: Requests that found host memory full, until they end.
     """
 
@@ -45,6 +44,7 @@ class TierContext:
     jobs: Jobs
     broadcast: Callable[[object], None]
     metrics: NodeMetrics
+    advice: str
     short: set[str] = field(default_factory=set)
     _log_limiter: LogRateLimiter = field(default_factory=LogRateLimiter)
 
@@ -58,7 +58,7 @@ class TierContext:
         """Count an attempt that found no room in host memory, and log a warning at most once a minute."""
         self.metrics.counter("offload_host_full").inc()
         if self._log_limiter.is_due("host_memory_full"):
-            log.warning("host_memory_full", pages=self.tier.num_pages(FULL), advice=_ADVICE)
+            log.warning("host_memory_full", pages=self.tier.num_pages(FULL), advice=self.advice)
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
 from decode_node.offload.tiered_request import DeviceIndex
+from planner.memory_advice import Phase, advice_for
 from transfer.config import DecodeNodeConfig
 from transfer.config.storage import OffloadConfig
 from transfer.connector.rank_report import RankReady
@@ -70,6 +71,7 @@ def open_tiers(
         jobs=Jobs(len(hellos)),
         broadcast=broadcast,
         metrics=metrics,
+        advice=advice_for(Phase.FULL_HOST_MEMORY, config),
     )
 
     def seed_of(salt: str, prefill: Instance) -> bytes:

@@ -9,6 +9,7 @@ from decode_node.offload.open import rules_of
 from decode_node.offload.rank import OffloadRank
 from decode_node.offload.sizes import check_store_sizes, host_page_counts
 from decode_node.offload.store_leader import JOBS_AT_ONCE
+from planner.memory_advice import Phase, advice_for
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError
 from transfer.host_memory import host_memory
@@ -59,7 +60,7 @@ async def open_offload_rank(
         check_store_sizes(config.storage, page_bytes=kept, header_bytes=HEADER_BYTES, jobs_at_once=JOBS_AT_ONCE)
     rules_of(settings, page_size=pool.page_size, pool_pages=pool.num_pages[0])  # an error of a rank at start ends the node
     num_bytes = sum(count * size for count, size in zip(counts, page_bytes, strict=True))
-    advice = "lower offload.host_memory or offload.host_ratio"
+    advice = advice_for(Phase.HOST_POOL, config)
     with allocating("allocating the host pool", device="cpu", advice=advice, num_bytes=num_bytes):
         host = HostPool(pool, num_pages=counts)
     if settings.device_window is not None:

@@ -31,6 +31,7 @@ from node_runtime.rank_link import RankLink, rank_socket_address
 from node_runtime.rank_messages import RankLogLevel
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from planner.device_defaults import with_gpu_chunks
+from planner.memory_advice import Phase, advice_for
 from transfer.config import ConnectorConfig
 from transfer.connector.incoming_rank import BoundPages, IncomingRank, Settled
 from transfer.connector.outgoing_rank import OfferedPages, TransferEvent
@@ -51,9 +52,6 @@ from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
 from transfer.tracing import Tracer
 
-ENGINE_ADVICE: Final = "lower the engine's share of the GPU (--gpu-memory-utilization of vLLM, --mem-fraction-static of SGLang)"
-RING_ADVICE: Final = f"lower ring.capacity_bytes, or {ENGINE_ADVICE}"
-STAGING_ADVICE: Final = f"lower staging.slot_bytes or chunk.chunk_tokens, or {ENGINE_ADVICE}"
 MIN_LAYER_GROUPS: Final = 4
 """Minimum number of layer groups of a chunk, if the engine reports layers. All but the last can be sent within the step."""
 PAUSE_TIMEOUT_S: Final = 10.0
@@ -306,7 +304,8 @@ class ConnectorRank:
         slot_bytes = staging_slot_bytes(
             config.chunk, config.staging, engine.layout, engine.shard, device_bytes(device), device=config.device
         )
-        with allocating("allocating the staging slots", device=device, advice=STAGING_ADVICE, num_bytes=num_slots * slot_bytes):
+        advice = advice_for(Phase.STAGING, config, chosen={"staging.slot_bytes": slot_bytes})
+        with allocating("allocating the staging slots", device=device, advice=advice, num_bytes=num_slots * slot_bytes):
             staging = StagingBuffer(num_slots * slot_bytes, device=device, mem_pool=engine.mem_pool)
         log.info("staging_memory", num_bytes=staging.num_bytes, chunk_tokens=config.chunk.chunk_tokens)
         sender = SenderLoop(
@@ -336,7 +335,7 @@ class ConnectorRank:
             ring_bytes=ring_bytes,
             probe_bytes=probe_bytes,
             device=pool.device,
-            advice=RING_ADVICE,
+            advice=advice_for(Phase.RING, config, chosen={"ring.capacity_bytes": ring_bytes}),
             mem_pool=self._engine.mem_pool,
         )
         log.info("ring_memory", num_bytes=ring_bytes + probe_bytes)

@@ -108,7 +108,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def captured(cuda: FakeCuda, *sizes: int) -> DecodeGraphs:
-    return DecodeGraphs(sizes, cuda.load, cuda.step, torch.device("cpu"))
+    return DecodeGraphs(sizes, cuda.load, cuda.step, torch.device("cpu"), advice="lower cuda_graph_max_bs (now 4)")
 
 
 def test_every_size_is_warm_before_the_largest_is_captured_first(cuda: FakeCuda) -> None:
@@ -143,7 +143,9 @@ def test_a_capture_that_fails_names_the_setting(cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
 def test_a_capture_without_memory_names_its_step_and_the_setting(cuda: FakeCuda, error: Exception) -> None:
     cuda.error = error
-    says = "^out of memory while capturing the CUDA graph of a decode step of 4 requests: .* free; lower cuda_graph_max_bs"
+    says = (
+        "^out of memory while capturing the CUDA graph of a decode step of 4 requests: .* free; lower cuda_graph_max_bs .now 4.$"
+    )
     with pytest.raises(OutOfMemory, match=says):
         captured(cuda, 1, 4)
     cuda.error = None

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from embedded_engine import tensor_parallel
+from embedded_engine import engine, tensor_parallel
 from embedded_engine.engine import EmbeddedEngine
+from planner.workspace import XAttention
 from transfer.errors import EngineError, OutOfMemory
 from transfer.layout import Shard
 
@@ -36,6 +37,16 @@ def test_weights_that_do_not_fit_where_they_go(demo_dir: Path, monkeypatch: pyte
     says = r"^out of memory while loading the weights: [\d.]+ MiB asked for, .*; raise parallel.tp_size"
     with pytest.raises(OutOfMemory, match=says):
         EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2)
+
+
+def test_workspaces_that_do_not_fit(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "SparsePrefill", refuse)
+    says = (
+        r"^out of memory while allocating the workspaces of block-sparse prefill: .*; lower limits.max_step_tokens, "
+        r"limits.max_seq_len or memory.static_fraction, or raise prefill.sparse_stride$"
+    )
+    with pytest.raises(OutOfMemory, match=says):
+        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2, sparse_prefill=XAttention(), max_step_tokens=16)
 
 
 @pytest.mark.parametrize("num_after", [1, 2])

@@ -58,6 +58,7 @@ def tier_context(
         jobs=Jobs(num_ranks),
         broadcast=broadcast,
         metrics=NodeMetrics(role="decode"),
+        advice="raise offload.host_memory (now 1.0 GiB)",
     )
 
 

@@ -141,6 +141,13 @@ async def _hunger(spec: RankSpec) -> None:
         take_too_much()
 
 
+async def _hunger_beside(spec: RankSpec) -> None:
+    """Ask for more memory than there is, in work beside the start."""
+    if spec.rank == 1:
+        asyncio.get_running_loop().call_soon(take_too_much)
+        await asyncio.sleep(3600)
+
+
 async def _hunger_later(spec: RankSpec) -> None:
     """In a node's second life; where the model's folder has a file "for ever", in later lives too."""
     life = _life_of(spec)
@@ -205,6 +212,7 @@ async def _refuse_both(spec: RankSpec) -> None:
 obedient = partial(_run, _obey)
 refused = partial(_run, _refuse)
 hungry = partial(_run, _hunger)
+hungry_beside = partial(_run, _hunger_beside)
 later_hungry = partial(_run, _hunger_later)
 later_refused = partial(_run, _refuse_later)
 dying = partial(_run, _die)

@@ -35,6 +35,7 @@ class Relaunched:
         load: Callable[[int], None],
         step: Callable[[int], Tensor],
         device: torch.device,
+        advice: str,
         beside: Relaunched | None = None,
     ) -> None:
         self.batch_sizes = tuple(sorted(batch_sizes))

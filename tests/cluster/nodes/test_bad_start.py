@@ -55,8 +55,19 @@ REFUSALS = {
     ),
     "memory that the system refuses": Refusal(
         role="decode",
-        arguments=("--model", "MODEL", "--set", "engine=tests.cluster.nodes.hungry_engine:load_too_much"),
-        says=("out of memory while starting rank 0", "1152921504606846976 bytes asked for", "lower memory.static_fraction"),
+        arguments=(
+            "--model",
+            "MODEL",
+            "--set",
+            "engine=tests.cluster.nodes.hungry_engine:load_too_much",
+            "--set",
+            "memory.static_fraction=0.5",
+        ),
+        says=(
+            "out of memory while starting rank 0",
+            "1152921504606846976 bytes asked for",
+            "lower memory.static_fraction (now 0.5)",
+        ),
         exit_code=NO_MEMORY,
     ),
     "corrupt weights": Refusal(role="prefill", arguments=("--model", "TRUNCATED"), says=("model.safetensors",)),

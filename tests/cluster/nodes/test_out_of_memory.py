@@ -35,8 +35,16 @@ def hungry(start: Start, model: Path) -> Iterator[LocalCluster]:
 @pytest.mark.parametrize(
     ("role", "seed", "says"),
     [
-        ("prefill", SEED_OF_PREFILL, ("a prefill step of 40 tokens: ", "; lower memory.static_fraction, limits.max_step_tokens")),
-        ("decode", SEED_OF_DECODE, ("a decode step of 1 requests: ", "; lower memory.static_fraction or limits.max_running_")),
+        (
+            "prefill",
+            SEED_OF_PREFILL,
+            ("a prefill step of 40 tokens: ", "; lower memory.static_fraction (now 0.88), limits.max_step_tokens (now 512) or "),
+        ),
+        (
+            "decode",
+            SEED_OF_DECODE,
+            ("a decode step of 1 requests: ", "; lower memory.static_fraction (now 0.88) or limits.max_running_requests (now "),
+        ),
     ],
     ids=["prefill", "decode"],
 )

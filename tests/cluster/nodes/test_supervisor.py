@@ -181,6 +181,7 @@ async def test_a_new_life_has_a_new_incarnation_and_hears_nothing_of_the_old_one
     [
         (rank_entries.refused, "the pool of 9 GiB does not fit the 8 GiB that are free", 3),
         (rank_entries.hungry, "out of memory while starting rank 1: an unknown number of bytes asked for, the host has ", 3),
+        (rank_entries.hungry_beside, f"rank 1 ended while it started: exit code 3 ({NO_MEMORY})", 3),
         (rank_entries.dying, "rank 1 ended while it started: killed by signal 9", 4),
         (rank_entries.broken, "ended while it started: exit code 1", 4),
     ],
