@@ -110,7 +110,7 @@ def plan(
     sparse_block_size: Annotated[int, typer.Option(help="Tokens of a block of xattention.")] = 128,
     sparse_stride: Annotated[int, typer.Option(help="Tokens that xattention scores as one.")] = 16,
     workspace_strategy: Annotated[str, typer.Option(help="Buffers of xattention: chunk_bounded or lazy.")] = "chunk_bounded",
-    kv_offload: Annotated[bool, typer.Option("--kv-offload", help="Prefill keeps KV in host memory.")] = False,
+    kv_offload: Annotated[bool, typer.Option("--kv-offload", help="Pages of a running request can lie in host memory.")] = False,
     json: JsonFlag = False,
     png: Annotated[Path | None, typer.Option(help="Write a picture to this .png file.")] = None,
     compare: Annotated[str | None, typer.Option(help='Other settings beside these, for example "tp=4,page_size=64".')] = None,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -18,6 +18,42 @@ from kvferry.plan.view import print_comparison, print_plan
 from planner.model_directory import ModelDirectory, read_config, read_model_directory
 from planner.plan import MemoryPlan, PlanInputs
 from transfer.errors import ConfigError, MemoryPlanError, TransferError
+from transfer.layer_groups import GroupKind
+from transfer.layout import DType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """An option that a plan can count with, although no engine of this repository runs it.
+
+    Args:
+        name: The option, as the output names it.
+        is_used: Whether a plan has it.
+        reason: The state of the embedded engine, and of vLLM and SGLang with the connectors.
+    """
+
+    name: str
+    is_used: Callable[[PlanInputs], bool]
+    reason: str
+
+
+_NOT_RUN: Final = (
+    _Option(
+        name="--dp-attention",
+        is_used=lambda inputs: inputs.has_dp_attention,
+        reason="the embedded engine is sharded by --tp alone; the backend for SGLang accepts it, but no test runs it",
+    ),
+    _Option(
+        name="--speculative",
+        is_used=lambda inputs: inputs.speculative is not None,
+        reason="the embedded engine has no speculative decoding; the connectors for vLLM and SGLang refuse it",
+    ),
+    _Option(
+        name="a vision model",
+        is_used=lambda inputs: inputs.model.vision is not None,
+        reason="the embedded engine takes no images; the connector for vLLM accepts requests with images, but no test runs one",
+    ),
+)
 
 
 def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | None, compare: str | None) -> int:
@@ -60,15 +96,20 @@ def _plan(directory: ModelDirectory, config: Mapping[str, Any], options: PlanOpt
         where = f"with {change}: " if change else ""
         is_detected = isinstance(error, MemoryPlanError) and options.device_memory is None
         raise type(error)(f"{where}{error}" + (f" (device: {device.text})" if is_detected else "")) from error
-    return replace(plan, advice=(*plan.advice, *_advice_on_embedded_engine(plan.inputs, config))), device
+    return replace(plan, advice=(*plan.advice, *_advice_on_engines(plan.inputs, config))), device
 
 
-def _advice_on_embedded_engine(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
-    """Return one line if the embedded engine would reject the model or its shard sizes. The plan supports more models."""
+def _advice_on_engines(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
+    """Return a line for each option that no engine of this repository runs, and one for all that the embedded engine refuses.
+
+    The plan supports more options and models, for engines of other authors.
+    """
+    used = [option for option in _NOT_RUN if option.is_used(inputs)]
+    advice = [f"no engine of this repository runs {option.name}: {option.reason}" for option in used]
     reasons = _refusals(inputs, config)
-    if not reasons:
-        return []
-    return [f"the embedded engine would refuse this, an engine of your own may not: {'; '.join(reasons)}"]
+    if reasons:
+        advice.append(f"the embedded engine would refuse this, an engine of your own may not: {'; '.join(reasons)}")
+    return advice
 
 
 def _refusals(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
@@ -80,10 +121,12 @@ def _refusals(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
     reasons = []
     if inputs.model.quantised_bits:
         reasons.append("its weights must be plain ones, not quantised")
-    if inputs.pp_size > 1 or inputs.has_dp_attention:
-        reasons.append("it is cut by --tp alone")
-    if inputs.speculative is not None:
-        reasons.append("it has no speculative decoding, and the connectors for vLLM and SGLang refuse it, too")
+    if inputs.pp_size > 1:
+        reasons.append("it is sharded by --tp alone")
+    if inputs.kv_dtype is DType.INT8:
+        reasons.append("its pool must have a floating point dtype")
+    if inputs.has_host_pages and inputs.groups[0].kind is not GroupKind.FULL:
+        reasons.append("it offloads full attention only, and the model has none")
     try:
         check_cut(named[0], inputs.tp_size, config)
     except ConfigError as error:

@@ -20,7 +20,6 @@ from transfer.layout import DType
 _LARGEST_GIB: Final = 2048
 """The hint for a size without unit suggests GiB below this number, and MiB, the unit of nvidia-smi, above."""
 _TIERS: Final = {
-    "kv_offload": Role.PREFILL,
     "chunk_tokens": Role.PREFILL,
     "staging": Role.PREFILL,
     "ring": Role.DECODE,
@@ -134,18 +133,10 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         weights_bytes=sizes["weights"],
         checkpoint_bytes=directory.checkpoint_bytes,
         checkpoint_source=directory.checkpoint_source,
-        offload_bytes=_offload_bytes() if options.kv_offload and not device.is_cpu else 0,
         has_host_pages=options.kv_offload,
         sparse_prefill=_sparse_policy(options, role),
     )
     return _with_node_defaults(inputs, options)
-
-
-def _offload_bytes() -> int:
-    """Return the default device buffers of a prefill node that keeps KV in host memory."""
-    from transfer.config import HostMemoryConfig
-
-    return HostMemoryConfig(host_ratio=1).device_bytes
 
 
 def _sparse_policy(options: PlanOptions, role: Role) -> XAttention | None:
@@ -163,9 +154,10 @@ def _sparse_policy(options: PlanOptions, role: Role) -> XAttention | None:
 
 
 def _with_node_defaults(inputs: PlanInputs, options: PlanOptions) -> PlanInputs:
-    """Return the inputs with chunks, running requests and CUDA graphs as given, or else as a node has them on that device."""
+    """Return the inputs with the values of a node on that device for flags that are not given, and for buffers of offload."""
     from planner.device_defaults import gpu_chunk_tokens, gpu_running_requests
     from transfer.config import ChunkConfig, DecodeLimitsConfig
+    from transfer.config.storage import HostMemoryConfig, OffloadConfig
 
     shard, chunk_tokens, requests = inputs.fullest_shard(), options.chunk_tokens, options.max_running_requests
     if chunk_tokens is not None and chunk_tokens < 1:
@@ -177,11 +169,21 @@ def _with_node_defaults(inputs: PlanInputs, options: PlanOptions) -> PlanInputs:
         requests = DecodeLimitsConfig().max_running_requests
     elif requests is None:
         requests = gpu_running_requests(inputs.layout, shard, device_bytes=inputs.total_bytes, chunk_tokens=chunk_tokens)
-    in_flight = None if chunk_tokens is None else PREFILL_STEPS_IN_FLIGHT * chunk_tokens
     graphs = inputs.cuda_graph_batch_sizes
     if graphs is None and not inputs.is_cpu:
         graphs = (min(inputs.cuda_graph_max_bs, requests),)
-    return replace(inputs, max_running_requests=requests, tokens_in_flight=in_flight, cuda_graph_batch_sizes=graphs)
+    if chunk_tokens is not None:
+        offload, in_flight = HostMemoryConfig(host_ratio=1), PREFILL_STEPS_IN_FLIGHT * chunk_tokens
+    else:
+        offload = on_decode = OffloadConfig(host_ratio=1, device_window=0)
+        in_flight = 1 + (on_decode.window_slack_tokens(inputs.page_size) if options.kv_offload else 0)
+    return replace(
+        inputs,
+        max_running_requests=requests,
+        tokens_in_flight=in_flight,
+        cuda_graph_batch_sizes=graphs,
+        offload_bytes=offload.device_bytes if options.kv_offload and not inputs.is_cpu else 0,
+    )
 
 
 def _batch_sizes(options: PlanOptions) -> tuple[int, ...] | None:

@@ -153,8 +153,10 @@ def test_a_model_that_does_not_say_its_dtype_asks_for_it(models: Path) -> None:
             ("--model", "qwen3-8b", "--tp", "3"),
             "--tp is 3, which does not divide the model's num_key_value_heads 8; must be one of",
         ),
-        (("--model", "gemma-3-27b"), "it does not run Gemma3ForConditionalGeneration"),
-        (("--model", "qwen3-8b", "--speculative", "ngram"), "it has no speculative decoding, and the connectors"),
+        (("--model", "llama-3-70b", "--pp", "2"), "it is sharded by --tp alone"),
+        (("--model", "qwen3-8b", "--kv-dtype", "int8"), "its pool must have a floating point dtype"),
+        (("--model", "qwen3-8b", "--kv-offload", "--role", "prefill"), None),
+        (("--model", "windows", "--kv-offload"), "it offloads full attention only, and the model has none"),
         (
             ("--model", "gpt-oss-20b", "--dtype", "bfloat16", "--tp", "2"),
             "its weights must be plain ones, not quantised; --tp is 2; must be 1",
@@ -164,14 +166,33 @@ def test_a_model_that_does_not_say_its_dtype_asks_for_it(models: Path) -> None:
 def test_what_the_embedded_engine_would_refuse_is_said(models: Path, arguments: tuple[str, ...], advice: str | None) -> None:
     config = json.loads((models / "qwen3-8b" / "config.json").read_text(encoding="utf-8"))
     del config["architectures"]
+    (models / "windows").mkdir()
+    windows = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+    (models / "windows" / "config.json").write_text(json.dumps(config | windows), encoding="utf-8")
     (models / "unnamed").mkdir()
     (models / "unnamed" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     result = plan(*arguments, "--device-memory", "200GiB", "--json")
-    said = [line for line in json.loads(result.stdout)["advice"] if "embedded engine" in line]
+    said = [line for line in json.loads(result.stdout)["advice"] if line.startswith("the embedded engine would refuse")]
     if advice is None:
         assert said == []
     else:
         assert len(said) == 1 and advice in said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--model", "qwen3-8b", "--kv-offload", "--tp", "2", "--kv-dtype", "float8_e4m3fn", "--policy", "page-count"), []),
+        (("--model", "qwen3-8b", "--tp", "2", "--dp", "2", "--dp-attention"), ["--dp-attention"]),
+        (("--model", "qwen3-8b", "--speculative", "ngram"), ["--speculative"]),
+        (("--model", "qwen3-8b", "--sparse-policy", "xattention", "--role", "prefill"), []),
+        (("--model", "gemma-3-27b", "--speculative", "eagle"), ["--speculative", "a vision model"]),
+    ],
+)
+def test_each_option_that_no_engine_here_runs_has_a_line(models: Path, arguments: tuple[str, ...], names: list[str]) -> None:
+    advice = json.loads(plan(*arguments, "--device-memory", "200GiB", "--json").stdout)["advice"]
+    said = [re.match(r"no engine of this repository runs ([\w -]+): the embedded engine ", line) for line in advice]
+    assert [found[1] for found in said if found] == names
 
 
 def test_the_least_of_the_gpus_counts() -> None:
@@ -227,19 +248,31 @@ def test_the_page_shows_what_the_command_prints(models: Path, command: str, outp
 @pytest.mark.parametrize(
     ("model", "tp_size", "gib"), [("qwen3-8b", 1, 24), ("qwen3-8b", 1, 180), ("gemma-3-27b", 2, 80), ("llama-3-70b", 4, 80)]
 )
-@pytest.mark.parametrize("kind", [PrefillNodeConfig, DecodeNodeConfig])
+@pytest.mark.parametrize(
+    ("kind", "offload"),
+    [
+        (PrefillNodeConfig, {}),
+        (DecodeNodeConfig, {}),
+        (PrefillNodeConfig, {"host_ratio": 2}),
+        (DecodeNodeConfig, {"host_ratio": 2, "device_window": 4096}),
+    ],
+)
 def test_the_plan_is_that_of_a_node_with_the_same_settings(
-    models: Path, kind: type[NodeConfig], model: str, tp_size: int, gib: int
+    models: Path, kind: type[NodeConfig], offload: dict[str, float], model: str, tp_size: int, gib: int
 ) -> None:
     """Steps, chunks, running requests and CUDA graphs are not set on either side. Both choose them by the device."""
     directory = read_model_directory(model)
-    given = {"model": "m", "device": "cuda", "parallel": {"tp_size": tp_size}}
+    given = {"model": "m", "device": "cuda", "parallel": {"tp_size": tp_size}, "offload": offload}
     config = with_gpu_defaults(kind.model_validate(given), directory.shape.layout(), device_bytes=gib * GIB)
     shard = Shard(tp_size=tp_size, page_size=config.pool.page_size)
     device = DeviceMemory(total_bytes=gib * GIB, free_bytes=gib * GIB - MIB, is_cpu=False)
     of_node = make_plan(node_plan_inputs(config, directory, shard, device))
     options = PlanOptions(
-        role=config.role, tp=tp_size, staging=f"{of_node.inputs.staging_bytes}B", ring=f"{of_node.inputs.ring_bytes}B"
+        role=config.role,
+        tp=tp_size,
+        staging=f"{of_node.inputs.staging_bytes}B",
+        ring=f"{of_node.inputs.ring_bytes}B",
+        kv_offload=bool(offload),
     )
     of_flags = make_plan_for(options, directory, Device(text="", total_bytes=gib * GIB, free_bytes=gib * GIB - MIB))
     assert of_flags.lines == of_node.lines and of_flags.group_pages == of_node.group_pages
