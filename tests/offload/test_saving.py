@@ -80,7 +80,8 @@ def test_requests_without_room_are_counted_once_each_and_logged_together() -> No
         for name in "aab":
             where.host_full(name)
     assert where.metrics.counter("offload_host_full").value == 2
-    assert [(entry["event"], entry["pages"]) for entry in logs] == [("host_memory_full", 2)]
+    said = [(entry["event"], entry["pages"], entry["advice"]) for entry in logs]
+    assert said == [("host_memory_full", 2, "raise offload.host_memory (now 1.0 GiB)")]
 
 
 def test_what_may_be_damaged_is_saved_for_its_request_alone() -> None:

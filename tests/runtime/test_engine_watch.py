@@ -1,4 +1,4 @@
-"""A leader notices an engine that hangs, and logs steps without memory once for as long as the condition lasts."""
+"""A leader notices an engine that hangs, and logs a full pool and steps without memory once for as long as they last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from node_runtime.engine_watch import MOST_IN_A_ROW, QUIET_S, OutOfMemoryWatch, StepWatch
+from node_runtime.engine_watch import LINGER_S, MOST_IN_A_ROW, QUIET_S, FullPool, OutOfMemoryWatch, StepWatch
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 
 
@@ -99,3 +99,31 @@ async def test_time_in_which_this_process_did_not_run_does_not_count() -> None:
         time.sleep(0.5)
         await over.wait()
     assert not said
+
+
+def test_a_full_pool_is_logged_once_until_no_request_has_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(loop: VirtualTimeLoop) -> None:
+        counts: list[int] = []
+        pool = FullPool(advice="raise pool.num_pages (now 8)", on_change=counts.append)
+        pool.waits("a")
+        pool.waits("a")
+        pool.waits("b")
+        await asyncio.sleep(2.0)
+        pool.waits_no_more("a")
+        pool.waits_no_more("b")
+        await asyncio.sleep(LINGER_S / 2)
+        pool.only(["c"])  # a busy pool is full again
+        pool.only([])
+        assert counts == [1, 2, 1, 0, 1, 0]
+        assert [(entry["event"], entry["log_level"], entry["advice"]) for entry in logs] == [
+            ("kv_pool_full", "warning", "raise pool.num_pages (now 8)")
+        ]
+        await asyncio.sleep(LINGER_S)
+        assert (logs[1]["event"], logs[1]["requests"], logs[1]["lasted_s"]) == ("kv_pool_has_room", 3, 2.0 + LINGER_S / 2)
+        pool.waits("d")
+        pool.close()
+        await asyncio.sleep(2 * LINGER_S)
+        assert [entry["event"] for entry in logs[2:]] == ["kv_pool_full", "kv_pool_has_room"] and counts[-1] == 0
+
+    with capture_logs() as logs:
+        run_in_virtual_time(main, monkeypatch)

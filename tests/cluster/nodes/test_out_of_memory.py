@@ -1,4 +1,4 @@
-"""Two tiers whose engines find no memory for some steps: those requests end with one clear line, and the nodes continue."""
+"""Two tiers whose engines find no memory for some steps, or whose pools are full: one clear line each, and the nodes continue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
-from tests.cluster.calls import Caller, Reference, prompt, status_of, until_idle
+from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, Start
 from tests.cluster.nodes.hungry_engine import SEED_OF_DECODE, SEED_OF_PREFILL
 from transfer.pb import kvferry_pb2 as pb
@@ -65,3 +65,21 @@ async def test_a_step_without_memory_ends_its_requests_and_no_others(
         await until_idle(*hungry.nodes)
     status = await status_of(node)
     assert status is not None and status.restarts == 0
+
+
+async def test_a_full_pool_is_logged_with_the_settings_to_change(hungry: LocalCluster) -> None:
+    """The second request finds too few of the 128 pages: the first has room for its prompt and for all of its new tokens."""
+    node = hungry.decode
+    async with Caller(node.address) as caller:
+        first, _ = caller.begin(prompt(40), 1500)
+        await until(lambda: bool(first.tokens), "the first request runs")
+        caller.begin(prompt(50), 1500)
+
+        async def waits() -> bool:
+            return await figure(node, "kvferry_requests_waiting_for_pages") == 1
+
+        await until(waits, "the second request waits for pages")
+    (line,) = [line for line in node.log.tail(200) if "kv_pool_full" in line]
+    says = "raise memory.static_fraction (now 0.88) or pool.num_pages (now 128), or lower limits.max_running_requests (now "
+    assert says in line
+    await until_idle(*hungry.nodes)
