@@ -27,6 +27,7 @@ from transfer.storage.keys import (
     fingerprint_of,
     is_shared,
     rounding,
+    running_key,
     store_fingerprint,
     store_key,
     storing_rank,
@@ -231,6 +232,18 @@ def test_every_key_is_a_path_that_a_store_takes() -> None:
     key = store_key(fingerprint(), bytes(range(32)), group=full_group(layout), layout=layout, shard=shard)
     assert fingerprint_of(key) == fingerprint()
     assert len(key) <= MAX_KEY_CHARS
+
+
+def test_blocks_of_running_requests_have_a_key_for_each_layer() -> None:
+    layout = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=8, dtype=DType.FLOAT16)
+    group = full_group(layout)
+
+    def key(name: bytes, layer: int, rank: int) -> str:
+        shard = Shard(tp_size=2, tp_rank=rank)
+        return running_key("0" * 32, name, layer=layer, group=group, layout=layout, shard=shard)
+
+    keys = [key(name, layer, rank) for name in (b"a", b"b") for layer in (0, 1) for rank in (0, 1)]
+    assert len(set(keys)) == 8 and all(fingerprint_of(one) == "0" * 32 and one.endswith("of2-running") for one in keys)
 
 
 @pytest.mark.parametrize(

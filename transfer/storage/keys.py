@@ -32,6 +32,9 @@ FINGERPRINT_CHARS: Final = 32
 MAX_KEY_CHARS: Final = 255
 """Most characters of a key, so that its last part is a file name everywhere."""
 
+RUNNING_SUFFIX: Final = "-running"
+"""End of the keys of `running_key`, so that an operator can find the leftovers of killed nodes."""
+
 _KEY: Final = re.compile(rf"[0-9a-f]{{{FINGERPRINT_CHARS}}}/[0-9a-z][0-9a-z_.-]*")
 
 
@@ -153,6 +156,18 @@ def store_key(fingerprint: str, page_hash: bytes, *, group: LayerGroup, layout: 
     stage_part = f"{stage.begin}_{stage.end}-" if shard.pp_size > 1 else ""
     part = "all" if is_shared(group, layout=layout) else f"{storing_rank(group, layout=layout, shard=shard)}of{shard.tp_size}"
     return f"{fingerprint}/{page_hash.hex()}-{group.name}-{stage_part}{part}"
+
+
+def running_key(fingerprint: str, name: bytes, *, layer: int, group: LayerGroup, layout: KVLayout, shard: Shard) -> str:
+    """Return the key of one layer of a block of pages that a running request keeps in the store.
+
+    The key is private to the request, because the bytes have another layout than a page.
+
+    Args:
+        name: Names the block. No other block of any node has the same name.
+    """
+    block_hash = hashlib.sha256(name + struct.pack("<I", layer)).digest()
+    return store_key(fingerprint, block_hash, group=group, layout=layout, shard=shard) + RUNNING_SUFFIX
 
 
 def fingerprint_of(key: str) -> str:
