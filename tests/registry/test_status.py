@@ -24,6 +24,7 @@ from transfer.errors import (
     ProtocolError,
     RemoteProtocolError,
     ResourceExhausted,
+    StoreFailed,
     TransferAborted,
     TransferError,
     TransportClosed,
@@ -47,7 +48,7 @@ STATUS_OF_ERROR = {
     "FAILED_PRECONDITION": (LayoutError, ChunkTooLarge),
     "RESOURCE_EXHAUSTED": (ResourceExhausted, MemoryPlanError, OutOfMemory),
     "UNAVAILABLE": (
-        TransportError, PeerUnreachable, NodeDraining, WriteFailed, TransportTimeout, TransportClosed,
+        TransportError, PeerUnreachable, NodeDraining, WriteFailed, TransportTimeout, TransportClosed, StoreFailed,
     ),
     "DATA_LOSS": (IntegrityError,),
     "ABORTED": (TransferAborted,),
