@@ -49,6 +49,7 @@ class Kind:
                 sender_restarts=choose([0, 1]) if self.has_deaths else 0,
                 receiver_restarts=choose([0, 1]) if self.has_deaths else 0,
             ),
+            arriving_tokens=choose([0, 8]),
         )
         return World(config, chance.getrandbits(32))
 

@@ -20,6 +20,7 @@ from tests.protocol.machines import (
     of_type,
 )
 from transfer.errors import ConfigError, LocalProtocolError
+from transfer.layout import Range
 from transfer.messages import (
     MAX_CHUNKS_PER_MESSAGE,
     AbortTransfer,
@@ -593,3 +594,59 @@ def test_of_what_a_long_prompt_has_received_little_is_kept() -> None:
 
 def _pieces_and_messages() -> int:
     return sum(type(one) in (ReceiverPiece, ChunkReady) for one in gc.get_objects())
+
+
+def test_chunks_without_pages_get_no_grant_until_there_are_pages() -> None:
+    receiver = ReceiverHand(ring_cells=16)
+    receiver.expect(num_tokens=16)
+
+    def hold(begin: int, end: int) -> list[rx.Action]:
+        return receiver.tell(rx.ArrivalsHeld(request_id="r", tokens=Range(begin=begin, end=end) if begin < end else None))
+
+    def arrived(chunk: int, grant: Grant) -> list[int]:
+        receiver.arrive(chunk, grant)
+        return [action.num_tokens for action in of_type(receiver.scattered(grant), rx.IncomingArrived)]
+
+    assert not hold(6, 12), "chunk 1 has two of these tokens"
+    first = receiver.grants_of(receiver.ask(0, 1, 2, 3))
+    assert first.keys() == {0, 3}
+    assert not messages(receiver.ask(1, 2), GrantsIssued), "asked again, and not granted"
+    assert receiver.grants_of(receiver.ask(0)) == {0: first[0]}
+    assert arrived(3, first[3]) == []
+    assert arrived(0, first[0]) == [4]
+    second = receiver.grants_of(hold(8, 12))
+    assert second.keys() == {1}
+    third = receiver.grants_of(hold(12, 12))
+    assert third.keys() == {2}
+    assert arrived(2, third[2]) == []
+    receiver.arrive(1, second[1])
+    actions = receiver.scattered(second[1])
+    assert [action.num_tokens for action in of_type(actions, rx.IncomingArrived)] == [16]
+    assert of_type(actions, rx.IncomingComplete) and receiver.machine.is_idle
+
+
+def test_only_a_request_that_was_held_reports_its_progress() -> None:
+    receiver = ReceiverHand()
+    grant = receiver.to_scattering(num_tokens=8)
+    assert not of_type(receiver.scattered(grant), rx.IncomingArrived)
+
+
+def test_nothing_is_held_of_a_request_that_is_over() -> None:
+    receiver = ReceiverHand()
+    held = rx.ArrivalsHeld(request_id="r", tokens=Range(begin=4, end=8))
+    assert not receiver.tell(held)
+    receiver.expect(num_tokens=8)
+    receiver.tell(held)
+    receiver.ask(1)
+    receiver.cancel()
+    assert not receiver.tell(replace(held, tokens=None)), "it was given up, and its writer asks for nothing"
+
+
+def test_a_held_chunk_that_can_never_fit_fails_its_request() -> None:
+    receiver = ReceiverHand(ring_cells=1)
+    receiver.expect(num_tokens=4)
+    held = rx.ArrivalsHeld(request_id="r", tokens=Range(begin=0, end=4))
+    receiver.tell(held)
+    assert not receiver.ask(0)
+    (failed,) = of_type(receiver.tell(replace(held, tokens=None)), rx.IncomingFailed)
+    assert "512" in failed.reason

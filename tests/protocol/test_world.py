@@ -46,7 +46,10 @@ def test_whatever_goes_wrong_nothing_wrong_is_scattered_and_all_ends(name: str) 
 def test_without_faults_every_request_arrives(
     shape: tuple[int, int], is_one_sided: bool, direct: int, has_heartbeats: bool
 ) -> None:
-    """Through the smallest ring and one slot, or by those watermarks alone that go to the writers whom they concern."""
+    """Through the smallest ring and one slot, or by those watermarks alone that go to the writers whom they concern.
+
+    In every other world there are pages for two chunks of a request at a time.
+    """
     for seed in range(4):
         config = WorldConfig(
             prefill_tp=shape[0],
@@ -57,6 +60,7 @@ def test_without_faults_every_request_arrives(
             num_slots=1 if has_heartbeats else 2,
             grants_ahead=8,
             num_requests=6,
+            arriving_tokens=(seed % 2) * 8,
             has_heartbeats=has_heartbeats,
         )
         world = World(config, seed)

@@ -16,12 +16,13 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tests.protocol.links import Faults, Link, Post, Shipment
 from tests.protocol.machines import incoming, outgoing
 from tests.protocol.memory import RingMemory, Tag, WorldError, require
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
-from transfer.layout import DType, KVLayout, Route, Shard, routes, wire_bytes
+from transfer.layout import DType, KVLayout, Range, Route, Shard, routes, wire_bytes
 from transfer.messages import GrantsIssued, Message, decode, encode
 from transfer.piece import RankRequest, SessionRoute
 from transfer.receive import events as rx
@@ -52,6 +53,7 @@ class WorldConfig:
     layers_per_group: int = 0
     num_requests: int = 4
     max_tokens: int = 20
+    arriving_tokens: int = 0  # tokens of a request for which there are pages at a time; 0 means all
     has_heartbeats: bool = True  # watermarks for every writer, again and again
     faults: Faults = field(default_factory=Faults)
     healed_at: int = 600
@@ -83,6 +85,7 @@ class ReceiverRank:
     expected: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)  # nobody waits for their bytes
     freed: set[str] = field(default_factory=set)  # their pages belong to others
+    num_with_pages: dict[str, int] = field(default_factory=dict)  # leading tokens of a request that have pages
     issued: dict[int, tuple[Tag, int]] = field(default_factory=dict)  # begin -> whose, end
     outcome: dict[str, str] = field(default_factory=dict)
     num_failures_said: dict[str, int] = field(default_factory=dict)
@@ -386,6 +389,16 @@ class World:
         )
         self.receivers[rank].expected.add(plan.request_id)
         self.tell_receiver(self.receivers[rank], rx.IncomingExpected(request=replace(plan.request, routes=mine)))
+        if self.config.arriving_tokens:
+            self._free_arrived(self.receivers[rank], plan, plan.request.start_token)
+
+    def _free_arrived(self, receiver: ReceiverRank, plan: RequestPlan, num_arrived: int) -> None:
+        """The pages of what has arrived are there for the tokens after it."""
+        end = max(receiver.num_with_pages.get(plan.request_id, 0), num_arrived + self.config.arriving_tokens)
+        num_tokens = plan.request.num_tokens
+        receiver.num_with_pages[plan.request_id] = end
+        held = Range(begin=end, end=num_tokens) if end < num_tokens else None
+        self.tell_receiver(receiver, rx.ArrivalsHeld(request_id=plan.request_id, tokens=held))
 
     def _start(self, plan: RequestPlan, rank: int) -> None:
         mine = tuple(
@@ -610,6 +623,9 @@ class World:
                     self._start_scatter(receiver, action)
                 case rx.PublishWatermark():
                     self._publish(receiver, sessions=action.sessions)
+                case rx.IncomingArrived():
+                    plan = self.requests[action.request_id]
+                    self.after(30, partial(self._free_arrived, receiver, plan, action.num_tokens))
                 case rx.IncomingComplete():
                     self._free_pages(receiver, action.request_id)
                     self._end_at_receiver(receiver, action.request_id, "complete")
@@ -643,6 +659,8 @@ class World:
     def _start_scatter(self, receiver: ReceiverRank, action: rx.StartScatter) -> None:
         tag = Tag(request_id=action.piece.request_id, route=action.piece.route.index, chunk=action.piece.chunk.index)
         require(action.piece.request_id not in receiver.freed, f"{tag} is scattered into pages that were freed")
+        num_with_pages = receiver.num_with_pages.get(tag.request_id, action.piece.chunk.tokens.end)
+        require(action.piece.chunk.tokens.end <= num_with_pages, f"{tag} has no pages yet")
         require(action.digest == digest_of(tag), f"{tag} is checked against the digest of other bytes")
         require(action.piece.grant.begin not in receiver.scattering, f"two scatters of {action.piece.grant}")
         receiver.scattering[action.piece.grant.begin] = action

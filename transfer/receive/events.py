@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transfer.errors import ConfigError
+from transfer.layout import Range
 from transfer.piece import RankRequest
 from transfer.receive.state import ReceiverPiece
 from transfer.ring import Grant
@@ -75,6 +76,17 @@ class IncomingExpected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalsHeld:
+    """Chunks with any of these tokens get no grant, because there are no pages for them yet. None ends the hold.
+
+    From the first of these events on, `IncomingArrived` reports the progress of the request.
+    """
+
+    request_id: str
+    tokens: Range | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IncomingCancelled:
     request_id: str
     reason: str
@@ -107,6 +119,7 @@ Event = (
     | ReceiverSessionLost
     | ReceiverSessionOver
     | IncomingExpected
+    | ArrivalsHeld
     | IncomingCancelled
     | MessageArrived
     | ReceiveSettled
@@ -155,6 +168,14 @@ class PublishWatermark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingArrived:
+    """Every piece with tokens before `num_tokens` is in the pool. Only for a request of which arrivals were held."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IncomingComplete:
     """Every piece is in the pool and every digest agreed. The request is forgotten."""
 
@@ -191,6 +212,7 @@ Action = (
     | PrepareScatter
     | StartScatter
     | PublishWatermark
+    | IncomingArrived
     | IncomingComplete
     | IncomingFailed
     | IncomingDrained

@@ -25,6 +25,9 @@ The way of a piece::
 - Released. The bytes return to the ring after the scatter has finished (rule 5), and the next watermark shows it. If size or
   digest is wrong, `ChunkRejected` asks for the piece once more. A second failure fails the request as data loss.
 
+If there are no pages for a part of a prompt yet, `ArrivalsHeld` holds its chunks back. They get no grant, so no bytes of the ring
+wait for pages.
+
 A request is complete when the *set* of its scattered pieces is the expected set and none is outstanding (rules 7 and 8). Messages
 can be repeated, so pieces are never counted.
 
@@ -65,9 +68,11 @@ from transfer.messages import (
 from transfer.piece import RankRequest
 from transfer.receive.events import (
     Action,
+    ArrivalsHeld,
     ChunkBroken,
     CloseSession,
     Event,
+    IncomingArrived,
     IncomingCancelled,
     IncomingComplete,
     IncomingDrained,
@@ -156,6 +161,8 @@ class Receiver:
                 self._on_session_over(event.session)
             case IncomingExpected():
                 self._on_expected(event.request)
+            case ArrivalsHeld():
+                self._on_held(event)
             case IncomingCancelled():
                 if (request := self._requests.get(event.request_id)) is not None and request.failure is None:
                     self._give_up(request, event.reason)
@@ -338,13 +345,37 @@ class Receiver:
         if problem is not None:
             self._refuse(session, message, problem)
             return
+        # A held chunk is answered later. Its writer repeats the question meanwhile.
+        held = [wanted.chunk for wanted in message.chunks if request.is_held(wanted.chunk)]
+        route.held.update(dict.fromkeys(held))
         try:
-            grants = {wanted.chunk: self._grant_for(request, route, wanted.chunk) for wanted in message.chunks}
+            grants = {
+                wanted.chunk: self._grant_for(request, route, wanted.chunk)
+                for wanted in message.chunks
+                if wanted.chunk not in route.held
+            }
         except ChunkTooLarge as error:
             self._refuse(session, message, str(error))
             self._fail(request, str(error))
             return
-        self._issue(route, request.request_id, grants)
+        if grants:
+            self._issue(route, request.request_id, grants)
+
+    def _on_held(self, event: ArrivalsHeld) -> None:
+        request = self._requests.get(event.request_id)
+        if request is None or request.failure is not None:
+            return
+        request.held, request.is_followed = event.tokens, True
+        for route in request.routes.values():
+            free = [chunk for chunk in route.held if not request.is_held(chunk)]
+            route.held = {chunk: None for chunk in route.held if request.is_held(chunk)}
+            try:
+                grants = {chunk: self._grant_for(request, route, chunk) for chunk in free}
+            except ChunkTooLarge as error:
+                self._fail(request, str(error))
+                return
+            if grants:
+                self._issue(route, request.request_id, grants)
 
     def _problem_of(self, request: ReceiverRequest, route: ReceiverRoute, message: GrantRequest) -> str | None:
         """Return why the grant request cannot be served as a whole, or None."""
@@ -517,7 +548,10 @@ class Receiver:
         request.routes[piece.route.index].scattered.add(piece.chunk.index)
         if request.failure is not None:
             self._settle(request, ())
-        elif request.is_whole:
+            return
+        if request.is_followed and (num_tokens := request.take_arrived()) is not None:
+            self._actions.append(IncomingArrived(request_id=request.request_id, num_tokens=num_tokens))
+        if request.is_whole:
             self._complete(request)
 
     def _on_broken(self, piece: ReceiverPiece, reason: str) -> None:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from transfer.chunk import Chunks, Pieces, split_into_chunks
 from transfer.errors import LocalProtocolError
-from transfer.layout import Route
+from transfer.layout import Range, Route
 from transfer.messages import ChunkReady
 from transfer.piece import Piece, RankRequest
 from transfer.ring import Grant
@@ -46,6 +46,7 @@ class ReceiverRoute:
     # collector and each step of a failed request would visit them all.
     released: dict[int, Grant] = field(default_factory=dict)
     scattered: set[int] = field(default_factory=set)  # released pieces whose KV is in the pool
+    held: dict[int, None] = field(default_factory=dict)  # chunks whose grant was asked for while their arrival was held
     is_drained: bool = False  # the writer reported, or its session's end proves, that no more bytes will arrive
     asked_s: float = 0.0  # when the abort was last sent
 
@@ -70,6 +71,9 @@ class ReceiverRequest:
     num_scattering: int = 0
     failure: str | None = None
     has_drained: bool = False  # IncomingDrained was reported
+    held: Range | None = None  # tokens that have no pages yet
+    is_followed: bool = False  # its progress is reported
+    num_arrived: int = 0  # leading chunks whose pieces are all in the pool
 
     @classmethod
     def of(cls, incoming: RankRequest) -> ReceiverRequest:
@@ -96,6 +100,23 @@ class ReceiverRequest:
     @property
     def request_id(self) -> str:
         return self.incoming.request_id
+
+    def is_held(self, chunk: int) -> bool:
+        """Return whether a chunk has tokens without pages."""
+        tokens = self.chunks[chunk].tokens
+        return self.held is not None and tokens.begin < self.held.end and self.held.begin < tokens.end
+
+    def take_arrived(self) -> int | None:
+        """Return the token before which all pieces are in the pool, if it has grown since the last call."""
+        known = self.num_arrived
+        while self.num_arrived < len(self.chunks) and all(
+            self.num_arrived in route.scattered or not route.expected.size_of(self.num_arrived) for route in self.routes.values()
+        ):
+            self.num_arrived += 1
+        if self.num_arrived == known:
+            return None
+        is_all = self.num_arrived == len(self.chunks)
+        return self.incoming.num_tokens if is_all else self.chunks[self.num_arrived].tokens.begin
 
     def pieces(self) -> list[ReceiverPiece]:
         """Return the pieces that were granted and are not released."""
