@@ -104,14 +104,17 @@ class DeviceDecoder:
     def logits(self, items: Sequence[DecodeItem]) -> Tensor:
         """Queue a step on the current stream; return logits [items, vocabulary] that are valid until the next step."""
         size = None if self._graphs is None else self._graphs.size_for(len(items))
-        if self._host is not None and any(any(item.host_tables) for item in items):
+        has_stored = any(item.stored_blocks for item in items)
+        if self._host is not None and (has_stored or any(any(item.host_tables) for item in items)):
             # Padded like a replayed step: the kernels of those sizes are compiled.
             num_rows, group = size or len(items), self._host.tier.group
             self._load(items, num_rows)
             host_tables = [item.host_tables[group] if item.host_tables else () for item in items]
-            if size is not None and self._tiered_graphs is not None and self._host.load(host_tables):
+            if size is not None and self._tiered_graphs is not None and not has_stored and self._host.load(host_tables):
                 return self._tiered_graphs.replay(size)[: len(items)]
-            return self._tiered_step([*host_tables, *[()] * (num_rows - len(items))], self._host)[: len(items)]
+            stored = [item.stored_blocks for item in items] if has_stored else ()
+            host_tables += [()] * (num_rows - len(items))
+            return self._tiered(num_rows, self._host, self._host.begin(host_tables, stored))[: len(items)]
         if self._graphs is None or size is None:
             self._load(items, len(items))
             return self._step(len(items))
@@ -127,7 +130,7 @@ class DeviceDecoder:
         """Let steps read host pages, see `EmbeddedEngine.use_host_pool`; a step of the dummy request compiles their kernels."""
         self._host = HostReader(self._pool, tier, max_rows=self.max_running_requests)
         self._load((), 1)
-        self._tiered_step([_DUMMY_HOST_PAGES], self._host)
+        self._tiered(1, self._host, self._host.begin([_DUMMY_HOST_PAGES]))
         self._capture_tiered()
 
     def _capture_tiered(self) -> None:
@@ -150,11 +153,8 @@ class DeviceDecoder:
         except CannotBeCaptured as error:
             log.warning("no_tiered_cuda_graphs", reason=str(error))
 
-    def _tiered_step(self, host_tables: Sequence[Sequence[int]], host: HostReader) -> Tensor:
-        """Launch a step over the inputs and its rows' host pages, of which there is at least one."""
-        return self._tiered(len(host_tables), host, host.begin(host_tables))
-
     def _tiered(self, num_rows: int, host: HostReader, blocks: DeviceBlocks) -> Tensor:
+        """Launch a step over the inputs and blocks of host pages."""
         inputs = self._inputs_of(num_rows)
         try:
             return self._computed(inputs, TieredDecodePlan(self._pool, self._tables, inputs, host, blocks))

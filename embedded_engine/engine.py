@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from planner.memory_advice import Phase, advice_for
 from planner.plan import MemoryPlan
 from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, sparse_prefill_workspaces
-from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, RequestFault, SamplingParams
+from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, RequestFault, SamplingParams, StoredKV
 from transfer.errors import ConfigError, EngineError, OutOfMemory
 from transfer.layer_groups import layer_groups, page_table_tokens
 from transfer.layout import DType, KVLayout, Shard
@@ -406,7 +406,10 @@ class EmbeddedEngine:
             return self._host_pages.num_bytes
         return 0 if self._decoder is None else self._decoder.host_block_bytes
 
-    def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None:
+    can_read_store: Final = True
+    """Whether `use_host_pool` takes `stored`."""
+
+    def use_host_pool(self, host: HostPool, *, block_bytes: int, stored: StoredKV | None = None) -> None:
         """Let steps attend to pages in host memory; once, before any step. See `host_tables` of `PrefillItem` and `DecodeItem`.
 
         On a GPU this allocates two buffers of up to `block_bytes`. For decode steps, it also runs a step for the dummy request,
@@ -416,6 +419,7 @@ class EmbeddedEngine:
         Args:
             host: Host pages of this engine's pool.
             block_bytes: Most bytes of a layer's K and V that are read together; replayed steps can read twice as much.
+            stored: Reads the blocks of decode steps that lie in the store, see `DecodeItem.stored_blocks`.
 
         Raises:
             ConfigError: The engine has a host pool already, it was made for decode steps without `has_host_pages`, or
@@ -427,7 +431,7 @@ class EmbeddedEngine:
             raise ConfigError("the engine has a host pool already; it takes one, before its first step")
         if self._decoder is not None and not self._has_host_pages:
             raise ConfigError("has_host_pages is false, so page tables are as wide as the pool; must be true for a host pool")
-        tier = HostBlocks(self.pool, host, block_bytes=block_bytes)
+        tier = HostBlocks(self.pool, host, block_bytes=block_bytes, stored=stored)
         if self._sparse is not None:
             tier.check_holds(self._sparse.unit_tokens)
         if self._decoder is not None:
@@ -437,7 +441,7 @@ class EmbeddedEngine:
             with self._step("allocating the buffers for host blocks", Phase.HOST_BLOCKS):
                 self._host_pages = HostPages(self.pool, tier, has_fetcher=self._has_decode_kernels)
         self._tier = tier
-        self._checks = self._make_checks(host.num_pages)
+        self._checks = self._make_checks(host.num_pages, 0 if stored is None else stored.pages_per_block)
 
     def prefill(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> dict[str, int]:
         """Run one prefill step over all items together; see `PrefillEngine.prefill`."""
@@ -574,7 +578,7 @@ class EmbeddedEngine:
         if self._group is not None:
             self._group.close()
 
-    def _make_checks(self, num_host_pages: Sequence[int] | None = None) -> StepChecks:
+    def _make_checks(self, num_host_pages: Sequence[int] | None = None, pages_per_stored_block: int = 0) -> StepChecks:
         return StepChecks(
             groups=self.pool.groups,
             num_pages=self.pool.num_pages,
@@ -582,6 +586,7 @@ class EmbeddedEngine:
             max_context_tokens=self.max_context_tokens,
             vocab_size=self.vocab_size,
             num_host_pages=num_host_pages,
+            pages_per_stored_block=pages_per_stored_block,
         )
 
     def _load_model(self) -> PreTrainedModel:

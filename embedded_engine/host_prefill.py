@@ -144,6 +144,7 @@ class HostStep:
                     yield chunk, *self._part.read(layer, slots)
             return
         for block, buffer in fetcher.blocks_of(layer):
+            assert buffer is not None  # prefill has no stored blocks
             no_v = buffer.k[..., :0] if buffer.v is None else buffer.v
             for chunk, first, count in self._parts(block):
                 k, v = (_tokens(one, self._part.order, first, count) for one in (buffer.k, no_v))
@@ -194,6 +195,7 @@ class HostStep:
         tokens = self._pages_per_fetch * tier.page_size
         buffers = self._host.fetcher.buffers(layer, -(-first_token // tokens))
         for number, buffer in enumerate(buffers):
+            assert buffer is not None  # no block of a prefill step is in the store
             yield KeySpan(
                 **self._k_and_v(buffer.k, buffer.v),
                 pages=None,
@@ -224,6 +226,7 @@ class HostStep:
         ]
         fetcher.add([*needed, *self._next_keys()])
         for number, buffer in enumerate(fetcher.buffers(layer, len(needed))):
+            assert buffer is not None
             span = KeySpan(
                 **self._k_and_v(buffer.k, buffer.v),
                 pages=places,

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from transfer.engine_types import StoredKV
 from transfer.errors import ConfigError
 from transfer.layer_groups import GroupKind
 from transfer.pool.host_pool import HostPool
-from transfer.pool.kv_pool import KVPool
+from transfer.pool.kv_pool import KVPool, LayerBuffers, PagedKVPool
 
 PARTS_ALIGNMENT = 4  # int32 numbers: a block's parts begin at 16 bytes, so Triton compiles one variant
 
@@ -29,13 +30,15 @@ class HostBlocks:
         group: Index of the only group whose pages may be there, full attention.
         slice_bytes: Layer of the group -> bytes of a page, K then V.
         pages_per_block: Most pages of a block.
+        stored: Reads pages that lie in the store; None if there are none.
+        stored_pools: A buffer of `stored` as a small pool: the pages of a stored block, in the shapes of the layer that it holds.
 
     Raises:
-        ConfigError: The model has no full attention, the host pool has no pages of it or another layout, or a block is smaller
-            than a page.
+        ConfigError: The model has no full attention, the host pool has no pages of it or another layout, a block is smaller than
+            a page, or a stored block is larger than a block.
     """
 
-    def __init__(self, pool: KVPool, host: HostPool, *, block_bytes: int) -> None:
+    def __init__(self, pool: KVPool, host: HostPool, *, block_bytes: int, stored: StoredKV | None = None) -> None:
         groups = [index for index, group in enumerate(pool.groups) if group.kind is GroupKind.FULL]
         if not groups:
             names = ", ".join(group.name for group in pool.groups)
@@ -59,6 +62,36 @@ class HostBlocks:
         self.pages_per_block: int = block_bytes // largest
         if self.pages_per_block < 1:
             raise ConfigError(f"block_bytes is {block_bytes}; must be at least {largest}, a layer's part of one page")
+        self.stored = stored
+        self.stored_pools: tuple[PagedKVPool, ...] = ()
+        if stored is not None:
+            if stored.pages_per_block > self.pages_per_block:
+                raise ConfigError(
+                    f"block_bytes is {block_bytes}; a block of {stored.pages_per_block} pages in the store needs at least "
+                    f"{stored.pages_per_block * largest}"
+                )
+            self.stored_pools = tuple(
+                PagedKVPool(
+                    layout=part.layout,
+                    shard=part.shard,
+                    num_pages=stored.pages_per_block,
+                    buffers=[self.views_of(layer, buffer, stored.pages_per_block) for layer in part.layers],
+                    layers=part.layers,
+                )
+                for buffer in stored.buffers
+            )
+
+    def views_of(self, layer: int, memory: Tensor, num_pages: int) -> LayerBuffers:
+        """Return the K and V of a layer in contiguous memory that holds its part of some pages, in the shapes of the pool."""
+        part, size = self.host.part(self.group), self.slice_bytes[layer]
+        pages = memory[: num_pages * size].view(num_pages, size)
+        host_k = part.buffer(layer, is_v=False)
+        k_bytes = host_k.shape[1:].numel() * host_k.element_size()
+        k = pages[:, :k_bytes].view(host_k.dtype).view(-1, *host_k.shape[1:])
+        if part.layout.layers[layer].num_buffers == 1:
+            return LayerBuffers(k=k, v=None)
+        host_v = part.buffer(layer, is_v=True)
+        return LayerBuffers(k=k, v=pages[:, k_bytes:].view(host_v.dtype).view(-1, *host_v.shape[1:]))
 
     def check_holds(self, num_tokens: int) -> None:
         """Refuse blocks that are smaller than `num_tokens`.
@@ -83,6 +116,7 @@ class Fetch:
         num_pages: Most pages.
         count: int64 [1] on the device, pages in use; None means all.
         has_v: Whether V is fetched, too.
+        is_stored: Whether this is the next block in the store, which has its pages in order; `pages` does not matter then.
     """
 
     layer: int
@@ -90,16 +124,18 @@ class Fetch:
     num_pages: int
     count: Tensor | None = None
     has_v: bool = True
+    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBlock:
-    """Host pages of one or more rows that are read and attended to together.
+    """Host pages of one or more rows, or a stored block of one row, that are read and attended to together.
 
     Args:
-        begin, end: Its pages among those of the step.
+        begin, end: Its pages among those of the step; of a stored block, [0, its pages).
         first_row, end_row: The rows of the step that have pages in it, and any rows between them.
         first_part: Index of the first row's part in the step's arrays.
+        stored: Number of the stored block; None for host pages.
     """
 
     begin: int
@@ -107,6 +143,7 @@ class HostBlock:
     first_row: int
     end_row: int
     first_part: int
+    stored: int | None = None
 
     @property
     def num_pages(self) -> int:
@@ -134,11 +171,19 @@ class StepBlocks:
     blocks: tuple[HostBlock, ...]
 
 
-def cut_into_blocks(tables: Sequence[Sequence[int]], *, pages_per_block: int, page_size: int) -> StepBlocks:
-    """Cut the host pages of a step into blocks; all but the last are full.
+def cut_into_blocks(
+    tables: Sequence[Sequence[int]],
+    *,
+    pages_per_block: int,
+    page_size: int,
+    stored: Sequence[Sequence[int]] = (),
+    pages_per_stored_block: int = 0,
+) -> StepBlocks:
+    """Cut the host pages of a step into blocks, all but the last of which are full. Stored blocks follow, each for itself.
 
     Args:
-        tables: Host pages of each row of the step, in order; at least one page in all.
+        tables: Host pages of each row of the step, in order.
+        stored: Stored blocks of each row, at least one if there are no host pages; empty if no row has any.
     """
     ends = np.cumsum([len(table) for table in tables])
     begins = ends - np.array([len(table) for table in tables])
@@ -155,6 +200,14 @@ def cut_into_blocks(tables: Sequence[Sequence[int]], *, pages_per_block: int, pa
         padding = [0] * (-(end_row - first_row) % PARTS_ALIGNMENT)
         firsts += [*((own_begins - begin) * page_size).tolist(), *padding]
         counts += [*((own_ends - own_begins) * page_size).tolist(), *padding]
+    for row, numbers in enumerate(stored):
+        for number in numbers:
+            block = HostBlock(
+                begin=0, end=pages_per_stored_block, first_row=row, end_row=row + 1, first_part=len(firsts), stored=number
+            )
+            blocks.append(block)
+            firsts += [0] * PARTS_ALIGNMENT
+            counts += [pages_per_stored_block * page_size, *[0] * (PARTS_ALIGNMENT - 1)]
     return StepBlocks(
         pages=np.concatenate([np.array(table, dtype=np.int64) for table in tables]),
         first_tokens=np.array(firsts, dtype=np.int32),

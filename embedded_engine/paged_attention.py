@@ -24,7 +24,7 @@ from embedded_engine.kernels.block_sparse_arguments import KeySpan
 from embedded_engine.latent_attention import LatentHeads
 from embedded_engine.sparse_prefill import ChunkBlocks, SparseChunk, SparsePrefill, token_major
 from embedded_engine.step_arrays import on_device, token_slots
-from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.engine_types import DecodeItem, PrefillItem, StoredRead
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.pool.kv_pool import KVPool, PagedKVPool, convert
 
@@ -463,16 +463,18 @@ class _RowGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TieredRow:
-    """A row of the step whose first tokens are in host memory.
+    """A row of the step whose first tokens are in host memory or in the store.
 
     Args:
         device_slots: int64 [tokens], slots of the tokens on the device.
         host_blocks: int64 [tokens] each: slots of the host pool that are read together.
+        stored: Blocks in the store.
     """
 
     row: int
     device_slots: Tensor
     host_blocks: tuple[Tensor, ...]
+    stored: tuple[int, ...]
 
 
 class _TokenGroup:
@@ -484,6 +486,8 @@ class _TokenGroup:
     Args:
         hosts: Host pages of each item.
         pages_per_block: Host pages that are read together.
+        stored: Stored blocks of each item.
+        pages_per_stored_block: Pages of each of these.
     """
 
     def __init__(
@@ -495,31 +499,44 @@ class _TokenGroup:
         dtype: torch.dtype,
         hosts: Sequence[Sequence[int]],
         pages_per_block: int,
+        stored: Sequence[tuple[int, ...]],
+        pages_per_stored_block: int,
     ) -> None:
+        begins = [
+            (len(host) + len(blocks) * pages_per_stored_block) * part.page_size
+            for host, blocks in zip(hosts, stored, strict=True)
+        ]
         slots = [
-            token_slots(
-                table, max(group.first_needed_token(item.position), len(host) * part.page_size), item.position + 1, part.page_size
-            )
-            for item, table, host in zip(items, tables, hosts, strict=True)
+            token_slots(table, max(group.first_needed_token(item.position), begin), item.position + 1, part.page_size)
+            for item, table, begin in zip(items, tables, begins, strict=True)
         ]
         self._dtype = dtype
         self._device = part.device
         self.new_slots = torch.tensor([own[-1] for own in slots], dtype=torch.int64, device=part.device)
-        plain = [row for row, host in enumerate(hosts) if not host]
+        plain = [row for row, begin in enumerate(begins) if not begin]
         groups = rows_of_similar_length([len(slots[row]) for row in plain])
         self.row_groups = [self._row_group([plain[index] for index in rows], slots) for rows in groups]
         self.tiered_rows = [
-            self._tiered_row(row, slots[row], host, part.page_size, pages_per_block) for row, host in enumerate(hosts) if host
+            self._tiered_row(row, slots[row], hosts[row], part.page_size, pages_per_block, stored[row])
+            for row, begin in enumerate(begins)
+            if begin
         ]
 
     def _tiered_row(
-        self, row: int, slots: NDArray[np.int64], host: Sequence[int], page_size: int, pages_per_block: int
+        self,
+        row: int,
+        slots: NDArray[np.int64],
+        host: Sequence[int],
+        page_size: int,
+        pages_per_block: int,
+        stored: tuple[int, ...],
     ) -> _TieredRow:
         host_slots = token_slots(np.array(host, dtype=np.int64), 0, len(host) * page_size, page_size)
         return _TieredRow(
             row=row,
             device_slots=torch.from_numpy(slots).to(self._device),
-            host_blocks=torch.from_numpy(host_slots).to(self._device).split(pages_per_block * page_size),
+            host_blocks=torch.from_numpy(host_slots).to(self._device).split(pages_per_block * page_size) if len(host) else (),
+            stored=stored,
         )
 
     def _row_group(self, rows: list[int], slots: list[NDArray[np.int64]]) -> _RowGroup:
@@ -558,6 +575,8 @@ class GatherDecodePlan:
         self._pool = pool
         self._dtype = dtype
         self._host = None if tier is None else tier.host.device_part(tier.group)
+        self._stored = None if tier is None else tier.stored
+        self._stored_pools = () if tier is None else tier.stored_pools
         self._groups: dict[int, _TokenGroup] = {}
         for index, (group, part) in enumerate(zip(pool.groups, pool.parts, strict=True)):
             own = [tables_of_item[index] for tables_of_item in tables]
@@ -567,14 +586,21 @@ class GatherDecodePlan:
             else:
                 hosts = [item.host_tables[index] if item.host_tables else () for item in items]
                 pages_per_block = 1 if tier is None else tier.pages_per_block
-                self._groups[index] = _TokenGroup(group, part, items, own, dtype, hosts, pages_per_block)
+                stored = [item.stored_blocks if group.kind is GroupKind.FULL else () for item in items]
+                per_stored_block = 0 if self._stored is None else self._stored.pages_per_block
+                self._groups[index] = _TokenGroup(
+                    group, part, items, own, dtype, hosts, pages_per_block, stored, per_stored_block
+                )
+        if self._stored is not None and tier is not None:
+            blocks = [block for row in self._groups[tier.group].tiered_rows for block in row.stored]
+            self._stored.begin([StoredRead(layer=layer, block=block) for layer in tier.slice_bytes for block in blocks])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         group = self._groups[self._pool.group_of(layer)]
         self._pool.write(layer, group.new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
 
         def read(pages: _Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
-            k, v = (part.to(self._dtype).transpose(1, 2) for part in pages.read(layer, slots))
+            k, v = (part.to(self._pool.device, self._dtype).transpose(1, 2) for part in pages.read(layer, slots))
             return k, v
 
         return self._attend(group, query, value.shape[-1], read, scores)
@@ -586,7 +612,7 @@ class GatherDecodePlan:
 
         def read(pages: _Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
             # The values contain the rotary part, which is dropped later: values as wide as keys keep the fast path.
-            context = pages.read(layer, slots)[0].to(self._dtype).transpose(1, 2)
+            context = pages.read(layer, slots)[0].to(self._pool.device, self._dtype).transpose(1, 2)
             return context, context
 
         return heads.values(self._attend(group, heads.absorb(query), latents.shape[-1], read, scores))
@@ -618,8 +644,20 @@ class GatherDecodePlan:
             running.add(k, v, None)
             for block in tiered.host_blocks:
                 running.add(*read(self._host, block.unsqueeze(0)), None)
-            output[tiered.row] = running.result()[0]
+            is_lost = [not self._add_stored(running, read) for _ in tiered.stored]
+            output[tiered.row] = torch.nan if any(is_lost) else running.result()[0]
         return output.view(1, num_rows, num_query_heads, -1)
+
+    def _add_stored(self, running: RunningSoftmax, read: Callable[[_Pages, Tensor], tuple[Tensor, Tensor]]) -> bool:
+        """Attend to the next stored block. Return False if the store failed."""
+        assert self._stored is not None  # the step's checks refuse such items otherwise
+        buffer = self._stored.next()
+        if buffer is None:
+            return False
+        pages = self._stored_pools[buffer]
+        running.add(*read(pages, torch.arange(pages.num_slots).unsqueeze(0)), None)
+        self._stored.release(buffer)
+        return True
 
     def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
         states, no_v = self._pool.read(layer, self._state_rows)

@@ -42,6 +42,7 @@ class StepChecks:
         num_pages: Pages of each group.
         max_context_tokens: Most tokens of a request.
         num_host_pages: Host pages of each group; None if there is no host pool.
+        pages_per_stored_block: Pages of a block in the store; 0 if steps cannot read the store.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class StepChecks:
         max_context_tokens: int,
         vocab_size: int,
         num_host_pages: Sequence[int] | None = None,
+        pages_per_stored_block: int = 0,
     ) -> None:
         self._groups = tuple(groups)
         self._num_pages = tuple(num_pages)
@@ -61,6 +63,7 @@ class StepChecks:
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
         self._num_host_pages = None if num_host_pages is None else tuple(num_host_pages)
+        self._pages_per_stored_block = pages_per_stored_block
         self._no_host_tables: CheckedTables = ((),) * len(self._groups)
         self._last_tables: dict[str, tuple[_Checked, ...]] = {}
         self._last_items: dict[str, DecodeItem] = {}
@@ -73,7 +76,7 @@ class StepChecks:
         """
         spans = [(item.first_token, item.end_token) for item in items]
         hosts = [self._checked_whole_hosts(item) if item.host_tables else self._no_host_tables for item in items]
-        checked = self._check(items, spans, hosts, {})
+        checked = self._check(items, spans, [[len(table) for table in own] for own in hosts], {})
         for item in items:
             self._check_tokens(item.request_id, item.token_ids)
         return [(tuple(one.table for one in own), host) for own, host in zip(checked, hosts, strict=True)]
@@ -87,9 +90,10 @@ class StepChecks:
             EngineError: An item does not fit the model, the pool or the host pool.
         """
         hosts = [self._checked_hosts(item) if item.host_tables else self._no_host_tables for item in items]
+        ends = [self._device_begins(item, own) for item, own in zip(items, hosts, strict=True)]
         self._last_items = {item.request_id: item for item in items if item.host_tables}
         spans = [(item.position, item.position + 1) for item in items]
-        checked = self._check(items, spans, hosts, self._last_tables)
+        checked = self._check(items, spans, ends, self._last_tables)
         for item in items:
             self._check_tokens(item.request_id, (item.token_id,))
         self._last_tables = {item.request_id: own for item, own in zip(items, checked, strict=True)}
@@ -102,20 +106,20 @@ class StepChecks:
         self,
         items: Sequence[PrefillItem | DecodeItem],
         spans: Sequence[tuple[int, int]],
-        hosts: Sequence[CheckedTables],
+        host_ends: Sequence[Sequence[int]],
         known: dict[str, tuple[_Checked, ...]],
     ) -> list[tuple[_Checked, ...]]:
         """Check the page tables of each item.
 
         Args:
             spans: Tokens of each item's request in the pool, before the step and after it.
-            hosts: Host tables of each item.
+            host_ends: Leading entries of each item's tables that are not on the device.
             known: request_id -> tables that passed before.
         """
         if len({item.request_id for item in items}) != len(items):
             raise EngineError("a request_id is in the step twice; a step has at most one item of a request")
         checked: list[tuple[_Checked, ...]] = []
-        for item, (begin, end), host in zip(items, spans, hosts, strict=True):
+        for item, (begin, end), own_ends in zip(items, spans, host_ends, strict=True):
             if end > self._max_context_tokens:
                 raise EngineError(
                     f"request {item.request_id!r} ends at token {end}; the model's context is {self._max_context_tokens} tokens"
@@ -126,7 +130,7 @@ class StepChecks:
                     f"request {item.request_id!r} has {len(item.page_tables)} page tables; the model has one for each of: {names}"
                 )
             before = known.get(item.request_id, (None,) * len(self._groups))
-            tables = enumerate(zip(item.page_tables, before, map(len, host), strict=True))
+            tables = enumerate(zip(item.page_tables, before, own_ends, strict=True))
             checked.append(tuple(self._checked(item.request_id, index, *table, begin, end) for index, table in tables))
         self._check_states(items, checked)
         return checked
@@ -218,6 +222,24 @@ class StepChecks:
                 f"{name} has host pages {min(table)} to {max(table)}; the host pool's are in [0, {self._num_host_pages[index]})"
             )
 
+    def _device_begins(self, item: DecodeItem, hosts: CheckedTables) -> list[int]:
+        """Return the entries of each table that are in host memory or in the store, after a check of the latter."""
+        ends = [len(table) for table in hosts]
+        if not item.stored_blocks:
+            return ends
+        name = f"request {item.request_id!r}"
+        if not self._pages_per_stored_block:
+            raise EngineError(f"{name} has {len(item.stored_blocks)} blocks in the store; the engine cannot read any")
+        index = next(index for index, group in enumerate(self._groups) if group.kind is GroupKind.FULL)
+        ends[index] += len(item.stored_blocks) * self._pages_per_stored_block
+        newest = item.position // self._page_size
+        if ends[index] > newest:
+            raise EngineError(
+                f"{name} has {ends[index]} pages in the store and in host memory; position {item.position} is written on the "
+                f"device, so at most {newest}"
+            )
+        return ends
+
     def _checked_hosts(self, item: DecodeItem) -> CheckedTables:
         """Check that the item's host pages fit the host pool and its page tables."""
         self._check_num_hosts(item)
@@ -241,7 +263,11 @@ class StepChecks:
         pages = item.page_tables[index] if index < len(item.page_tables) else ()
         last = self._last_items.get(item.request_id)
         if last is not None and index < len(last.page_tables):
-            pairs = ((table, last.host_tables[index]), (pages, last.page_tables[index]))
+            pairs: tuple[tuple[Sequence[int], Sequence[int]], ...] = (
+                (table, last.host_tables[index]),
+                (pages, last.page_tables[index]),
+                (item.stored_blocks, last.stored_blocks),
+            )
             if all(now is before and isinstance(now, tuple) for now, before in pairs):
                 return  # passed in the last step
         self._check_host_range(name, table, index)

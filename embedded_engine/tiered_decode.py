@@ -45,7 +45,7 @@ class DeviceBlocks:
     """`StepBlocks` on the device.
 
     Args:
-        tables: Host tables of the rows.
+        tables, stored: Host tables and stored blocks of the rows.
         pages: int64 [n].
         first_tokens, num_tokens: int32 [parts].
         num_splits: Splits of a row's tokens in a block.
@@ -53,6 +53,7 @@ class DeviceBlocks:
     """
 
     tables: tuple[Sequence[int], ...]
+    stored: tuple[Sequence[int], ...]
     blocks: tuple[HostBlock, ...]
     pages: Tensor
     first_tokens: Tensor
@@ -88,16 +89,23 @@ class HostReader:
         self._memory = torch.zeros(size, dtype=torch.int64, device=pool.device)
         self._loaded_tables: tuple[Sequence[int], ...] = ()
 
-    def begin(self, tables: Sequence[Sequence[int]]) -> DeviceBlocks:
-        """Begin a step whose rows have these host pages, at least one of them.
+    def begin(self, tables: Sequence[Sequence[int]], stored: Sequence[Sequence[int]] = ()) -> DeviceBlocks:
+        """Begin a step whose rows have these host pages and stored blocks, at least one of them.
 
         Tables that are the same objects as in the last step are neither cut nor uploaded again.
         """
         known = self._known
-        if known is None or not _are_same(known.tables, tables):
-            cut = cut_into_blocks(tables, pages_per_block=self.tier.pages_per_block, page_size=self.tier.page_size)
+        if known is None or not (_are_same(known.tables, tables) and _are_same(known.stored, stored)):
+            cut = cut_into_blocks(
+                tables,
+                pages_per_block=self.tier.pages_per_block,
+                page_size=self.tier.page_size,
+                stored=stored,
+                pages_per_stored_block=0 if self.tier.stored is None else self.tier.stored.pages_per_block,
+            )
             known = self._known = DeviceBlocks(
                 tables=tuple(tables),
+                stored=tuple(stored),
                 blocks=cut.blocks,
                 pages=on_device(cut.pages, self._device),
                 first_tokens=on_device(cut.first_tokens, self._device),
@@ -143,6 +151,7 @@ class HostReader:
         size = self.tier.pages_per_block
         blocks = DeviceBlocks(
             tables=(),
+            stored=(),
             blocks=tuple(
                 HostBlock(
                     begin=index * size, end=(index + 1) * size, first_row=0, end_row=num_rows, first_part=index * self._pitch
@@ -188,6 +197,9 @@ class TieredDecodePlan(KernelDecodePlan):
         total = out.float()
         for block, buffer in self._reader.fetcher.blocks_of(layer):
             rows, parts = slice(block.first_row, block.end_row), slice(block.first_part, block.end_part)
+            if buffer is None:
+                total[rows] = torch.nan  # see `StoredKV.next`
+                continue
             call = DecodeCall(
                 query=query[rows],
                 k=buffer.k,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from transfer.errors import ConfigError, EngineError
 
@@ -22,6 +22,50 @@ class DeviceEvent(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling thread until everything before that point is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRead:
+    """One layer of a stored block: `StoredKV.pages_per_block` pages of a running request that lie in the store.
+
+    Args:
+        layer: Index in the whole model.
+        block: Number of the block, from `DecodeItem.stored_blocks`.
+    """
+
+    layer: int
+    block: int
+
+
+class StoredKV(Protocol):
+    """Reads stored blocks during a decode step, ahead of their use. Only the engine's thread calls it.
+
+    A buffer holds ``[pages_per_block, page_bytes of the layer]`` bytes, each page K then V as in a host page.
+    """
+
+    @property
+    def pages_per_block(self) -> int: ...
+
+    @property
+    def buffers(self) -> Sequence[Any]:
+        """Return the buffers: uint8 tensors in host memory of the size of the largest layer, pinned for a GPU."""
+        ...
+
+    def begin(self, reads: Sequence[StoredRead]) -> None:
+        """Begin the reads of a step, in the order of their use. Reads that an earlier step left over are given up."""
+        ...
+
+    def next(self) -> int | None:
+        """Wait for the next read, and return the index of its buffer, which is valid until `release`.
+
+        None means that the store failed. The engine then makes all numbers of that request NaN, so that each rank of its group
+        finds the request's logits not finite.
+        """
+        ...
+
+    def release(self, buffer: int, event: DeviceEvent | None = None) -> None:
+        """Let the next read fill a buffer, after `event` if the device reads it."""
         ...
 
 
@@ -138,6 +182,8 @@ class DecodeItem:
         host_tables: For each group of layers, the host pages with the request's first tokens: of group g the entries below
             ``len(host_tables[g])``, which are `NO_PAGE` in its page table. Only groups of full attention have any, and the page
             of `position` is never among them. Empty if nothing is in host memory.
+        stored_blocks: Blocks in the store, see `StoredKV`, with the request's first tokens in the group of full attention. The
+            host pages of that group come after them, and all of these entries are `NO_PAGE` in its page table.
     """
 
     request_id: str
@@ -146,6 +192,7 @@ class DecodeItem:
     page_tables: tuple[Sequence[int], ...]
     sampling: SamplingParams = GREEDY
     host_tables: tuple[Sequence[int], ...] = ()
+    stored_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.position < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,19 @@ from embedded_engine.host_tier import cut_into_blocks
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.families import FAMILIES
 from tests.embedded_engine.steps import Directory, PageBook, Prompts, make_engine, prefill_all
-from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of, largest_slice
+from tests.embedded_engine.tiers import (
+    ALL_BUT_NEWEST,
+    HALF,
+    NOTHING,
+    HostEnd,
+    StoredPages,
+    Tiers,
+    full_group,
+    host_pool_of,
+    largest_slice,
+)
 from transfer.copy.page_mover import PageMove, PageMover
-from transfer.engine_types import DecodeItem
+from transfer.engine_types import DecodeItem, RequestFault
 from transfer.errors import ConfigError, EngineError
 from transfer.layer_groups import NO_PAGE, GroupKind
 from transfer.layout import Shard, TokenOrder
@@ -42,15 +53,34 @@ FAMILIES_AND_SHARDS = [
 ]
 
 
-def tiered_tokens(
-    engine: EmbeddedEngine, prompts: Prompts, ends: dict[str, HostEnd], *, pages_per_block: int = 3, num_tokens: int = NUM_TOKENS
-) -> dict[str, list[int]]:
-    """Of all requests at once, after a prefill on the device."""
+def set_up(
+    engine: EmbeddedEngine,
+    prompts: Prompts,
+    ends: dict[str, HostEnd],
+    *,
+    pages_per_block: int = 3,
+    num_tokens: int = NUM_TOKENS,
+    stored_pages: int = 0,
+) -> tuple[Tiers, dict[str, int]]:
+    """All requests after a prefill on the device, and the first token of each.
+
+    Args:
+        stored_pages: Pages of a block that moves on to the store; 0 if nothing does.
+    """
     book = PageBook.of(engine, {name: length + num_tokens for name, length in LENGTHS.items()})
-    host = host_pool_of(engine, 200 // engine.pool.page_size + 8)
-    engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, full_group(engine.pool.groups)))
+    host, group = host_pool_of(engine, 200 // engine.pool.page_size + 8), full_group(engine.pool.groups)
+    stored = StoredPages(host, group, pages_per_block=stored_pages) if stored_pages else None
+    engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, group), stored=stored)
     first = prefill_all(engine, {name: prompts[length] for name, length in LENGTHS.items()}, book)
-    return Tiers(engine, host, book, ends).decode(first, LENGTHS, num_tokens)
+    return Tiers(engine, host, book, ends, stored), first
+
+
+def tiered_tokens(
+    engine: EmbeddedEngine, prompts: Prompts, ends: dict[str, HostEnd], *, num_tokens: int = NUM_TOKENS, **how: int
+) -> dict[str, list[int]]:
+    """Of all requests at once."""
+    tiers, first = set_up(engine, prompts, ends, num_tokens=num_tokens, **how)
+    return tiers.decode(first, LENGTHS, num_tokens)
 
 
 @pytest.mark.parametrize(("family", "shard"), FAMILIES_AND_SHARDS)
@@ -71,6 +101,35 @@ def test_any_share_may_be_in_host_memory(demo_dir: Path, prompts: Prompts, gener
     for pages_per_block in (1, 1000):
         found = tiered_tokens(make_engine(demo_dir, Shard(page_size=4)), prompts, ends, pages_per_block=pages_per_block)
         assert found == {name: generate(demo_dir, prompts[length], NUM_TOKENS) for name, length in LENGTHS.items()}
+
+
+@pytest.mark.parametrize("shard", [Shard(page_size=4), Shard(page_size=4, order=TokenOrder.HND)], ids=["NHD", "HND"])
+@pytest.mark.parametrize("family", OF_EACH_KIND)
+def test_tokens_are_those_of_the_device_alone_with_pages_in_the_store(
+    family_dir: Directory, prompts: Prompts, generate: Generate, family: str, shard: Shard
+) -> None:
+    """Of two requests, most pages; read ahead into three buffers, whose other bytes are no numbers."""
+    directory = family_dir(family)
+    tiers, first = set_up(make_engine(directory, shard), prompts, {"a": ALL_BUT_NEWEST, "c": ALL_BUT_NEWEST}, stored_pages=2)
+    found = tiers.decode(first, LENGTHS, NUM_TOKENS)
+    assert found == {name: generate(directory, prompts[length], NUM_TOKENS) for name, length in LENGTHS.items()}
+    assert [len(tiers.blocks[name]) for name in ("a", "c")] == [8, 4]
+    assert tiers.stored is not None and tiers.stored.most_ahead == 3
+
+
+def test_a_request_whose_block_the_store_does_not_give_fails_alone(demo_dir: Path, prompts: Prompts, generate: Generate) -> None:
+    engine = make_engine(demo_dir, Shard(page_size=4))
+    tiers, first = set_up(engine, prompts, {"a": ALL_BUT_NEWEST, "c": ALL_BUT_NEWEST}, stored_pages=2)
+    items = [tiers.item(name, token, LENGTHS[name]) for name, token in first.items()]
+    assert tiers.stored is not None
+    tiers.stored.missing.add(tiers.blocks["a"][3])
+    with pytest.raises(RequestFault) as raised:
+        engine.decode(items)
+    assert raised.value.request_ids == ("a",)
+    expected = {name: generate(demo_dir, prompts[LENGTHS[name]], 2)[1] for name in ("b", "c", "d")}
+    assert raised.value.tokens == expected
+    others = [tiers.item(name, token, LENGTHS[name] + 1) for name, token in expected.items()]
+    assert engine.decode(others) == {name: generate(demo_dir, prompts[LENGTHS[name]], 3)[2] for name in expected}
 
 
 @pytest.mark.parametrize("family", ["glm", "deepseek_v2"])
@@ -139,6 +198,24 @@ def test_items_whose_tables_do_not_fit_are_refused(demo_dir: Path, changes: dict
         engine.decode_batch([host_item(**changes)])
     (kept,) = engine.decode_batch([host_item()]).decode_items
     assert kept.page_tables == ((NO_PAGE, 1, 2),) and kept.host_tables == ((3,),)
+
+
+def test_blocks_in_the_store_that_do_not_fit_are_refused(demo_dir: Path) -> None:
+    engine = make_engine(demo_dir, Shard(page_size=4))
+    host = host_pool_of(engine, 8)
+    stored = StoredPages(host, 0, pages_per_block=2)
+    size = largest_slice(host, 0)
+    with pytest.raises(ConfigError, match=f"block_bytes is {size}; a block of 2 pages in the store needs at least {2 * size}"):
+        engine.use_host_pool(host, block_bytes=size, stored=stored)
+    engine.use_host_pool(host, block_bytes=2 * size)
+    item = host_item(page_tables=((NO_PAGE, NO_PAGE, 2),), host_tables=(), stored_blocks=(0,))
+    with pytest.raises(EngineError, match="has 1 blocks in the store; the engine cannot read any"):
+        engine.decode_batch([item])
+    engine = make_engine(demo_dir, Shard(page_size=4))
+    engine.use_host_pool(host_pool_of(engine, 8), block_bytes=2 * size, stored=stored)
+    assert engine.decode_batch([item]).decode_items == (replace(item, host_tables=((),)),)
+    with pytest.raises(EngineError, match=r"has 3 pages in the store and in host memory; position 9 is .*, so at most 2"):
+        engine.decode_batch([replace(item, host_tables=((1,),))])
 
 
 @settings(max_examples=50)

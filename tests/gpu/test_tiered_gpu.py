@@ -52,6 +52,18 @@ def test_tokens_are_those_of_the_cpu(
     assert replayed == [NUM_ROWS] * (NUM_TOKENS - 1 if engine.captured_batch_sizes and pages_per_block == REPLAYED else 0)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
+def test_tokens_with_blocks_in_the_store_are_those_of_the_cpu(
+    model: Directory, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its steps are launched, although both buffers hold the pages in host memory."""
+    replayed = note_replays(monkeypatch)
+    on_cpu = tiered_tokens(roomy_engine(model(name), "cpu"), prompts, REPLAYED)
+    engine = roomy_engine(model(name), "cuda", captured=(NUM_ROWS,))
+    assert tiered_tokens(engine, prompts, REPLAYED, stored_pages=3) == on_cpu
+    assert not replayed
+
+
 class LongRequest:
     """A request of many pages, once all on the device and once but for its newest pages in host memory.
 

@@ -12,7 +12,7 @@ import torch
 from tests.cluster.engines.device_decode_under_interpreter import relaunch_graphs
 from tests.embedded_engine.decode_cases import assert_merges
 from tests.embedded_engine.steps import Directory, PageBook, Prompts, make_engine, prefill_all
-from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
+from tests.embedded_engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, StoredPages, Tiers, full_group, host_pool_of, largest_slice
 from transfer.layout import DType, Shard, TokenOrder
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -32,6 +32,7 @@ def tokens_by(
     names: Sequence[str] = tuple(LENGTHS),
     batch_sizes: Sequence[int] = (),
     replayed: Sequence[int] = (),
+    stored_pages: int = 0,
 ) -> dict[str, list[int]]:
     lengths = {name: LENGTHS[name] for name in names}
     with pytest.MonkeyPatch.context() as patch:
@@ -49,12 +50,14 @@ def tokens_by(
         )
         host = host_pool_of(engine, 80 // shard.page_size + 8)
         block_bytes = pages_per_block * largest_slice(host, full_group(engine.pool.groups))
-        engine.use_host_pool(host, block_bytes=block_bytes)
+        group = full_group(engine.pool.groups)
+        stored = StoredPages(host, group, pages_per_block=stored_pages) if stored_pages else None
+        engine.use_host_pool(host, block_bytes=block_bytes, stored=stored)
     book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in lengths.items()})
     assert engine.host_block_bytes == (2 * block_bytes if has_kernels else 0)
     first = prefill_all(engine, {name: prompts[length] for name, length in lengths.items()}, book)
     ends = {name: end for name, end in ENDS.items() if name in names}
-    found = Tiers(engine, host, book, ends).decode(first, lengths, NUM_TOKENS)
+    found = Tiers(engine, host, book, ends, stored).decode(first, lengths, NUM_TOKENS)
     if graphs:
         assert not graphs[0].replayed, "every step of these has host pages"
         assert graphs[-1].replayed == list(replayed), "those over host memory were captured last"
@@ -65,6 +68,13 @@ def tokens_by(
 def test_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prompts, family: str) -> None:
     shard = Shard(page_size=4)
     found = tokens_by(family_dir(family), prompts, shard, has_kernels=True)
+    assert found == tokens_by(family_dir(family), prompts, shard, has_kernels=False)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_blocks_in_the_store_follow_the_pages_in_host_memory(family_dir: Directory, prompts: Prompts, family: str) -> None:
+    shard = Shard(page_size=4)
+    found = tokens_by(family_dir(family), prompts, shard, has_kernels=True, stored_pages=2, batch_sizes=(4,))
     assert found == tokens_by(family_dir(family), prompts, shard, has_kernels=False)
 
 
