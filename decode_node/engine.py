@@ -41,3 +41,6 @@ class DecodeEngine(PagedEngine, Protocol):
     # It is called once, before the first step. From then on, `host_tables` of an item can name pages of that
     # `transfer.pool.host_pool` that the item's page tables leave out. `block_bytes` is device memory that the engine may use to
     # read them.
+    #
+    # If the engine has `can_read_store = True`, and the node has a store, the method gets one more argument, `stored: StoredKV`
+    # of `transfer.engine_types`. Then `stored_blocks` of an item can name blocks that the engine reads there.

@@ -14,7 +14,7 @@ import structlog
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import open_tiers
 from decode_node.offload.tiers import Tiers
-from decode_node.rank_messages import CODEC, JobDone, check_step_fits
+from decode_node.rank_messages import CODEC, JobDone, StoredKVLost, check_step_fits
 from decode_node.requests import DecodeRequests, GenerationObserver, GenerationRequest
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
@@ -221,6 +221,8 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     life.generation.on_step_failed(message)
             case JobDone():
                 life.tiers.job_done(rank, message)
+            case StoredKVLost():
+                life.generation.on_kv_lost(message.request_id, f"rank {rank}: {message.reason}")
             case _ if not life.requests.on_message(rank, message):
                 raise LocalProtocolError(f"a decode leader cannot serve {type(message).__name__}")
 

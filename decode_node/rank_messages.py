@@ -34,10 +34,13 @@ class ExpectRequest(ExpectTransfer):
         pages: Device pages of each group of layers.
         host_pages: Host pages of its leading entries that are not on the device, of the layers that keep every token. Those of
             the tokens before `start_token` are filled, the others get KV that arrives.
+        num_stored: Leading pages that go on to the store as they arrive, in whole blocks. They and those after them take turns
+            in the host pages: page i arrives in ``host_pages[i % len(host_pages)]``.
     """
 
     pages: tuple[int, ...]
     host_pages: tuple[int, ...] = ()
+    num_stored: int = 0
     sampling: SamplingParams
 
 
@@ -161,7 +164,31 @@ class FetchPages(StoreJob):
     """Fill the pages from the store, and answer `JobDone`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBlock:
+    """Put the next block of a running request's host pages into the store, and read it there from the next step on.
+
+    Answer `JobDone` when no step reads the host pages any more. If that fails, `failed` is not empty.
+
+    Args:
+        index: Number of blocks of the request before it.
+    """
+
+    job: int
+    request_id: str
+    index: int
+    host_pages: tuple[int, ...]
+
+
 # Rank -> leader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredKVLost:
+    """A rank cannot put KV of a request into the store, or read it there: the request cannot go on."""
+
+    request_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +211,8 @@ CODEC = role_codec(
     MoveBoundary,
     BackUpPages,
     FetchPages,
+    StoreBlock,
+    StoredKVLost,
     JobDone,
     TransferExpected,
     TransferWhole,

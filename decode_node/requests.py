@@ -23,10 +23,10 @@ from transfer.chunk import ChunkPlan
 from transfer.config import DecodeLimitsConfig
 from transfer.connector.attempt import Attempt, IncomingObserver, IncomingRoom, NotYet, WantedPrompt
 from transfer.connector.incoming import IncomingTransfers
-from transfer.connector.prefill_nodes import PrefillNodes
+from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
 from transfer.connector.side_service import RequestView
 from transfer.engine_types import SamplingParams
-from transfer.errors import EngineError, LocalProtocolError, OutOfMemory, ResourceExhausted, TransferError
+from transfer.errors import EngineError, LocalProtocolError, OutOfMemory, ResourceExhausted, StoreFailed, TransferError
 from transfer.instance import Instance
 from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import Span
@@ -130,10 +130,11 @@ class DecodeRequests:
         self._broadcast = broadcast
         self._observer = observer
         self._generation = generation
-        tiers.listen(on_loaded=self._on_loaded, on_room=self._send_step)
+        tiers.listen(on_loaded=self._on_loaded, on_room=self._send_step, on_lost=self.on_kv_lost)
         self._running: dict[str, GenerationAttempt] = {}
         self._step: RunDecodeStep | None = None
         self._num_steps = 0
+        self._debt_s = 0.0  # time of the last step that read the store, less that of the steps since
 
     async def close(self, error: TransferError) -> None:
         """End every request with `error`, without the ranks, which have ended or are about to."""
@@ -218,7 +219,13 @@ class DecodeRequests:
         )
         if place is None:
             return NotYet()
-        message = partial(ExpectRequest, pages=place.pages.by_group, host_pages=place.host_pages, sampling=request.sampling)
+        message = partial(
+            ExpectRequest,
+            pages=place.pages.by_group,
+            host_pages=place.host_pages,
+            num_stored=place.num_stored,
+            sampling=request.sampling,
+        )
         return IncomingRoom(start_token=place.start_token, message=message)
 
     def announced(self, attempt: GenerationAttempt) -> None:
@@ -264,6 +271,10 @@ class DecodeRequests:
     def on_step_done(self, message: StepDone) -> None:
         if self._step is None or message.step != self._step.step:
             raise LocalProtocolError(f"step {message.step} is done, but it is not the one under way")
+        if any(self._reads_store(part) for part in self._step.parts):
+            self._debt_s = message.compute_s
+        else:
+            self._debt_s -= message.compute_s
         for part in self._step.parts:
             self._tiers.computed(part.request_id, part.token_id)
         self._step = None
@@ -275,7 +286,7 @@ class DecodeRequests:
         for request_id, reason in message.faults.items():
             attempt = self._running.get(request_id)
             if attempt is not None:
-                self.transfers.give_up(attempt.prompt, EngineError(reason))
+                self._on_fault(attempt, EngineError(reason))
         self._tiers.step_over()
         self._send_step()
 
@@ -290,6 +301,22 @@ class DecodeRequests:
                 error = OutOfMemory(reason) if message.is_out_of_memory else EngineError(reason, spares_kv=True)
                 self.transfers.give_up(attempt.prompt, error)
         self._send_step()
+
+    def _on_fault(self, attempt: GenerationAttempt, error: EngineError) -> None:
+        """End a request that a step could not continue."""
+        if not self._tiers.reads_store(attempt.transfer_id):
+            self.transfers.give_up(attempt.prompt, error)
+            return
+        # Perhaps another rank could not read its KV in the store, and is about to report it.
+        del self._running[attempt.transfer_id]
+        self._record_decode(attempt, str(error))
+        asyncio.get_running_loop().call_later(REASON_GRACE_S, self.transfers.give_up, attempt.prompt, error)
+
+    def on_kv_lost(self, request_id: str, reason: str) -> None:
+        """End a request whose KV in the store cannot be written or read. Ignore a request that is over."""
+        attempt = self.transfers.find(request_id)
+        if attempt is not None and attempt.is_current:
+            self.transfers.give_up(attempt.prompt, StoreFailed(reason))
 
     # Generation
 
@@ -370,7 +397,14 @@ class DecodeRequests:
         )
         if not parts:
             return
+        # A step that reads the store takes long. After it, the other requests have as much time for themselves.
+        others = tuple(part for part in parts if not self._reads_store(part))
+        if others and self._debt_s > 0:
+            parts = others
         self._num_steps += 1
         self._step = RunDecodeStep(step=self._num_steps, parts=parts)
         self._broadcast(self._step)
         self._watch.step_sent()
+
+    def _reads_store(self, part: DecodeStepPart) -> bool:
+        return part.request_id in self._running and self._tiers.reads_store(part.request_id)

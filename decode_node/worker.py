@@ -167,6 +167,7 @@ class DecodeWorker:
             ring_bytes=receiving.loop.ring.capacity_bytes,
             memory=memory,
             host_pages=() if offload is None else offload.num_pages,
+            stored_block_pages=0 if offload is None else offload.stored_block_pages,
             can_switch=self._rank_engine.can_switch,
         )
 
@@ -187,6 +188,8 @@ class DecodeWorker:
         self._sessions = sessions
         self.incoming.begin(receiver, sessions)
         self._offload = offload
+        if offload is not None:
+            offload.listen(hold=receiver.hold)
 
     def _crash(self, error: BaseException) -> None:
         self._loop.call_exception_handler({"message": "a worker thread failed", "exception": error})
@@ -212,7 +215,7 @@ class DecodeWorker:
             raise LocalProtocolError(f"no room for request {message.transfer_id}, which the leader had counted")
         self._allocator.begin_at(message.transfer_id, message.num_tokens)
         if self._offload is not None:
-            self._offload.expect(message.transfer_id, message.host_pages)
+            self._offload.expect(message.transfer_id, message.host_pages, message.num_stored)
         self._requests[message.transfer_id] = _Request(sampling=message.sampling)
         self.incoming.expect(message)
 
@@ -220,6 +223,8 @@ class DecodeWorker:
         request = self._requests.get(message.transfer_id)
         if request is not None:
             request.is_leaving = True
+            if self._offload is not None:
+                self._offload.stop_arriving(message.transfer_id)
             self.incoming.cancel(message.transfer_id, message.reason)
 
     def on_over(self, transfer_id: str, *, is_whole: bool) -> None:
@@ -274,20 +279,24 @@ class DecodeWorker:
         self._allocator.advance(part.request_id, part.position, copied_from=copied_from)
         tables = self._allocator.cover(part.request_id, part.position + 1)
         in_host: tuple[tuple[int, ...], ...] = ()
+        stored: tuple[int, ...] = ()
         if offload is not None:
-            tables, in_host = offload.step_tables(part.request_id, tables)
+            tables, in_host, stored = offload.step_tables(part.request_id, tables)
         return DecodeItem(
             request_id=part.request_id,
             token_id=part.token_id,
             position=part.position,
             page_tables=tables,
             host_tables=in_host,
+            stored_blocks=stored,
             sampling=request.sampling,
         )
 
     def _on_step_over(self, step: RunDecodeStep, outcome: StepDone | StepFailed) -> None:
         if isinstance(outcome, StepDone):
             self._metrics.histogram("step_seconds").observe(outcome.compute_s)
+        if self._offload is not None:
+            self._offload.report_lost()
         for part in step.parts:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1

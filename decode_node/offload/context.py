@@ -11,7 +11,7 @@ import structlog
 from decode_node.admission import Admission
 from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
-from decode_node.offload.rules import TierRules
+from decode_node.offload.rules import StoreRules, TierRules
 from decode_node.offload.tiered_request import DeviceIndex
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.log_rate_limiter import LogRateLimiter
@@ -33,6 +33,8 @@ class TierContext:
     broadcast: Sends a message to every rank.
     metrics: Metrics of the leader. Pages count once, not once per rank.
     advice: The settings to change if host memory is full.
+    stores: Rules for requests that device and host memory cannot hold; None if these are refused.
+    stored: Pages that such requests may have in the store, by request.
     short: Requests that found host memory full, until they end.
     """
 
@@ -45,6 +47,8 @@ class TierContext:
     broadcast: Callable[[object], None]
     metrics: NodeMetrics
     advice: str
+    stores: StoreRules | None = None
+    stored: dict[str, int] = field(default_factory=dict)
     short: set[str] = field(default_factory=set)
     _log_limiter: LogRateLimiter = field(default_factory=LogRateLimiter)
 

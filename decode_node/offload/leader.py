@@ -8,6 +8,7 @@ Theory of operation. A request passes through these stages:
 3. `begin_loading` copies known pages onto the device: from host memory, or from another request that runs.
 4. `begin` follows when the whole prompt is on every rank. From then on, whole pages are saved into host memory a stride at a time
    (`saving`), and put into the store. Later prompts find them by the hash of their tokens.
+   If device and host memory cannot hold the request, its oldest pages move on to the store, from where steps read them.
 5. `finish` or `give_up` ends it. `gone` follows when every rank has given its pages back.
 
 With early release, a running request has a share of the device (`rules`). When its share is used up, saved leading pages leave
@@ -25,12 +26,12 @@ from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.host_tier import HostPage
-from decode_node.offload.page_placement import Placement, place, refusal
+from decode_node.offload.page_placement import Placement, fits_without_store, place, refusal
 from decode_node.offload.saving import next_save
 from decode_node.offload.store_leader import StoreLeader
 from decode_node.offload.tiered_request import DeviceCopy, TieredRequest
 from decode_node.offload.tiers import Place, PlaceRequest, Prompt, Tiers
-from decode_node.rank_messages import CopyPages, EntryRun, HostPageRun, JobDone, LoadPages, MoveBoundary, SavePages
+from decode_node.rank_messages import CopyPages, EntryRun, HostPageRun, JobDone, LoadPages, MoveBoundary, SavePages, StoreBlock
 from transfer.instance import Instance
 from transfer.storage.hashing import HashingTurns
 from transfer.storage.keys import PageHashes
@@ -72,14 +73,17 @@ class OffloadLeader(Tiers):
         self._turns = HashingTurns()
         self._on_loaded: Callable[[str], None] = lambda request_id: None
         self._on_room: Callable[[], None] = lambda: None
+        self._on_lost: Callable[[str, str], None] = lambda request_id, reason: None
         self._requests: dict[str, TieredRequest] = {}
         self._to_load: dict[str, Placement] = {}  # placed, and not known to the ranks yet
         self._saving: dict[str, None] = {}  # requests with something to save, the longest waiting first
         self._num_saves = 0
         self._has_stalled = False
 
-    def listen(self, *, on_loaded: Callable[[str], None], on_room: Callable[[], None]) -> None:
-        self._on_loaded, self._on_room = on_loaded, on_room
+    def listen(
+        self, *, on_loaded: Callable[[str], None], on_room: Callable[[], None], on_lost: Callable[[str, str], None]
+    ) -> None:
+        self._on_loaded, self._on_room, self._on_lost = on_loaded, on_room, on_lost
 
     # A request's life
 
@@ -88,7 +92,8 @@ class OffloadLeader(Tiers):
         chain = PageHashes(page_size=self._rules.page_size, seed=self._seed_of(salt, prefill))
         await self._turns.extend(chain, token_ids)
         now_ns, fetched = time.time_ns(), frozenset[bytes]()
-        if may_skip and self._store is not None:
+        # A prompt that does not fit loads nothing that is kept, see `page_placement`.
+        if may_skip and self._store is not None and fits_without_store(self.context, len(token_ids)):
             fetched = await self._store.fetch(chain, len(token_ids), asked_ns=now_ns)
         return Prompt(token_ids=token_ids, chain=chain, fetched=fetched, asked_ns=now_ns)
 
@@ -114,7 +119,8 @@ class OffloadLeader(Tiers):
         return Place(
             pages=found.pages,
             start_token=found.start_token,
-            host_pages=tuple(page.number for page in request.host[: request.boundary]),
+            host_pages=_in_turns(request),
+            num_stored=request.num_stored,
         )
 
     def _count_hits(self, found: Placement, fetched: frozenset[bytes]) -> None:
@@ -166,7 +172,8 @@ class OffloadLeader(Tiers):
 
     def begin(self, request_id: str) -> None:
         request = self._requests[request_id]
-        arrived = [page for page in request.host[: request.boundary] if not page.is_ready]
+        self.context.metrics.counter("offload_stored_pages").inc(request.num_stored)
+        arrived = [page for page in request.host_pages(request.num_stored, request.boundary) if not page.is_ready]
         self._filled(request, arrived, "prompt")
         request.is_running = True
         request.num_computed = request.num_prompt_tokens
@@ -197,11 +204,16 @@ class OffloadLeader(Tiers):
     def step_over(self) -> None:
         self._go_on()
 
+    def reads_store(self, request_id: str) -> bool:
+        request = self._requests[request_id]
+        return request.num_stored > 0 or request.is_storing  # a rank reads a block as soon as its own part is there
+
     def finish(self, request_id: str) -> None:
         """Save its whole pages before the ranks give them back."""
         request = self._requests[request_id]
         self._saving.pop(request_id, None)
-        for _ in range(0 if request.is_damaged else MAX_LAST_SAVES):
+        keeps_nothing = request.is_damaged or request.host_share is not None
+        for _ in range(0 if keeps_nothing else MAX_LAST_SAVES):
             if not self._save(request, is_last=True):
                 break
         self._end(request)
@@ -247,6 +259,7 @@ class OffloadLeader(Tiers):
         request = self._requests.pop(request_id)
         super().gone(request_id)
         self.context.short.discard(request_id)
+        self.context.stored.pop(request_id, None)
         self._tier.forget(request_id)
         for page in request.host:
             if not page.is_ready:
@@ -289,6 +302,8 @@ class OffloadLeader(Tiers):
             self._shrink()
             for request in self._movable():
                 self._move(request)
+            for request in list(self._requests.values()):
+                self._move_on(request)
             self._bring_back()
 
     def _save(self, request: TieredRequest, *, is_last: bool) -> bool:
@@ -344,7 +359,7 @@ class OffloadLeader(Tiers):
         if boundary == request.boundary and not give_back:
             return
         request.is_moving, request.leaves_to = True, boundary if give_back else None
-        pages = tuple(page.number for page in request.host[request.boundary : boundary])
+        pages = tuple(page.number for page in request.host_pages(request.boundary, boundary))
 
         def done(_: frozenset[int]) -> None:
             request.is_moving, request.leaves_to = False, None
@@ -375,23 +390,26 @@ class OffloadLeader(Tiers):
             return
         target = max(spare.least_share, spare.share - short)
         more = max(0, spare.total_pages - target - spare.guaranteed)
-        if not self._tier.promise(spare.request_id, FULL, more):
+        if spare.host_share is None and not self._tier.promise(spare.request_id, FULL, more):
             self.context.host_full(spare.request_id)
             return
         spare.guaranteed += more
         spare.shrinks_to = target
-        spare.next_save = min(spare.next_save, len(spare.host))
+        spare.next_save = min(spare.next_save, spare.host_end)
         self._saving[spare.request_id] = None
 
     def _bring_back(self) -> None:
         """Load pages that left the device early, while there is plenty of room. The request that lacks the fewest goes first."""
         room = self._rules.low_pages - (self._rules.pool_pages - self._free_pages()) - self._num_wanted()
-        behind = [request for request in self._movable() if request.boundary and request.shrinks_to is None]
+        behind = [request for request in self._movable() if request.boundary > request.num_stored and request.shrinks_to is None]
         if room <= 0 or not behind:
             return
         request = min(behind, key=lambda one: one.boundary)
-        count = min(room, request.boundary, MAX_BROUGHT_BACK)
-        if count < min(self._rules.stride_pages, request.boundary) or not self._resize(request, count):
+        in_host = request.boundary - request.num_stored
+        if request.is_storing:
+            in_host -= self._block_pages
+        count = min(room, in_host, MAX_BROUGHT_BACK)
+        if count < max(1, min(self._rules.stride_pages, in_host)) or not self._resize(request, count):
             return
         boundary = request.boundary - count
         request.is_moving, request.returns_to = True, boundary
@@ -405,10 +423,49 @@ class OffloadLeader(Tiers):
             self.context.metrics.counter("offload_restored_pages").inc(count)
             self._on_job_over()
 
-        pages = tuple(page.number for page in request.host[boundary : request.boundary])
+        pages = tuple(page.number for page in request.host_pages(boundary, request.boundary))
         run = HostPageRun(group=FULL, first_entry=boundary, host_pages=pages)
         job = self.context.jobs.begin(done)
         self.context.broadcast(LoadPages(job=job, request_id=request.request_id, runs=(run,), grow=count))
+
+    # The store as the place of a running request's pages
+
+    @property
+    def _block_pages(self) -> int:
+        return 0 if self.context.stores is None else self.context.stores.block_pages
+
+    def _move_on(self, request: TieredRequest) -> None:
+        """Order the next block into the store, if the request's share of host memory is nearly used up."""
+        if request.host_share is None or not request.is_running or request.is_storing:
+            return
+        size, end = self._block_pages, request.num_stored + self._block_pages
+        left_device = request.boundary if request.returns_to is None else request.returns_to
+        has_room = len(request.host) + size + 2 * self._rules.stride_pages <= request.host_share
+        if has_room or left_device < end or request.num_ready < end:
+            return
+        request.is_storing = True
+        pages = request.host[:size]
+
+        def done(failed: frozenset[int]) -> None:
+            request.is_storing = False
+            if request.request_id not in self._requests or not request.is_running:
+                return
+            if failed:
+                self._on_lost(request.request_id, "the store did not take KV of the request")
+                return
+            del request.host[:size]
+            request.num_stored = end
+            for page in pages:
+                self._tier.let_go(page)
+            is_kept = self._tier.promise(request.request_id, FULL, size)
+            assert is_kept, "nothing else uses these pages, so they are free again"
+            self.context.metrics.counter("offload_stored_pages").inc(size)
+            self._saving[request.request_id] = None
+            self._on_job_over()
+
+        job = self.context.jobs.begin(done)
+        numbers = tuple(page.number for page in pages)
+        self.context.broadcast(StoreBlock(job=job, request_id=request.request_id, index=end // size - 1, host_pages=numbers))
 
     def _num_wanted(self) -> int:
         """Return the device pages that the oldest waiting request needs."""
@@ -422,3 +479,10 @@ class OffloadLeader(Tiers):
         if is_done:
             request.share += count
         return is_done
+
+
+def _in_turns(request: TieredRequest) -> tuple[int, ...]:
+    """Return the host pages in which the leading pages of an arriving prompt take turns, see `ExpectRequest`."""
+    size = request.boundary - request.num_stored
+    numbers = {entry % size: page.number for entry, page in enumerate(request.host[:size], start=request.num_stored)}
+    return tuple(numbers[place] for place in range(size))

@@ -10,17 +10,19 @@ from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
-from decode_node.offload.rules import TierRules
+from decode_node.offload.rules import StoreRules, TierRules
 from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
 from decode_node.offload.tiered_request import DeviceIndex
 from planner.memory_advice import Phase, advice_for
 from transfer.config import DecodeNodeConfig
 from transfer.config.storage import OffloadConfig
 from transfer.connector.rank_report import RankReady
+from transfer.errors import LocalProtocolError
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
 from transfer.metrics import NodeMetrics
 from transfer.storage.client import StoreClient
+from transfer.storage.envelope import HEADER_BYTES
 from transfer.storage.keys import chain_seed, rounding, store_fingerprint, store_key
 
 DIRECTORY_REFRESH_S: Final = 60.0
@@ -38,6 +40,30 @@ def rules_of(config: OffloadConfig, *, page_size: int, pool_pages: int) -> TierR
         high_water=config.high_water,
         low_water=config.low_water,
     )
+
+
+def store_rules_of(config: DecodeNodeConfig, hellos: Sequence[RankReady]) -> StoreRules | None:
+    """Return the rules for running requests that use the store; None if there is no store, or a rank cannot read it.
+
+    Raises:
+        LocalProtocolError: The ranks have blocks of different sizes.
+    """
+    sizes = {hello.stored_block_pages for hello in hellos}
+    if len(sizes) > 1:
+        raise LocalProtocolError(f"the ranks have blocks of {sorted(sizes)} pages in the store; they must be equal")
+    (block_pages,) = sizes
+    if not block_pages:
+        return None
+    instance = hellos[0].instance
+    group = layer_groups(instance.layout)[FULL]
+    max_pages = None
+    if config.storage.max_bytes is not None:
+        shards = [instance.shard.at(rank) for rank in range(instance.shard.num_ranks)]
+        page_bytes = sum(group.page_bytes(instance.layout, shard) for shard in shards)
+        headers_bytes = HEADER_BYTES * sum(len(group.layers_of(instance.layout, shard)) for shard in shards)
+        max_pages = config.storage.max_bytes // (page_bytes * block_pages + headers_bytes) * block_pages
+    host_pages = min(hello.host_pages[FULL] for hello in hellos)
+    return StoreRules(block_pages=block_pages, host_pages=host_pages, max_pages=max_pages)
 
 
 def open_tiers(
@@ -72,6 +98,7 @@ def open_tiers(
         broadcast=broadcast,
         metrics=metrics,
         advice=advice_for(Phase.FULL_HOST_MEMORY, config),
+        stores=store_rules_of(config, hellos),
     )
 
     def seed_of(salt: str, prefill: Instance) -> bytes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from decode_node.offload.context import FULL
 from decode_node.offload.open import rules_of
 from decode_node.offload.rank import OffloadRank
-from decode_node.offload.sizes import check_store_sizes, host_page_counts
+from decode_node.offload.running_blocks import RunningBlocks
+from decode_node.offload.sizes import check_store_sizes, host_page_counts, stored_block_pages
 from decode_node.offload.store_leader import JOBS_AT_ONCE
 from planner.memory_advice import Phase, advice_for
 from transfer.config import DecodeNodeConfig
@@ -16,10 +18,12 @@ from transfer.host_memory import host_memory
 from transfer.layer_groups import GroupKind
 from transfer.out_of_memory import allocating
 from transfer.pool.host_pool import HostPool
+from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.rank_context import RankContext
 from transfer.storage.envelope import HEADER_BYTES
 from transfer.storage.open import open_store_client
+from transfer.storage.pages import page_parts
 from transfer.worker_thread import WorkerThread
 
 
@@ -63,6 +67,7 @@ async def open_offload_rank(
     advice = advice_for(Phase.HOST_POOL, config)
     with allocating("allocating the host pool", device="cpu", advice=advice, num_bytes=num_bytes):
         host = HostPool(pool, num_pages=counts)
+    use_host_pool = None
     if settings.device_window is not None:
         use_host_pool = getattr(engine, "use_host_pool", None)
         if use_host_pool is None:
@@ -70,8 +75,22 @@ async def open_offload_rank(
                 f"offload.device_window is {settings.device_window}, and the engine {config.engine} cannot read KV in host "
                 "memory (it has no use_host_pool); leave it out"
             )
+    store = open_store_client(config.storage, loop=context.loop, observer=context.metrics.store)
+    blocks: RunningBlocks | None = None
+    if use_host_pool is not None:
+        options: dict[str, Any] = {"block_bytes": settings.buffer_bytes}
+        if store is not None and getattr(engine, "can_read_store", False):
+            options["stored"] = blocks = RunningBlocks(
+                host,
+                store,
+                loop=context.loop,
+                instance=context.instance,
+                pool=pool,
+                pages_per_block=_stored_block_pages(pool, counts, settings.buffer_bytes),
+                num_buffers=config.storage.threads + 1,  # one is used while the threads fill the others
+            )
         # On the thread of its steps. On a GPU it captures graphs, which takes seconds.
-        await engine_thread.call(lambda: use_host_pool(host, block_bytes=settings.buffer_bytes))
+        await engine_thread.call(lambda: use_host_pool(host, **options))
     return OffloadRank(
         context,
         pool=pool,
@@ -80,6 +99,15 @@ async def open_offload_rank(
         engine_thread=engine_thread,
         send=send,
         on_free=on_free,
-        store=open_store_client(config.storage, loop=context.loop, observer=context.metrics.store),
+        store=store,
+        blocks=blocks,
         buffer_bytes=settings.buffer_bytes,
     )
+
+
+def _stored_block_pages(pool: KVPool, host_pages: Sequence[int], buffer_bytes: int) -> int:
+    """Return the pages of a block of this rank in the store."""
+    sizes: dict[int, int] = {}
+    for part in page_parts(pool.groups[FULL], layout=pool.layout, shard=pool.shard):
+        sizes[part.layer] = sizes.get(part.layer, 0) + part.num_bytes
+    return stored_block_pages(slice_bytes=max(sizes.values()), buffer_bytes=buffer_bytes, host_pages=host_pages[FULL])

@@ -1,7 +1,10 @@
-"""Place a request in both tiers, and find the pages of its prompt that are there already.
+"""Place a request in the tiers, and find the pages of its prompt that are there already.
 
 Known leading pages of a prompt need not come from prefill. A sliding window needs only the pages that the next tokens still
 reach. If they are missing, prefill sends from an earlier token on.
+
+A request that device and host memory together cannot hold moves pages on to the store (`rules.StoreRules`). It shares no pages
+with others.
 """
 
 from __future__ import annotations
@@ -58,13 +61,28 @@ def refusal(context: TierContext, num_tokens: int) -> str | None:
     least = _with_full(admission.needs.peak(num_tokens), rules.least_share(total, grid_pages=1))
     if not least.fit(admission.pool_pages):
         return f"need {admission.needs.shown(least)} pages; this decode node's pool has fewer"
+    if fits_without_store(context, num_tokens):
+        return None
     share = max(least.by_group[FULL], min(total, rules.high_pages))
-    if total - share > context.tier.num_pages(FULL):
-        return (
-            f"need {total} pages; this decode node has {share} on the device for one request and "
-            f"{context.tier.num_pages(FULL)} in host memory"
-        )
+    host_pages = context.tier.num_pages(FULL)
+    reason = f"need {total} pages; this decode node has {share} on the device for one request and {host_pages} in host memory"
+    if context.stores is None or not rules.has_early_release:
+        return reason
+    needed = context.stores.least_host_share(1, rules.stride_pages)
+    if needed > host_pages:
+        return f"{reason}, where a request that uses the store needs {needed}"
+    most = context.stores.max_pages
+    if most is not None and total - share > most:
+        return f"{reason}, and storage.max_bytes has room for {most}"
     return None
+
+
+def fits_without_store(context: TierContext, num_tokens: int) -> bool:
+    """Return whether an empty device and empty host memory together can hold a request of so many tokens."""
+    rules = context.rules
+    total = rules.num_pages(num_tokens)
+    share = max(rules.least_share(total, grid_pages=1), min(total, rules.high_pages))
+    return total - share <= context.tier.num_pages(FULL)
 
 
 def matched(context: TierContext, chain: PageHashes, prompt_tokens: int) -> list[HostPage]:
@@ -112,10 +130,12 @@ def place(context: TierContext, wanted: PlaceRequest) -> Placement | None:
     rules, admission = context.rules, context.admission
     total, grid = rules.num_pages(total_tokens), rules.grid_pages(chunk_tokens)
     least = rules.least_share(total, grid)
-    _refuse_what_never_fits(context, total, least, prompt_tokens, chunk_tokens)
+    host_share = _host_share(context, total, least, prompt_tokens, chunk_tokens)
 
     def in_host_memory(share: int) -> int:
         """Return the host pages to promise if the request gets this share of the device."""
+        if host_share is not None:
+            return host_share
         boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
         return max(total - share, boundary)
 
@@ -124,16 +144,18 @@ def place(context: TierContext, wanted: PlaceRequest) -> Placement | None:
     smallest = least + bisect_left(shares, True, key=lambda share: in_host_memory(share) <= context.tier.num_pages(FULL))
     others = admission.set_aside(request_id, accepted_s=accepted_s)
     share = _share_now(context, total, smallest, others.pages.by_group[FULL])
-    guaranteed, peak = in_host_memory(share), admission.needs.peak(total_tokens)
+    promised, peak = in_host_memory(share), admission.needs.peak(total_tokens)
     pages = _with_full(peak, share)
-    has_host_room = guaranteed <= max(0, context.tier.spare(FULL) - others.host_pages)
+    has_host_room = promised <= max(0, context.tier.spare(FULL) - others.host_pages)
     if not has_host_room:
         context.host_full(request_id)
-    if not (has_host_room and admission.reserve(request_id, pages, accepted_s=accepted_s)):
+    has_room = has_host_room and (host_share is None or _has_store_room(context, total))
+    if not (has_room and admission.reserve(request_id, pages, accepted_s=accepted_s)):
         needed = Room(pages=_with_full(peak, smallest), host_pages=in_host_memory(smallest))
         admission.wait(request_id, needed, accepted_s=accepted_s)
         return None
-    context.tier.promise(request_id, FULL, guaranteed)
+    context.tier.promise(request_id, FULL, promised)
+    boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
     request = TieredRequest(
         request_id=request_id,
         rules=rules,
@@ -142,10 +164,13 @@ def place(context: TierContext, wanted: PlaceRequest) -> Placement | None:
         total_pages=total,
         share=share,
         least_share=least,
-        guaranteed=guaranteed,
-        boundary=rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid),
+        guaranteed=max(total - share, boundary),
+        boundary=boundary,
+        host_share=host_share,
     )
-    return _with_hits(context, request, pages, may_skip=wanted.may_skip)
+    if host_share is None:
+        return _with_hits(context, request, pages, may_skip=wanted.may_skip)
+    return _with_store(context, request, pages, host_share)
 
 
 def _share_now(context: TierContext, total: int, least: int, set_aside: int) -> int:
@@ -155,15 +180,46 @@ def _share_now(context: TierContext, total: int, least: int, set_aside: int) -> 
     return min(total, max(least, rules.high_pages - used))
 
 
-def _refuse_what_never_fits(context: TierContext, total: int, least: int, prompt_tokens: int, chunk_tokens: int) -> None:
-    rules, host_pages = context.rules, context.tier.num_pages(FULL)
-    share = min(total, max(least, rules.high_pages))
-    boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=rules.grid_pages(chunk_tokens))
-    if least > rules.pool_pages or max(total - share, boundary) > host_pages:
+def _host_share(context: TierContext, total: int, least: int, prompt_tokens: int, chunk_tokens: int) -> int | None:
+    """Return the host share of a request that has to move pages on to the store; None if all of its pages fit without.
+
+    Raises:
+        LayoutError: See `Tiers.place`.
+    """
+    rules, host_pages, stores = context.rules, context.tier.num_pages(FULL), context.stores
+    share, grid = min(total, max(least, rules.high_pages)), rules.grid_pages(chunk_tokens)
+    boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
+    needed = max(total - share, boundary)
+    if least <= rules.pool_pages and needed <= host_pages:
+        return None
+    if stores is not None and rules.has_early_release:
+        needed = stores.least_host_share(grid, rules.stride_pages)
+    if least > rules.pool_pages or needed > host_pages:
         raise LayoutError(
             f"{total} pages in chunks of {chunk_tokens} tokens need {least} pages of {rules.page_size} tokens on the device and "
-            f"{max(total - share, boundary)} in host memory; this decode node has {rules.pool_pages} and {host_pages}"
+            f"{needed} in host memory; this decode node has {rules.pool_pages} and {host_pages}"
         )
+    assert stores is not None
+    return stores.host_share(grid, rules.stride_pages)
+
+
+def _has_store_room(context: TierContext, total: int) -> bool:
+    assert context.stores is not None
+    most = context.stores.max_pages
+    return most is None or sum(context.stored.values()) + total <= most or not context.stored
+
+
+def _with_store(context: TierContext, request: TieredRequest, pages: PageCounts, host_share: int) -> Placement:
+    """Take pages for the part of the prompt that stays in host memory; all that arrives there takes turns in them."""
+    assert context.stores is not None
+    context.stored[request.request_id] = request.total_pages
+    request.num_stored = context.stores.num_stored(request.boundary, host_share)
+    while request.host_end < request.boundary:
+        taken = context.tier.take(FULL, None, owner=request.request_id, depth=request.host_end)
+        assert taken is not None  # promised
+        request.host.append(taken)
+    request.next_save = request.boundary
+    return Placement(request=request, pages=pages, start_token=0, loads=(), loaded_from=(), copy=None, hits=())
 
 
 def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, *, may_skip: bool) -> Placement:

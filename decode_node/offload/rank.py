@@ -11,11 +11,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from decode_node.offload.context import FULL
+from decode_node.offload.running_blocks import RunningBlocks
 from decode_node.rank_messages import (
     BackUpPages,
     CopyPages,
@@ -26,6 +27,8 @@ from decode_node.rank_messages import (
     LoadPages,
     MoveBoundary,
     SavePages,
+    StoreBlock,
+    StoredKVLost,
     StoreJob,
 )
 from transfer.copy.page_mover import PageCopy, PageMove, PageMover, movement_of
@@ -45,30 +48,42 @@ from transfer.worker_thread import WorkerThread
 Tables = Sequence[Sequence[int]]
 
 
+class _OnOver(Protocol):
+    """Ends a job, and answers the leader."""
+
+    def __call__(self, failed: tuple[int, ...] = ()) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
     """Tables of a step. While nothing changes, the next step gets the same objects, which its engine need not read again.
 
     Args:
         given: Device table that they were made from.
-        boundary: Boundary that they were made for.
-        device: Device table without the entries that are read in host memory.
-        host: Host pages of those entries.
+        boundary, stored: Boundary and stored blocks that they were made for.
+        device: Device table without the entries that are read elsewhere.
+        host: Host pages of those entries that are read in host memory.
     """
 
     given: PageEntries
     boundary: int
+    stored: tuple[int, ...]
     device: PageEntries
     host: tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """A request's pages in host memory.
+    """A request's pages in host memory and in the store.
 
     Args:
-        host_pages: Host pages of its leading entries.
-        boundary: Leading entries that steps read in host memory.
+        host_pages: Host pages of its leading entries, also of those that have moved on to the store.
+        boundary: Leading entries that steps read in host memory or in the store.
+        num_host_pages: Number of different host pages of a prompt that arrives.
+        num_arriving: Leading entries that go on to the store as they arrive.
+        num_arrived: Leading entries that have arrived.
+        stored: Its blocks in the store, of its first entries.
+        is_storing: A block is on its way into the store.
         num_jobs: Copies of its pages in flight.
         copied_from: First entry of each window that a copy reads, by job and group.
         shown: Tables of the last step.
@@ -76,6 +91,11 @@ class _Request:
 
     host_pages: list[int]
     boundary: int
+    num_host_pages: int = 0
+    num_arriving: int = 0
+    num_arrived: int = 0
+    stored: tuple[int, ...] = ()
+    is_storing: bool = False
     num_jobs: int = 0
     copied_from: dict[int, dict[int, int]] = field(default_factory=dict)
     shown: _Shown | None = None
@@ -89,6 +109,7 @@ class OffloadRank:
         send: Sends a message to the leader.
         on_free: Called with the id of a request that no copy uses any more.
         store: Client of the store; None means that there is no store.
+        blocks: Blocks of running requests in the store; None means that running requests do not use the store.
         buffer_bytes: Device memory for the copies of each direction.
         open_thread: Makes the thread of each direction from its name, the loop and `on_crash`.
     """
@@ -104,6 +125,7 @@ class OffloadRank:
         send: Callable[[object], None],
         on_free: Callable[[str], None],
         store: StoreClient | None,
+        blocks: RunningBlocks | None = None,
         buffer_bytes: int,
         open_thread: Callable[[str, asyncio.AbstractEventLoop, Callable[[BaseException], None]], WorkerThread] = WorkerThread,
     ) -> None:
@@ -115,6 +137,8 @@ class OffloadRank:
         self._send = send
         self._on_free = on_free
         self._store = store
+        self._blocks = blocks
+        self._hold: Callable[[str, Range | None], None] = lambda request_id, tokens: None
         self._fingerprint = store_fingerprint(context.instance)
         self._save_thread = open_thread("save", context.loop, context.on_crash)
         self._load_thread = open_thread("load", context.loop, context.on_crash)
@@ -131,11 +155,21 @@ class OffloadRank:
 
     # Requests
 
-    def expect(self, request_id: str, host_pages: tuple[int, ...]) -> None:
-        """Expect a request whose leading pages are these host pages."""
-        self._requests[request_id] = _Request(host_pages=list(host_pages), boundary=len(host_pages))
-        if host_pages:
-            self._allocator.full.pass_before(request_id, len(host_pages))
+    def listen(self, hold: Callable[[str, Range | None], None]) -> None:
+        """Set the function that holds back arrivals, see `ReceiverLoop.hold`."""
+        self._hold = hold
+
+    def expect(self, request_id: str, host_pages: tuple[int, ...], num_stored: int = 0) -> None:
+        """Expect a request whose leading pages arrive in host memory, see `ExpectRequest`."""
+        boundary, size = num_stored + len(host_pages), len(host_pages)
+        self._requests[request_id] = _Request(
+            host_pages=[host_pages[entry % size] for entry in range(boundary)],
+            boundary=boundary,
+            num_host_pages=size,
+            num_arriving=num_stored,
+        )
+        if boundary:
+            self._allocator.full.pass_before(request_id, boundary)
 
     def is_busy(self, request_id: str) -> bool:
         """Return whether a copy reads or fills the request's device pages."""
@@ -151,7 +185,70 @@ class OffloadRank:
 
     def forget(self, request_id: str) -> None:
         """Forget a request whose pages are back."""
-        del self._requests[request_id]
+        request = self._requests.pop(request_id)
+        if request.stored and self._blocks is not None:
+            self._begin_storing(self._blocks.forget(request.stored))
+
+    def held_tokens(self, request_id: str) -> Range | None:
+        """Return the tokens of an arriving prompt for which there are no host pages yet; see `HostArrivals`."""
+        request = self._requests[request_id]
+        if len(request.stored) * self.stored_block_pages >= request.num_arriving:
+            return None
+        end, page_size = len(request.stored) * self.stored_block_pages + request.num_host_pages, self._pool.page_size
+        return Range(begin=end * page_size, end=request.boundary * page_size)
+
+    def arrived(self, request_id: str, num_tokens: int) -> None:
+        """Record that the tokens before `num_tokens` have arrived: whole blocks of them move on to the store."""
+        request = self._requests[request_id]
+        request.num_arrived = num_tokens // self._pool.page_size
+        self._move_on(request_id, request)
+
+    def stop_arriving(self, request_id: str) -> None:
+        """Move no more blocks of an arriving prompt on to the store: it was given up."""
+        self._requests[request_id].num_arriving = 0
+
+    def _move_on(self, request_id: str, request: _Request) -> None:
+        """Put the next block of an arriving prompt into the store, if it has arrived."""
+        begin = len(request.stored) * self.stored_block_pages
+        end = begin + self.stored_block_pages
+        if request.is_storing or not self.stored_block_pages or end > min(request.num_arrived, request.num_arriving):
+            return
+        request.is_storing = True
+        request.num_jobs += 1
+        self._begin_storing(self._store_arrived(request_id, request))
+
+    async def _store_arrived(self, request_id: str, request: _Request) -> None:
+        begin = len(request.stored) * self.stored_block_pages
+        assert self._blocks is not None
+        number = await self._blocks.put(
+            request_id, len(request.stored), request.host_pages[begin : begin + self.stored_block_pages]
+        )
+        request.is_storing = False
+        request.num_jobs -= 1
+        if number is None:
+            request.num_arriving = 0
+            self._send(StoredKVLost(request_id=request_id, reason=f"{self._store_name} did not take KV of its prompt"))
+        else:
+            request.stored = (*request.stored, number)
+            self._hold(request_id, self.held_tokens(request_id))
+            self._move_on(request_id, request)
+        if not request.num_jobs:
+            self._on_free(request_id)
+
+    @property
+    def stored_block_pages(self) -> int:
+        """Pages of a block of a running request in the store; 0 if running requests do not use the store."""
+        return 0 if self._blocks is None else self._blocks.pages_per_block
+
+    @property
+    def _store_name(self) -> str:
+        return "" if self._store is None else f"the store {self._store.name}"
+
+    def report_lost(self) -> None:
+        """Tell the leader of requests of which a step could not read a block. Call it before the step's own report."""
+        if self._blocks is not None:
+            for request_id, reason in self._blocks.take_lost().items():
+                self._send(StoredKVLost(request_id=request_id, reason=reason))
 
     def arrives_in_host(self, request_id: str, tokens: Range) -> bool:
         """Return whether that part of the prompt goes to host memory.
@@ -173,21 +270,23 @@ class OffloadRank:
 
     def step_tables(
         self, request_id: str, tables: tuple[PageEntries, ...]
-    ) -> tuple[tuple[PageEntries, ...], tuple[tuple[int, ...], ...]]:
-        """Return a step's device tables, without the entries that are read in host memory, and the host pages of those."""
+    ) -> tuple[tuple[PageEntries, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """Return a step's device tables, without the entries that are read elsewhere, and its host pages and stored blocks."""
         request = self._requests[request_id]
         if not request.boundary:
-            return tables, ()
-        full, shown = tables[FULL], request.shown
-        if shown is None or shown.given is not full or shown.boundary != request.boundary:
-            known = shown.host if shown is not None and shown.boundary == request.boundary else None
+            return tables, (), ()
+        full, shown, place = tables[FULL], request.shown, (request.boundary, request.stored)
+        if shown is None or shown.given is not full or (shown.boundary, shown.stored) != place:
+            known = shown.host if shown is not None and (shown.boundary, shown.stored) == place else None
+            num_stored = len(request.stored) * self.stored_block_pages
             shown = request.shown = _Shown(
                 given=full,
                 boundary=request.boundary,
+                stored=request.stored,
                 device=full.without(request.boundary),
-                host=tuple(request.host_pages[: request.boundary]) if known is None else known,
+                host=tuple(request.host_pages[num_stored : request.boundary]) if known is None else known,
             )
-        return (shown.device, *tables[1:]), (shown.host, *((),) * (len(tables) - 1))
+        return (shown.device, *tables[1:]), (shown.host, *((),) * (len(tables) - 1)), shown.stored
 
     # The leader's orders
 
@@ -206,6 +305,8 @@ class OffloadRank:
                 self._begin_storing(self._back_up(message))
             case FetchPages():
                 self._begin_storing(self._fetch(message))
+            case StoreBlock():
+                self._begin_storing(self._store_block(message, self._begin_job(message.job, message.request_id)))
             case _:
                 return False
         return True
@@ -267,7 +368,18 @@ class OffloadRank:
 
         self._engine_thread.submit(lambda: None, give_back)  # after the steps that read the pages on the device
 
-    def _begin_job(self, job: int, *request_ids: str, read: Sequence[HostPageRun | EntryRun] = ()) -> Callable[[], None]:
+    async def _store_block(self, message: StoreBlock, on_over: _OnOver) -> None:
+        request = self._requests[message.request_id]
+        assert self._blocks is not None
+        number = await self._blocks.put(message.request_id, message.index, message.host_pages)
+        if number is None:
+            on_over(failed=(0,))
+            return
+        request.stored = (*request.stored, number)
+        # After the steps that read its host pages. Others read the block, which has the same bytes: the ranks need not agree.
+        self._engine_thread.submit(lambda: None, lambda _: on_over())
+
+    def _begin_job(self, job: int, *request_ids: str, read: Sequence[HostPageRun | EntryRun] = ()) -> _OnOver:
         """Count a job that uses device pages of requests.
 
         Args:
@@ -284,8 +396,8 @@ class OffloadRank:
         for request in requests:
             request.num_jobs += 1
 
-        def over() -> None:
-            self._send(JobDone(job=job))
+        def over(failed: tuple[int, ...] = ()) -> None:
+            self._send(JobDone(job=job, failed=failed))
             for request_id, request in zip(request_ids, requests, strict=True):
                 request.copied_from.pop(job, None)
                 request.num_jobs -= 1
@@ -329,9 +441,10 @@ class OffloadRank:
 
     # The store
 
-    def _begin_storing(self, work: Awaitable[JobDone]) -> None:
+    def _begin_storing(self, work: Awaitable[JobDone | None]) -> None:
         async def store() -> None:
-            self._send(await work)
+            if (answer := await work) is not None:
+                self._send(answer)
 
         task = self._context.loop.create_task(store())
         self._storing.add(task)

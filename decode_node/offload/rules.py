@@ -114,3 +114,36 @@ class TierRules:
             return boundary
         strides = -(-excess // self.stride_pages)
         return max(boundary, min(boundary + strides * self.stride_pages, saved_end))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRules:
+    """Divide the pages of a request that device and host memory cannot hold between host memory and the store.
+
+    Its leading pages lie in the store, in whole blocks. Those after them are in host memory, at most its *host share*, and move
+    on to the store when the share is used up.
+
+    Args:
+        block_pages: Pages of a block.
+        host_pages: Pages in host memory.
+        max_pages: Most pages of running requests in the store; None means any number.
+    """
+
+    block_pages: int
+    host_pages: int
+    max_pages: int | None = None
+
+    def least_host_share(self, grid_pages: int, stride_pages: int) -> int:
+        """Return the smallest host share with which a request can continue.
+
+        One block moves on, while another is filled: by chunks that arrive, or by strides that leave the device.
+        """
+        return 2 * self.block_pages + max(grid_pages, 2 * stride_pages)
+
+    def host_share(self, grid_pages: int, stride_pages: int) -> int:
+        """Return the host share of a request: half of host memory, so that others have room as well."""
+        return max(self.least_host_share(grid_pages, stride_pages), self.host_pages // 2)
+
+    def num_stored(self, boundary: int, host_share: int) -> int:
+        """Return how many leading pages of an arriving prompt go on to the store."""
+        return max(0, -(-(boundary - host_share) // self.block_pages) * self.block_pages)

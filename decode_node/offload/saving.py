@@ -3,6 +3,7 @@
 Pages of the prompt and of generated tokens are saved alike, a stride at a time, when all their tokens are computed.
 Leading pages that may leave the device are held in host memory for the request's life, in room that was promised.
 The others are a cache for later requests; without room they are not saved.
+A request that moves pages on to the store keeps nothing for others, and saves as many pages as its share of host memory holds.
 If the request's KV may be damaged, only the former are saved, and no other request finds them.
 """
 
@@ -86,10 +87,14 @@ def next_save(context: TierContext, request: TieredRequest, *, is_last: bool) ->
 
 
 def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int) -> bool:
-    """Add pages up to `end` of the layers that keep every token. Return False if host memory is full."""
+    """Add pages up to `end` of the layers that keep every token. Return False if host memory, or the request's share, is full."""
     tier = context.tier
+    if request.host_share is not None:
+        end = min(end, request.guaranteed, request.num_stored + request.host_share)
+        if request.next_save >= end:
+            return False
     for entry in range(request.next_save, end):
-        page_hash = None if request.is_damaged else request.chain.hashes[entry]
+        page_hash = None if request.is_damaged or request.host_share is not None else request.chain.hashes[entry]
         known = None if page_hash is None else tier.find(FULL, page_hash)
         is_kept = entry < request.guaranteed
         owner = request.request_id if is_kept else None
@@ -111,7 +116,7 @@ def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int
 
 def _add_windows(context: TierContext, request: TieredRequest, save: Save) -> None:
     """Add the whole pages of each window that are still on the device, up to where the other layers are saved."""
-    for group in () if request.is_damaged else context.windows:
+    for group in () if request.is_damaged or request.host_share is not None else context.windows:
         first = max(request.next_window_save[group], context.first_window_page(group, request.num_computed))
         for entry in range(first, request.next_save):
             page_hash = request.chain.hashes[entry]

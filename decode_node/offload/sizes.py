@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from transfer.config import StorageConfig
 from transfer.config.storage import OffloadConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layer_groups import GroupKind, LayerGroup
+
+MAX_OBJECT_BYTES: Final = 4 << 20
+"""Size of one layer of a block in the store. A job of the store's client has as many bytes."""
+
+MIN_BLOCKS_IN_HOST_MEMORY: Final = 16
 
 
 def host_page_counts(
@@ -58,6 +64,20 @@ def host_page_counts(
             f"{available_bytes:,} are available to each"
         )
     return counts
+
+
+def stored_block_pages(*, slice_bytes: int, buffer_bytes: int, host_pages: int) -> int:
+    """Return the pages of a block that a running request moves on to the store.
+
+    Each layer of a block is one object: large enough that a disk or a service is not slowed by requests, and small enough that
+    reading it and attention overlap. A block is also a small part of host memory, where it waits.
+
+    Args:
+        slice_bytes: Largest part of a layer in a page on this rank.
+        buffer_bytes: Size of the device buffers through which attention reads the block.
+        host_pages: Pages in host memory of the layers that keep every token.
+    """
+    return max(1, min(min(MAX_OBJECT_BYTES, buffer_bytes) // slice_bytes, host_pages // MIN_BLOCKS_IN_HOST_MEMORY))
 
 
 def check_store_sizes(config: StorageConfig, *, page_bytes: Sequence[int], header_bytes: int, jobs_at_once: int) -> None:

@@ -26,9 +26,13 @@ class TieredRequest:
         total_pages: Pages of prompt and new tokens.
         share: Device pages that it may have.
         least_share: The smallest share with which it can continue.
-        guaranteed: Leading pages that have, or are promised, room in host memory.
-        boundary: Leading pages that are read in host memory.
-        host: Leading pages that are held in host memory for the request's life.
+        guaranteed: Leading pages that can leave the device: they have room in host memory or in the store.
+        boundary: Leading pages that are read in host memory or in the store.
+        host: Pages that are held in host memory for the request's life, or until they move on to the store. They are the leading
+            ones after those in the store.
+        host_share: Most pages of `host`, if the request may move pages on to the store; None if it may not.
+        num_stored: Leading pages in the store on every rank.
+        is_storing: The next block is on its way into the store.
         next_save: First page that was not considered for saving; never before the boundary.
         first_window_page: First page of each sliding window that came whole with the prompt, by group.
         next_window_save: First page of each window that was not considered for saving.
@@ -55,6 +59,9 @@ class TieredRequest:
     guaranteed: int
     boundary: int
     host: list[HostPage] = field(default_factory=list)
+    host_share: int | None = None
+    num_stored: int = 0
+    is_storing: bool = False
     next_save: int = 0
     first_window_page: dict[int, int] = field(default_factory=dict)
     next_window_save: dict[int, int] = field(default_factory=dict)
@@ -84,10 +91,20 @@ class TieredRequest:
 
     @property
     def num_ready(self) -> int:
-        """Leading pages that every rank has in host memory for the request's life."""
-        while self._num_ready < len(self.host) and self.host[self._num_ready].is_ready:
+        """Leading pages that every rank has in host memory or in the store for the request's life."""
+        self._num_ready = max(self._num_ready, self.num_stored)
+        while self._num_ready < self.host_end and self.host[self._num_ready - self.num_stored].is_ready:
             self._num_ready += 1
         return self._num_ready
+
+    @property
+    def host_end(self) -> int:
+        """Leading pages that have a place in host memory or in the store."""
+        return self.num_stored + len(self.host)
+
+    def host_pages(self, begin: int, end: int) -> list[HostPage]:
+        """Return the host pages of some entries, none of which is in the store."""
+        return self.host[begin - self.num_stored : end - self.num_stored]
 
     def wanted_boundary(self) -> int:
         """Return where its boundary should be for the next token."""

@@ -60,12 +60,13 @@ class Place:
     Args:
         pages: Device pages of each group of layers.
         start_token: First token that has to come from prefill.
-        host_pages: Host pages of its leading pages that are not on the device.
+        host_pages, num_stored: See `ExpectRequest`.
     """
 
     pages: PageCounts
     start_token: int = 0
     host_pages: tuple[int, ...] = ()
+    num_stored: int = 0
 
 
 class Tiers:
@@ -80,12 +81,15 @@ class Tiers:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
 
-    def listen(self, *, on_loaded: Callable[[str], None], on_room: Callable[[], None]) -> None:
+    def listen(
+        self, *, on_loaded: Callable[[str], None], on_room: Callable[[], None], on_lost: Callable[[str, str], None]
+    ) -> None:
         """Set the callbacks.
 
         Args:
             on_loaded: Called with the id of a request when all of its known pages are on the device.
             on_room: Called when a request that missed a step may be able to continue.
+            on_lost: Called with the id of a request that cannot continue without the store, and the reason.
         """
 
     def refusal(self, num_tokens: int) -> str | None:
@@ -134,6 +138,10 @@ class Tiers:
     def may_step(self, request_id: str, position: int) -> bool:
         """Return whether the request has the pages for a step at this position. If not, `on_room` is called later."""
         return True
+
+    def reads_store(self, request_id: str) -> bool:
+        """Return whether a step of the request reads pages in the store, which takes long."""
+        return False
 
     def finish(self, request_id: str) -> None:
         """Record that a running request has its last token. The ranks learn it next."""

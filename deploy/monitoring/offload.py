@@ -123,12 +123,14 @@ _COPIES: Final = Row(
             description=(
                 "Pages that running requests gave up on the device, and that were brought back when there was room. As many back "
                 "as left, all the time: pages go back and forth; move offload.low_water away from offload.high_water. None leave "
-                "although requests queue: offload.device_window is not set."
+                "although requests queue: offload.device_window is not set. Moved on to the store: requests that device and host "
+                "memory cannot hold; their steps are slow."
             ),
             unit=Unit.PAGES_PER_S,
             lines=(
                 Line(expr=per_second("kvferry_offload_released_pages_total"), legend="left early"),
                 Line(expr=per_second("kvferry_offload_restored_pages_total"), legend="came back"),
+                Line(expr=per_second("kvferry_offload_stored_pages_total"), legend="moved on to the store"),
             ),
             columns=12,
         ),

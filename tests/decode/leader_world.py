@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -314,11 +314,13 @@ class World:
         self.ranks[rank].leaving.discard(name)
         self.transfers.on_drained(rank, name)
 
-    def finish_step(self, token: int = 1) -> None:
+    def finish_step(self, token: int = 1, *, compute_s: float = 0.0, faults: Sequence[str] = ()) -> None:
+        """End the step, with the same token for every request but those that it could not continue."""
         assert self.step is not None
         step, self.step = self.step, None
-        tokens = {part.request_id: token for part in step.parts}
-        self.leader.on_step_done(StepDone(step=step.step, tokens=tokens, compute_s=0.0))
+        tokens = {part.request_id: token for part in step.parts if part.request_id not in faults}
+        done = StepDone(step=step.step, tokens=tokens, compute_s=compute_s, faults=dict.fromkeys(faults, "not finite"))
+        self.leader.on_step_done(done)
 
     def fail_step(self, *, is_out_of_memory: bool = False) -> None:
         assert self.step is not None

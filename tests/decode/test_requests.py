@@ -26,6 +26,7 @@ from transfer.errors import (
     OutOfMemory,
     PeerUnreachable,
     ResourceExhausted,
+    StoreFailed,
     TransferAborted,
     TransportClosed,
 )
@@ -215,6 +216,54 @@ async def test_a_failed_step_fails_its_requests(world: World, is_out_of_memory: 
     error = take(request)[-1]
     assert isinstance(error, OutOfMemory if is_out_of_memory else EngineError) and status_of(error) is code
     await drained(world)
+
+
+async def test_steps_that_read_the_store_leave_as_much_time_to_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tiers, "reads_store", lambda _, request_id: request_id == "a")
+    for name in ("a", "b"):
+        await world.received(name, new=6)
+        await world.first_token(name)
+    requests_of_steps = []
+    for compute_s in (2.0, 1.0, 1.5, 4.0, 1.0, 1.0, 1.0, 1.0):
+        assert world.step is not None
+        requests_of_steps.append([part.request_id for part in world.step.parts])
+        world.finish_step(compute_s=compute_s)
+    assert requests_of_steps == [["a"], ["b"], ["b"], ["a", "b"], ["b"], ["b"], ["a"], ["a"]], "b is done after five"
+    await drained(world)
+
+
+async def test_a_request_whose_kv_the_store_has_lost_ends_with_that_reason(world: World) -> None:
+    request = await world.received()
+    await world.first_token("a")
+    world.leader.on_kv_lost("b", "nobody has heard of it")
+    world.leader.on_kv_lost("a", "rank 1: the store is gone")
+    error = take(request)[-1]
+    assert isinstance(error, StoreFailed) and str(error) == "rank 1: the store is gone"
+    assert status_of(error) is grpc.StatusCode.UNAVAILABLE
+    world.finish_step()
+    await drained(world)
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+async def test_a_fault_of_a_step_that_read_the_store_waits_for_the_reason_of_another_rank(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch, is_reported: bool
+) -> None:
+    monkeypatch.setattr(Tiers, "reads_store", lambda _, request_id: True)
+    forgotten: list[Prompt] = []
+    monkeypatch.setattr(Tiers, "damaged", lambda _, prompt: forgotten.append(prompt))
+    world = World()
+    request = await world.received()
+    await world.first_token("a")
+    world.finish_step(faults=["a"])
+    assert world.step is None and not any(isinstance(one, Exception) for one in take(request))
+    if is_reported:
+        world.leader.on_kv_lost("a", "rank 1: the store is gone")
+    await clock.advance(1.0)
+    (error,) = take(request)
+    assert isinstance(error, StoreFailed if is_reported else EngineError)
+    assert len(forgotten) == (0 if is_reported else 1)
+    await drained(world)
+    await world.close()
 
 
 async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not(clock: HandClock) -> None:

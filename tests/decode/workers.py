@@ -10,6 +10,7 @@ from typing import Any, cast
 from decode_node.worker import DecodeWorker
 from node_runtime.rank_worker import RankSpec
 from tests.runtime.instances import decode_config
+from transfer.layout import Range
 from transfer.piece import RankRequest, TransferTerms
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.receive.attach import Unattached
@@ -25,6 +26,7 @@ class Receiver:
         self.expected: list[RankRequest] = []
         self.receiving: set[str] = set()
         self.draining: list[str] = []
+        self.held: dict[str, Range | None] = {}
         self._knows_all = knows_all
 
     def is_known(self, request_id: str) -> bool:
@@ -33,6 +35,9 @@ class Receiver:
     def expect_request(self, request: RankRequest) -> None:
         self.expected.append(request)
         self.receiving.add(request.request_id)
+
+    def hold(self, request_id: str, tokens: Range | None) -> None:
+        self.held[request_id] = tokens
 
     def cancel_request(self, request_id: str, reason: str) -> bool:
         self.receiving.discard(request_id)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from decode_node.admission import Room
 from decode_node.offload.context import FULL
 from decode_node.offload.page_placement import refusal
+from decode_node.offload.rules import StoreRules
 from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, placed
 from transfer.errors import LayoutError
 from transfer.layer_groups import PageCounts
@@ -156,3 +159,47 @@ def test_a_cached_page_that_is_promised_away_is_no_hit() -> None:
     keep(where, hashes, range(4, 5), group=WINDOW)
     assert where.tier.promise("other", WINDOW, 1)
     assert placed(where, "a", hashes).start_token == 4 * PAGE
+
+
+STORES = StoreRules(block_pages=3, host_pages=20)
+
+
+def test_what_device_and_host_memory_cannot_hold_goes_on_to_the_store() -> None:
+    """Ten pages of host memory are its own, half of them all. The last of its prompt stay there, in whole blocks."""
+    where, hashes = context(host_pages=20, stores=STORES), chain(60 * PAGE)
+    keep(where, hashes, range(4))
+    assert refusal(where, 64 * PAGE) is None
+    found = placed(where, "a", hashes, new=4 * PAGE)
+    request = found.request
+    assert (request.host_share, request.share, request.guaranteed, request.boundary) == (10, 18, 46, 44)
+    assert request.num_stored == 36 and len(request.host) == 44 - 36 and request.host_end == request.next_save == 44
+    assert where.tier.counts(FULL).promised == 10 - 8 and where.stored == {"a": 64}
+    assert found.start_token == 0 and not found.hits, "it shares nothing"
+    assert [page.page_hash for page in request.host] == [None] * 8
+    assert placed(where, "b", chain(60 * PAGE), new=4 * PAGE, accepted_s=1.0) is None, "the device has 2 pages left"
+
+
+def test_what_fits_uses_no_store() -> None:
+    where = context(host_pages=20, stores=STORES)
+    assert placed(where, "a", chain(30 * PAGE), new=4).request.host_share is None and not where.stored
+
+
+def test_the_room_in_the_store_is_shared() -> None:
+    where = context(device_pages=60, host_pages=20, stores=replace(STORES, max_pages=150))
+    assert refusal(where, 300 * PAGE) is not None
+    assert (refusal(where, 300 * PAGE) or "").endswith("in host memory, and storage.max_bytes has room for 150")
+    where.admission.reserve("other", PageCounts((54 - 18,)), accepted_s=0.0)
+    assert placed(where, "a", chain(96 * PAGE), new=4 * PAGE).request.host_share == 10
+    where.admission.release("other")
+    assert placed(where, "b", chain(96 * PAGE), new=4 * PAGE, accepted_s=1.0) is None, "of 150 pages, 100 are taken"
+    where.stored.clear()
+    assert placed(where, "b", chain(96 * PAGE), new=4 * PAGE, accepted_s=1.0) is not None
+
+
+def test_host_memory_without_room_for_blocks_is_refused() -> None:
+    small = context(host_pages=6, stores=StoreRules(block_pages=3, host_pages=6))
+    assert (refusal(small, 64 * PAGE) or "").endswith("6 in host memory, where a request that uses the store needs 8")
+    where = context(host_pages=20, stores=STORES)
+    with pytest.raises(LayoutError, match=r"in chunks of 80 tokens need 22 pages .* and 26 in host memory; .* has 20 and 20"):
+        placed(where, "a", chain(60 * PAGE), chunk=80)
+    assert (refusal(context(window_tokens=None, stores=STORES), 64 * PAGE) or "").startswith("need 64 pages")

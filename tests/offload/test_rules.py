@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.offload.rules import TierRules
+from decode_node.offload.rules import StoreRules, TierRules
 from transfer.errors import ConfigError
 
 
@@ -100,3 +100,16 @@ def test_a_boundary_moves_by_strides_as_far_as_is_saved(boundary: int, length: i
     if length + stride > share and then < saved:
         assert (then - boundary) % stride == 0
         assert end - then + stride <= share < end - then + 2 * stride, "as few strides as make room for one"
+
+
+def test_a_request_that_uses_the_store_leaves_half_of_host_memory_to_others() -> None:
+    found = StoreRules(block_pages=4, host_pages=100)
+    assert (found.least_host_share(1, 2), found.least_host_share(16, 2)) == (2 * 4 + 2 * 2, 2 * 4 + 16)
+    assert (found.host_share(16, 2), found.host_share(60, 2)) == (50, 68)
+
+
+@given(st.integers(0, 500), st.integers(1, 9), st.integers(1, 50))
+def test_as_few_whole_blocks_go_on_to_the_store_as_leave_the_share(boundary: int, block_pages: int, host_share: int) -> None:
+    found = StoreRules(block_pages=block_pages, host_pages=100).num_stored(boundary, host_share)
+    assert found % block_pages == 0 and boundary - found <= host_share
+    assert not found or boundary - (found - block_pages) > host_share

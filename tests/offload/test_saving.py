@@ -5,6 +5,7 @@ from __future__ import annotations
 from structlog.testing import capture_logs
 
 from decode_node.offload.context import FULL, TierContext
+from decode_node.offload.rules import StoreRules
 from decode_node.offload.saving import next_save
 from decode_node.offload.tiered_request import TieredRequest
 from tests.offload.tier_contexts import WINDOW, chain, context, keep, placed
@@ -104,3 +105,16 @@ def test_of_a_window_what_is_still_there_is_saved_once() -> None:
     request.num_computed = 28
     assert saved(where, request) == [(FULL, 6, 1), (WINDOW, 6, 1)]
     assert request.next_window_save == {WINDOW: 7}
+
+
+def test_a_request_that_uses_the_store_saves_what_its_share_holds_and_nothing_for_others() -> None:
+    where = context(host_pages=20, stores=StoreRules(block_pages=3, host_pages=20))
+    request = running(where, 60 * 4, new=80)
+    assert request.host_share == 10 and len(request.host) == 8 and request.next_save == request.boundary == 44
+    assert saved(where, request) == [(FULL, 44, 2)] and len(request.host) == 10
+    assert saved(where, request) is None, "until a block has moved on"
+    del request.host[:3]
+    request.num_stored += 3
+    assert where.tier.promise("a", FULL, 3)
+    assert saved(where, request) == [(FULL, 46, 3)]
+    assert not where.short, "others have room"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from decode_node.offload.open_rank import open_offload_rank
-from decode_node.offload.sizes import check_store_sizes, host_page_counts
+from decode_node.offload.sizes import check_store_sizes, host_page_counts, stored_block_pages
 from tests.runtime.instances import decode_config
 from transfer.config import StorageConfig
 from transfer.config.storage import OffloadConfig
@@ -123,3 +123,13 @@ def test_settings_that_need_each_other_or_exclude_each_other(
     with pytest.raises((ConfigError, ValueError)) as refusal:
         decode_config(tmp_path, offload=offload, storage=storage)
     assert all(part in str(refusal.value) for part in says)
+
+
+def test_a_block_in_the_store_fits_an_object_a_buffer_and_a_part_of_host_memory() -> None:
+    def pages(**changes: int) -> int:
+        return stored_block_pages(**{"slice_bytes": 1 << 16, "buffer_bytes": 64 << 20, "host_pages": 100_000} | changes)
+
+    assert pages() == 64, "4 MiB"
+    assert pages(buffer_bytes=1 << 20) == 16
+    assert pages(host_pages=80) == 5
+    assert pages(slice_bytes=8 << 20) == 1

@@ -105,3 +105,10 @@ def test_what_may_be_damaged_is_had_from_nobody() -> None:
     second.is_damaged = True
     index.add(second, 0)
     assert index.source_of(hashes[0], 0) is None
+
+
+def test_pages_in_the_store_are_ready_and_those_in_host_memory_follow_them() -> None:
+    one = request()
+    one.num_stored, one.host = 6, host_pages(4, num_ready=2)
+    assert (one.host_end, one.num_ready) == (10, 8)
+    assert [page.number for page in one.host_pages(7, 9)] == [1, 2]

@@ -60,6 +60,28 @@ async def test_what_may_be_damaged_is_read_by_nobody_who_comes_later(seed: int) 
     await asyncio.wait_for(play(world, num_requests=30, prompts=prompts, longest_new=12, give_up=0.02), 120)
 
 
+@pytest.mark.parametrize("num_windows", [0, 2])
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_request_that_device_and_host_memory_cannot_hold_reads_the_store(seed: int, num_windows: int) -> None:
+    """Its tokens lie in three places, and every step finds them. A store that fails ends its requests, and no others."""
+    chance = random.Random(seed)
+    world = World(
+        chance,
+        device_pages=chance.choice([14, 16, 24]),
+        host_pages=chance.choice([12, 16, 30]),
+        window_tokens=chance.choice([2, 4]),
+        windows=(5, 9)[:num_windows],
+        has_slow_saves=chance.random() < 0.3,
+        failing=0.15 if seed == 2 else 0.0,
+        block_pages=chance.choice([1, 2, 3]),
+    )
+    prompts = [[chance.randint(0, 49) for _ in range(length)] for length in (200, 30)]
+    await asyncio.wait_for(play(world, num_requests=12, prompts=prompts, longest_new=60, give_up=0.001), 120)
+    assert world.most_stored > 2, "requests had blocks in the store"
+    lost = [job for job in world.jobs.values() if job.is_lost]
+    assert all(len(job.prompt) + job.max_new > 40 for job in lost) and (seed == 2 or not lost)
+
+
 def evicted(world: World, group: int, page_hashes: Sequence[bytes]) -> list[int]:
     """The pages' places in the prompt, in the order in which they make room when all of host memory is needed."""
     found: list[int] = []
@@ -111,3 +133,14 @@ async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
     async with asyncio.timeout(60):  # no rank answers, so whoever has it fetched waits
         known = await second.leader.look_up(list(range(20)), "", prefill=PREFILL, may_skip=False)
     assert known.chain is not None and not known.fetched and not second.sent
+
+
+async def test_nothing_is_fetched_for_a_prompt_that_does_not_fit() -> None:
+    stored: dict[str, bytes] = {}
+    first = World(random.Random(1), windows=(), stored=stored)
+    assert first.submit(list(range(20)), 4) is not None
+    await asyncio.wait_for(first.drain(), 120)
+    second = World(random.Random(1), windows=(), stored=stored, host_pages=12, block_pages=1)
+    async with asyncio.timeout(60):
+        known = await second.leader.look_up(list(range(200)), "", prefill=PREFILL, may_skip=True)
+    assert not known.fetched and not second.sent

@@ -10,7 +10,7 @@ from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.page_placement import place
-from decode_node.offload.rules import TierRules
+from decode_node.offload.rules import StoreRules, TierRules
 from decode_node.offload.tiered_request import DeviceIndex
 from decode_node.offload.tiers import PlaceRequest, Prompt
 from transfer.layer_groups import LayerGroup, PageCounts, layer_groups
@@ -38,6 +38,7 @@ def tier_context(
     slack_tokens: int = 0,
     num_ranks: int = 1,
     broadcast: Callable[[object], None] = lambda message: None,
+    stores: StoreRules | None = None,
 ) -> TierContext:
     """Return the context of a leader for these groups of layers; pages are counted by group."""
     return TierContext(
@@ -59,6 +60,7 @@ def tier_context(
         broadcast=broadcast,
         metrics=NodeMetrics(role="decode"),
         advice="raise offload.host_memory (now 1.0 GiB)",
+        stores=stores,
     )
 
 
@@ -70,6 +72,7 @@ def context(
     window_tokens: int | None = 4,
     stride_pages: int = 1,
     has_window: bool = False,
+    stores: StoreRules | None = None,
 ) -> TierContext:
     """Return the context for a model with full attention and, if asked for, a sliding window."""
     groups = GROUPS if has_window else layer_groups(KVLayout(layers=(FULL_SPEC,), dtype=DType.FLOAT16))
@@ -79,6 +82,7 @@ def context(
         host_pages=(host_pages, window_pages)[: len(groups)],
         window_tokens=window_tokens,
         stride_pages=stride_pages,
+        stores=stores,
     )
 
 

@@ -19,9 +19,11 @@ import torch
 from decode_node.admission import page_needs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rank import OffloadRank
+from decode_node.offload.rules import StoreRules
+from decode_node.offload.running_blocks import RunningBlocks
 from decode_node.offload.store_leader import StoreLeader, StoreSettings
 from decode_node.offload.tiers import PlaceRequest, Prompt
-from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep
+from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, JobDone, RunDecodeStep, StoredKVLost
 from node_runtime.rank_messages import StepDone
 from tests.decode.workers import Receiver, new_worker, use
 from tests.offload.tier_contexts import tier_context
@@ -37,7 +39,7 @@ from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import GroupAllocator
 from transfer.rank_context import RankContext
-from transfer.storage.keys import chain_seed, store_fingerprint, store_key
+from transfer.storage.keys import RUNNING_SUFFIX, chain_seed, store_fingerprint, store_key
 
 PAGE, CHUNK = 2, 4
 NUM_RANKS = 2
@@ -78,7 +80,9 @@ class MemoryStore:
     def _works(self) -> bool:
         return self._chance.random() >= self._failing
 
-    async def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int) -> list[bool]:
+    name = "memory"
+
+    async def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[bool]:
         await asyncio.sleep(0)
         done = []
         for key, view in pages:
@@ -131,11 +135,13 @@ class Job:
     tokens: list[int] = field(default_factory=list)  # prompt and generated
     start_token: int = 0
     is_placed: bool = False
+    is_followed: bool = False  # its first pages move on to the store as they arrive
     arriving: dict[int, list[Any]] = field(default_factory=dict)  # chunks that each rank has not
     receiving: set[int] = field(default_factory=set)
     holding: set[int] = field(default_factory=set)
     is_running: bool = False
     is_over: bool = False
+    is_lost: bool = False  # the store has failed it
     is_damaged: bool = False  # as far as anybody knows: what it reads may be anything
 
     @property
@@ -171,6 +177,20 @@ class RankWorld:
             metrics=RankMetrics(role="decode", rank=rank),
             on_crash=world.crashed.append,
         )
+        client: Any = world.store()
+        blocks = None
+        if world.block_pages:
+            blocks = RunningBlocks(
+                self.host,
+                client,
+                loop=context.loop,
+                instance=DECODE,
+                pool=self.pool,
+                pages_per_block=world.block_pages,
+                num_buffers=1,
+                pause_s=0.0,
+            )
+        self.blocks = blocks
         self.offload = OffloadRank(
             context,
             pool=self.pool,
@@ -179,7 +199,8 @@ class RankWorld:
             engine_thread=self.engine_thread,  # type: ignore[arg-type]
             send=self._send,
             on_free=self.worker.on_copies_over,
-            store=world.store(),  # type: ignore[arg-type]
+            store=client,
+            blocks=blocks,
             buffer_bytes=1 << 20,
             open_thread=lambda name, *_: threads[name],  # type: ignore[arg-type,return-value]
         )
@@ -214,8 +235,9 @@ class RankWorld:
                 if job.is_damaged:
                     continue
                 for token in range(group.first_needed_token(item.position), item.position + 1):
-                    found = self._read(index, tables[index], host, token)
+                    found = self._read(index, tables[index], host, item.stored_blocks, token)
                     assert found == values[token], (item.request_id, self.rank, group.name, token, item.position, len(host))
+            self.world.most_stored = max(self.world.most_stored, len(item.stored_blocks))
             tokens[item.request_id] = (item.token_id * 31 + item.position) % 50
         return tokens if self.rank == 0 else {}
 
@@ -231,19 +253,37 @@ class RankWorld:
             for is_v in (False, True):
                 part.buffer(layer, is_v=is_v)[page, token % PAGE] = value + layer + 0.5 * is_v
 
-    def _read(self, index: int, table: Sequence[int], host: Sequence[int], token: int) -> float:
-        entry = token // PAGE
-        in_host = entry < len(host)
+    def _read(self, index: int, table: Sequence[int], host: Sequence[int], stored: tuple[int, ...], token: int) -> float:
+        entry, num_stored = token // PAGE, len(stored) * self.world.block_pages if index == 0 else 0
+        if entry < num_stored:
+            assert table[entry] == NO_PAGE
+            return self._read_stored(stored[entry // self.world.block_pages], token % (self.world.block_pages * PAGE))
+        in_host = entry - num_stored < len(host)
         part = self.host.part(index) if in_host else self.pool.parts[index]
-        page = host[entry] if in_host else table[entry]
+        page = host[entry - num_stored] if in_host else table[entry]
         assert (table[entry] == NO_PAGE) == in_host, "a token is read in one tier, and in one only"
         assert page != NO_PAGE
-        values = [
-            part.buffer(layer, is_v=is_v)[page, token % PAGE] - layer - 0.5 * is_v
-            for layer in part.layers
-            for is_v in (False, True)
-        ]
-        flat = torch.stack(values).flatten()
+        return self._one_number(
+            [
+                part.buffer(layer, is_v=is_v)[page, token % PAGE] - layer - 0.5 * is_v
+                for layer in part.layers
+                for is_v in (False, True)
+            ]
+        )
+
+    def _read_stored(self, block: int, token: int) -> float:
+        """A token of a block in the store, of which each layer is one object."""
+        assert self.blocks is not None
+        values = []
+        for layer, key in self.blocks.keys_of(block).items():
+            pages = torch.frombuffer(bytearray(self.world.stored[key]), dtype=torch.float32)
+            k_and_v = pages.view(self.world.block_pages, 2, PAGE, -1)
+            values += [k_and_v[token // PAGE, is_v, token % PAGE] - layer - 0.5 * is_v for is_v in (0, 1)]
+        return self._one_number(values)
+
+    @staticmethod
+    def _one_number(values: Sequence[torch.Tensor]) -> float:
+        flat = torch.stack(list(values)).flatten()
         assert bool((flat == flat[0]).all())
         return float(flat[0])
 
@@ -265,8 +305,18 @@ class RankWorld:
 
     # What arrives
 
+    def next_chunk(self, job: Job) -> int | None:
+        """The first of the chunks that may arrive now, as the receiver gives grants."""
+        held = self.offload.held_tokens(job.request_id)
+        for place, chunk in enumerate(job.arriving[self.rank]):
+            if held is None or chunk.tokens.end <= held.begin or held.end <= chunk.tokens.begin:
+                return place
+        return None
+
     def arrive(self, job: Job) -> None:
-        chunk = job.arriving[self.rank].pop(0)
+        place = self.next_chunk(job)
+        assert place is not None
+        chunk = job.arriving[self.rank].pop(place)
         values = values_of(job.prompt)
         tables = self.worker.tables_up_to(job.request_id, chunk.tokens.end)
         in_host = self.offload.arrives_in_host(job.request_id, chunk.tokens)
@@ -276,6 +326,9 @@ class RankWorld:
             part = self.host.part(index) if in_host and index == 0 else self.pool.parts[index]
             for token in range(max(chunk.tokens.begin, group.first_travelling_token(len(job.prompt))), chunk.tokens.end):
                 self.write_group(part, tables[index], token, values[token])
+        if job.is_followed:
+            begins = [chunk.tokens.begin for chunk in job.arriving[self.rank]]
+            self.offload.arrived(job.request_id, min(begins, default=len(job.prompt)))
         if not job.arriving[self.rank]:
             self.worker.incoming.on_complete(job.request_id)
 
@@ -295,7 +348,10 @@ class World:
         has_slow_saves: bool = False,
         failing: float = 0.0,
         stored: dict[str, bytes] | None = None,
+        block_pages: int = 0,
     ) -> None:
+        self.block_pages = block_pages  # 0: running requests do not use the store
+        self.most_stored = 0
         self.chance, self._failing, self._has_slow_saves = chance, failing, has_slow_saves
         self.layout = KVLayout(
             layers=(FULL_SPEC, *(replace(WINDOW_SPEC, window_tokens=tokens) for tokens in windows), FULL_SPEC),
@@ -325,6 +381,7 @@ class World:
             slack_tokens=self.slack_tokens,
             num_ranks=NUM_RANKS,
             broadcast=self._broadcast,
+            stores=StoreRules(block_pages=block_pages, host_pages=host_pages) if block_pages else None,
         )
         self.metrics, self.admission = self.context.metrics, self.context.admission
         self.tier, self.rank_jobs = self.context.tier, self.context.jobs
@@ -341,7 +398,7 @@ class World:
             store=store,
         )
         self.loaded: list[str] = []
-        self.leader.listen(on_loaded=self.loaded.append, on_room=self._send_step)
+        self.leader.listen(on_loaded=self.loaded.append, on_room=self._send_step, on_lost=self._lose)
         self.ranks = [RankWorld(self, rank) for rank in range(NUM_RANKS)]
         self.looking: dict[str, asyncio.Task[Prompt]] = {}
 
@@ -385,7 +442,9 @@ class World:
             if not job.is_placed and not job.is_over and task is not None and task.done():
                 found.append(lambda job=job: self.place(job))  # type: ignore[misc]
             for number in sorted(job.receiving):
-                if job.arriving[number] and job.request_id in self.ranks[number].receiver.receiving:
+                rank = self.ranks[number]
+                is_arriving = job.arriving[number] and job.request_id in rank.receiver.receiving
+                if is_arriving and rank.next_chunk(job) is not None:
                     found.append(lambda job=job, number=number: self.ranks[number].arrive(job))  # type: ignore[misc]
             is_here = job.is_placed and not job.receiving and not self.leader.is_loading(job.request_id)
             if is_here and not job.is_running and not job.is_over:
@@ -406,7 +465,7 @@ class World:
         )
         if place is None:
             return
-        job.is_placed, job.start_token = True, place.start_token
+        job.is_placed, job.start_token, job.is_followed = True, place.start_token, place.num_stored > 0
         job.holding = set(range(NUM_RANKS))
         job.receiving = set(range(NUM_RANKS))
         chunks = split_into_chunks(
@@ -422,6 +481,7 @@ class World:
                 start_token=place.start_token,
                 pages=place.pages.by_group,
                 host_pages=place.host_pages,
+                num_stored=place.num_stored,
                 plan=PLAN,
                 sampling=SamplingParams(),
             )
@@ -466,6 +526,12 @@ class World:
         self.leader.give_up(job.request_id)
         if job.is_placed:
             self._broadcast(CancelIncoming(transfer_id=job.request_id, reason="gone"))
+
+    def _lose(self, request_id: str, reason: str) -> None:
+        """The store has not taken its KV."""
+        assert self._failing, reason
+        self.jobs[request_id].is_lost = True
+        self.give_up(self.jobs[request_id])
 
     def damage(self, job: Job) -> None:
         """A step says that its KV is no good. Nor is that of all who may share pages with it, in every tier."""
@@ -526,6 +592,8 @@ class World:
                     self.leader.gone(job.request_id)
             case TransferExpected():
                 assert not message.reason
+            case StoredKVLost():
+                self._lose(message.request_id, message.reason)
             case _:
                 raise AssertionError(message)
 
@@ -566,10 +634,13 @@ class World:
             assert rank.worker.check_idle()
         assert self.admission.free_pages == PageCounts(self.device_pages)
         assert not self.admission.num_waiting
+        assert not self.context.stored
+        assert not [key for key in self.stored if key.endswith(RUNNING_SUFFIX)], "they went with their requests"
 
     def _only_waits(self) -> bool:
         """Whether nothing can change any more: every move asks again for room."""
         busy = any(rank.inbox or any(thread.work for thread in rank.threads) for rank in self.ranks) or self.from_ranks
+        busy = busy or not all(rank.offload.is_idle for rank in self.ranks)
         alive = any(job.is_running or (job.is_placed and not job.is_over) for job in self.jobs.values())
         waiting = any(not job.is_over for job in self.jobs.values())
         return not busy and not alive and not waiting

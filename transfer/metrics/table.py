@@ -299,6 +299,11 @@ OFFLOAD_METRICS: Final = served_by(
         advice="Rising together with released pages: the device's share is too small.",
     ),
     counter(
+        "offload_stored_pages",
+        "Pages of running requests moved on from host memory to the store, because device and host memory cannot hold them.",
+        advice="Rising: steps of these requests read the store and are slow; more host memory makes them faster.",
+    ),
+    counter(
         "offload_host_full",
         "Attempts of requests that host memory had no room for: they wait, or pages are not kept. Each once, and its fetch once.",
         advice="Rising: offload.host_memory or offload.host_ratio is too small.",

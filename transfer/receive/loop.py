@@ -75,6 +75,14 @@ class HostArrivals(Protocol):
         """Return the request's page tables for that copier, made of those on the device."""
         ...
 
+    def held_tokens(self, request_id: str) -> Range | None:
+        """Return the tokens of a new request that have no pages yet, see `ReceiverLoop.hold`; None if all have."""
+        ...
+
+    def arrived(self, request_id: str, num_tokens: int) -> None:
+        """Record that all tokens before `num_tokens` of a request that was held have arrived."""
+        ...
+
 
 class ReceiverLoop:
     """See the module's docstring.
@@ -133,6 +141,7 @@ class ReceiverLoop:
                 protocol.StartScatter: self._scatter,
                 protocol.PublishWatermark: self._publish_watermark,
                 protocol.IncomingComplete: self._on_complete,
+                protocol.IncomingArrived: self._on_arrived,
                 protocol.IncomingFailed: self._on_failed,
                 protocol.IncomingDrained: self._on_drained,
                 protocol.CloseSession: lambda action: self.close_session(action.session, action.reason),
@@ -244,6 +253,17 @@ class ReceiverLoop:
             if span is not None:
                 self._spans[request.request_id] = span
         self._pump.feed(protocol.IncomingExpected(request=request))
+        if self._host_arrivals is not None:
+            held = self._host_arrivals.held_tokens(request.request_id)
+            if held is not None:
+                self.hold(request.request_id, held)
+
+    def hold(self, request_id: str, tokens: Range | None) -> None:
+        """Give no grants for chunks with any of these tokens, because there are no pages for them yet. None ends the hold.
+
+        Ignore a request that is over.
+        """
+        self._pump.feed(protocol.ArrivalsHeld(request_id=request_id, tokens=tokens))
 
     def cancel_request(self, request_id: str, reason: str) -> bool:
         """Give up a request that is not whole yet; `on_drained` follows. Return False if nothing of it is here."""
@@ -273,6 +293,10 @@ class ReceiverLoop:
     def _publish_watermark(self, action: protocol.PublishWatermark) -> None:
         if self._publish is not None:  # else no session was opened yet
             self._publish(self.ring.watermark(), action.sessions)
+
+    def _on_arrived(self, action: protocol.IncomingArrived) -> None:
+        if self._host_arrivals is not None:
+            self._host_arrivals.arrived(action.request_id, action.num_tokens)
 
     def _on_complete(self, action: protocol.IncomingComplete) -> None:
         self._forget(action.request_id)

@@ -59,6 +59,7 @@ AT_REST: Final = {
     "Nodes ready, and not: not ready",
     "Open grants",
     "Other tries, breakers and restarts",
+    "Pages that left the device early, and came back: moved on to the store",
     "Pages that wait",
     "Prefill nodes left out",
     "Pressure: host memory full, steps missed",
