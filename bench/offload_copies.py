@@ -1,6 +1,7 @@
 """Pages between the device pool and the host pool, against a plain pinned copy of the same bytes in the same run.
 
     python -m bench.offload_copies [--json FILE] [--quick] [--device cpu|cuda] [--mb N] [--buffer-mb 64]
+        [--io-backend auto|kernel|copies]
 
 Calls of `PageMover` are timed from the call to its return, with everything that the host does for them, and alternate with their
 yardstick: one copy of as many contiguous bytes between the device and memory that torch has pinned. The device's pages come in
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
 from bench.timing import Report, argument_parser, readable_bytes, sample
 from transfer.copy.page_mover import PageMove, PageMover
+from transfer.copy.page_segments import IoBackend
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.host_pool import HostPool
@@ -67,25 +70,41 @@ GEOMETRIES = (
 )
 
 
-def measure(geometries: Sequence[Geometry], *, device: str, num_bytes: int, buffer_bytes: int, repetitions: int) -> Report:
+def measure(
+    geometries: Sequence[Geometry],
+    *,
+    device: str,
+    num_bytes: int,
+    buffer_bytes: int,
+    repetitions: int,
+    io_backend: IoBackend = "auto",
+) -> Report:
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
     report = Report(title=f"Pages saved to and loaded from host memory on {name}, against a plain copy of the same bytes")
     for geometry in geometries:
-        _measure(report, geometry, device, num_bytes, buffer_bytes, repetitions)
+        _measure(report, geometry, device, num_bytes, buffer_bytes, repetitions, io_backend)
     ratios = [row.ratio for row in report.rows if row.ratio is not None and "in order" in row.what]
     report.headline["worst_ratio"] = min(ratios)
     report.headline["must_reach"] = TARGET_RATIO
     return report
 
 
-def _measure(report: Report, geometry: Geometry, device: str, num_bytes: int, buffer_bytes: int, repetitions: int) -> None:
+def _measure(
+    report: Report,
+    geometry: Geometry,
+    device: str,
+    num_bytes: int,
+    buffer_bytes: int,
+    repetitions: int,
+    io_backend: IoBackend,
+) -> None:
     layout, shard = geometry.layout(), Shard(page_size=geometry.page_size, order=geometry.order)
     (group,) = layer_groups(layout)
     page_bytes = group.page_bytes(layout, shard)
     count = max(2, num_bytes // page_bytes)
     pool = KVPool(layout=layout, shard=shard, num_pages=count, device=device)
     host = HostPool(pool, num_pages=[2 * count])  # half of them are used: in no order few follow each other
-    mover = PageMover(pool, host, buffer_bytes=max(buffer_bytes, 2 * page_bytes))
+    mover = PageMover(pool, host, buffer_bytes=max(buffer_bytes, 2 * page_bytes), io_backend=io_backend)
     mover.compile()
     device_pages, host_pages = (
         torch.randperm(most, generator=torch.Generator().manual_seed(most)).tolist()[:count] for most in (count, 2 * count)
@@ -126,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--mb", type=int, help="MiB that a call moves; 1024 on a GPU, 64 on a CPU, an eighth with --quick")
     made.add_argument("--buffer-mb", type=int, default=64, help="MiB of the device in which pages are packed")
+    made.add_argument("--io-backend", choices=get_args(IoBackend), default="auto", help="how pages cross the link of a GPU")
     return made
 
 
@@ -140,6 +160,7 @@ def main() -> None:
         num_bytes=(arguments.mb or default_mb) << 20,
         buffer_bytes=arguments.buffer_mb << 20,
         repetitions=3 if arguments.quick else 10,
+        io_backend=arguments.io_backend,
     ).finish(arguments.json)
 
 

@@ -102,6 +102,7 @@ async def open_offload_rank(
         store=store,
         blocks=blocks,
         buffer_bytes=settings.buffer_bytes,
+        io_backend=settings.io_backend,
     )
 
 

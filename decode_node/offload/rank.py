@@ -32,6 +32,7 @@ from decode_node.rank_messages import (
     StoreJob,
 )
 from transfer.copy.page_mover import PageCopy, PageMove, PageMover, movement_of
+from transfer.copy.page_segments import IoBackend
 from transfer.copy.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
@@ -111,6 +112,7 @@ class OffloadRank:
         store: Client of the store; None means that there is no store.
         blocks: Blocks of running requests in the store; None means that running requests do not use the store.
         buffer_bytes: Device memory for the copies of each direction.
+        io_backend: How pages cross the host link, see `PageMover`.
         open_thread: Makes the thread of each direction from its name, the loop and `on_crash`.
     """
 
@@ -127,6 +129,7 @@ class OffloadRank:
         store: StoreClient | None,
         blocks: RunningBlocks | None = None,
         buffer_bytes: int,
+        io_backend: IoBackend = "auto",
         open_thread: Callable[[str, asyncio.AbstractEventLoop, Callable[[BaseException], None]], WorkerThread] = WorkerThread,
     ) -> None:
         self._context = context
@@ -143,7 +146,12 @@ class OffloadRank:
         self._save_thread = open_thread("save", context.loop, context.on_crash)
         self._load_thread = open_thread("load", context.loop, context.on_crash)
         self._save_mover, self._load_mover = (
-            PageMover(pool, host, buffer_bytes=buffer_bytes, movement=movement_of(pool, host, buffer_bytes, context.kernels))
+            PageMover(
+                pool,
+                host,
+                buffer_bytes=buffer_bytes,
+                movement=movement_of(pool, host, buffer_bytes, context.kernels, io_backend),
+            )
             for _ in range(2)
         )
         for mover in (self._save_mover, self._load_mover):

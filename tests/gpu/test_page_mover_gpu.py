@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from tests.gpu.busy import occupy
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
 from transfer.copy.page_mover import PageMove, PageMover, movement_of
+from transfer.copy.page_segments import IoBackend
 from transfer.errors import MemoryPlanError
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pool import host_pool
@@ -37,16 +39,12 @@ def assert_saved(pool: KVPool, host: HostPool, device_pages: list[int], host_pag
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("min_run_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("io_backend", ["auto", "copies", "kernel"])
 @pytest.mark.parametrize("side", ["save", "load", "copy"])
 @settings(max_examples=12, deadline=None)
 @given(case=page_cases())
-def test_moves_what_the_reference_moves(side: Side, min_run_bytes: int, case: PageCase) -> None:
-    from transfer.copy import device_page_mover
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_page_mover, "MIN_RUN_BYTES", min_run_bytes)
-        assert_moves(case, side, movement_of, "cuda")
+def test_moves_what_the_reference_moves(side: Side, io_backend: IoBackend, case: PageCase) -> None:
+    assert_moves(case, side, partial(movement_of, io_backend=io_backend), "cuda")
 
 
 def test_a_save_waits_for_its_event_and_for_nothing_else() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -59,6 +59,13 @@ class OffloadConfig(HostMemoryConfig):
             "Newest tokens of each request that stay on the device. Older ones leave it when the pool is short of pages, and are "
             "read in host memory. null: all stay, and a request must fit the device pool. A long prompt arrives in host memory "
             "by whole chunks, so a device pool with room for little more than one chunk may keep fewer of its tokens."
+        ),
+    )
+    io_backend: Literal["auto", "kernel", "copies"] = Field(
+        default="auto",
+        description=(
+            "How pages cross the host link of a GPU: a kernel reads or writes host memory, or a copy moves each run of host "
+            "pages. auto: kernel if runs are shorter than 256 KiB on average."
         ),
     )
     high_water: Share = Field(

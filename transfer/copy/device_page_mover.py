@@ -18,7 +18,7 @@ from torch import Tensor
 
 from transfer.copy.launch import upload
 from transfer.copy.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
-from transfer.copy.page_segments import Direction, PagePairs, PageSegment, WorkBefore, page_runs, page_segments
+from transfer.copy.page_segments import Direction, IoBackend, PagePairs, PageSegment, WorkBefore, page_runs, page_segments
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
 
@@ -87,8 +87,8 @@ class _Batch:
     host_pages: list[int]
 
     @property
-    def is_direct(self) -> bool:
-        """Whether the kernel itself reads or writes the host memory."""
+    def has_short_runs(self) -> bool:
+        """Whether copies of the runs take longer than a kernel that reads or writes the host memory."""
         return self.num_pages * self.group.host.shape[1] < MIN_RUN_BYTES * len(self.runs) and len(self.runs) > 1
 
 
@@ -100,8 +100,9 @@ class DevicePageMovement:
         buffer_bytes: Size of both lanes' buffers together.
     """
 
-    def __init__(self, pool: KVPool, host: HostPool, *, buffer_bytes: int) -> None:
+    def __init__(self, pool: KVPool, host: HostPool, *, buffer_bytes: int, io_backend: IoBackend = "auto") -> None:
         self._device = pool.device
+        self._io_backend = io_backend
         self._lanes = [_Lane(pool.device, buffer_bytes // 2) for _ in range(2)]
         self._groups = {
             group: self._prepared(pool, host, group)
@@ -141,7 +142,7 @@ class DevicePageMovement:
 
     def _save(self, batch: _Batch) -> None:
         group = batch.group
-        if batch.is_direct:
+        if self._is_direct(batch):
             group.write(batch.source, batch.target, batch.num_pages)
             return
         group.pack[batch.lane](batch.source, 0, batch.num_pages)
@@ -150,12 +151,16 @@ class DevicePageMovement:
 
     def _load(self, batch: _Batch) -> None:
         group = batch.group
-        if batch.is_direct:
+        if self._is_direct(batch):
             group.read(batch.source, batch.target, batch.num_pages)
             return
         for on_host, packed in self._runs(batch):
             packed.copy_(on_host, non_blocking=True)
         group.unpack[batch.lane](0, batch.target, batch.num_pages)
+
+    def _is_direct(self, batch: _Batch) -> bool:
+        """Return whether the kernel itself reads or writes the host memory."""
+        return batch.has_short_runs if self._io_backend == "auto" else self._io_backend == "kernel"
 
     def _runs(self, batch: _Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the bytes of each run of host pages, and their place in the lane's buffer."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from transfer.copy.kernel_choice import Kernels
-from transfer.copy.page_segments import Direction, PageNumbers, PagePairs, WorkBefore
+from transfer.copy.page_segments import Direction, IoBackend, PageNumbers, PagePairs, WorkBefore
 from transfer.errors import ConfigError, LayoutError
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
@@ -61,14 +61,23 @@ class PageMover:
     Args:
         host: Host pages over the same layout.
         buffer_bytes: Device memory for packed pages on a GPU. Half of it holds at least one page.
-        movement: How pages are moved; None chooses the fastest way for the pool's device.
+        io_backend: How pages cross the host link of a GPU.
+        movement: How pages are moved; None chooses the way for the pool's device.
 
     Raises:
         LayoutError: The pages of some buffer are not contiguous.
         ConfigError: `buffer_bytes` is too small.
     """
 
-    def __init__(self, pool: KVPool, host: HostPool, *, buffer_bytes: int, movement: PageMovement | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        host: HostPool,
+        *,
+        buffer_bytes: int,
+        io_backend: IoBackend = "auto",
+        movement: PageMovement | None = None,
+    ) -> None:
         _check_pages_are_contiguous(pool)
         largest = max(size for size, count in zip(host.page_bytes, host.num_pages, strict=True) if count)
         if buffer_bytes < 2 * largest:
@@ -76,7 +85,7 @@ class PageMover:
         self._pool = pool
         self._host = host
         self._lock = threading.Lock()
-        self._movement = movement_of(pool, host, buffer_bytes) if movement is None else movement
+        self._movement = movement_of(pool, host, buffer_bytes, io_backend=io_backend) if movement is None else movement
 
     def compile(self) -> None:
         """Compile the kernels of saves and loads on a GPU, without a launch. Otherwise the first of
@@ -140,8 +149,14 @@ class PageMover:
         return sum(len(one.source_pages) * self._host.page_bytes[one.group] for one in pairs)
 
 
-def movement_of(pool: KVPool, host: HostPool, buffer_bytes: int, kernels: Kernels | None = None) -> PageMovement:
-    """Return the movement of an implementation. None means the fastest for the pool's device."""
+def movement_of(
+    pool: KVPool, host: HostPool, buffer_bytes: int, kernels: Kernels | None = None, io_backend: IoBackend = "auto"
+) -> PageMovement:
+    """Return the movement of an implementation. None means the fastest for the pool's device.
+
+    Args:
+        io_backend: How pages cross the host link, see `DevicePageMovement`; only Triton has a choice.
+    """
     match kernels or Kernels.fastest(pool.device):
         case Kernels.TORCH:
             from transfer.copy.torch_copy import TorchPageMovement
@@ -154,7 +169,7 @@ def movement_of(pool: KVPool, host: HostPool, buffer_bytes: int, kernels: Kernel
         case Kernels.TRITON:
             from transfer.copy.device_page_mover import DevicePageMovement
 
-            return DevicePageMovement(pool, host, buffer_bytes=buffer_bytes)
+            return DevicePageMovement(pool, host, buffer_bytes=buffer_bytes, io_backend=io_backend)
 
 
 def _checked(name: str, pages: Sequence[int], num_pages: int) -> PageNumbers:

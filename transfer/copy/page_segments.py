@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,12 @@ from torch import Tensor
 from transfer.pool.kv_pool import KVPool
 
 PageNumbers = NDArray[np.int64]
+
+IoBackend = Literal["auto", "kernel", "copies"]
+"""How pages cross the host link of a GPU: a kernel reads or writes host memory, or a copy moves each run of host pages.
+
+`auto` chooses by the lengths of the runs.
+"""
 
 
 class WorkBefore(Protocol):

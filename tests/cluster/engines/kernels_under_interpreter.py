@@ -19,6 +19,7 @@ from transfer.copy import Kernels, add_digest, copier, device_page_mover
 from transfer.copy.digest import DIGEST_WORDS, STEP, digest
 from transfer.copy.head_slice import TritonCopier, Tuning
 from transfer.copy.launch import Launcher
+from transfer.copy.page_segments import IoBackend
 from transfer.copy.piece_copier import PieceCopier
 from transfer.copy.torch_copy import TorchCopier, words_sum
 from transfer.layout import DType, KVLayout, Range, Shard, TokenOrder, WireBuffer, routes, wire_dtype
@@ -189,21 +190,26 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
 
 
 @pytest.mark.parametrize("side", ["save", "load", "copy"])
-@pytest.mark.parametrize("min_run_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("io_backend", ["auto", "copies"])
 @settings(max_examples=40)
 @given(case=page_cases())
-def test_pages_are_moved_as_by_the_reference(side: Side, min_run_bytes: int, case: PageCase) -> None:
+def test_pages_are_moved_as_by_the_reference(side: Side, io_backend: IoBackend, case: PageCase) -> None:
     """By packing them, and by the kernel's own way to host memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_page_mover, "MIN_RUN_BYTES", min_run_bytes)
-        assert_moves(case, side, lambda pool, host, size: device_page_mover.DevicePageMovement(pool, host, buffer_bytes=size))
+    assert_moves(
+        case,
+        side,
+        lambda pool, host, size: device_page_mover.DevicePageMovement(pool, host, buffer_bytes=size, io_backend=io_backend),
+    )
 
 
 def test_a_launch_of_few_programs_moves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_page_mover, "MIN_RUN_BYTES", 1 << 30)
     monkeypatch.setattr(device_page_mover, "LINK_PROGRAMS", 2)
     layout = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=100, dtype=DType.FLOAT32)
     case = PageCase(layout=layout, shard=Shard(page_size=16), num_pages=7, num_host_pages=7, buffer_pages=3,
                     is_consecutive=False, is_view=False, seed=3)  # fmt: skip
     for side in ("save", "load"):
-        assert_moves(case, side, lambda pool, host, size: device_page_mover.DevicePageMovement(pool, host, buffer_bytes=size))
+        assert_moves(
+            case,
+            side,
+            lambda pool, host, size: device_page_mover.DevicePageMovement(pool, host, buffer_bytes=size, io_backend="kernel"),
+        )
