@@ -114,7 +114,7 @@ def engine_of(
         max_running_requests=None,
         is_tiny=device == "cpu",
         sparse_prefill=policy,
-        max_step_tokens=chunk_tokens,
+        chunk_tokens=chunk_tokens,
     )
     with closing(engine, num_pages if in_host else 0):
         yield engine
@@ -176,6 +176,7 @@ def measure_prefill(
                 if device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated() if device == "cuda" else 0
+                counted = engine.prefill_counts
                 found = []
                 for _ in range(repetitions):
                     begun_s = time.perf_counter()
@@ -185,9 +186,9 @@ def measure_prefill(
                 if device == "cuda":
                     facts[f"MiB of activations, {name}"] = (torch.cuda.max_memory_allocated() - before) / 2**20
                 counts = engine.prefill_counts
-                if counts is not None:
+                if counts is not None and counted is not None:
                     facts[f"density, {name}"] = counts.density
-                    facts[f"GiB read, {name}"] = counts.loaded_bytes / 2**30 / (repetitions + 1)
+                    facts[f"GiB read, {name}"] = (counts.loaded_bytes - counted.loaded_bytes) / 2**30 / repetitions
     copied = (sum(range(0, num_tokens, chunk_tokens)) + num_tokens) * token_bytes
     on_device = report.add(case, "full, on the device", seconds[False, False])
     in_host_row = report.add(case, "full, in host memory", seconds[False, True], against=on_device)
@@ -330,7 +331,7 @@ def measure_needle(report: Report, device: str, *, lengths: Sequence[int], chunk
                     device=device,
                     max_seq_len=num_tokens + 1,
                     sparse_prefill=XAttention(threshold=threshold),
-                    max_step_tokens=chunk_tokens,
+                    chunk_tokens=chunk_tokens,
                 )
                 found = {True: 0, False: 0}
                 for depth, is_odd in itertools.product(DEPTHS, found):

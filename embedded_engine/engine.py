@@ -47,7 +47,7 @@ from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, s
 from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, RequestFault, SamplingParams, StoredKV
 from transfer.errors import ConfigError, EngineError, OutOfMemory
 from transfer.layer_groups import layer_groups, page_table_tokens
-from transfer.layout import DType, KVLayout, Shard
+from transfer.layout import DType, KVLayout, LayerKind, Shard
 from transfer.out_of_memory import allocating
 from transfer.pool.host_pool import HostPool
 from transfer.pool.kv_pool import KVPool
@@ -162,7 +162,7 @@ class EmbeddedEngine:
         has_decode_kernels: Whether decode steps and block-sparse prefill attend by kernels; None means on a GPU only. Triton's
             interpreter can run the kernels on a CPU.
         sparse_prefill: Policy of block-sparse prefill; None for full attention.
-        max_step_tokens: Most tokens of a prefill step; needed for the workspaces of `sparse_prefill`.
+        chunk_tokens: Most tokens of a request in a prefill step; needed for the workspaces of `sparse_prefill`.
 
     Attributes:
         memory_plan: The plan that sized the pool, if there is one.
@@ -193,7 +193,7 @@ class EmbeddedEngine:
         advise: Advise = advice_for,
         has_decode_kernels: bool | None = None,
         sparse_prefill: XAttention | None = None,
-        max_step_tokens: int | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         self.memory_plan: MemoryPlan | None = None
         self.memory_warnings: tuple[str, ...] = ()
@@ -205,7 +205,7 @@ class EmbeddedEngine:
         self._group = group
         self._advise = advise
         self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes, has_host_pages)
-        self._configure_sparse(sparse_prefill, max_step_tokens)
+        self._configure_sparse(sparse_prefill, chunk_tokens)
         if not callable(num_pages):
             self._page_counts(num_pages)  # before the weights are loaded, which may take minutes
         if num_threads is not None:
@@ -246,15 +246,20 @@ class EmbeddedEngine:
         self.layers_per_group = layers_per_group or self.layout.num_layers
         self._has_host_pages = has_host_pages
 
-    def _configure_sparse(self, policy: XAttention | None, max_step_tokens: int | None) -> None:
+    def _configure_sparse(self, policy: XAttention | None, chunk_tokens: int | None) -> None:
         """Check and keep the policy of block-sparse prefill, with the workspaces that it needs."""
         self._sparse_policy = policy
         self._workspaces: tuple[Workspace, ...] = ()
         if policy is None:
             return
-        if max_step_tokens is None:
-            raise ConfigError("sparse_prefill is given and max_step_tokens is not; its workspaces need both")
-        _check_is_positive("max_step_tokens", max_step_tokens)
+        if chunk_tokens is None:
+            raise ConfigError("sparse_prefill is given and chunk_tokens is not; its workspaces need both")
+        _check_is_positive("chunk_tokens", chunk_tokens)
+        if (softcap := getattr(self.files.config, "attn_logit_softcapping", None)) is not None:
+            raise ConfigError(
+                f"prefill.sparse_policy is xattention; {self.files.architecture} has a soft cap of {softcap:g}; "
+                "block-sparse prefill does not support it: it must be none for this model"
+            )
         try:
             check_has_sparse_prefill(self.layout)
         except ConfigError as error:
@@ -262,9 +267,19 @@ class EmbeddedEngine:
         self._workspaces = sparse_prefill_workspaces(
             policy,
             num_heads=self.files.config.num_attention_heads // self.shard.tp_size,
-            step_tokens=max_step_tokens,
+            chunk_tokens=chunk_tokens,
             max_seq_len=self.max_context_tokens,
         )
+
+    def _compile_sparse(self, sparse: SparsePrefill) -> None:
+        """Compile the kernels of block-sparse prefill on a GPU."""
+        if not self._has_decode_kernels or self._device.type != "cuda" or self.max_context_tokens <= sparse.policy.block_size:
+            return  # without kernels, or with too short a context for a choice
+        layer = next(index for index, one in enumerate(self.layout.layers) if one.kind is LayerKind.ATTENTION)
+        k, v = (self.pool.buffer(layer, is_v=is_v) for is_v in (False, True))
+        heads = (self.files.config.num_attention_heads // self.shard.tp_size, self.pool.part_of(layer).num_heads(layer))
+        with torch.inference_mode():
+            sparse.compile_kernels(heads=heads, dim=k.shape[3], value_dim=v.shape[3], dtypes=(self._dtype, k.dtype))
 
     def _page_counts(self, num_pages: int | Sequence[int]) -> tuple[int, ...]:
         """Return the pages of each layer group, checked."""
@@ -299,6 +314,7 @@ class EmbeddedEngine:
                     page_size=self.pool.page_size,
                     device=self._device,
                 )
+                self._compile_sparse(self._sparse)
         self._tier: HostBlocks | None = None
         self._host_pages: HostPages | None = None
         self._decoder: DeviceDecoder | None = None
@@ -331,7 +347,7 @@ class EmbeddedEngine:
         has_host_pages: bool = False,
         advise: Advise = advice_for,
         sparse_prefill: XAttention | None = None,
-        max_step_tokens: int | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         """Start again with the loaded weights, after `release_pool`. The ranks of a group do this together.
 
@@ -344,7 +360,7 @@ class EmbeddedEngine:
         """
         self._advise = advise
         self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes, has_host_pages)
-        self._configure_sparse(sparse_prefill, max_step_tokens)
+        self._configure_sparse(sparse_prefill, chunk_tokens)
         if self._failure is not None:
             raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
         try:

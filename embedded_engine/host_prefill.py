@@ -25,7 +25,7 @@ from transfer.layout import TokenOrder
 from transfer.pool.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from embedded_engine.host_fetcher import HostFetcher
+    from embedded_engine.host_fetcher import BlockBuffer, HostFetcher
 
 
 class HostPages:
@@ -205,28 +205,32 @@ class HostStep:
             )
 
     def selected_spans(self, layer: int, index: int, is_used: Tensor) -> Iterator[tuple[KeySpan, Tensor | None]]:
-        """Yield the spans that contain the selected blocks of a chunk, with the bounds of `SparseChunk.attend`.
+        """Queue the fetches of the selected blocks of a chunk. Return their spans, with the bounds of `SparseChunk.attend`.
 
         Args:
             is_used: See `SparseChunk.select`.
         """
         fetcher, units = self._host.fetcher, self._units[index]
         if units is None:
-            return
+            return iter(())
         pages, counts, places, bounds = units.needed(is_used)
         k_bytes, page_bytes = self._page_bytes(layer)
         self._sparse.counts[2] += counts.sum() * page_bytes + len(self._contexts[index]) * k_bytes
         if fetcher is None:
-            yield self._whole_span(layer, index), None
-            return
+            return iter([(self._whole_span(layer, index), None)])
         size = self._pages_per_fetch
         needed = [
             Fetch(layer=layer, pages=pages[number * size :], num_pages=size, count=counts[number:])
             for number in range(units.num_fetches)
         ]
         fetcher.add([*needed, *self._next_keys()])
-        for number, buffer in enumerate(fetcher.buffers(layer, len(needed))):
-            assert buffer is not None
+        return self._fetched_spans(fetcher.buffers(layer, len(needed)), index, places, bounds)
+
+    def _fetched_spans(
+        self, buffers: Iterator[BlockBuffer | None], index: int, places: Tensor, bounds: Tensor
+    ) -> Iterator[tuple[KeySpan, Tensor | None]]:
+        for number, buffer in enumerate(buffers):
+            assert buffer is not None  # no block of a prefill step is in the store
             span = KeySpan(
                 **self._k_and_v(buffer.k, buffer.v),
                 pages=places,

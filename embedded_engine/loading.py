@@ -174,7 +174,7 @@ def _role_settings(config: NodeConfig) -> dict[str, Any]:
     if isinstance(config, PrefillNodeConfig):
         given["layers_per_group"] = finest_chunk_plan(config.chunk).layers_per_group or None
         given["sparse_prefill"] = sparse_policy(config)
-        given["max_step_tokens"] = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)
+        given["chunk_tokens"] = config.chunk.chunk_tokens
     if isinstance(config, DecodeNodeConfig):
         given["max_running_requests"] = config.limits.max_running_requests
         given["cuda_graph_batch_sizes"] = () if config.device == "cpu" else graph_batch_sizes(config)

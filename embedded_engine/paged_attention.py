@@ -408,9 +408,9 @@ class PrefillPlan:
             chunk = begin(hosted.begin, hosted.end)
             for span in self._host.spans(layer, index):
                 chunk.estimate(span)
-            is_used = chunk.select()
+            selected = self._host.selected_spans(layer, index, chunk.select())  # fetched during the next line
             chunk.attend(chunk.own)
-            for span, bounds in self._host.selected_spans(layer, index, is_used):
+            for span, bounds in selected:
                 chunk.attend(span, bounds)
             output[:, hosted.begin : hosted.end] = chunk.result().transpose(1, 2)
         return output

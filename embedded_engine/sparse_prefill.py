@@ -20,7 +20,7 @@ from embedded_engine.kernels.block_sparse_arguments import KeySpan, Selection
 from embedded_engine.step_arrays import on_device
 from planner.workspace import Workspace, XAttention
 from transfer.engine_types import PrefillCounts
-from transfer.errors import EngineError
+from transfer.errors import ConfigError, EngineError
 from transfer.layout import TokenOrder
 
 ALWAYS_SELECTED: Final = 2
@@ -50,8 +50,14 @@ class SparsePrefill:
     def __init__(
         self, policy: XAttention, workspaces: Sequence[Workspace], kernels: Any, *, page_size: int, device: torch.device
     ) -> None:
+        if policy.block_size % page_size and page_size % policy.block_size:
+            raise ConfigError(
+                f"prefill.sparse_block_size is {policy.block_size} and the page size is {page_size}; "
+                "one must be a multiple of the other"
+            )
         self.policy = policy
         self.kernels = kernels
+        self.page_size = page_size
         self.unit_tokens = max(policy.block_size, page_size)
         """Tokens that are fetched from host memory together if one of their blocks is selected."""
         self.device = device
@@ -74,9 +80,42 @@ class SparsePrefill:
         self._counts_on_host.copy_(self.counts, non_blocking=True)
 
     def read_counts(self) -> PrefillCounts:
-        """Return the counts after the newest step that the device has ended. Does not wait."""
-        selected, seen, loaded = self._counts_on_host.tolist()
-        return PrefillCounts(selected_blocks=selected, skipped_blocks=seen - selected, loaded_bytes=loaded)
+        """Return the counts after the newest step that the device has ended. Does not wait, so they can be of two steps."""
+        selected, skipped, loaded = self._counts_on_host.tolist()
+        return PrefillCounts(selected_blocks=selected, skipped_blocks=skipped, loaded_bytes=loaded)
+
+    def compile_kernels(
+        self, *, heads: tuple[int, int], dim: int, value_dim: int, dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> None:
+        """Compile the kernels for a rank's shapes, so that neither a missing compiler nor too small a GPU fails a prompt.
+
+        Args:
+            heads: Query heads and KV heads.
+            dtypes: That of the computation and that of the pool.
+
+        Raises:
+            ConfigError: The kernels do not fit the GPU.
+        """
+        num_earlier = ALWAYS_SELECTED * self.policy.block_size
+        query = torch.zeros(1, heads[0], 1, dim, dtype=dtypes[0], device=self.device)
+        k, v = (torch.zeros(1, heads[1], size, device=self.device).to(dtypes[1]) for size in (dim, value_dim))
+        pages = torch.arange(-(-num_earlier // self.page_size), device=self.device)
+        earlier_k, earlier_v = (
+            torch.zeros(len(pages), self.page_size, *one.shape[1:], device=self.device).to(dtypes[1]) for one in (k, v)
+        )
+        counts, self.counts = self.counts, torch.zeros_like(self.counts)
+        buffers = dict(self._buffers)
+        try:
+            for table in (None, pages, pages.int()):
+                chunk = SparseChunk(self, query, k, v, Scores(scale=1.0), ChunkBlocks(self, num_earlier=num_earlier, rows=1))
+                span = KeySpan(k=earlier_k, v=earlier_v, pages=table, num_tokens=num_earlier, first_block=0, is_own=False)
+                for one in (chunk.own, span):
+                    chunk.estimate(one)
+                chunk.select()
+                for one in (chunk.own, span):
+                    chunk.attend(one)
+        finally:
+            self.counts, self._buffers = counts, buffers  # lazy workspaces are not kept
 
     def view(self, name: str, *shape: int) -> Tensor:
         """Return the beginning of a workspace; allocate the workspace if it is lazy.
@@ -90,7 +129,7 @@ class SparsePrefill:
         if size > buffer.numel():
             raise EngineError(
                 f"{name} of a prompt has {shape} elements; the workspace has {buffer.numel()}: "
-                "raise limits.max_step_tokens or limits.max_seq_len"
+                "raise chunk.chunk_tokens or limits.max_seq_len"
             )
         return buffer[:size].view(shape)
 
@@ -150,6 +189,8 @@ class SparseChunk:
     """
 
     def __init__(self, sparse: SparsePrefill, query: Tensor, k: Tensor, v: Tensor, scores: Scores, cut: ChunkBlocks) -> None:
+        if scores.softcap is not None:
+            raise EngineError(f"a layer has a soft cap of {scores.softcap:g}, which block-sparse prefill does not support")
         policy, rows = sparse.policy, query.shape[2]
         self._sparse = sparse
         self._query = query[0]
@@ -184,8 +225,9 @@ class SparseChunk:
         selection, sparse, cut = self.selection, self._sparse, self._cut
         if cut.has_choice:
             sparse.kernels.select(self._lse, self._sums, selection, sparse.policy)
-        sparse.counts[0] += selection.counts.sum()
-        sparse.counts[1] += len(selection.counts) * sum(range(cut.own_block + 1, cut.num_blocks + 1))
+        selected = selection.counts.sum()
+        sparse.counts[0] += selected
+        sparse.counts[1] += len(selection.counts) * sum(range(cut.own_block + 1, cut.num_blocks + 1)) - selected
         return selection.is_used[: selection.own_block]
 
     def attend(self, span: KeySpan, bounds: Tensor | None = None) -> None:

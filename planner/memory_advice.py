@@ -39,7 +39,7 @@ _CHANGES: Final[Mapping[Phase, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     Phase.WEIGHTS: (("raise", ("parallel.tp_size",)), ("end other processes that use this memory", ())),
     Phase.POOL: (("lower", (_FRACTION, "pool.num_pages")),),
     Phase.WORKSPACES: (
-        ("lower", ("limits.max_step_tokens", "limits.max_seq_len", _FRACTION)),
+        ("lower", ("chunk.chunk_tokens", "limits.max_seq_len", _FRACTION)),
         ("raise", ("prefill.sparse_stride",)),
     ),
     Phase.PAGE_TABLES: (("lower", ("limits.max_running_requests", "limits.max_seq_len", _FRACTION)),),

@@ -21,7 +21,7 @@ from planner.plan_values import GroupPlan, MemoryPlan, PlanLine
 from planner.workspace import Workspace, check_has_sparse_prefill, sparse_prefill_workspaces
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import shown
-from transfer.layer_groups import GroupKind
+from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind
 
 __all__ = [
     "GroupPlan",
@@ -182,7 +182,7 @@ def _workspaces(inputs: PlanInputs) -> tuple[Workspace, ...]:
     return sparse_prefill_workspaces(
         inputs.sparse_prefill,
         num_heads=-(-inputs.model.num_query_heads // inputs.attention_tp_size),
-        step_tokens=inputs.chunk_tokens,
+        chunk_tokens=inputs.most_tokens_in_flight // PREFILL_STEPS_IN_FLIGHT,
         max_seq_len=inputs.sequence_tokens,
     )
 

@@ -22,7 +22,7 @@ _FLAGS: Final = {
     "ring": "a smaller --ring",
     "page_tables": "a smaller --max-seq-len or --max-running-requests",
     "pool_state": "a smaller --max-running-requests",
-    "block_lse": "a smaller --chunked-prefill-size or --max-seq-len, or a larger --sparse-stride",
+    "block_lse": "a smaller --chunk-tokens or --max-seq-len, or a larger --sparse-stride",
 }
 
 

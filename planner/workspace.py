@@ -20,7 +20,7 @@ _ITEM_BYTES = 4  # float32 and int32
 
 
 class Strategy(StrEnum):
-    """When the workspaces are allocated; each is for the tokens of one step, and for the longest sequence."""
+    """When the workspaces are allocated; each is for the tokens of one chunk, and for the longest sequence."""
 
     CHUNK_BOUNDED = "chunk_bounded"  # at start
     LAZY = "lazy"  # on first use: at start it is only checked that they will fit
@@ -99,18 +99,20 @@ def check_has_sparse_prefill(layout: KVLayout) -> None:
         raise ConfigError(f"has {found}; block-sparse prefill needs full attention with KV heads: it must be none for this model")
 
 
-def sparse_prefill_workspaces(policy: XAttention, *, num_heads: int, step_tokens: int, max_seq_len: int) -> tuple[Workspace, ...]:
+def sparse_prefill_workspaces(
+    policy: XAttention, *, num_heads: int, chunk_tokens: int, max_seq_len: int
+) -> tuple[Workspace, ...]:
     """Return the buffers of block-sparse prefill on one rank.
 
     Args:
         num_heads: Query heads of the rank.
-        step_tokens: Most tokens of a prefill step.
+        chunk_tokens: Most tokens of a request in a prefill step.
         max_seq_len: Tokens of the longest sequence.
     """
-    rows = min(step_tokens, max_seq_len)
+    rows = min(chunk_tokens, max_seq_len)
     groups, query_blocks = policy.num_groups(rows), policy.num_blocks(rows)
     key_blocks = policy.num_blocks(max_seq_len) + 1  # the tokens before a step and its own are cut separately
-    sizes = f"{num_heads} heads, steps of {rows:,} tokens, sequences of {max_seq_len:,}"
+    sizes = f"{num_heads} heads, chunks of {rows:,} tokens, sequences of {max_seq_len:,}"
     shapes = (
         ("block_lse", num_heads * groups * key_blocks, "(heads, groups of queries, key blocks) of float32"),
         ("block_sums", num_heads * query_blocks * key_blocks, "(heads, query blocks, key blocks) of float32"),

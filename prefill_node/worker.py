@@ -90,7 +90,6 @@ class PrefillWorker:
         self._store: StoreClient | None = None
         self._loader: PrefixLoader | None = None
         self._host: HostKv | None = None
-        self._sparse_counts: PrefillCounts | None = None
         self._tracer: Tracer | None = None
 
     async def start(self) -> RankReady:
@@ -331,14 +330,11 @@ class PrefillWorker:
         self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
     def _count_sparse(self, counts: PrefillCounts) -> None:
-        """Add what block-sparse prefill did since the last call."""
-        before, self._sparse_counts = self._sparse_counts, counts
-        for state in ("selected", "skipped"):
-            name = f"{state}_blocks"
-            self._metrics.counter("prefill_blocks", state=state).inc(getattr(counts, name) - getattr(before, name, 0))
+        """Report what block-sparse prefill did so far."""
+        self._metrics.counter("prefill_blocks", state="selected").reach(counts.selected_blocks)
+        self._metrics.counter("prefill_blocks", state="skipped").reach(counts.skipped_blocks)
         if self._host is not None:
-            loaded = counts.loaded_bytes - getattr(before, "loaded_bytes", 0)
-            self._metrics.counter("offload_copied_bytes", direction="load").inc(loaded)
+            self._metrics.counter("offload_copied_bytes", direction="load").reach(counts.loaded_bytes)
 
     def _host_tables(self, request_id: str, end_token: int) -> tuple[Sequence[int], ...]:
         if self._host is None or not self._host.is_in_host(request_id):

@@ -18,11 +18,22 @@ from transfer.layout import DType, KVLayout, Shard, named_differences, wire_dtyp
 from transfer.ring import ALIGNMENT_BYTES
 
 CAPABILITIES: Final = frozenset(
-    {"late_start_token", "layer_groups", "one_join", "resend_once", "room_in_stream", "selective_release", "undrain"}
+    {
+        "attention_in_keys",
+        "late_start_token",
+        "layer_groups",
+        "one_join",
+        "resend_once",
+        "room_in_stream",
+        "selective_release",
+        "undrain",
+    }
 )
 """Abilities that a peer may lack. Features that need one are used only if the peer names it. Every peer of protocol version 1 has
 layer_groups, resend_once and selective_release.
 
+- attention_in_keys: a decode side names the prefill side's `attention` in the keys of stored pages. Without this, such sides do
+  not fit, because other prefill nodes would load the pages.
 - late_start_token: a prefill side accepts a later start token in `PrefillRoom` or `ReserveResponse`.
 - one_join: a prefill side that a decode instance joins by two of its addresses keeps the first join, and reports that.
 - layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.
@@ -250,6 +261,8 @@ def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
     common = set(prefill.protocol_versions) & set(decode.protocol_versions)
     if not common:
         differences.append(f"protocol_versions: {_listed(prefill.protocol_versions)} != {_listed(decode.protocol_versions)}")
+    if prefill.attention and "attention_in_keys" not in decode.capabilities:
+        differences.append(f"attention: {_shown((prefill.attention,))} != () (the decode side is older than attention_in_keys)")
     if not differences:
         try:
             wire_dtype(prefill.layout, prefill.shard, decode.shard)

@@ -9,23 +9,26 @@ Source: Xu and others, "XAttention: Block Sparse Attention with Antidiagonal Sco
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from embedded_engine.kernels.block_sparse_arguments import KeySpan, RunningState, Selection
 from embedded_engine.kernels.launch import IS_INTERPRETED, launch
 from embedded_engine.kernels.paged_decode import OPERANDS, operand
 from planner.workspace import XAttention
-from transfer.errors import LayoutError
+from transfer.errors import ConfigError, LayoutError
 
 _LOG2_E = 1 / math.log(2)
 _ROWS = 128  # strided query rows of a program that estimates
 _COLUMNS = 128  # strided keys of such a program
 _TILE = 256  # key blocks that selection reads at a time
+_STAGES = (3, 2, 1)
 _CUT_BITS = 31  # positive float32 numbers are ordered like their bits
 
 
@@ -38,7 +41,10 @@ def _page_of(pages, token, is_token, PAGE_SIZE: tl.constexpr, HAS_PAGES: tl.cons
     return page.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_groups", "num_tokens", "first_block", "num_blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_queries", "num_groups", "num_tokens", "first_block", "num_blocks"],
+    do_not_specialize_on_alignment=["pages"],
+)
 def estimate_kernel(  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
     query,
     k,
@@ -73,7 +79,8 @@ def estimate_kernel(  # type: ignore[no-untyped-def]  # Triton gives the paramet
     """Score a tile of strided rows against strided keys; grid (tiles of rows, tiles of keys, query heads).
 
     Row i stands for the queries of [i * STRIDE, (i + 1) * STRIDE), column j for the keys of such a group: their score is the sum
-    over the antidiagonal of their products. Of each key block the logarithm (base 2) of the sum of its weights is stored.
+    over the antidiagonal of their products. Missing tokens of a last group are the last token. Of each key block, the logarithm
+    (base 2) of the sum of its weights is stored.
     """
     per_block: tl.constexpr = BLOCK // STRIDE
     row_tile = tl.program_id(0)
@@ -88,17 +95,16 @@ def estimate_kernel(  # type: ignore[no-untyped-def]  # Triton gives the paramet
     of_kv_head = k + (head // SHARED).to(tl.int64) * head_stride
     scores = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for step in range(STRIDE):
-        token = row * STRIDE + (STRIDE - 1 - step)
-        is_query = token < num_queries
+        token = tl.minimum(row * STRIDE + (STRIDE - 1 - step), num_queries - 1)
         at_query = of_head + token.to(tl.int64) * query_stride
-        mask = is_query[:, None] & (at_dim < DIM)[None, :]
-        queries = tl.load(at_query[:, None] + at_dim[None, :], mask=mask, other=0.0).to(DOT)
-        key = column * STRIDE + step
-        is_key = key < num_tokens
+        queries = tl.load(at_query[:, None] + at_dim[None, :], mask=(at_dim < DIM)[None, :], other=0.0).to(DOT)
+        key = tl.minimum(column * STRIDE + step, num_tokens - 1)
+        is_key = key >= 0
         at_key = of_kv_head + _page_of(pages, key, is_key, PAGE_SIZE, HAS_PAGES) * page_stride
         at_key += (key % PAGE_SIZE).to(tl.int64) * token_stride
-        mask = is_key[:, None] & (at_dim < DIM)[None, :]
-        keys = operand(tl.load(at_key[:, None] + at_dim[None, :], mask=mask, other=0), KIND, IS_FP8_NATIVE, OPERAND).to(DOT)
+        keys = operand(
+            tl.load(at_key[:, None] + at_dim[None, :], mask=(at_dim < DIM)[None, :], other=0), KIND, IS_FP8_NATIVE, OPERAND
+        ).to(DOT)
         scores += tl.dot(queries, tl.trans(keys), input_precision="ieee")
     is_seen = (column * STRIDE < num_tokens)[None, :]
     if IS_OWN:
@@ -153,7 +159,9 @@ def _sum_from(at_sum, cut, own, num_seen, TILE: tl.constexpr):  # type: ignore[n
     return total
 
 
-@triton.jit(do_not_specialize=["num_blocks", "own_block"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_blocks", "own_block"], do_not_specialize_on_alignment=["is_used"]
+)
 def select_kernel(  # type: ignore[no-untyped-def]
     sums,
     blocks,
@@ -274,7 +282,10 @@ def _attend_block(  # type: ignore[no-untyped-def]
     return new, total, out
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_tokens", "first_block", "num_blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_queries", "num_tokens", "first_block", "num_blocks"],
+    do_not_specialize_on_alignment=["pages", "counts", "bounds"],
+)
 def attend_kernel(  # type: ignore[no-untyped-def]
     query,
     k,
@@ -366,8 +377,7 @@ def estimate(query: Tensor, span: KeySpan, lse: Tensor, policy: XAttention, scal
     num_heads, num_queries, dim = query.shape
     num_groups, num_blocks = lse.shape[1:]
     per_block = policy.block_size // policy.stride
-    rows = max(16, min(_ROWS, triton.next_power_of_2(num_groups)))
-    grid = (triton.cdiv(num_groups, rows), triton.cdiv(span.num_blocks(policy.block_size) * per_block, _COLUMNS), num_heads)
+    grid = (triton.cdiv(num_groups, _ROWS), triton.cdiv(span.num_blocks(policy.block_size) * per_block, _COLUMNS), num_heads)
     _launch(
         estimate_kernel,
         grid,
@@ -389,10 +399,10 @@ def estimate(query: Tensor, span: KeySpan, lse: Tensor, policy: XAttention, scal
         STRIDE=policy.stride,
         BLOCK=policy.block_size,
         IS_OWN=span.is_own,
-        ROWS=rows,
+        ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         num_warps=8,
-        num_stages=_stages_of(query, _COLUMNS),
+        stages=_STAGES,
         **_constants(query, span),
     )
 
@@ -454,26 +464,42 @@ def attend(
         BLOCK=block_size,
         IS_OWN=span.is_own,
         num_warps=8 if block_size == 128 else 4,
-        num_stages=_stages_of(query, block_size),
+        stages=_STAGES,
         **_constants(query, span),
     )
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, stages: Sequence[int] = (), **constants: Any) -> None:
+    """Launch a kernel.
+
+    Args:
+        stages: Numbers of tiles in flight to try, most first: how many fit depends on the GPU. Empty for a kernel without tiles.
+
+    Raises:
+        LayoutError: A tensor is not on a GPU.
+        ConfigError: The tiles do not fit the shared memory of the GPU.
+    """
     first = arguments[0]
     if not IS_INTERPRETED and first.device.type != "cuda":
         raise LayoutError(f"a tensor is on {first.device}; must be on a GPU (elsewhere: block_sparse_reference)")
     with torch.cuda.device_of(first):
-        launch(kernel, grid, *arguments, **constants)
+        if not stages:
+            launch(kernel, grid, *arguments, **constants)
+            return
+        for number in stages:
+            try:
+                launch(kernel, grid, *arguments, num_stages=number, **constants)
+                return
+            except OutOfResources as error:  # raised before the launch, and again from Triton's cache
+                reason = str(error)
+    raise ConfigError(
+        f"prefill.sparse_policy is xattention; its tiles of heads of {first.shape[-1]} in {first.dtype} do not fit the GPU "
+        f"({reason}): it must be none, or prefill.sparse_block_size smaller"
+    )
 
 
 def _stored(buffer: Tensor) -> Tensor:
     return buffer.view(torch.uint8) if buffer.dtype is torch.float8_e4m3fn else buffer
-
-
-def _stages_of(query: Tensor, block_size: int) -> int:
-    """Return how many tiles of keys are in flight; those above 32 KiB fill the shared memory of a multiprocessor."""
-    return 3 if block_size * triton.next_power_of_2(query.shape[2]) * query.element_size() <= 32768 else 1
 
 
 def _constants(query: Tensor, span: KeySpan) -> dict[str, Any]:

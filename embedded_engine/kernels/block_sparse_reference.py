@@ -12,15 +12,16 @@ from embedded_engine.kernels.block_sparse_arguments import KeySpan, RunningState
 from planner.workspace import XAttention
 
 _LN_2 = math.log(2)
-MAX_SCORES = 1 << 26
-"""Most scores of an estimate that are in memory together, in float32."""
+MAX_SCORES = 1 << 24
+"""Most scores of an estimate that are in memory together, in float32; with temporaries 256 MiB."""
 
 
 def estimate(query: Tensor, span: KeySpan, lse: Tensor, policy: XAttention, scale: float) -> None:
     """Estimate how much the queries of a chunk attend to the blocks of a span.
 
     `stride` queries and as many keys are scored as one: the sum of the products on their antidiagonal, divided by `stride`.
-    Tokens that are missing at the end of a chunk or span count as zeros.
+    Where tokens are missing at the end of a chunk or span, the last one is repeated: a group of one query, as after a stored
+    prefix, sees all keys of a group.
 
     Args:
         query: [query heads, queries, dim].
@@ -34,15 +35,17 @@ def estimate(query: Tensor, span: KeySpan, lse: Tensor, policy: XAttention, scal
     scores_of_a_block = query.shape[0] * rows.shape[1] * per_block
     blocks_at_once = max(1, MAX_SCORES // scores_of_a_block)
     for first in range(0, span.num_blocks(policy.block_size), blocks_at_once):
-        tokens = torch.arange(first * policy.block_size, (first + blocks_at_once) * policy.block_size)
-        keys = _tokens(span.k, span, tokens[tokens < span.num_tokens]).to(query.device, query.dtype).float()
+        end_token = min((first + blocks_at_once) * policy.block_size, span.num_tokens)
+        tokens = torch.arange(first * policy.block_size, end_token)
+        keys = _tokens(span.k, span, tokens).to(query.device, query.dtype).float()
         columns = _grouped(keys, policy.stride).flatten(2)
         scores = torch.matmul(by_kv_head, columns.transpose(1, 2)).view(query.shape[0], rows.shape[1], -1)
         scores *= scale / policy.stride
         if span.is_own:
             is_later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1 - first * per_block)
             scores.masked_fill_(is_later, float("-inf"))
-        padded = functional.pad(scores, (0, -scores.shape[2] % per_block), value=float("-inf"))
+        missing = -scores.shape[2] % per_block
+        padded = functional.pad(scores, (0, missing), value=float("-inf")) if missing else scores
         by_block = padded.unflatten(2, (-1, per_block)).logsumexp(dim=3) / _LN_2
         lse[:, :, span.first_block + first : span.first_block + first + by_block.shape[2]] = by_block
 
@@ -126,9 +129,9 @@ def _places(selection: Selection, row: int) -> Tensor:
 
 
 def _grouped(tokens: Tensor, stride: int) -> Tensor:
-    """Return [heads, groups, stride, dim] of [heads, tokens, dim], filled up with zeros."""
-    padded = functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % stride))
-    return padded.view(tokens.shape[0], -1, stride, tokens.shape[2])
+    """Return [heads, groups, stride, dim] of [heads, tokens, dim], filled up with the last token."""
+    last = tokens[:, -1:].expand(-1, -tokens.shape[1] % stride, -1)
+    return torch.cat((tokens, last), dim=1).view(tokens.shape[0], -1, stride, tokens.shape[2])
 
 
 def _tokens(buffer: Tensor, span: KeySpan, tokens: Tensor) -> Tensor:

@@ -142,6 +142,8 @@ class DemoReport:
     @property
     def is_success(self) -> bool:
         may_differ = self.sparse is not None and not self.sparse.is_exact
+        if self.sparse is not None and not self.sparse.is_plausible:
+            return False
         return (self.tokens_match or may_differ) and not self.failed and not self.leaks
 
     def to_json(self) -> dict[str, Any]:

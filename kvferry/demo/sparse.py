@@ -31,6 +31,11 @@ class SparseReport:
     similarity: float
 
     @property
+    def is_plausible(self) -> bool:
+        """Whether blocks were counted, and with threshold 1 all were selected."""
+        return self.density == 1 if self.is_exact else 0 < self.density <= 1
+
+    @property
     def is_exact(self) -> bool:
         """Whether the tokens must be those of full attention."""
         return self.threshold == 1
@@ -65,7 +70,9 @@ def sparse_report(
     return SparseReport(
         threshold=threshold,
         density=density,
-        same_tokens=sum(share == 1 for share in shares),
+        same_tokens=sum(
+            wanted is not None and list(found) == list(wanted.token_ids) for found, wanted in zip(outputs, reference, strict=True)
+        ),
         similarity=sum(shares) / max(1, len(shares)),
     )
 

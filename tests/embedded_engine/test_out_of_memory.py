@@ -42,11 +42,11 @@ def test_weights_that_do_not_fit_where_they_go(demo_dir: Path, monkeypatch: pyte
 def test_workspaces_that_do_not_fit(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SparsePrefill", refuse)
     says = (
-        r"^out of memory while allocating the workspaces of block-sparse prefill: .*; lower limits.max_step_tokens, "
+        r"^out of memory while allocating the workspaces of block-sparse prefill: .*; lower chunk.chunk_tokens, "
         r"limits.max_seq_len or memory.static_fraction, or raise prefill.sparse_stride$"
     )
     with pytest.raises(OutOfMemory, match=says):
-        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2, sparse_prefill=XAttention(), max_step_tokens=16)
+        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2, sparse_prefill=XAttention(), chunk_tokens=16)
 
 
 @pytest.mark.parametrize("num_after", [1, 2])

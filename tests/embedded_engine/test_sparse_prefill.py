@@ -13,7 +13,7 @@ import torch
 from embedded_engine.attention import RunningSoftmax, Scores
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.kernels import block_sparse_reference
-from embedded_engine.sparse_prefill import SparsePrefill, UnitPages
+from embedded_engine.sparse_prefill import ChunkBlocks, SparseChunk, SparsePrefill, UnitPages
 from planner.workspace import Strategy, XAttention, sparse_prefill_workspaces
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.sparse_cases import CASES, SparseCase, attended
@@ -36,7 +36,7 @@ def prompts() -> dict[str, tuple[int, ...]]:
 
 
 def sparse_engine(directory: Path, shard: Shard, policy: XAttention, **settings: Any) -> EmbeddedEngine:
-    return make_engine(directory, shard, num_tokens=1024, sparse_prefill=policy, max_step_tokens=CHUNK, **settings)
+    return make_engine(directory, shard, num_tokens=1024, sparse_prefill=policy, chunk_tokens=CHUNK, **settings)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype is DType.FLOAT32])
@@ -65,6 +65,21 @@ def test_attention_is_that_of_the_selected_blocks(name: str) -> None:
     seen = [own + row + 1 for row in range(len(found.lists[0]))]
     if case.policy.threshold == 1:
         assert all([len(blocks) for blocks in lists] == seen for lists in found.lists)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_a_short_chunk_sees_every_key(rows: int) -> None:
+    """As after a stored prefix. A group of few queries is scored with all keys of a group, not with one residue of them."""
+    for position in range(3 * 64 + 8, 3 * 64 + 16):
+        case = SparseCase(num_earlier=640, rows=rows, policy=XAttention(block_size=64, stride=8, threshold=0.5))
+        query, spans = case.inputs("cpu")
+        direction = torch.nn.functional.normalize(torch.ones(case.dim), dim=0)
+        query[:] = 300 * direction
+        for span in spans:
+            span.k.mul_(0)
+        spans[0].k[spans[0].pages[position // case.page_size], position % case.page_size] = direction
+        found = attended(block_sparse_reference, query, spans, case.policy)
+        assert all(3 in blocks for lists in found.lists for blocks in lists), position
 
 
 def test_estimates_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +184,7 @@ def test_workspaces_are_those_of_the_declaration(demo_dir: Path, prompts: dict[s
     engine = sparse_engine(demo_dir, Shard(page_size=16), policy, max_seq_len=320)
     heads = engine.files.config.num_attention_heads
     declared = {
-        one.name: one.num_bytes for one in sparse_prefill_workspaces(policy, num_heads=heads, step_tokens=CHUNK, max_seq_len=320)
+        one.name: one.num_bytes for one in sparse_prefill_workspaces(policy, num_heads=heads, chunk_tokens=CHUNK, max_seq_len=320)
     }
     assert engine.workspace_bytes == (declared if strategy is Strategy.CHUNK_BOUNDED else {})
     book = PageBook.of(engine, {"a": 300})
@@ -181,7 +196,7 @@ def test_workspaces_are_those_of_the_declaration(demo_dir: Path, prompts: dict[s
 def test_a_step_that_is_longer_than_declared_is_refused(demo_dir: Path, prompts: dict[str, tuple[int, ...]]) -> None:
     engine = sparse_engine(demo_dir, Shard(page_size=16), ALL, max_seq_len=320)
     hosted = Hosted(engine, {"other": 16}, pages_per_block=4)
-    with pytest.raises(EngineError, match=r"block_lse of a prompt has .*raise limits.max_step_tokens or limits.max_seq_len"):
+    with pytest.raises(EngineError, match=r"block_lse of a prompt has .*raise chunk.chunk_tokens or limits.max_seq_len"):
         hosted.prefill({"a": prompts["a"]}, PageBook.of(engine, {"a": 300}), chunk_tokens=300)
 
 
@@ -191,21 +206,30 @@ def test_models_without_it_are_refused_by_name(family_dir: Directory, family: st
         sparse_engine(family_dir(family), Shard(page_size=4), ALL)
 
 
+def test_soft_caps_are_refused() -> None:
+    sparse = SparsePrefill(ALL, (), block_sparse_reference, page_size=16, device=torch.device("cpu"))
+    cut = ChunkBlocks(sparse, num_earlier=0, rows=4)
+    query, k = torch.zeros(1, 2, 4, 8), torch.zeros(4, 1, 8)
+    with pytest.raises(EngineError, match="a layer has a soft cap of 30, which block-sparse prefill does not support"):
+        SparseChunk(sparse, query, k, k, Scores(scale=1.0, softcap=30.0), cut)
+
+
+def test_pages_that_do_not_fit_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sparse_block_size is 64 and the page size is 48; one must be a multiple"):
+        SparsePrefill(ALL, (), block_sparse_reference, page_size=48, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_kernels_are_compiled_for_all_kinds_of_spans(page_size: int) -> None:
+    """Here by the reference: the shapes fit, and nothing is counted."""
+    workspaces = sparse_prefill_workspaces(ALL, num_heads=4, chunk_tokens=16, max_seq_len=65)
+    sparse = SparsePrefill(ALL, workspaces, block_sparse_reference, page_size=page_size, device=torch.device("cpu"))
+    sparse.compile_kernels(heads=(4, 2), dim=16, value_dim=16, dtypes=(torch.float32, torch.bfloat16))
+    sparse.end_step()
+    assert sparse.read_counts().selected_blocks == 0
+
+
 def test_buffers_that_hold_no_block_are_refused(demo_dir: Path) -> None:
     engine = sparse_engine(demo_dir, Shard(page_size=4), ALL)
     with pytest.raises(ConfigError, match=r"block_bytes holds 60 tokens of a layer; .* must hold 64, at least"):
         Hosted(engine, {"a": 64}, pages_per_block=15)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"block_size": 32}, "block_size is 32; it must be one of 64, 128"),
-        ({"stride": 5}, "stride is 5; it must be one of 4, 8, 16, 32"),
-        ({"threshold": 0.0}, "threshold is 0.0; it must be above 0 and at most 1"),
-        ({"threshold": float("nan")}, "threshold is nan; it must be above 0"),
-    ],
-)
-def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        XAttention(**values)

@@ -50,7 +50,7 @@ def test_logits_are_the_same_wherever_kv_lies(model: Directory, shard: Shard, th
             device=DEVICE,
             dtype=DType.FLOAT32,
             sparse_prefill=policy,
-            max_step_tokens=CHUNK,
+            chunk_tokens=CHUNK,
         )
         book = PageBook.of(engine, {"a": len(tokens)})
         names = {"a": len(tokens)} if in_host else {"other": shard.page_size}

@@ -55,6 +55,15 @@ def test_the_digest_is_the_first_of_prefills_that_decode_has(
     assert check_compatible(instance(digests=prefill), instance(digests=decode)).digest == agreed
 
 
+def test_approximate_attention_needs_a_decode_side_that_names_it_in_keys() -> None:
+    """An older one would store such pages where other prefill nodes find them."""
+    prefill = instance(attention="xattention threshold=0.9")
+    check_compatible(prefill, instance(capabilities=frozenset({"attention_in_keys"})))
+    with pytest.raises(LayoutError, match=r"attention: .*xattention threshold=0.9.*the decode side is older than"):
+        check_compatible(prefill, instance())
+    check_compatible(instance(), instance())
+
+
 def test_bits_that_travel_as_they_are_need_equal_scales() -> None:
     scaled = instance(shard=FP8, kv_scales=SCALES)
     check_compatible(scaled, instance(shard=Shard(dtype=DType.FLOAT8_E4M3), kv_scales=SCALES))

@@ -121,9 +121,8 @@ GLM = {"device_bytes": 24 * GIB, "max_running_requests": 1}
 def test_glm_4_9b_with_a_million_tokens_and_sparse_prefill(strategy: Strategy) -> None:
     """Two copies of K and V for all 32 query heads would take 16 GiB of a device of 24 GB; none is made."""
     policy = XAttention(strategy=strategy)
-    plan = make_plan(
-        inputs_of("glm-4-9b-chat-1m", **GLM, sparse_prefill=policy, chunked_prefill_size=2048, offload_bytes=128 * MIB)
-    )
+    flags: dict[str, Any] = {**GLM, "chunked_prefill_size": 2048, "offload_bytes": 128 * MIB, "has_host_pages": True}
+    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **flags, sparse_prefill=policy))
     blocks = 1_048_576 // 128 + 1
     found = {one.name: one.num_bytes for one in plan.workspaces}
     assert found == {
@@ -136,6 +135,7 @@ def test_glm_4_9b_with_a_million_tokens_and_sparse_prefill(strategy: Strategy) -
     assert {name: lines_of(plan).get(name, 0) for name in found} == {name: size * at_start for name, size in found.items()}
     assert any("lazy workspaces will take" in line and "which fits" in line for line in plan.advice) == (not at_start)
     assert plan.num_pages > 1000
+    assert any("a longer prompt is kept in host memory, which takes 81,920 B a token" in line for line in plan.advice)
 
 
 def test_lazy_workspaces_that_will_not_fit_are_named() -> None:
@@ -152,6 +152,25 @@ def test_lazy_workspaces_that_will_not_fit_are_named() -> None:
 def test_sparse_prefill_is_refused_for_a_model_without(model: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"--sparse-policy is xattention; \w+ has layers of kind {kind}; .* it must be none"):
         make_plan(inputs_of(model, tp_size=8, device_bytes=H200, sparse_prefill=XAttention()))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block_size": 32}, "block_size is 32; it must be one of 64, 128"),
+        ({"stride": 5}, "stride is 5; it must be one of 4, 8, 16, 32"),
+        ({"threshold": 0.0}, "threshold is 0.0; it must be above 0 and at most 1"),
+        ({"threshold": float("nan")}, "threshold is nan; it must be above 0"),
+    ],
+)
+def test_policies_out_of_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        XAttention(**values)
+
+
+def test_a_policy_is_named_with_all_that_changes_kv() -> None:
+    """The name is part of the keys of stored pages, so it must not change."""
+    assert str(XAttention(threshold=0.95)) == "xattention block_size=128 stride=16 threshold=0.95"
 
 
 def test_buffers_for_pages_in_host_memory_are_taken_from_the_pool() -> None:

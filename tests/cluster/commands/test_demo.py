@@ -108,6 +108,24 @@ def test_prompts_that_the_prefill_devices_cannot_hold(tmp_path: Path) -> None:
     assert "where the KV of the prefill tier lay" in run.stdout
 
 
+@pytest.mark.timeout(300)
+def test_block_sparse_prefill_in_host_memory(tmp_path: Path) -> None:
+    """Below threshold 1, tokens that differ are reported, and are no failure."""
+    file = tmp_path / "report.json"
+    shape = ("--prefill-tp", "2", "--decode-tp", "1", "--max-new-tokens", "8")
+    sparse = ("--sparse-policy", "xattention", "--sparse-threshold", "0.5", "--prefill-offload")
+    run = demo(*sparse, *shape, "--json", str(file), cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(file.read_text())
+    assert report["leaks"] == report["failed"] == 0
+    found = report["sparse"]
+    assert 0.3 < found["density"] < 1 and 0 < found["similarity"] <= 1
+    # Prompts of up to two blocks have no blocks to skip.
+    assert 0 < found["same_tokens"] <= report["requests"]
+    assert report["prefill_offload"]["loaded_bytes"] > 0
+    assert "Block-sparse prefill attended to" in run.stdout and "tokens differ" not in run.stdout
+
+
 @pytest.mark.timeout(200)
 def test_a_second_run_finds_what_the_first_has_stored(tmp_path: Path, model: Path) -> None:
     reports = []

@@ -54,7 +54,7 @@ def test_blocks_of_host_memory_are_fetched_in_turn(family_dir: Directory, page_s
         pages = HostPages(engine.pool, tier)
         if has_fetcher:
             pages.fetcher = HostFetcher(engine.pool, tier)
-        workspaces = sparse_prefill_workspaces(policy, num_heads=num_heads, step_tokens=70, max_seq_len=512)
+        workspaces = sparse_prefill_workspaces(policy, num_heads=num_heads, chunk_tokens=70, max_seq_len=512)
         sparse = SparsePrefill(policy, workspaces, kernels, page_size=page_size, device=torch.device("cpu"))
         step = HostStep(pages, chunks, sparse)
         found = []
