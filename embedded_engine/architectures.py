@@ -117,6 +117,19 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
             )
 
 
+def check_can_speculate(name: str) -> None:
+    """Refuse speculative decoding of a model whose layers keep a state: a rejected draft token cannot be taken back out of it.
+
+    Raises:
+        ConfigError: The architecture has recurrent layers.
+    """
+    if ARCHITECTURES[name].hook is Hook.GATED_DELTA_NET:
+        raise ConfigError(
+            f"speculative.method is set, and a {name} has recurrent layers, whose state cannot drop a rejected draft token; "
+            "leave it out"
+        )
+
+
 def _has_experts(architecture: Architecture, config: Mapping[str, Any]) -> bool:
     """Return whether a layer is known to have experts: a configuration has their sizes even if all layers are dense."""
     num_layers = config.get("num_hidden_layers")

@@ -45,17 +45,21 @@ _DUMMY_HOST_PAGES: Final = (0,)
 class DeviceDecoder:
     """Run decode steps from static memory, by a CUDA graph if one has a fitting size.
 
-    The inputs of a step are one int64 tensor [2 + groups, requests]: token ids, positions, and for each group of layers the
-    requests' rows in its page table or its states.
+    The inputs of a step are one int64 tensor [2 + groups, rows]: token ids, positions, and for each group of layers the
+    row of the request in its page table or its states. A request with draft tokens has several adjacent rows.
 
     Args:
+        max_rows: Most rows of a step.
         max_seq_len: Tokens of the longest request, for which page tables have columns.
         compute: Runs the model.
         advice: The settings to change if there is no memory for CUDA graphs.
     """
 
-    def __init__(self, pool: KVPool, *, max_running_requests: int, max_seq_len: int, compute: Compute, advice: str) -> None:
+    def __init__(
+        self, pool: KVPool, *, max_running_requests: int, max_rows: int, max_seq_len: int, compute: Compute, advice: str
+    ) -> None:
         self.max_running_requests = max_running_requests
+        self.max_rows = max_rows
         self._pool = pool
         self._compute = compute
         self._advice = advice
@@ -68,7 +72,7 @@ class DeviceDecoder:
         }
         dummy = [self._tables[index].dummy_row if index in self._tables else NO_SLOT for index in range(len(pool.groups))]
         self._dummy = np.array([[0], [DUMMY_POSITION], *([row] for row in dummy)], dtype=np.int64)
-        self._inputs = torch.zeros(len(self._dummy) * max_running_requests, dtype=torch.int64, device=pool.device)
+        self._inputs = torch.zeros(len(self._dummy) * max_rows, dtype=torch.int64, device=pool.device)
         self._graphs: DecodeGraphs | None = None
         self._tiered_graphs: DecodeGraphs | None = None
         self._host: HostReader | None = None
@@ -102,7 +106,11 @@ class DeviceDecoder:
         self._capture_tiered()
 
     def logits(self, items: Sequence[DecodeItem]) -> Tensor:
-        """Queue a step on the current stream; return logits [items, vocabulary] that are valid until the next step."""
+        """Queue a step on the current stream; return logits [items, vocabulary] that are valid until the next step.
+
+        Args:
+            items: One for each row, without draft tokens; those of a request are adjacent, in the order of their positions.
+        """
         size = None if self._graphs is None else self._graphs.size_for(len(items))
         has_stored = any(item.stored_blocks for item in items)
         if self._host is not None and (has_stored or any(any(item.host_tables) for item in items)):
@@ -128,7 +136,7 @@ class DeviceDecoder:
 
     def use_host_tier(self, tier: HostBlocks) -> None:
         """Let steps read host pages, see `EmbeddedEngine.use_host_pool`; a step of the dummy request compiles their kernels."""
-        self._host = HostReader(self._pool, tier, max_rows=self.max_running_requests)
+        self._host = HostReader(self._pool, tier, max_rows=self.max_rows)
         self._load((), 1)
         self._tiered(1, self._host, self._host.begin([_DUMMY_HOST_PAGES]))
         self._capture_tiered()
@@ -189,4 +197,11 @@ class DeviceDecoder:
     def _rows_of(self, index: int, items: Sequence[DecodeItem]) -> list[int]:
         if index not in self._tables:
             return [item.page_tables[index][0] for item in items]
-        return self._tables[index].rows_of([(item.request_id, item.page_tables[index], item.position + 1) for item in items])
+        last = {item.request_id: item for item in items}  # the last row of each request
+        rows = self._tables[index].rows_of(
+            [(request_id, item.page_tables[index], item.position + 1) for request_id, item in last.items()]
+        )
+        if len(last) == len(items):
+            return rows
+        row_of = dict(zip(last, rows, strict=True))
+        return [row_of[item.request_id] for item in items]

@@ -7,11 +7,12 @@ it once and fork ranks from it.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from embedded_engine.architectures import Hook
+from embedded_engine.architectures import Hook, check_can_speculate
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
 from embedded_engine.host_prefill import HostChunk, HostPages, HostStep
 from embedded_engine.host_tier import HostBlocks
@@ -65,6 +66,9 @@ NO_TOKEN = -1
 """In place of a token whose logits are not finite."""
 
 
+_Tokens = TypeVar("_Tokens", int, tuple[int, ...])
+
+
 class BadLogits(RequestFault):
     """The model computed NaN or infinity for the requests that the message names."""
 
@@ -88,14 +92,16 @@ class ForwardBatch:
         token_ids, positions: int64 [rows].
         plan: The work of the layers; None for a decode step on a GPU, which is planned when it runs, in memory that all such
             steps share.
-        decode_items: The items of a decode step, their tables cut to the checked entries.
+        decode_rows: The rows of a decode step as items of one token each, their tables cut to the checked entries.
+        drafts: Request -> its draft tokens. The rows of a request are adjacent.
     """
 
     wanted: tuple[_Wanted, ...]
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     plan: StepPlan | None
-    decode_items: tuple[DecodeItem, ...] = ()
+    decode_rows: tuple[DecodeItem, ...] = ()
+    drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,32 +109,53 @@ class ForwardOutput:
     """The tokens of a step, on the group's first rank; empty on the other ranks.
 
     Args:
-        request_ids: The requests of the tokens, in order.
-        next_tokens: int64 [requests] on the engine's device, `NO_TOKEN` if the logits are not finite.
+        request_ids: The request of each token, in order.
+        next_tokens: int64 [wanted rows] on the engine's device, `NO_TOKEN` if the logits are not finite.
         next_tokens_host: The same on the CPU (pinned, if the device is a GPU); valid after `copied`.
         copied: Event after the copy; None if there is nothing to wait for.
+        drafts: Request -> its draft tokens.
     """
 
     request_ids: tuple[str, ...]
     next_tokens: Tensor
     next_tokens_host: Tensor
     copied: torch.cuda.Event | None
+    drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tokens(self) -> dict[str, int]:
-        """Wait for the step and return request_id -> token.
+        """Wait for a step without draft tokens and return request_id -> token.
 
         Raises:
             BadLogits: Some requests have no token; the error has the tokens of the others.
         """
+        found = self._chosen()
+        return _without_bad(found, {request_id: own[0] for request_id, own in found.items() if own})
+
+    def verified(self) -> dict[str, tuple[int, ...]]:
+        """Wait for the step and return request_id -> its accepted draft tokens and the token behind them.
+
+        A draft token is accepted if it is the token that the model chose at its position, and all before it are accepted. So the
+        tokens are those of steps without draft tokens, greedy or sampled.
+
+        Raises:
+            BadLogits: Some requests have no token; the error has the tokens of the others.
+        """
+        found = self._chosen()
+        return _without_bad(found, {request_id: tuple(own) for request_id, own in found.items() if own})
+
+    def _chosen(self) -> dict[str, list[int]]:
+        """Return request_id -> tokens up to the first that is not its draft token, or whose logits are not finite."""
         if self.copied is not None:
             self.copied.synchronize()
         chosen: list[int] = self.next_tokens_host.tolist()
-        tokens = {name: token for name, token in zip(self.request_ids, chosen, strict=True) if token != NO_TOKEN}
-        bad = [name for name in self.request_ids if name not in tokens]
-        if bad:
-            reason = f"logits of request {', '.join(bad)} are not finite; its KV or the model's weights are damaged"
-            raise BadLogits(reason, request_ids=bad, tokens=tokens)
-        return tokens
+        found: dict[str, list[int]] = {}
+        num_rows = Counter[str]()
+        for request_id, token in zip(self.request_ids, chosen, strict=True):
+            own, row = found.setdefault(request_id, []), num_rows[request_id]
+            num_rows[request_id] += 1
+            if token != NO_TOKEN and tuple(own) == self.drafts.get(request_id, ())[:row]:
+                own.append(token)
+        return found
 
 
 class EmbeddedEngine:
@@ -157,12 +184,14 @@ class EmbeddedEngine:
         max_running_requests: Most requests of a decode step; None if there are no decode steps, or no page tables for them.
         has_host_pages: Whether decode steps may read pages in host memory, see `use_host_pool`. A request can then be longer than
             the pool, and page tables have `max_seq_len` columns. Otherwise they are no wider than the pool.
-        cuda_graph_batch_sizes: Decode steps to capture as CUDA graphs; a smaller step is padded to the next of them.
+        cuda_graph_batch_sizes: Rows of decode steps to capture as CUDA graphs; a smaller step is padded to the next of them. A
+            row is a request's newest token or one of its draft tokens.
         advise: Names the settings to change in errors about memory. The default gives their names without values.
         has_decode_kernels: Whether decode steps and block-sparse prefill attend by kernels; None means on a GPU only. Triton's
             interpreter can run the kernels on a CPU.
         sparse_prefill: Policy of block-sparse prefill; None for full attention.
         chunk_tokens: Most tokens of a request in a prefill step; needed for the workspaces of `sparse_prefill`.
+        num_speculative_tokens: Most draft tokens of a request in a decode step.
 
     Attributes:
         memory_plan: The plan that sized the pool, if there is one.
@@ -194,6 +223,7 @@ class EmbeddedEngine:
         has_decode_kernels: bool | None = None,
         sparse_prefill: XAttention | None = None,
         chunk_tokens: int | None = None,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.memory_plan: MemoryPlan | None = None
         self.memory_warnings: tuple[str, ...] = ()
@@ -204,7 +234,15 @@ class EmbeddedEngine:
         self.eos_token_ids = self.files.eos_token_ids
         self._group = group
         self._advise = advise
-        self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes, has_host_pages)
+        self._configure(
+            shard,
+            layers_per_group,
+            max_seq_len,
+            max_running_requests,
+            cuda_graph_batch_sizes,
+            has_host_pages,
+            num_speculative_tokens,
+        )
         self._configure_sparse(sparse_prefill, chunk_tokens)
         if not callable(num_pages):
             self._page_counts(num_pages)  # before the weights are loaded, which may take minutes
@@ -228,6 +266,7 @@ class EmbeddedEngine:
         max_running_requests: int | None,
         graph_batch_sizes: Sequence[int],
         has_host_pages: bool,
+        num_speculative_tokens: int,
     ) -> None:
         """Check and keep the settings that do not depend on the weights."""
         self.files.check_shard(shard)
@@ -240,8 +279,13 @@ class EmbeddedEngine:
             raise ConfigError("shard dtype is int8; the embedded engine's pool must have a floating point dtype")
         _check_is_positive("layers_per_group", layers_per_group)
         _check_is_positive("max_running_requests", max_running_requests)
-        _check_batch_sizes(graph_batch_sizes, max_running_requests or 0)
+        if num_speculative_tokens < 0:
+            raise ConfigError(f"num_speculative_tokens is {num_speculative_tokens}; must be 0 or more")
+        if num_speculative_tokens:
+            check_can_speculate(self.files.architecture)
+        _check_batch_sizes(graph_batch_sizes, (max_running_requests or 0) * (1 + num_speculative_tokens))
         self.shard = shard
+        self._num_speculative_tokens = num_speculative_tokens
         self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
         self.layers_per_group = layers_per_group or self.layout.num_layers
         self._has_host_pages = has_host_pages
@@ -348,6 +392,7 @@ class EmbeddedEngine:
         advise: Advise = advice_for,
         sparse_prefill: XAttention | None = None,
         chunk_tokens: int | None = None,
+        num_speculative_tokens: int = 0,
     ) -> None:
         """Start again with the loaded weights, after `release_pool`. The ranks of a group do this together.
 
@@ -359,7 +404,15 @@ class EmbeddedEngine:
             EngineError: The engine is closed or broken.
         """
         self._advise = advise
-        self._configure(shard, layers_per_group, max_seq_len, max_running_requests, cuda_graph_batch_sizes, has_host_pages)
+        self._configure(
+            shard,
+            layers_per_group,
+            max_seq_len,
+            max_running_requests,
+            cuda_graph_batch_sizes,
+            has_host_pages,
+            num_speculative_tokens,
+        )
         self._configure_sparse(sparse_prefill, chunk_tokens)
         if self._failure is not None:
             raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
@@ -410,7 +463,7 @@ class EmbeddedEngine:
             OutOfMemory: The device has too little memory left.
             EngineError: The capture failed.
         """
-        _check_batch_sizes(batch_sizes, 0 if self._decoder is None else self._decoder.max_running_requests)
+        _check_batch_sizes(batch_sizes, 0 if self._decoder is None else self._decoder.max_rows)
         if self._decoder is not None:
             with self._step("capturing the CUDA graphs of decode steps", Phase.CUDA_GRAPHS):
                 self._decoder.capture(batch_sizes)
@@ -466,6 +519,15 @@ class EmbeddedEngine:
     def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
         """Run one decode step, one token of every item; see `DecodeEngine.decode`."""
         return self._tokens_of(self.decode_batch(items)) if items else {}
+
+    def verify(self, items: Sequence[DecodeItem]) -> dict[str, tuple[int, ...]]:
+        """Run one decode step over the newest token and the draft tokens of every item; see `DecodeEngine`."""
+        if not items:
+            return {}
+        batch = self.decode_batch(items)
+        output = self.forward_batch(batch)
+        with self._step(*_use_of(batch)):
+            return output.verified()
 
     def prefill_batch(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> ForwardBatch:
         """Check and plan a prefill step of at least one item.
@@ -530,18 +592,27 @@ class EmbeddedEngine:
         if self._decoder is not None and len(items) > self._decoder.max_running_requests:
             most = self._decoder.max_running_requests
             raise EngineError(f"the step has {len(items)} requests; max_running_requests is {most}")
-        token_ids = np.array([item.token_id for item in items], dtype=np.int64)
-        positions = np.array([item.position for item in items], dtype=np.int64)
+        rows = [row for item in items for row in _rows_of(item)]
+        token_ids = np.array([row.token_id for row in rows], dtype=np.int64)
+        positions = np.array([row.position for row in rows], dtype=np.int64)
         plan: StepPlan | None = None
         if self._decoder is None:
             with self._step(f"planning a decode step of {len(items)} requests", Phase.DECODE_STEP):
                 tables = _as_arrays([item.page_tables for item in items])
-                plan = GatherDecodePlan(items, tables, self.pool, self._dtype, self._tier)
+                of_rows = [own for item, own in zip(items, tables, strict=True) for _ in item.token_ids]
+                plan = GatherDecodePlan(rows, of_rows, self.pool, self._dtype, self._tier)
         wanted = tuple(
-            _Wanted(request_id=item.request_id, row=row, sampling=item.sampling, position=item.position + 1)
-            for row, item in enumerate(items)
+            _Wanted(request_id=row.request_id, row=number, sampling=row.sampling, position=row.position + 1)
+            for number, row in enumerate(rows)
         )
-        return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan, decode_items=tuple(items))
+        return ForwardBatch(
+            wanted=wanted,
+            token_ids=token_ids,
+            positions=positions,
+            plan=plan,
+            decode_rows=tuple(rows),
+            drafts={item.request_id: item.draft_token_ids for item in items if item.draft_token_ids},
+        )
 
     def forward_batch(self, batch: ForwardBatch) -> ForwardOutput:
         """Run a planned step; does not wait for the device.
@@ -555,7 +626,7 @@ class EmbeddedEngine:
             if logits is None:
                 none = torch.empty(0, dtype=torch.int64)
                 # A decode step has an event all the same: when the step is over, its pages are freed.
-                over = self._recorded_event() if batch.decode_items else None
+                over = self._recorded_event() if batch.decode_rows else None
                 return ForwardOutput(request_ids=(), next_tokens=none.to(self._device), next_tokens_host=none, copied=over)
             is_finite = torch.isfinite(logits).all(dim=-1)
             # Looking for rows that are not finite would wait for the device. They are sampled from zeros and then replaced.
@@ -572,7 +643,13 @@ class EmbeddedEngine:
                 host.copy_(next_tokens, non_blocking=True)
                 copied = torch.cuda.current_stream(self._device).record_event()
             request_ids = tuple(one.request_id for one in batch.wanted)
-            return ForwardOutput(request_ids=request_ids, next_tokens=next_tokens, next_tokens_host=host, copied=copied)
+            return ForwardOutput(
+                request_ids=request_ids,
+                next_tokens=next_tokens,
+                next_tokens_host=host,
+                copied=copied,
+                drafts=batch.drafts,
+            )
 
     def logits(self, batch: ForwardBatch) -> Tensor | None:
         """Run a planned step without choosing tokens, for comparisons of engines; does not wait for the device.
@@ -603,6 +680,7 @@ class EmbeddedEngine:
             vocab_size=self.vocab_size,
             num_host_pages=num_host_pages,
             pages_per_stored_block=pages_per_stored_block,
+            max_draft_tokens=self._num_speculative_tokens,
         )
 
     def _load_model(self) -> PreTrainedModel:
@@ -632,7 +710,7 @@ class EmbeddedEngine:
         logits: Tensor | None
         if batch.plan is None:
             assert self._decoder is not None  # decode_batch
-            logits = self._decoder.logits(batch.decode_items)
+            logits = self._decoder.logits(batch.decode_rows)
         else:
             token_ids, positions = (on_device(one, self._device).unsqueeze(0) for one in (batch.token_ids, batch.positions))
             hidden = self._hidden(token_ids, positions, batch.plan)
@@ -667,6 +745,7 @@ class EmbeddedEngine:
         return DeviceDecoder(
             self.pool,
             max_running_requests=max_running_requests,
+            max_rows=max_running_requests * (1 + self._num_speculative_tokens),
             max_seq_len=page_table_tokens(
                 self.pool.groups,
                 num_pages=self.pool.num_pages[0],
@@ -721,11 +800,34 @@ class EmbeddedEngine:
         return torch.cuda.current_stream(self._device).record_event()
 
 
+def _without_bad(found: Mapping[str, Sequence[int]], tokens: dict[str, _Tokens]) -> dict[str, _Tokens]:
+    """Return the tokens of a step. Raise BadLogits if a request has none in `found`."""
+    bad = [request_id for request_id, own in found.items() if not own]
+    if bad:
+        reason = f"logits of request {', '.join(bad)} are not finite; its KV or the model's weights are damaged"
+        raise BadLogits(reason, request_ids=bad, tokens=tokens)
+    return tokens
+
+
 def _use_of(batch: ForwardBatch) -> tuple[str, Phase]:
     """Return the description of a step, and its phase."""
-    if batch.decode_items:
-        return f"computing a decode step of {len(batch.decode_items)} requests", Phase.DECODE_STEP
+    if batch.decode_rows:
+        num_requests = len({row.request_id for row in batch.decode_rows})
+        return f"computing a decode step of {num_requests} requests", Phase.DECODE_STEP
     return f"computing a prefill step of {len(batch.token_ids)} tokens", Phase.PREFILL_STEP
+
+
+def _rows_of(item: DecodeItem) -> list[DecodeItem]:
+    """Return an item of one token for the newest token and for each draft token.
+
+    A step writes the KV of all rows before any of them attends, so each row sees the rows before it.
+    """
+    if not item.draft_token_ids:
+        return [item]
+    return [
+        replace(item, token_id=token, position=position, draft_token_ids=())
+        for position, token in enumerate(item.token_ids, item.position)
+    ]
 
 
 def _as_arrays(tables: Sequence[Sequence[Sequence[int]]]) -> list[Tables]:
@@ -737,9 +839,10 @@ def _check_is_positive(name: str, value: int | None) -> None:
         raise ConfigError(f"{name} is {value}; must be at least 1")
 
 
-def _check_batch_sizes(batch_sizes: Sequence[int], max_running_requests: int) -> None:
-    wrong = [size for size in batch_sizes if not 1 <= size <= max_running_requests]
+def _check_batch_sizes(batch_sizes: Sequence[int], max_rows: int) -> None:
+    wrong = [size for size in batch_sizes if not 1 <= size <= max_rows]
     if wrong:
         raise ConfigError(
-            f"cuda_graph_batch_sizes has {wrong[0]}; a decode step has between 1 and max_running_requests, {max_running_requests}"
+            f"cuda_graph_batch_sizes has {wrong[0]}; a decode step has between 1 and {max_rows} rows "
+            "(max_running_requests x (1 + num_speculative_tokens))"
         )

@@ -27,7 +27,7 @@ class DecodeGraphs:
 
     Args:
         batch_sizes: Sizes to capture, at least one.
-        load: Fills the inputs of a step of this size with dummy requests.
+        load: Fills the inputs of a step of this size, in rows, with dummy requests.
         step: Launches a step of this size from its inputs; returns logits [rows, vocabulary]. Values of the inputs that it reads
             on the host are captured as constants.
         advice: The settings to change if the device has too little memory.
@@ -70,7 +70,7 @@ class DecodeGraphs:
                     self._logits = torch.empty(shape, dtype=dtype, device=device) if beside is None else beside._logits
                 self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
                 for size in reversed(self.batch_sizes):
-                    doing = f"capturing the CUDA graph of a decode step of {size} requests"
+                    doing = f"capturing the CUDA graph of a decode step of {size} tokens"
                     with allocating(doing, device=device, advice=advice):
                         load(size)
                         self._graphs[size] = self._captured(size, step, stream)
@@ -116,7 +116,7 @@ class DecodeGraphs:
             if is_out_of_memory(error):
                 raise
             raise EngineError(
-                f"the CUDA graph of a decode step of {size} requests could not be captured: {one_line(error)}; "
+                f"the CUDA graph of a decode step of {size} tokens could not be captured: {one_line(error)}; "
                 "cuda_graph_max_bs 0 runs without graphs"
             ) from error
         return graph

@@ -43,6 +43,7 @@ class StepChecks:
         max_context_tokens: Most tokens of a request.
         num_host_pages: Host pages of each group; None if there is no host pool.
         pages_per_stored_block: Pages of a block in the store; 0 if steps cannot read the store.
+        max_draft_tokens: Most draft tokens of a decode item.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepChecks:
         vocab_size: int,
         num_host_pages: Sequence[int] | None = None,
         pages_per_stored_block: int = 0,
+        max_draft_tokens: int = 0,
     ) -> None:
         self._groups = tuple(groups)
         self._num_pages = tuple(num_pages)
@@ -62,6 +64,7 @@ class StepChecks:
         self._page_sizes = tuple(group.page_size(page_size) for group in groups)
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
+        self._max_draft_tokens = max_draft_tokens
         self._num_host_pages = None if num_host_pages is None else tuple(num_host_pages)
         self._pages_per_stored_block = pages_per_stored_block
         self._no_host_tables: CheckedTables = ((),) * len(self._groups)
@@ -92,10 +95,11 @@ class StepChecks:
         hosts = [self._checked_hosts(item) if item.host_tables else self._no_host_tables for item in items]
         ends = [self._device_begins(item, own) for item, own in zip(items, hosts, strict=True)]
         self._last_items = {item.request_id: item for item in items if item.host_tables}
-        spans = [(item.position, item.position + 1) for item in items]
+        spans = [(item.position, item.end_token) for item in items]
         checked = self._check(items, spans, ends, self._last_tables)
         for item in items:
-            self._check_tokens(item.request_id, (item.token_id,))
+            self._check_tokens(item.request_id, item.token_ids)
+            self._check_drafts(item)
         self._last_tables = {item.request_id: own for item, own in zip(items, checked, strict=True)}
         return [
             replace(item, page_tables=tuple(one.table for one in own), host_tables=host)
@@ -183,6 +187,18 @@ class StepChecks:
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
             raise EngineError(f"request {request_id!r} has token {wrong}; the model's token ids are in [0, {self._vocab_size})")
+
+    def _check_drafts(self, item: DecodeItem) -> None:
+        if len(item.draft_token_ids) > self._max_draft_tokens:
+            raise EngineError(
+                f"request {item.request_id!r} has {len(item.draft_token_ids)} draft tokens; the engine is set up for at most "
+                f"{self._max_draft_tokens} (num_speculative_tokens)"
+            )
+        if item.draft_token_ids and (item.stored_blocks or any(map(len, item.host_tables))):
+            raise EngineError(
+                f"request {item.request_id!r} has {len(item.draft_token_ids)} draft tokens, and pages in host memory or in the "
+                "store; each row would read all of them, so such a request must have no draft tokens"
+            )
 
     def _name(self, request_id: str, index: int) -> str:
         return f"request {request_id!r}" + (f", {self._groups[index].name}" if len(self._groups) > 1 else "")

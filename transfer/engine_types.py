@@ -111,13 +111,15 @@ class RequestFault(EngineError):
 
     Args:
         request_ids: The requests at fault.
-        tokens: request_id -> token of the others, as the step would have returned them.
+        tokens: request_id -> token of the others, or their tokens, as the step would have returned them.
     """
 
-    def __init__(self, message: str, *, request_ids: Sequence[str], tokens: Mapping[str, int]) -> None:
+    def __init__(
+        self, message: str, *, request_ids: Sequence[str], tokens: Mapping[str, int] | Mapping[str, Sequence[int]]
+    ) -> None:
         super().__init__(message)
         self.request_ids = tuple(request_ids)
-        self.tokens = dict(tokens)
+        self.tokens: dict[str, int | Sequence[int]] = dict(tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,18 +174,24 @@ class DecodeItem:
     """One request's share of one decode step: its newest token goes in, the next one comes out. Raises EngineError as
     `PrefillItem`.
 
+    With draft tokens, the step computes the newest token and all of them. It then has the token that follows each of them, and
+    finds out how many draft tokens are those that the model itself chooses.
+
     Args:
         request_id: The request; at most one item of it in a step.
         token_id: The newest token; its KV is written in this step.
         position: Position of `token_id`. Everything before it is in the pool.
         page_tables: For each group of layers, the pages bound to the request. They hold every position up to and including
-            `position` that attention can still reach, except for those in host memory.
+            `position`, and those of the draft tokens, that attention can still reach, except for those in host memory.
         sampling: How the next token is chosen.
         host_tables: For each group of layers, the host pages with the request's first tokens: of group g the entries below
             ``len(host_tables[g])``, which are `NO_PAGE` in its page table. Only groups of full attention have any, and the page
             of `position` is never among them. Empty if nothing is in host memory.
         stored_blocks: Blocks in the store, see `StoredKV`, with the request's first tokens in the group of full attention. The
             host pages of that group come after them, and all of these entries are `NO_PAGE` in its page table.
+        draft_token_ids: Guesses of the tokens behind `token_id`, in order; their KV is written in this step, too. The KV of
+            those that are not accepted is not valid, and later steps write it again. None if pages are in host memory or in the
+            store.
     """
 
     request_id: str
@@ -193,10 +201,21 @@ class DecodeItem:
     sampling: SamplingParams = GREEDY
     host_tables: tuple[Sequence[int], ...] = ()
     stored_blocks: tuple[int, ...] = ()
+    draft_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.position < 0:
             raise EngineError(f"position of request {self.request_id!r} is {self.position}; it must not be negative")
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The newest token and the draft tokens."""
+        return (self.token_id, *self.draft_token_ids)
+
+    @property
+    def end_token(self) -> int:
+        """Position after the last token of this step."""
+        return self.position + 1 + len(self.draft_token_ids)
 
     @property
     def page_table(self) -> Sequence[int]:

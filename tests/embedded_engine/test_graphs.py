@@ -135,7 +135,7 @@ def test_a_step_that_waits_is_found_before_anything_is_captured(cuda: FakeCuda) 
 
 def test_a_capture_that_fails_names_the_setting(cuda: FakeCuda) -> None:
     cuda.error = RuntimeError("operation not permitted")
-    with pytest.raises(EngineError, match=r"a decode step of 2 requests could not be captured: .* cuda_graph_max_bs 0") as failed:
+    with pytest.raises(EngineError, match=r"a decode step of 2 tokens could not be captured: .* cuda_graph_max_bs 0") as failed:
         captured(cuda, 1, 2)
     assert not isinstance(failed.value, CannotBeCaptured)
 
@@ -143,9 +143,7 @@ def test_a_capture_that_fails_names_the_setting(cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
 def test_a_capture_without_memory_names_its_step_and_the_setting(cuda: FakeCuda, error: Exception) -> None:
     cuda.error = error
-    says = (
-        "^out of memory while capturing the CUDA graph of a decode step of 4 requests: .* free; lower cuda_graph_max_bs .now 4.$"
-    )
+    says = "^out of memory while capturing the CUDA graph of a decode step of 4 tokens: .* free; lower cuda_graph_max_bs .now 4.$"
     with pytest.raises(OutOfMemory, match=says):
         captured(cuda, 1, 4)
     cuda.error = None

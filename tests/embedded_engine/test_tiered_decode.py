@@ -196,7 +196,7 @@ def test_items_whose_tables_do_not_fit_are_refused(demo_dir: Path, changes: dict
     engine.use_host_pool(host_pool_of(engine, 4), block_bytes=1 << 20)
     with pytest.raises(EngineError, match=message):
         engine.decode_batch([host_item(**changes)])
-    (kept,) = engine.decode_batch([host_item()]).decode_items
+    (kept,) = engine.decode_batch([host_item()]).decode_rows
     assert kept.page_tables == ((NO_PAGE, 1, 2),) and kept.host_tables == ((3,),)
 
 
@@ -213,9 +213,16 @@ def test_blocks_in_the_store_that_do_not_fit_are_refused(demo_dir: Path) -> None
         engine.decode_batch([item])
     engine = make_engine(demo_dir, Shard(page_size=4))
     engine.use_host_pool(host_pool_of(engine, 8), block_bytes=2 * size, stored=stored)
-    assert engine.decode_batch([item]).decode_items == (replace(item, host_tables=((),)),)
+    assert engine.decode_batch([item]).decode_rows == (replace(item, host_tables=((),)),)
     with pytest.raises(EngineError, match=r"has 3 pages in the store and in host memory; position 9 is .*, so at most 2"):
         engine.decode_batch([replace(item, host_tables=((1,),))])
+
+
+def test_draft_tokens_of_a_request_with_host_pages_are_refused(demo_dir: Path) -> None:
+    engine = make_engine(demo_dir, Shard(page_size=4), num_speculative_tokens=1)
+    engine.use_host_pool(host_pool_of(engine, 4), block_bytes=1 << 20)
+    with pytest.raises(EngineError, match="'a' has 1 draft tokens, and pages in host memory or in the store"):
+        engine.verify([host_item(draft_token_ids=(7,))])
 
 
 @settings(max_examples=50)

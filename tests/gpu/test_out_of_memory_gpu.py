@@ -121,7 +121,7 @@ def test_the_capture_of_a_graph(model: Directory, ballast: Ballast, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "graph_pool_handle", fill_first)
         said = out_of_memory_in(lambda: engine.capture_cuda_graphs(CAPTURED))
-    assert said.startswith("out of memory while capturing the CUDA graph of a decode step of 4 requests: ")
+    assert said.startswith("out of memory while capturing the CUDA graph of a decode step of 4 tokens: ")
     assert said.endswith("; lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction")
     ballast.drop()
     assert tokens_of(engine) == tokens, "steps are launched without graphs"

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from embedded_engine import device_decode
 from embedded_engine.engine import EmbeddedEngine
+from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
-from tests.embedded_engine.steps import Directory, Prompts, fill_with_nan, make_engine
+from tests.embedded_engine.drafts import MOST_DRAFTS, half_right, right, verify_all
+from tests.embedded_engine.steps import Directory, PageBook, Prompts, fill_with_nan, make_engine, prefill_all
 from transfer.engine_types import DecodeItem
 from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
@@ -72,7 +74,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Relaunched]:
     return relaunch_graphs(monkeypatch)
 
 
-def made(directory: Path, *, batch_sizes: Sequence[int] = (), has_decode_kernels: bool = True) -> EmbeddedEngine:
+def made(
+    directory: Path, *, batch_sizes: Sequence[int] = (), has_decode_kernels: bool = True, num_speculative_tokens: int = 0
+) -> EmbeddedEngine:
     return make_engine(
         directory,
         Shard(page_size=4),
@@ -82,6 +86,7 @@ def made(directory: Path, *, batch_sizes: Sequence[int] = (), has_decode_kernels
         max_running_requests=MAX_RUNNING,
         cuda_graph_batch_sizes=batch_sizes,
         has_decode_kernels=has_decode_kernels,
+        num_speculative_tokens=num_speculative_tokens,
     )
 
 
@@ -94,6 +99,21 @@ def test_tokens_are_those_of_the_cpu_s_path(
     found = tokens_of_a_life(made(directory, batch_sizes=(2, 4)), prompts, NUM_STEPS)
     assert found == tokens_of_a_life(made(directory, has_decode_kernels=False), prompts, NUM_STEPS)
     assert graphs[0].replayed == [size for size in (4, 2, 4, 2) for _ in range(NUM_STEPS)]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_draft_tokens_are_rows_of_the_step(
+    graphs: list[Relaunched], family_dir: Directory, generate: Generate, prompts: Prompts, family: str
+) -> None:
+    """Steps of two requests with up to 5 rows each, padded to 6 or 10 rows."""
+    directory, num_tokens = family_dir(family), 7
+    engine = made(directory, batch_sizes=(6, 10), num_speculative_tokens=MOST_DRAFTS)
+    answers = {str(length): generate(directory, prompts[length], num_tokens) for length in (5, 17)}
+    book = PageBook.of(engine, {name: int(name) + num_tokens for name in answers})
+    first = prefill_all(engine, {name: prompts[int(name)] for name in answers}, book)
+    found, steps = verify_all(engine, first, book, answers, {"5": half_right, "17": right})
+    assert found == answers and steps < num_tokens - 1
+    assert graphs[0].replayed[0] == 10 and set(graphs[0].replayed) == {6, 10}
 
 
 @pytest.mark.usefixtures("graphs")

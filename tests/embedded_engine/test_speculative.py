@@ -1,0 +1,89 @@
+"""Draft tokens: the tokens are those of steps without them, whatever the drafts are; good drafts save steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embedded_engine.engine import EmbeddedEngine
+from tests.embedded_engine.conftest import Generate
+from tests.embedded_engine.drafts import MOST_DRAFTS, half_right, right, verify_all, wrong
+from tests.embedded_engine.steps import Directory, PageBook, Prompts, decode_all, make_engine, prefill_all
+from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
+from transfer.errors import ConfigError, EngineError
+from transfer.layout import Shard
+
+NUM_TOKENS = 14
+LENGTHS = (5, 17, 33)
+
+
+def made(directory: Path, **settings: Any) -> EmbeddedEngine:
+    return make_engine(directory, Shard(page_size=4), num_speculative_tokens=MOST_DRAFTS, **settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_tokens_are_those_of_generate(family_dir: Directory, generate: Generate, prompts: Prompts, family: str) -> None:
+    """Windows move, and pages that a window has passed hold no numbers."""
+    directory = family_dir(family)
+    engine = made(directory)
+    answers = {str(length): generate(directory, prompts[length], NUM_TOKENS) for length in LENGTHS}
+    book = PageBook.of(engine, {name: int(name) + NUM_TOKENS for name in answers})
+    first = prefill_all(engine, {name: prompts[int(name)] for name in answers}, book)
+    found, steps = verify_all(engine, first, book, answers, dict(zip(answers, (right, wrong, half_right), strict=True)))
+    assert found == answers
+    assert steps == NUM_TOKENS - 1, "the request with wrong drafts gets one token a step"
+
+
+def test_right_drafts_save_steps(demo_dir: Path, generate: Generate, prompts: Prompts) -> None:
+    engine = made(demo_dir)
+    answers = {"17": generate(demo_dir, prompts[17], 16)}
+    book = PageBook.of(engine, {"17": 33})
+    found, steps = verify_all(engine, prefill_all(engine, {"17": prompts[17]}, book), book, answers, {"17": right})
+    assert found == answers and steps == 3, "15 tokens, 5 a step"
+
+
+def test_sampled_tokens_stay_the_same(demo_dir: Path, prompts: Prompts) -> None:
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
+    engine = made(demo_dir)
+    book = PageBook.of(engine, {"33": 33 + NUM_TOKENS})
+    first = prefill_all(engine, {"33": prompts[33]}, book, sampling=sampling)
+    answers = decode_all(engine, first, {"33": 33}, book, NUM_TOKENS, sampling=sampling)
+    found, steps = verify_all(engine, first, book, answers, {"33": half_right}, sampling=sampling)
+    assert found == answers and steps < NUM_TOKENS - 1
+
+
+def test_damaged_kv_costs_the_request(demo_dir: Path, generate: Generate, prompts: Prompts) -> None:
+    engine = made(demo_dir)
+    answer = generate(demo_dir, prompts[16], NUM_TOKENS)
+    table = list(range(10))
+    first = prefill_all(engine, {"a": prompts[16]}, {"a": table})
+    item = DecodeItem(request_id="a", token_id=first["a"], position=16, page_tables=(table,), draft_token_ids=tuple(answer[1:4]))
+    head: torch.Tensor = engine.pool.buffer(0, is_v=True)
+    assert engine.verify([item]) == {"a": tuple(answer[1:5])}
+    head[3, 0] = float("nan")  # of a token that every row attends to
+    with pytest.raises(RequestFault, match="request a are not finite") as fault:
+        engine.verify([item])
+    assert fault.value.tokens == {}
+
+
+def test_steps_that_do_not_fit_are_refused(demo_dir: Path) -> None:
+    engine = made(demo_dir)
+
+    def verify(*drafts: int, pages: int = 10) -> None:
+        item = DecodeItem(request_id="a", token_id=5, position=3, page_tables=(range(pages),), draft_token_ids=drafts)
+        engine.verify([item])
+
+    with pytest.raises(EngineError, match="'a' has 5 draft tokens; the engine is set up for at most 4"):
+        verify(1, 2, 3, 4, 5)
+    with pytest.raises(EngineError, match="'a' has token -1"):
+        verify(-1)
+    with pytest.raises(EngineError, match="has 1 pages of 4 tokens; 6 tokens need 2"):
+        verify(1, 2, pages=1)
+
+
+def test_recurrent_models_are_refused(family_dir: Directory) -> None:
+    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM has recurrent layers, whose state cannot drop a rejected draft"):
+        made(family_dir("qwen3_next"))
