@@ -15,7 +15,7 @@ from bench.timing import ROOT
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import Tiers
 from decode_node.requests import DecodeRequests, GenerationObserver
-from transfer.config import ConnectorConfig, DecodeLimitsConfig, TlsConfig
+from transfer.config import ConnectorConfig, DecodeLimitsConfig, SpeculativeConfig, TlsConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes
 from transfer.connector.rank_report import RankReady
@@ -152,6 +152,7 @@ def placed_together(watch: Watch, *, number: int = NUM_PLACED, num_tokens: int =
                 peers=peers,
                 text=_NoText(),  # type: ignore[arg-type]  # nothing is generated
                 own=instance(DECODE_LIFE, tp_size=1),
+                speculative=SpeculativeConfig(),
                 limits=DecodeLimitsConfig(
                     max_queued_requests=number,
                     queue_timeout_s=DEADLINE_S,

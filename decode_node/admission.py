@@ -31,7 +31,7 @@ def page_needs(groups: tuple[LayerGroup, ...], page_size: int, *, slack_tokens: 
     """Return the rule for the pages that requests need: the last window of a prompt arrives, and each step computes one token.
 
     Args:
-        slack_tokens: Tokens of a window that are kept a little longer, while they are copied.
+        slack_tokens: Tokens of a window that are kept a little longer, while they are copied, and draft tokens of a step.
     """
     return PageNeeds(groups=groups, page_size=page_size, tokens_in_flight=1 + slack_tokens)
 

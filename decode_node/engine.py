@@ -34,7 +34,15 @@ class DecodeEngine(PagedEngine, Protocol):
         """
         ...
 
-    # An engine may have one more method, without which the setting `offload.device_window` is refused:
+    # An engine may have two more methods. Without this one, the setting `speculative.method` is refused:
+    #
+    #     def verify(self, items: Sequence[DecodeItem]) -> dict[str, Sequence[int]]
+    #
+    # It runs a step like `decode`, over the newest token of every item and its `draft_token_ids`, of which some items have none.
+    # It returns request_id -> the accepted draft tokens and the token behind them, at least one token. A draft token is accepted
+    # if it is the token that `decode` would have returned at its place, and all before it are accepted.
+    #
+    # Without this one, the setting `offload.device_window` is refused:
     #
     #     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None
     #

@@ -78,9 +78,7 @@ class _Life:
         page_size = first.instance.shard.page_size
         admission = Admission(
             pool_pages=PageCounts(first.pool_pages),
-            needs=page_needs(
-                layer_groups(first.instance.layout), page_size, slack_tokens=config.offload.window_slack_tokens(page_size)
-            ),
+            needs=page_needs(layer_groups(first.instance.layout), page_size, slack_tokens=config.window_slack_tokens),
             max_running=config.limits.max_running_requests,
             on_freed=lambda: self.requests.room_changed(),
         )
@@ -105,6 +103,7 @@ class _Life:
             text=node.text,
             own=first.instance,
             limits=config.limits,
+            speculative=config.speculative,
             broadcast=node.broadcast,
             on_broken=node.lose,
             observer=IncomingObserver(
@@ -118,6 +117,7 @@ class _Life:
             generation=GenerationObserver(
                 on_first_token=node.metrics.histogram("time_to_first_token_seconds").observe,
                 on_token=node.metrics.histogram("time_per_output_token_seconds").observe,
+                on_drafts=node.metrics.draft_tokens,
             ),
         )
         self.requests = self.generation.transfers

@@ -21,7 +21,8 @@ from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
 from transfer.transfer_ids import MAX_TRANSFER_ID_BYTES
 
-PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # upper bound of a part of a step: id, token, position, names of the fields
+PART_BYTES = MAX_TRANSFER_ID_BYTES + 96  # upper bound of a part of a step: id, token, position, names of the fields
+DRAFT_BYTES = 5  # a draft token of a part
 
 # Leader -> rank
 
@@ -46,16 +47,20 @@ class ExpectRequest(ExpectTransfer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStepPart:
-    """One request's newest token, at its position."""
+    """One request's newest token, at its position, and the draft tokens behind it."""
 
     request_id: str
     token_id: int
     position: int
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDecodeStep:
-    """Generate one token for each part. Every rank gets the same steps in the same order. Rank 0 answers `StepDone`."""
+    """Generate one token for each part, and one more for each draft token that is accepted.
+
+    Every rank gets the same steps in the same order. Rank 0 answers `StepDone`.
+    """
 
     step: int
     parts: tuple[DecodeStepPart, ...]
@@ -225,9 +230,10 @@ CODEC = role_codec(
 def check_step_fits(config: DecodeNodeConfig) -> None:
     """Raise ConfigError if a step of all requests that may run does not fit a message to the ranks."""
     running = config.limits.max_running_requests
-    most = MAX_PAYLOAD_BYTES // PART_BYTES - 1  # the message's own fields are smaller than a part
+    part_bytes = PART_BYTES + DRAFT_BYTES * config.speculative.most_draft_tokens
+    most = MAX_PAYLOAD_BYTES // part_bytes - 1  # the message's own fields are smaller than a part
     if running > most:
         raise ConfigError(
-            f"limits.max_running_requests is {running}; a step of so many can take {PART_BYTES * (running + 1)} bytes, and a "
+            f"limits.max_running_requests is {running}; a step of so many can take {part_bytes * (running + 1)} bytes, and a "
             f"message to the ranks takes {MAX_PAYLOAD_BYTES}: it can be at most {most}"
         )

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 import structlog
 
+from decode_node.ngram import NgramDrafts
 from decode_node.offload.tiers import PlaceRequest, Prompt, Tiers
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.text import TextCodec, TextStream
 from node_runtime.engine_watch import StepWatch
 from node_runtime.rank_messages import StepDone, StepFailed
 from transfer.chunk import ChunkPlan
-from transfer.config import DecodeLimitsConfig
+from transfer.config import DecodeLimitsConfig, SpeculativeConfig
 from transfer.connector.attempt import Attempt, IncomingObserver, IncomingRoom, NotYet, WantedPrompt
 from transfer.connector.incoming import IncomingTransfers
 from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
@@ -46,6 +47,7 @@ class GenerationRequest(WantedPrompt):
         progress: Results for the caller. The last item is `GenerateDone` or an error.
         finish_reason: Empty until the last token.
         is_told: The last item is in `progress`, since `told_s` on the monotonic clock.
+        drafts: Source of its draft tokens; None without speculative decoding, and before it generates.
     """
 
     max_new_tokens: int
@@ -59,11 +61,18 @@ class GenerationRequest(WantedPrompt):
     finish_reason: str = ""
     is_told: bool = False
     told_s: float = 0.0
+    drafts: NgramDrafts | None = None
 
     @property
     def next_position(self) -> int:
         """Position of the newest token, which is the input of the next step."""
         return len(self.token_ids) + len(self.generated) - 1
+
+    def wanted(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the first of its next tokens, up to the end of the generation."""
+        most = self.max_new_tokens - len(self.generated)
+        end = next((place for place, token in enumerate(tokens, 1) if token in self.end_ids), most)
+        return tokens[: min(end, most)]
 
     def view(self, now_s: float, *, num_ranks: int) -> RequestView:
         """See `WantedPrompt.view`."""
@@ -77,11 +86,13 @@ class GenerationObserver:
 
     Args:
         on_first_token: Called with the seconds since acceptance.
-        on_token: Called with the seconds since the token before.
+        on_token: Called with the seconds since the token before. Tokens of one step share its seconds evenly.
+        on_drafts: Called for each request of a step with its draft tokens, if it had any, and the number of those accepted.
     """
 
     on_first_token: Callable[[float], None]
     on_token: Callable[[float], None]
+    on_drafts: Callable[[int, int], None] = lambda proposed, accepted: None
 
 
 GenerationAttempt = Attempt[GenerationRequest]
@@ -108,6 +119,7 @@ class DecodeRequests:
         text: TextCodec,
         own: Instance,
         limits: DecodeLimitsConfig,
+        speculative: SpeculativeConfig,
         broadcast: Callable[[object], None],
         on_broken: Callable[[str], None],
         observer: IncomingObserver,
@@ -126,6 +138,7 @@ class DecodeRequests:
         self._tiers = tiers
         self._text = text
         self._limits = limits
+        self._speculative = speculative
         self._watch = StepWatch(limits.step_timeout_s, on_broken)
         self._broadcast = broadcast
         self._observer = observer
@@ -271,18 +284,26 @@ class DecodeRequests:
     def on_step_done(self, message: StepDone) -> None:
         if self._step is None or message.step != self._step.step:
             raise LocalProtocolError(f"step {message.step} is done, but it is not the one under way")
-        if any(self._reads_store(part) for part in self._step.parts):
+        parts, self._step = self._step.parts, None
+        if any(self._reads_store(part) for part in parts):
             self._debt_s = message.compute_s
         else:
             self._debt_s -= message.compute_s
-        for part in self._step.parts:
-            self._tiers.computed(part.request_id, part.token_id)
-        self._step = None
-        self._watch.step_over(num_left=0)
-        for request_id, token in message.tokens.items():
+        new: dict[str, Sequence[int]] = {}
+        for part in parts:
+            request_id = part.request_id
             attempt = self._running.get(request_id)
-            if attempt is not None:
-                self._take_token(attempt, token)
+            if attempt is not None and request_id in message.tokens:
+                accepted = message.accepted.get(request_id, ())
+                new[request_id] = attempt.prompt.wanted((*accepted, message.tokens[request_id]))
+                if part.draft_token_ids:
+                    self._generation.on_drafts(len(part.draft_token_ids), len(accepted))
+            # The KV of rejected draft tokens is not valid, and that of the newest token is not computed.
+            for token_id in (part.token_id, *new.get(request_id, ())[:-1]):
+                self._tiers.computed(request_id, token_id)
+        self._watch.step_over(num_left=0)
+        for request_id, tokens in new.items():
+            self._take_tokens(self._running[request_id], tokens)
         for request_id, reason in message.faults.items():
             attempt = self._running.get(request_id)
             if attempt is not None:
@@ -328,18 +349,28 @@ class DecodeRequests:
         request.last_token_s = time.monotonic()
         request.ttft_s = request.last_token_s - request.accepted_s
         self._generation.on_first_token(request.ttft_s)
-        self._take_token(attempt, attempt.first_token)
+        settings = self._speculative
+        if settings.is_on:
+            request.drafts = NgramDrafts(
+                request.token_ids, min_tokens=settings.prompt_lookup_min, max_tokens=settings.prompt_lookup_max
+            )
+        self._take_tokens(attempt, (attempt.first_token,))
         self._send_step()
 
-    def _take_token(self, attempt: GenerationAttempt, token: int) -> None:
+    def _take_tokens(self, attempt: GenerationAttempt, tokens: Sequence[int]) -> None:
+        """Return a request's next tokens, at least one, to its caller. Only the last one can end the generation."""
         request = attempt.prompt
-        request.generated.append(token)
-        if len(request.generated) > 1:
+        if request.generated:
             now_s = time.monotonic()
-            self._generation.on_token(now_s - request.last_token_s)
+            for _ in tokens:
+                self._generation.on_token((now_s - request.last_token_s) / len(tokens))
             request.last_token_s = now_s
-        request.progress.put_nowait(pb.GeneratedTokens(token_ids=(token,), text=request.text.add(token)))
-        if token in request.end_ids:
+        request.generated += tokens
+        if request.drafts is not None:
+            request.drafts.extend(tokens)
+        text = "".join(request.text.add(token) for token in tokens)
+        request.progress.put_nowait(pb.GeneratedTokens(token_ids=tokens, text=text))
+        if tokens[-1] in request.end_ids:
             self._finish(attempt, "stop")
         elif len(request.generated) >= request.max_new_tokens:
             self._finish(attempt, "length")
@@ -390,7 +421,10 @@ class DecodeRequests:
             return
         parts = tuple(
             DecodeStepPart(
-                request_id=attempt.transfer_id, token_id=attempt.prompt.generated[-1], position=attempt.prompt.next_position
+                request_id=attempt.transfer_id,
+                token_id=attempt.prompt.generated[-1],
+                position=attempt.prompt.next_position,
+                draft_token_ids=self._draft_tokens(attempt),
             )
             for attempt in self._running.values()
             if self._tiers.may_step(attempt.transfer_id, attempt.prompt.next_position)
@@ -408,3 +442,11 @@ class DecodeRequests:
 
     def _reads_store(self, part: DecodeStepPart) -> bool:
         return part.request_id in self._running and self._tiers.reads_store(part.request_id)
+
+    def _draft_tokens(self, attempt: GenerationAttempt) -> tuple[int, ...]:
+        """Return the draft tokens of a request's next step, so few that its pages and its wanted tokens suffice for all."""
+        request = attempt.prompt
+        if request.drafts is None:
+            return ()
+        most = min(self._speculative.num_speculative_tokens, request.max_new_tokens - len(request.generated) - 1)
+        return request.drafts.propose(self._tiers.draft_room(attempt.transfer_id, request.next_position, most))

@@ -30,7 +30,7 @@ from transfer.connector.messages import CancelIncoming, PagesReleased
 from transfer.connector.rank_report import RankReady, pool_status
 from transfer.copy.kernel_choice import choose_kernels
 from transfer.engine_types import DecodeItem, SamplingParams
-from transfer.errors import LocalProtocolError
+from transfer.errors import ConfigError, LocalProtocolError
 from transfer.layer_groups import PageCounts
 from transfer.loop_turns import turns_of
 from transfer.metrics import RankMetrics
@@ -92,6 +92,11 @@ class DecodeWorker:
     async def _open(self, undo: contextlib.AsyncExitStack) -> RankReady:
         """Open everything but the engine. If that fails, the caller runs `undo`."""
         config, engine = self._config, self._engine
+        if config.speculative.is_on and not hasattr(engine, "verify"):
+            raise ConfigError(
+                f"speculative.method is {config.speculative.method}, and the engine {config.engine} cannot verify draft tokens "
+                "(it has no verify); leave it out"
+            )
         kernels = await self._engine_thread.call(lambda: choose_kernels(config.kernels, engine.pool.device))
         transport = open_transport(
             config.transport, host=config.server.host, device_index=engine.pool.device.index, kernels=kernels
@@ -112,8 +117,8 @@ class DecodeWorker:
             device=pool.device,
             advice=rank_advice(Phase.RING, config, engine, {"ring.capacity_bytes": ring_bytes}),
         )
-        slack_tokens = config.offload.window_slack_tokens(pool.page_size)
-        allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
+        needs = page_needs(pool.groups, pool.page_size, slack_tokens=config.window_slack_tokens)
+        allocator = GroupAllocator(needs, pool.num_pages)
         context = RankContext(
             loop=self._loop,
             instance=instance,
@@ -259,9 +264,12 @@ class DecodeWorker:
             request.steps_under_way += 1
             items.append(self._item_of(part, request))
 
+        has_drafts = any(item.draft_token_ids for item in items)
+        compute: Any = self._engine.verify if has_drafts else self._engine.decode  # type: ignore[attr-defined]  # optional
+
         def work() -> StepDone | StepFailed:
             return run_step(
-                lambda: self._engine.decode([with_tuples(item) for item in items]),
+                lambda: compute([with_tuples(item) for item in items]),
                 f"computing a decode step of {len(items)} requests",
                 step=message.step,
                 request_ids=tuple(part.request_id for part in message.parts),
@@ -277,7 +285,7 @@ class DecodeWorker:
         # The steps before are over, because the leader sends one at a time.
         copied_from = None if offload is None else offload.copied_from(part.request_id)
         self._allocator.advance(part.request_id, part.position, copied_from=copied_from)
-        tables = self._allocator.cover(part.request_id, part.position + 1)
+        tables = self._allocator.cover(part.request_id, part.position + 1 + len(part.draft_token_ids))
         in_host: tuple[tuple[int, ...], ...] = ()
         stored: tuple[int, ...] = ()
         if offload is not None:
@@ -290,6 +298,7 @@ class DecodeWorker:
             host_tables=in_host,
             stored_blocks=stored,
             sampling=request.sampling,
+            draft_token_ids=part.draft_token_ids,
         )
 
     def _on_step_over(self, step: RunDecodeStep, outcome: StepDone | StepFailed) -> None:

@@ -14,7 +14,7 @@ from embedded_engine.model_files import ModelFiles, read_model_files
 from embedded_engine.tensor_parallel import TensorParallelGroup, init_distributed
 from planner.memory_advice import Phase, advice_for
 from planner.model_directory import read_model_directory
-from planner.node_plan import DeviceMemory, graph_batch_sizes, has_host_pages, node_plan_inputs, sparse_policy
+from planner.node_plan import DeviceMemory, graph_rows, has_host_pages, node_plan_inputs, sparse_policy
 from planner.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.copy.kernel_choice import Kernels, choose_kernels
@@ -177,8 +177,9 @@ def _role_settings(config: NodeConfig) -> dict[str, Any]:
         given["chunk_tokens"] = config.chunk.chunk_tokens
     if isinstance(config, DecodeNodeConfig):
         given["max_running_requests"] = config.limits.max_running_requests
-        given["cuda_graph_batch_sizes"] = () if config.device == "cpu" else graph_batch_sizes(config)
+        given["cuda_graph_batch_sizes"] = () if config.device == "cpu" else graph_rows(config)
         given["has_host_pages"] = has_host_pages(config)
+        given["num_speculative_tokens"] = config.speculative.most_draft_tokens
     return given
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from embedded_engine.architectures import ARCHITECTURES, check_cut, model_module
+from embedded_engine.architectures import ARCHITECTURES, check_can_speculate, check_cut, model_module
 from planner.config_fields import shown
 from planner.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 from transfer.errors import ConfigError
@@ -14,18 +14,25 @@ _LEAN: Final = ("embedded_engine.models_package",)
 _ENGINE: Final = ("embedded_engine.loading",)
 
 
-def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> None:
+def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool, is_speculative: bool = False) -> None:
     """Refuse a model that no rank could load, before any is started. The ranks check sizes that config.json does not have.
 
+    Args:
+        is_speculative: Whether decode steps have draft tokens.
+
     Raises:
-        ConfigError: config.json is damaged or of an unknown model, the TP size does not fit, or there are no weights.
+        ConfigError: config.json is damaged or of an unknown model, the TP size does not fit, there are no weights, or the model
+            supports no speculative decoding.
     """
     config = read_config(model)
     if not dummy_weights:
         check_is_plain(model, config)
         if not any((model / name).exists() for name in (WEIGHTS_NAME, INDEX_NAME)):
             raise no_weights(model)
-    check_cut(architecture_of(model, config), tp_size, config)
+    architecture = architecture_of(model, config)
+    check_cut(architecture, tp_size, config)
+    if is_speculative:
+        check_can_speculate(architecture)
 
 
 def modules_of(model: Path, tp_size: int) -> tuple[str, ...]:

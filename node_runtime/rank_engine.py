@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -96,7 +96,7 @@ class RankEngine:
 
 
 def run_step(
-    compute: Callable[[], Mapping[str, int]],
+    compute: Callable[[], Mapping[str, int | Sequence[int]]],
     doing: str,
     *,
     step: int,
@@ -110,7 +110,7 @@ def run_step(
     A failure is fatal in a group of ranks, because the others may wait in a collective.
 
     Args:
-        compute: The step; returns request -> next token.
+        compute: The step; returns request -> next token, or accepted draft tokens and the next token.
         doing, device, advice: See `transfer.out_of_memory.allocating`.
         step, request_ids: The step and its requests.
         num_ranks: Ranks of the engine's group.
@@ -130,13 +130,21 @@ def run_step(
             is_fatal=error.is_fatal or num_ranks > 1,
             is_out_of_memory=isinstance(error, OutOfMemory),
         )
+    found = {request_id: (own,) if isinstance(own, int) else tuple(own) for request_id, own in tokens.items()}
     faults |= {
         request_id: f"the engine returned token {token}; a token id is 0 to {MAX_TOKEN_ID}"
-        for request_id, token in tokens.items()
+        for request_id, own in found.items()
+        for token in own
         if not 0 <= token <= MAX_TOKEN_ID
     }
-    found = {request_id: token for request_id, token in tokens.items() if request_id not in faults}
-    return StepDone(step=step, tokens=found, compute_s=time.monotonic() - begun_s, faults=faults)
+    sound = {request_id: own for request_id, own in found.items() if request_id not in faults}
+    return StepDone(
+        step=step,
+        tokens={request_id: own[-1] for request_id, own in sound.items()},
+        compute_s=time.monotonic() - begun_s,
+        faults=faults,
+        accepted={request_id: own[:-1] for request_id, own in sound.items() if len(own) > 1},
+    )
 
 
 def rank_advice(phase: Phase, config: NodeConfig, engine: Any, chosen: Mapping[str, object] | None = None) -> str:

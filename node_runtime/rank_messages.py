@@ -42,6 +42,7 @@ class StepDone:
 
     Args:
         tokens: Request -> its next token; on rank 0 only.
+        accepted: Request -> the draft tokens before that token, which the model itself chose; only requests that have some.
         compute_s: Seconds that the step took.
         faults: Request -> why it cannot continue. Other requests of the step are not affected.
     """
@@ -50,6 +51,7 @@ class StepDone:
     tokens: dict[str, int]
     compute_s: float
     faults: dict[str, str] = field(default_factory=dict)
+    accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from node_runtime.engine import InstanceEngine, engine_loader
 from planner.device_defaults import AnyNode, visible_gpu_bytes, with_gpu_defaults
 from planner.model_directory import read_model_directory
 from planner.node_plan import check_fits
-from transfer.config import EMBEDDED_ENGINE, NodeConfig, TracingConfig, TransportConfig
+from transfer.config import EMBEDDED_ENGINE, DecodeNodeConfig, NodeConfig, TracingConfig, TransportConfig
 from transfer.errors import ConfigError, TransferError
 from transfer.instance import CAPABILITIES, Instance
 from transfer.layout import DType
@@ -59,7 +59,12 @@ def check_before_start(config: AnyNode) -> AnyNode:
         raise ConfigError("discovery.kind is etcd, and aetcd is not installed: pip install 'kvferry[etcd]'")
     if config.engine == EMBEDDED_ENGINE:
         embedded: Any = importlib.import_module("embedded_engine.model_config")
-        embedded.check_before_start(config.model, config.parallel.tp_size, dummy_weights=config.dummy_weights)
+        embedded.check_before_start(
+            config.model,
+            config.parallel.tp_size,
+            dummy_weights=config.dummy_weights,
+            is_speculative=isinstance(config, DecodeNodeConfig) and config.speculative.is_on,
+        )
         config = _with_device_defaults(config)
         check_fits(config)
         return config

@@ -115,6 +115,12 @@ def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
     return () if config.kernels == "torch" else tuple(sorted({size for size in sizes if 0 < size <= most}))
 
 
+def graph_rows(config: DecodeNodeConfig) -> tuple[int, ...]:
+    """Return the rows of decode steps with a CUDA graph: those of `graph_batch_sizes`, with and without draft tokens."""
+    sizes, rows_each = graph_batch_sizes(config), 1 + config.speculative.most_draft_tokens
+    return tuple(sorted({*sizes, *(size * rows_each for size in sizes)}))
+
+
 def node_plan_inputs(
     config: NodeConfig, model: ModelDirectory, shard: Shard, device: DeviceMemory, *, weights_bytes: int | None = None
 ) -> PlanInputs:
@@ -134,6 +140,7 @@ def node_plan_inputs(
     step_tokens = 1
     graphs: tuple[int, ...] = ()
     has_page_tables = False
+    speculative = None
     if isinstance(config, PrefillNodeConfig):
         staging_bytes = config.staging.num_slots * staging_slot_bytes(
             config.chunk, config.staging, model.shape.layout(dtype), shard, counted.total_bytes, device=config.device
@@ -144,6 +151,7 @@ def node_plan_inputs(
         ring_bytes = ring_capacity_bytes(config.ring, counted.total_bytes, device=config.device) + config.transport.probe_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
         has_page_tables = not device.is_cpu and config.kernels != "torch"
+        speculative = config.speculative.method
     most_pages = config.most_pages
     return PlanInputs(
         model=model.shape,
@@ -163,6 +171,7 @@ def node_plan_inputs(
         max_seq_len=config.limits.max_seq_len,
         has_page_tables=has_page_tables,
         cuda_graph_batch_sizes=graphs,
+        speculative=speculative,
         static_fraction=config.memory.static_fraction,
         policy=Policy(config.memory.policy),
         memory_ratio=config.memory.memory_ratio,
@@ -209,7 +218,7 @@ def _tokens_in_flight(config: NodeConfig) -> int:
     if isinstance(config, PrefillNodeConfig):
         return PREFILL_STEPS_IN_FLIGHT * config.chunk.chunk_tokens
     assert isinstance(config, DecodeNodeConfig)
-    return 1 + config.offload.window_slack_tokens(config.pool.page_size)
+    return 1 + config.window_slack_tokens
 
 
 def check_fits(config: NodeConfig) -> None:

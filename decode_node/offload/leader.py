@@ -201,6 +201,18 @@ class OffloadLeader(Tiers):
                 self.context.metrics.counter("offload_stalls").inc()
         return may
 
+    def draft_room(self, request_id: str, position: int, num_tokens: int) -> int:
+        """With early release, stay within the newest page: the other rules count pages up to the newest token.
+
+        A request with pages in host memory has no draft tokens, because each row of a step reads all of those pages.
+        """
+        if not self._rules.has_early_release:
+            return num_tokens
+        request = self._requests[request_id]
+        if request.boundary or request.is_moving:
+            return 0
+        return min(num_tokens, self._rules.page_size - 1 - position % self._rules.page_size)
+
     def step_over(self) -> None:
         self._go_on()
 

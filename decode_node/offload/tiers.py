@@ -143,6 +143,10 @@ class Tiers:
         """Return whether a step of the request reads pages in the store, which takes long."""
         return False
 
+    def draft_room(self, request_id: str, position: int, num_tokens: int) -> int:
+        """Return how many draft tokens a step at this position can have, at most `num_tokens`."""
+        return num_tokens
+
     def finish(self, request_id: str) -> None:
         """Record that a running request has its last token. The ranks learn it next."""
 

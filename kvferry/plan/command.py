@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from embedded_engine.architectures import ARCHITECTURES, check_cut
+from embedded_engine.architectures import ARCHITECTURES, check_can_speculate, check_cut
 from kvferry.cli import exit_codes
 from kvferry.plan.device import Device
 from kvferry.plan.options import PlanOptions, device_for, make_plan_for
@@ -45,8 +45,8 @@ _NOT_RUN: Final = (
     ),
     _Option(
         name="--speculative",
-        is_used=lambda inputs: inputs.speculative is not None,
-        reason="the embedded engine has no speculative decoding; the connectors for vLLM and SGLang refuse it",
+        is_used=lambda inputs: inputs.speculative is not None and inputs.speculative.lower() != "ngram",
+        reason="the embedded engine has ngram alone; the connectors for vLLM and SGLang refuse all of them",
     ),
     _Option(
         name="a vision model",
@@ -118,7 +118,7 @@ def _refusals(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
         return ["config.json names no architecture"]
     if named[0] not in ARCHITECTURES:
         return [f"it does not run {named[0]}"]
-    reasons = []
+    reasons = list[str]()
     if inputs.model.quantised_bits:
         reasons.append("its weights must be plain ones, not quantised")
     if inputs.pp_size > 1:
@@ -129,6 +129,8 @@ def _refusals(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
         reasons.append("it offloads full attention only, and the model has none")
     try:
         check_cut(named[0], inputs.tp_size, config)
+        if inputs.speculative is not None:
+            check_can_speculate(named[0])
     except ConfigError as error:
-        reasons.append(str(error).replace("tp_size", "--tp"))
+        reasons.append(str(error).replace("tp_size", "--tp").replace("speculative.method is set", "--speculative is given"))
     return reasons

@@ -16,7 +16,7 @@ from node_runtime.rank_messages import StepDone, StepFailed
 from tests.runtime.instances import hello, instance
 from transfer.breaker import Breaker, BreakerState
 from transfer.chunk import ChunkPlan
-from transfer.config import BreakerConfig, ConnectorConfig, DecodeLimitsConfig, TlsConfig
+from transfer.config import BreakerConfig, ConnectorConfig, DecodeLimitsConfig, SpeculativeConfig, TlsConfig
 from transfer.connector.attempt import AttemptStage, IncomingObserver
 from transfer.connector.messages import CancelIncoming, TransferBroken, TransferExpected
 from transfer.connector.prefill_nodes import PrefillNodes
@@ -165,6 +165,7 @@ class World:
         step_timeout_s: float = 60.0,
         max_running: int = 4,
         prefill_retries: int = 0,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         self.admission = Admission(
             pool_pages=PageCounts((POOL_PAGES,)),
@@ -184,6 +185,7 @@ class World:
         self.waiting: set[str] = set()  # tries that found no room
         self.queue_seconds: list[float] = []
         self.first_tokens: list[float] = []
+        self.drafts: list[tuple[int, int]] = []  # proposed and accepted
         self.num_retries, self.max_retries = 0, prefill_retries
         self.may_wait = join_timeout_s > 0
         self.accepted: list[GenerationRequest] = []
@@ -202,6 +204,7 @@ class World:
                 step_timeout_s=step_timeout_s,
                 prefill_retries=prefill_retries,
             ),
+            speculative=SpeculativeConfig() if speculative is None else speculative,
             broadcast=self._broadcast,
             on_broken=self.hung.append,
             observer=IncomingObserver(
@@ -211,7 +214,11 @@ class World:
                 on_no_room=self.waiting.add,
                 on_wait_over=self.waiting.discard,
             ),
-            generation=GenerationObserver(on_first_token=self.first_tokens.append, on_token=lambda seconds: None),
+            generation=GenerationObserver(
+                on_first_token=self.first_tokens.append,
+                on_token=lambda seconds: None,
+                on_drafts=lambda *counts: self.drafts.append(counts),
+            ),
             name_attempt=self._name,
         )
         self.transfers = self.leader.transfers
@@ -233,9 +240,17 @@ class World:
         return request_id if number == 1 else f"{request_id}.{number}"
 
     def submit(
-        self, name: str, num_tokens: int = 3, *, new: int = 3, end_ids: frozenset[int] = frozenset(), may_wait: bool = True
+        self,
+        name: str,
+        num_tokens: int = 3,
+        *,
+        prompt: Sequence[int] | None = None,
+        new: int = 3,
+        end_ids: frozenset[int] = frozenset(),
+        may_wait: bool = True,
     ) -> GenerationRequest:
-        request = self.leader.submit(name, tuple(range(num_tokens)), new, SamplingParams(), end_ids, may_wait=may_wait)
+        token_ids = tuple(range(num_tokens) if prompt is None else prompt)
+        request = self.leader.submit(name, token_ids, new, SamplingParams(), end_ids, may_wait=may_wait)
         self.accepted.append(request)
         return request
 

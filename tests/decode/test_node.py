@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, processors
 from decode_node import node as node_module
 from decode_node import requests as requests_module
 from decode_node.node import READ_S, DecodeNode
-from decode_node.rank_messages import CODEC, PART_BYTES, DecodeStepPart, RunDecodeStep, check_step_fits
+from decode_node.rank_messages import CODEC, DRAFT_BYTES, PART_BYTES, DecodeStepPart, RunDecodeStep, check_step_fits
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon, NodeState
 from tests.decode.leader_world import Text, turns
@@ -46,12 +46,18 @@ def test_a_step_larger_than_a_message_is_refused_before_anything_starts(tmp_path
         DecodeNode(DAEMON, config)
 
 
-def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path) -> None:
-    assert MOST_RUNNING > 2000
-    check_step_fits(decode_config(tmp_path, limits={"max_running_requests": MOST_RUNNING}))
+@pytest.mark.parametrize("num_drafts", [0, 32])
+def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path, num_drafts: int) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else {}
+    most = MAX_PAYLOAD_BYTES // (PART_BYTES + DRAFT_BYTES * num_drafts) - 1
+    assert most > 1500
+    check_step_fits(decode_config(tmp_path, limits={"max_running_requests": most}, speculative=speculative))
+    with pytest.raises(ConfigError, match=f"it can be at most {most}"):
+        check_step_fits(decode_config(tmp_path, limits={"max_running_requests": most + 1}, speculative=speculative))
     longest = new_transfer_id("\U0001f600" * MAX_REQUEST_ID_CHARS)
-    part = DecodeStepPart(request_id=longest, token_id=2**32 - 1, position=2**32 - 1)
-    assert len(CODEC.encode(RunDecodeStep(step=2**62, parts=(part,) * MOST_RUNNING))) <= MAX_PAYLOAD_BYTES
+    drafts = (2**32 - 1,) * num_drafts
+    part = DecodeStepPart(request_id=longest, token_id=2**32 - 1, position=2**32 - 1, draft_token_ids=drafts)
+    assert len(CODEC.encode(RunDecodeStep(step=2**62, parts=(part,) * most))) <= MAX_PAYLOAD_BYTES
 
 
 class GatedText(Text):

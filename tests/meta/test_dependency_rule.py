@@ -47,7 +47,7 @@ HOST_PAGES = _files("decode_node/offload", "host_tier jobs rules tiered_request"
 L0 = (
     *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index instance pool/page_allocator"),
     *_files("transfer", "piece engine_types breaker utf8 host_memory transport/base control/base"),
-    *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN,
+    "decode_node/ngram.py", *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN,
 )  # fmt: skip
 # Layer 1: also imports the small libraries in L1_LIBRARIES.
 L1 = (
@@ -68,7 +68,7 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 LOGIC = (
     *_files("transfer", "layout layer_groups chunk piece piece_size ring ring_index pool/page_allocator breaker"),
     *_files("prefill_node", "scheduler stored_prefix"),
-    *_files("decode_node", "offload/page_placement offload/sizes"),
+    *_files("decode_node", "ngram offload/page_placement offload/sizes"),
     *_files("transfer/connector", "prefill_routing messages"),
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip

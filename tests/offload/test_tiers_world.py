@@ -46,16 +46,18 @@ async def test_every_token_is_read_where_it_lies(seed: int, num_windows: int) ->
         windows=tuple(chance.sample([3, 5, 6, 9, 16], num_windows)),
         has_slow_saves=chance.random() < 0.3,
         failing=chance.choice([0.0, 0.2]),
+        num_drafts=3 * (seed % 2),
     )
     prompts = [[chance.randint(0, 49) for _ in range(30)] for _ in range(2)]
     await asyncio.wait_for(play(world, num_requests=25, prompts=prompts, longest_new=20, give_up=0.002), 120)
+    assert (world.num_accepted > 0) == (seed % 2 > 0), "draft tokens are accepted in every second world"
 
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_what_may_be_damaged_is_read_by_nobody_who_comes_later(seed: int) -> None:
     """Also not from those who had loaded it before it was known."""
     chance = random.Random(seed)
-    world = World(chance, window_tokens=chance.choice([None, 4]), windows=(6,)[: seed % 2])
+    world = World(chance, window_tokens=chance.choice([None, 4]), windows=(6,)[: seed % 2], num_drafts=seed % 4)
     prompts = [[chance.randint(0, 49) for _ in range(20)]]
     await asyncio.wait_for(play(world, num_requests=30, prompts=prompts, longest_new=12, give_up=0.02), 120)
 
@@ -74,10 +76,12 @@ async def test_a_request_that_device_and_host_memory_cannot_hold_reads_the_store
         has_slow_saves=chance.random() < 0.3,
         failing=0.15 if seed == 2 else 0.0,
         block_pages=chance.choice([1, 2, 3]),
+        num_drafts=3 * (seed % 2),
     )
     prompts = [[chance.randint(0, 49) for _ in range(length)] for length in (200, 30)]
     await asyncio.wait_for(play(world, num_requests=12, prompts=prompts, longest_new=60, give_up=0.001), 120)
     assert world.most_stored > 2, "requests had blocks in the store"
+    assert (world.num_accepted > 0) == (seed % 2 > 0), "the others have draft tokens in every second world"
     lost = [job for job in world.jobs.values() if job.is_lost]
     assert all(len(job.prompt) + job.max_new > 40 for job in lost) and (seed == 2 or not lost)
 

@@ -123,6 +123,11 @@ def values_of(token_ids: Sequence[int]) -> list[float]:
     return found
 
 
+def next_token(token: int, position: int) -> int:
+    """The token behind a token at its position, as every engine of the world computes it."""
+    return (token * 31 + position) % 50
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """A request of the world."""
@@ -163,7 +168,8 @@ class RankWorld:
         self.shard = Shard(tp_size=NUM_RANKS, tp_rank=rank, page_size=PAGE)
         self.pool = KVPool(layout=world.layout, shard=self.shard, num_pages=world.device_pages)
         self.host = HostPool(self.pool, num_pages=world.host_pages)
-        self.allocator = GroupAllocator(page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens), self.pool.num_pages)
+        needs = page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens + world.num_drafts)
+        self.allocator = GroupAllocator(needs, self.pool.num_pages)
         self.receiver = Receiver()
         self.worker = new_worker(rank=rank, thread=self.engine_thread, send=self._send)
         self.save_thread, self.load_thread = HandThread(), HandThread()
@@ -223,23 +229,35 @@ class RankWorld:
     # What a rank's engine does
 
     def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
-        tokens = {}
+        return {request_id: token for request_id, (token,) in self.verify(items).items()}
+
+    def verify(self, items: Sequence[DecodeItem]) -> dict[str, tuple[int, ...]]:
+        tokens: dict[str, tuple[int, ...]] = {}
         for item in items:
             job = self.world.jobs[item.request_id]
-            values = values_of(job.tokens)
             assert item.token_id == job.tokens[item.position]  # rank 0 can be a step ahead
-            tables = item.page_tables
-            self._write(tables, item.position, values[item.position])
-            for index, group in enumerate(self.pool.groups):
-                host = item.host_tables[index] if item.host_tables else ()
-                if job.is_damaged:
-                    continue
-                for token in range(group.first_needed_token(item.position), item.position + 1):
-                    found = self._read(index, tables[index], host, item.stored_blocks, token)
-                    assert found == values[token], (item.request_id, self.rank, group.name, token, item.position, len(host))
+            assert not (item.draft_token_ids and (any(item.host_tables) or item.stored_blocks)), "each row would read all of them"
+            values = values_of((*job.tokens[: item.position], *item.token_ids))
+            for position in range(item.position, item.end_token):
+                self._write(item.page_tables, position, values[position])
+            for position in range(item.position, item.end_token):
+                self._check(item, position, values)
             self.world.most_stored = max(self.world.most_stored, len(item.stored_blocks))
-            tokens[item.request_id] = (item.token_id * 31 + item.position) % 50
+            own = [next_token(item.token_id, item.position)]
+            while own == list(item.draft_token_ids[: len(own)]):
+                own.append(next_token(own[-1], item.position + len(own)))
+            tokens[item.request_id] = tuple(own)
         return tokens if self.rank == 0 else {}
+
+    def _check(self, item: DecodeItem, position: int, values: Sequence[float]) -> None:
+        """Read what the token at `position` attends to."""
+        if self.world.jobs[item.request_id].is_damaged:
+            return
+        for index, group in enumerate(self.pool.groups):
+            host = item.host_tables[index] if item.host_tables else ()
+            for token in range(group.first_needed_token(position), position + 1):
+                found = self._read(index, item.page_tables[index], host, item.stored_blocks, token)
+                assert found == values[token], (item.request_id, self.rank, group.name, token, position, len(host))
 
     def _write(self, tables: Sequence[Sequence[int]], token: int, value: float) -> None:
         for index in range(len(self.pool.groups)):
@@ -347,12 +365,14 @@ class World:
         windows: tuple[int, ...] = (WINDOW_TOKENS,),
         has_slow_saves: bool = False,
         failing: float = 0.0,
+        num_drafts: int = 0,
         stored: dict[str, bytes] | None = None,
         block_pages: int = 0,
     ) -> None:
         self.block_pages = block_pages  # 0: running requests do not use the store
         self.most_stored = 0
         self.chance, self._failing, self._has_slow_saves = chance, failing, has_slow_saves
+        self.num_drafts, self.num_accepted = num_drafts, 0
         self.layout = KVLayout(
             layers=(FULL_SPEC, *(replace(WINDOW_SPEC, window_tokens=tokens) for tokens in windows), FULL_SPEC),
             dtype=DType.FLOAT32,
@@ -378,7 +398,7 @@ class World:
             window_tokens=window_tokens,
             stride_pages=stride_pages,
             low_water=0.6,
-            slack_tokens=self.slack_tokens,
+            slack_tokens=self.slack_tokens + num_drafts,
             num_ranks=NUM_RANKS,
             broadcast=self._broadcast,
             stores=StoreRules(block_pages=block_pages, host_pages=host_pages) if block_pages else None,
@@ -507,7 +527,12 @@ class World:
             return
         running = [job for job in self.jobs.values() if job.is_running]
         parts = tuple(
-            DecodeStepPart(request_id=job.request_id, token_id=job.tokens[-1], position=job.position)
+            DecodeStepPart(
+                request_id=job.request_id,
+                token_id=job.tokens[-1],
+                position=job.position,
+                draft_token_ids=self._draft_tokens(job),
+            )
             for job in running
             if self.leader.may_step(job.request_id, job.position)
         )
@@ -518,6 +543,17 @@ class World:
             self.num_steps += 1
             self.step = RunDecodeStep(step=self.num_steps, parts=parts)
             self._broadcast(self.step)
+
+    def _draft_tokens(self, job: Job) -> tuple[int, ...]:
+        """Right ones up to a random place."""
+        if not self.num_drafts:
+            return ()
+        most = self.leader.draft_room(job.request_id, job.position, min(self.num_drafts, job.max_new - job.num_generated - 1))
+        found, token = list[int](), job.tokens[-1]
+        for position in range(job.position, job.position + most):
+            token = (next_token(token, position) + (self.chance.random() < 0.2)) % 50
+            found.append(token)
+        return tuple(found)
 
     def give_up(self, job: Job) -> None:
         if job.is_over:
@@ -576,11 +612,14 @@ class World:
             case StepDone():
                 assert self.step is not None
                 for part in self.step.parts:
-                    self.leader.computed(part.request_id, part.token_id)
+                    for token in (part.token_id, *message.accepted.get(part.request_id, ())):
+                        self.leader.computed(part.request_id, token)
                 self.step = None
                 for name, token in message.tokens.items():
                     if self.jobs[name].is_running:
-                        self._take(self.jobs[name], token)
+                        self.num_accepted += len(message.accepted.get(name, ()))
+                        for one in (*message.accepted.get(name, ()), token):
+                            self._take(self.jobs[name], one)
                 self.leader.step_over()
                 self._send_step()
             case TransferWhole():

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.demo.kinds import ModelKind
 from kvferry.demo.model import make_demo_model
 from node_runtime.rank_setup import check_before_start, open_transport, own_instance
 from tests.runtime.instances import LAYOUT
-from transfer.config import PrefillNodeConfig, TransportConfig
+from transfer.config import DecodeNodeConfig, PrefillNodeConfig, TransportConfig
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3
 from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, check_compatible
@@ -102,6 +103,15 @@ def test_a_library_that_is_missing_is_named(model: Path, name: str, missing: str
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ConfigError, match=re.escape(missing)):
         check_before_start(config(model, name=name))
+
+
+def test_speculative_decoding_of_a_recurrent_model_is_refused(tmp_path: Path) -> None:
+    """Also by `--check-config`, which starts nothing."""
+    recurrent = make_demo_model(tmp_path / "model", kind=ModelKind.HYBRID)
+    settings = {"model": recurrent, "tls": {"insecure": 1}}
+    check_before_start(DecodeNodeConfig.model_validate(settings))
+    with pytest.raises(ConfigError, match=r"speculative\.method is set, and a Qwen3NextForCausalLM has recurrent layers"):
+        check_before_start(DecodeNodeConfig.model_validate(settings | {"speculative": {"method": "ngram"}}))
 
 
 @pytest.mark.parametrize("name", ["ucx", "nixl"])

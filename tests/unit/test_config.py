@@ -219,6 +219,15 @@ SERVICE_LINKS = {
 }  # fmt: skip
 
 
+def test_settings_of_speculative_decoding_that_do_not_fit_are_named() -> None:
+    wrong = {"method": "eagle", "num_speculative_tokens": 33, "prompt_lookup_min": 0}
+    lines = refused(flags={"model": "m"} | {f"speculative.{name}": value for name, value in wrong.items()})
+    assert len(lines) == 3 and [line.split()[0] for line in lines] == [f"speculative.{name}" for name in wrong], lines
+    (line,) = refused(flags={"model": "m", "speculative.prompt_lookup_min": 6})
+    assert "prompt_lookup_min is 6; it must be at most prompt_lookup_max, 5" in line
+    assert decode().speculative.most_draft_tokens == 0
+
+
 def test_what_kubernetes_sets_for_a_service_is_ignored() -> None:
     config = load_config(DecodeNodeConfig, flags={"model": "m"}, environment=SERVICE_LINKS)
     assert config == decode()

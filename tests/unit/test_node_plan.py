@@ -9,7 +9,7 @@ import pytest
 
 from planner.model_directory import ModelDirectory
 from planner.model_shape import read_model_shape
-from planner.node_plan import DeviceMemory, node_plan_inputs
+from planner.node_plan import DeviceMemory, graph_rows, node_plan_inputs
 from planner.plan import PlanInputs, Policy, Role, make_plan
 from transfer.chunk import largest_wire_bytes
 from transfer.config import CPU_POOL_PAGES, DecodeNodeConfig, NodeConfig, PrefillNodeConfig
@@ -29,6 +29,7 @@ LLAMA = {
     "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 8192,
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 MODEL = ModelDirectory(shape=read_model_shape(LLAMA), checkpoint_bytes=400 << 20, checkpoint_source="files")
 
 
@@ -94,6 +95,19 @@ def test_invalid_cuda_graph_batches_are_rejected() -> None:
         decode(cuda_graph_bs=[1], cuda_graph_max_bs=8)
     with pytest.raises(ValueError, match="cuda_graph_bs"):
         decode(cuda_graph_bs=[0])
+
+
+def test_draft_tokens_have_rows_in_graphs_and_pages_in_windows() -> None:
+    """The plan's reserve counts batches, as SGLang's does, and n-grams add nothing to it."""
+    limits = {"max_running_requests": 20}
+    plain, config = decode(limits=limits, cuda_graph_bs=[2, 4]), decode(limits=limits, cuda_graph_bs=[2, 4], speculative=NGRAM)
+    assert (graph_rows(plain), graph_rows(config)) == ((2, 4), (2, 4, 8, 16))
+    assert graph_rows(decode(limits=limits, cuda_graph_bs=[2, 4], speculative=NGRAM, kernels="torch")) == ()
+    inputs = inputs_of(config)
+    assert (inputs.speculative, inputs.most_tokens_in_flight) == ("ngram", 1 + 3)
+    assert make_plan(inputs).max_total_tokens == make_plan(inputs_of(plain)).max_total_tokens
+    unused = decode(speculative=NGRAM | {"method": None})
+    assert (inputs_of(unused).speculative, inputs_of(unused).most_tokens_in_flight) == (None, 1)
 
 
 def test_page_tables_are_counted_where_there_are_any() -> None:

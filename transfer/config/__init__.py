@@ -43,6 +43,7 @@ from transfer.config.operation import (
     LogConfig,
     PrefillLimitsConfig,
     RestartConfig,
+    SpeculativeConfig,
     TracingConfig,
 )
 from transfer.config.storage import HostMemoryConfig, StorageConfig
@@ -77,6 +78,7 @@ __all__ = [
     "RestartConfig",
     "RingConfig",
     "ServerConfig",
+    "SpeculativeConfig",
     "StagingConfig",
     "StorageConfig",
     "TlsConfig",

@@ -27,6 +27,7 @@ from transfer.config.operation import (
     PlacementConfig,
     PrefillLimitsConfig,
     RestartConfig,
+    SpeculativeConfig,
     StatusPageConfig,
     TracingConfig,
 )
@@ -173,10 +174,12 @@ class DecodeNodeConfig(NodeConfig):
             "Batch sizes of decode steps that are captured into CUDA graphs, each at most limits.max_running_requests. A batch "
             "runs in the smallest graph that fits it, and without one if it is larger than all. An empty list captures none. "
             "null means 1, 2, 4 and every eighth size up to cuda_graph_max_bs. Do not set both. No effect on cpu. "
+            "With speculative.method, each size is captured with and without draft tokens. "
             "In the environment: separated by commas."
         ),
     )
     limits: DecodeLimitsConfig = Field(default_factory=DecodeLimitsConfig, description="Bounds.")
+    speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig, description="Speculative decoding.")
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig, description="KV outside of the devices.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
@@ -188,6 +191,11 @@ class DecodeNodeConfig(NodeConfig):
         """Value of `placement.prefix_tokens`, with its default."""
         chosen = self.placement.prefix_tokens
         return (PREFIX_TOKENS if self.storage.is_set else 0) if chosen is None else chosen
+
+    @property
+    def window_slack_tokens(self) -> int:
+        """Tokens of a sliding window for which pages are set aside besides those of a step of one token."""
+        return self.offload.window_slack_tokens(self.pool.page_size) + self.speculative.most_draft_tokens
 
     @model_validator(mode="after")
     def _check_one_list_of_prefill_nodes(self) -> Self:

@@ -15,6 +15,14 @@ MAX_HEARTBEAT_S: Final = 10.0
 """Faster heartbeats are load, and slower ones notice a dead peer too late. A peer's request is clamped to the same range."""
 
 
+MAX_SPECULATIVE_TOKENS: Final = 32
+"""Each draft token is a row of a step. Long runs of accepted tokens are rare, so more rows cost more than they save."""
+
+MAX_NGRAM_TOKENS: Final = 64
+
+NgramTokens = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_NGRAM_TOKENS)]
+
+
 class LimitsConfig(Section):
     """Bounds of the node's work."""
 
@@ -60,6 +68,48 @@ class DecodeLimitsConfig(LimitsConfig):
             "does not answer. 0 refuses the request at once."
         ),
     )
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding: each step also computes draft tokens, and keeps those that the model itself chooses.
+
+    The names are those of vLLM's ``--speculative-config``.
+    """
+
+    method: Literal["ngram"] | None = Field(
+        default=None,
+        description=(
+            "ngram: the draft tokens are those that followed the same tokens earlier in the prompt or generation. null: no "
+            "speculative decoding."
+        ),
+    )
+    num_speculative_tokens: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = Field(
+        default=4, description="Most draft tokens of a request in a step."
+    )
+    prompt_lookup_min: NgramTokens = Field(
+        default=2, description="ngram: least number of newest tokens that must occur earlier in the request."
+    )
+    prompt_lookup_max: NgramTokens = Field(
+        default=5, description="ngram: most newest tokens that are compared. The longest match is used, and the newest of those."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps can have draft tokens."""
+        return self.method is not None
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most draft tokens of a request in a step."""
+        return self.num_speculative_tokens if self.is_on else 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min is {self.prompt_lookup_min}; it must be at most prompt_lookup_max, {self.prompt_lookup_max}"
+            )
+        return self
 
 
 class HeartbeatConfig(Section):

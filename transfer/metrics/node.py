@@ -84,6 +84,11 @@ class NodeMetrics(Series):
         """Count the reason of a request that ended with `error`, besides its outcome."""
         self.counter("aborts", reason=abort_reason(error)).inc()
 
+    def draft_tokens(self, proposed: int, accepted: int) -> None:
+        """Count the draft tokens of a request in a step."""
+        self.counter("spec_decode_draft_tokens").inc(proposed)
+        self.counter("spec_decode_accepted_tokens").inc(accepted)
+
     def breakers(self, states: Mapping[str, int]) -> None:
         """Show the number of prefill nodes by the state of their circuit breaker."""
         for name in BREAKER_STATES:

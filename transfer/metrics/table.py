@@ -112,6 +112,18 @@ REQUEST_METRICS: Final = (
         advice="Its rate is the node's throughput.",
     ),
     counter(
+        "spec_decode_draft_tokens",
+        "Draft tokens that steps computed (speculative.method).",
+        roles=DECODE,
+        advice="Each is one more row of a step.",
+    ),
+    counter(
+        "spec_decode_accepted_tokens",
+        "Draft tokens that the model itself chose, so that no further step computes them.",
+        roles=DECODE,
+        advice="Over spec_decode_draft_tokens: the acceptance rate. If it is low, lower speculative.num_speculative_tokens.",
+    ),
+    counter(
         "loaded_prompt_tokens",
         "Tokens of prompts that were taken from the store, and not computed.",
         roles=PREFILL,
