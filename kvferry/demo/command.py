@@ -26,6 +26,7 @@ from kvferry.demo.offload import (
     POOL_TOKENS,
     PREFILL_CHUNK_TOKENS,
     PREFILL_HOST_TOKENS,
+    Figures,
     offload_report,
     offload_settings,
     prefill_offload_report,
@@ -74,6 +75,8 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
     if options.offload is not None:
         decode_settings |= offload_settings(options.offload)
         settings |= store_settings(options.offload)
+    if options.speculative is not None:
+        decode_settings["speculative.method"] = options.speculative
     if options.prefill_offload:
         settings["offload.host_ratio"] = PREFILL_HOST_TOKENS / prefill_pool_tokens(options.model_kind)
     if options.sparse_policy != "none":
@@ -186,6 +189,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
                         cluster, device_tokens=prefill_pool_tokens(options.model_kind), longest_prompt_tokens=longest
                     )
                 density = await prefill_density(cluster)
+                drafts = await draft_counts(cluster)
                 prefill, decode = await cluster.prefill.status(), await cluster.decode.status()
                 if not any(request.error for request in requests):
                     view.phase("waiting for the single process that the tokens are compared with")
@@ -210,6 +214,8 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
         offload=offload,
         prefill_offload=prefill_offload,
         sparse=sparse,
+        draft_tokens=drafts[0],
+        accepted_tokens=drafts[1],
         environment=_environment(options, model),
     )
 
@@ -260,6 +266,12 @@ async def _watch_status(client: NodeClient, view: DemoView) -> None:
         with contextlib.suppress(TransferError):  # requests report their own errors
             view.status = await client.status()
         await asyncio.sleep(_STATUS_S)
+
+
+async def draft_counts(cluster: LocalCluster) -> tuple[int, int]:
+    """Return the draft tokens of all steps, and the number of those that were accepted."""
+    decode = Figures((await cluster.decode.http("/metrics"))[1])
+    return decode.sum("spec_decode_draft_tokens_total"), decode.sum("spec_decode_accepted_tokens_total")
 
 
 async def wait_idle(cluster: LocalCluster) -> list[str]:

@@ -103,6 +103,7 @@ class DemoReport:
         offload: None without storage tiers.
         prefill_offload: None if all KV of the prefill tier lies on its devices.
         sparse: None with full attention.
+        draft_tokens, accepted_tokens: Draft tokens of the decode tier's steps, and those that were accepted.
     """
 
     requests: int
@@ -137,6 +138,8 @@ class DemoReport:
     offload: OffloadReport | None = None
     prefill_offload: PrefillOffloadReport | None = None
     sparse: SparseReport | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -171,6 +174,8 @@ def make_report(
     offload: OffloadReport | None = None,
     prefill_offload: PrefillOffloadReport | None = None,
     sparse: SparseReport | None = None,
+    draft_tokens: int = 0,
+    accepted_tokens: int = 0,
 ) -> DemoReport:
     """Add up a run. Arguments that are fields of the report are described there.
 
@@ -216,6 +221,8 @@ def make_report(
         offload=offload,
         prefill_offload=prefill_offload,
         sparse=sparse,
+        draft_tokens=draft_tokens,
+        accepted_tokens=accepted_tokens,
         environment=dict(environment),
     )
 

@@ -264,11 +264,13 @@ def verdict(report: DemoReport) -> str:
 
 def _rows(report: DemoReport) -> list[tuple[str, str]]:
     bandwidth = report.link_bandwidth_bytes_per_s / 1e9
+    drafts = [("draft tokens accepted", f"{report.accepted_tokens:,} of {report.draft_tokens:,}")] if report.draft_tokens else []
     return [
         ("requests", f"{report.requests:,}"),
         ("tokens match a single process", _tokens_match(report)),
         ("prompt tokens", f"{report.prompt_tokens:,}"),
         ("generated tokens", f"{report.generated_tokens:,}"),
+        *drafts,
         ("bytes moved", in_bytes(report.bytes_moved)),
         ("writes", f"{report.writes:,}"),
         ("writes without staging", f"{report.writes_without_staging:,}"),
