@@ -53,23 +53,36 @@ class DeviceDecoder:
         max_seq_len: Tokens of the longest request, for which page tables have columns.
         compute: Runs the model.
         advice: The settings to change if there is no memory for CUDA graphs.
+        beside: Decoder of another model with the same pool, whose page tables this one uses, too.
     """
 
     def __init__(
-        self, pool: KVPool, *, max_running_requests: int, max_rows: int, max_seq_len: int, compute: Compute, advice: str
+        self,
+        pool: KVPool,
+        *,
+        max_running_requests: int,
+        max_rows: int,
+        max_seq_len: int,
+        compute: Compute,
+        advice: str,
+        beside: DeviceDecoder | None = None,
     ) -> None:
         self.max_running_requests = max_running_requests
         self.max_rows = max_rows
         self._pool = pool
         self._compute = compute
         self._advice = advice
-        self._tables = {
-            index: PageTable(
-                num_rows=max_running_requests + 1, max_seq_len=max_seq_len, page_size=part.page_size, device=pool.device
-            )
-            for index, (group, part) in enumerate(zip(pool.groups, pool.parts, strict=True))
-            if group.kind is not GroupKind.STATE
-        }
+        self._tables: dict[int, PageTable]
+        if beside is not None:
+            self._tables = beside._tables
+        else:
+            self._tables = {
+                index: PageTable(
+                    num_rows=max_running_requests + 1, max_seq_len=max_seq_len, page_size=part.page_size, device=pool.device
+                )
+                for index, (group, part) in enumerate(zip(pool.groups, pool.parts, strict=True))
+                if group.kind is not GroupKind.STATE
+            }
         dummy = [self._tables[index].dummy_row if index in self._tables else NO_SLOT for index in range(len(pool.groups))]
         self._dummy = np.array([[0], [DUMMY_POSITION], *([row] for row in dummy)], dtype=np.int64)
         self._inputs = torch.zeros(len(self._dummy) * max_rows, dtype=torch.int64, device=pool.device)

@@ -12,36 +12,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from embedded_engine.architectures import Hook, check_can_speculate
+from embedded_engine.architectures import check_can_speculate
+from embedded_engine.causal_model import CausalModel
+from embedded_engine.draft_model import DraftModel, check_draft_model
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
 from embedded_engine.host_prefill import HostChunk, HostPages, HostStep
 from embedded_engine.host_tier import HostBlocks
-from embedded_engine.latent_attention import hook_latent_attention
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
 from embedded_engine.paged_attention import (
-    ATTENTION_NAME,
-    LATENT_ATTENTION_NAME,
     GatherDecodePlan,
     PrefillPlan,
     StepPlan,
     Tables,
 )
-from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
 from embedded_engine.sparse_prefill import SparsePrefill, sparse_kernels
 from embedded_engine.step_arrays import on_device
 from embedded_engine.step_checks import StepChecks
-from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
+from embedded_engine.tensor_parallel import TensorParallelGroup
 from planner.memory_advice import Phase, advice_for
 from planner.plan import MemoryPlan
 from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, sparse_prefill_workspaces
@@ -64,6 +60,15 @@ Advise = Callable[[Phase], str]
 
 NO_TOKEN = -1
 """In place of a token whose logits are not finite."""
+
+
+class _Place(TypedDict):
+    """How and where models are loaded, see `CausalModel`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    group: TensorParallelGroup | None
+    advice: str
 
 
 _Tokens = TypeVar("_Tokens", int, tuple[int, ...])
@@ -192,6 +197,8 @@ class EmbeddedEngine:
         sparse_prefill: Policy of block-sparse prefill; None for full attention.
         chunk_tokens: Most tokens of a request in a prefill step; needed for the workspaces of `sparse_prefill`.
         num_speculative_tokens: Most draft tokens of a request in a decode step.
+        draft: Checked directory of the draft model. `prefill`, `decode` and `verify` then also compute its KV, in further layers
+            of the pool.
 
     Attributes:
         memory_plan: The plan that sized the pool, if there is one.
@@ -224,12 +231,19 @@ class EmbeddedEngine:
         sparse_prefill: XAttention | None = None,
         chunk_tokens: int | None = None,
         num_speculative_tokens: int = 0,
+        draft: ModelFiles | None = None,
     ) -> None:
         self.memory_plan: MemoryPlan | None = None
         self.memory_warnings: tuple[str, ...] = ()
         self.files = directory if isinstance(directory, ModelFiles) else read_model_files(directory)
+        self.draft_files = draft
         self.layout: KVLayout = self.files.layout(dtype)
         self.model_fields: Mapping[str, str] = self.files.fields
+        if draft is not None:
+            check_draft_model(self.files, draft)
+            own_layers = self.layout.num_layers
+            self.layout = KVLayout(layers=self.layout.layers + draft.layout(self.layout.dtype).layers, dtype=self.layout.dtype)
+            self.model_fields = {**self.files.fields, **{f"draft.{name}": value for name, value in draft.fields.items()}}
         self.vocab_size = self.files.vocab_size
         self.eos_token_ids = self.files.eos_token_ids
         self._group = group
@@ -252,10 +266,16 @@ class EmbeddedEngine:
         self._device = torch.device(device)
         self._dtype: torch.dtype = getattr(torch, self.layout.dtype.value)
         self._has_decode_kernels = self._device.type == "cuda" if has_decode_kernels is None else has_decode_kernels
-        self._logit_softcap: float | None = getattr(self.files.config, "final_logit_softcapping", None)
         self._failure: str | None = None
-        self._model: PreTrainedModel | None = self._load_model()
-        self.weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
+        place: _Place = {
+            "dtype": self._dtype,
+            "device": self._device,
+            "group": group,
+            "advice": advise(Phase.WEIGHTS),
+        }
+        self._model: CausalModel | None = CausalModel(self.files, **place)
+        self._draft = None if draft is None else DraftModel(draft, **place, first_layer=own_layers)
+        self.weights_bytes = self._model.weights_bytes + (0 if self._draft is None else self._draft.weights_bytes)
         self._open_pool(num_pages, max_running_requests, cuda_graph_batch_sizes)
 
     def _configure(
@@ -269,7 +289,8 @@ class EmbeddedEngine:
         num_speculative_tokens: int,
     ) -> None:
         """Check and keep the settings that do not depend on the weights."""
-        self.files.check_shard(shard)
+        for files in (self.files, *(() if self.draft_files is None else (self.draft_files,))):
+            files.check_shard(shard)
         rank, size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
         if (shard.tp_rank, shard.tp_size) != (rank, size):
             raise ConfigError(
@@ -281,12 +302,13 @@ class EmbeddedEngine:
         _check_is_positive("max_running_requests", max_running_requests)
         if num_speculative_tokens < 0:
             raise ConfigError(f"num_speculative_tokens is {num_speculative_tokens}; must be 0 or more")
-        if num_speculative_tokens:
+        if num_speculative_tokens or self.draft_files is not None:
             check_can_speculate(self.files.architecture)
         _check_batch_sizes(graph_batch_sizes, (max_running_requests or 0) * (1 + num_speculative_tokens))
         self.shard = shard
         self._num_speculative_tokens = num_speculative_tokens
-        self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
+        most = [files.max_context_tokens for files in (self.files, self.draft_files) if files is not None]
+        self.max_context_tokens = min(*most, max_seq_len or most[0])
         self.layers_per_group = layers_per_group or self.layout.num_layers
         self._has_host_pages = has_host_pages
 
@@ -296,14 +318,14 @@ class EmbeddedEngine:
         self._workspaces: tuple[Workspace, ...] = ()
         if policy is None:
             return
+        if self.draft_files is not None:
+            raise ConfigError(
+                "prefill.sparse_policy is xattention, and speculative.model is given; the workspaces of block-sparse prefill are "
+                "those of one model: leave one of them out"
+            )
         if chunk_tokens is None:
             raise ConfigError("sparse_prefill is given and chunk_tokens is not; its workspaces need both")
         _check_is_positive("chunk_tokens", chunk_tokens)
-        if (softcap := getattr(self.files.config, "attn_logit_softcapping", None)) is not None:
-            raise ConfigError(
-                f"prefill.sparse_policy is xattention; {self.files.architecture} has a soft cap of {softcap:g}; "
-                "block-sparse prefill does not support it: it must be none for this model"
-            )
         try:
             check_has_sparse_prefill(self.layout)
         except ConfigError as error:
@@ -362,9 +384,17 @@ class EmbeddedEngine:
         self._tier: HostBlocks | None = None
         self._host_pages: HostPages | None = None
         self._decoder: DeviceDecoder | None = None
+        self._draft_decoder: DeviceDecoder | None = None
         if max_running_requests is not None and self._has_decode_kernels:
+            assert self._model is not None
+            rows_each = 1 + self._num_speculative_tokens
             with allocating("allocating the page tables", device=self._device, advice=self._advise(Phase.PAGE_TABLES)):
-                self._decoder = self._make_decoder(max_running_requests)
+                self._decoder = self._make_decoder(self._model, max_running_requests, max_running_requests * rows_each)
+                if self._draft is not None:
+                    self._draft_decoder = self._make_decoder(self._draft, max_running_requests, max_running_requests)
+        if self._draft is not None:
+            self._draft.use_pool(self.pool, self._draft_decoder)
+        if self._decoder is not None:
             self.capture_cuda_graphs(graph_batch_sizes)
 
     def release_pool(self) -> None:
@@ -374,7 +404,9 @@ class EmbeddedEngine:
         """
         for name in ("pool", "_checks"):
             self.__dict__.pop(name, None)
-        self._decoder = self._tier = self._host_pages = self._sparse = None
+        self._decoder = self._draft_decoder = self._tier = self._host_pages = self._sparse = None
+        if self._draft is not None:
+            self._draft.leave_pool()
         gc.collect()  # the graphs' plans and the pool reference each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -429,7 +461,8 @@ class EmbeddedEngine:
     @property
     def cuda_graph_bytes(self) -> int:
         """Bytes of the device that the CUDA graphs took."""
-        return 0 if self._decoder is None else self._decoder.cuda_graph_bytes
+        decoders = (self._decoder, self._draft_decoder)
+        return sum(decoder.cuda_graph_bytes for decoder in decoders if decoder is not None)
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
@@ -467,6 +500,8 @@ class EmbeddedEngine:
         if self._decoder is not None:
             with self._step("capturing the CUDA graphs of decode steps", Phase.CUDA_GRAPHS):
                 self._decoder.capture(batch_sizes)
+                if self._draft_decoder is not None:
+                    self._draft_decoder.capture([size for size in batch_sizes if size <= self._draft_decoder.max_rows])
 
     @property
     def host_block_bytes(self) -> int:
@@ -518,13 +553,13 @@ class EmbeddedEngine:
 
     def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
         """Run one decode step, one token of every item; see `DecodeEngine.decode`."""
-        return self._tokens_of(self.decode_batch(items)) if items else {}
+        return self._tokens_of(self.decode_batch(self._drafted(items))) if items else {}
 
     def verify(self, items: Sequence[DecodeItem]) -> dict[str, tuple[int, ...]]:
         """Run one decode step over the newest token and the draft tokens of every item; see `DecodeEngine`."""
         if not items:
             return {}
-        batch = self.decode_batch(items)
+        batch = self.decode_batch(self._drafted(items))
         output = self.forward_batch(batch)
         with self._step(*_use_of(batch)):
             return output.verified()
@@ -666,8 +701,8 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Release the model and leave the TP group; transfers under way can still read the pool. May be called twice."""
-        self._model = None
-        self._decoder = None
+        self._model = self._draft = None
+        self._decoder = self._draft_decoder = None
         if self._group is not None:
             self._group.close()
 
@@ -683,22 +718,13 @@ class EmbeddedEngine:
             max_draft_tokens=self._num_speculative_tokens,
         )
 
-    def _load_model(self) -> PreTrainedModel:
-        hook = self.files.family.hook
-        attention = LATENT_ATTENTION_NAME if hook is Hook.LATENT else ATTENTION_NAME
-        model = load_causal_lm(
-            self.files,
-            dtype=self._dtype,
-            device=self._device,
-            attention=attention,
-            group=self._group,
-            advice=self._advise(Phase.WEIGHTS),
-        )
-        if hook is Hook.LATENT:
-            hook_latent_attention(model)
-        elif hook is Hook.GATED_DELTA_NET:
-            hook_gated_delta_nets(model)
-        return model
+    def _drafted(self, items: Sequence[DecodeItem]) -> Sequence[DecodeItem]:
+        """Run the draft model over a decode step, if there is one; return the items with its draft tokens."""
+        if self._draft is None:
+            return items
+        items = self._checks.check_decode(items)
+        with self._step(f"computing draft tokens of {len(items)} requests", Phase.DECODE_STEP):
+            return self._draft.drafted(items)
 
     def _tokens_of(self, batch: ForwardBatch) -> dict[str, int]:
         output = self.forward_batch(batch)
@@ -707,45 +733,29 @@ class EmbeddedEngine:
 
     def _forward(self, batch: ForwardBatch) -> Tensor | None:
         """Run the model over the rows of a step; return logits [wanted rows, vocab] on TP rank 0 only."""
-        logits: Tensor | None
+        assert self._model is not None  # _step() refuses a closed engine
         if batch.plan is None:
             assert self._decoder is not None  # decode_batch
-            logits = self._decoder.logits(batch.decode_rows)
-        else:
-            token_ids, positions = (on_device(one, self._device).unsqueeze(0) for one in (batch.token_ids, batch.positions))
-            hidden = self._hidden(token_ids, positions, batch.plan)
-            if self._sparse is not None:
-                self._sparse.end_step()
-            if not batch.wanted:
-                return None
-            if len(batch.wanted) != len(batch.token_ids):
-                hidden = hidden[on_device(np.array([one.row for one in batch.wanted]), self._device)]
-            logits = self._logits(hidden)
-        if self._group is not None:
-            logits = self._group.gather_columns(logits)
-        if logits is not None and self._logit_softcap is not None:
-            logits = torch.tanh(logits / self._logit_softcap) * self._logit_softcap
-        return logits
+            return self._model.joined(self._decoder.logits(batch.decode_rows))
+        token_ids, positions = (on_device(one, self._device).unsqueeze(0) for one in (batch.token_ids, batch.positions))
+        hidden = self._model.hidden(token_ids, positions, batch.plan)
+        if self._draft is not None and not batch.decode_rows:
+            self._draft.hidden(token_ids, positions, batch.plan)  # for its KV; before a decode step, `_drafted` has computed it
+        if self._sparse is not None:
+            self._sparse.end_step()
+        if not batch.wanted:
+            return None
+        if len(batch.wanted) != len(batch.token_ids):
+            hidden = hidden[on_device(np.array([one.row for one in batch.wanted]), self._device)]
+        return self._model.joined(self._model.own_logits(hidden))
 
-    def _hidden(self, token_ids: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
-        """Return [rows, dim] behind the last layer, from tokens [1, rows]."""
-        assert self._model is not None  # _step() refuses a closed engine
-        output = self._model.model(input_ids=token_ids, position_ids=positions, use_cache=False, paged_plan=plan)
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return [rows, vocab] of this rank's part of the vocabulary."""
-        assert self._model is not None
-        return functional.linear(hidden, self._model.lm_head.weight)
-
-    def _make_decoder(self, max_running_requests: int) -> DeviceDecoder:
+    def _make_decoder(self, model: CausalModel, max_running_requests: int, max_rows: int) -> DeviceDecoder:
         from embedded_engine.device_decode import DeviceDecoder  # imports Triton, which a CPU does not need
 
         return DeviceDecoder(
             self.pool,
             max_running_requests=max_running_requests,
-            max_rows=max_running_requests * (1 + self._num_speculative_tokens),
+            max_rows=max_rows,
             max_seq_len=page_table_tokens(
                 self.pool.groups,
                 num_pages=self.pool.num_pages[0],
@@ -753,8 +763,9 @@ class EmbeddedEngine:
                 max_seq_len=self.max_context_tokens,
                 has_host_pages=self._has_host_pages,
             ),
+            compute=model.compute,
             advice=self._advise(Phase.CUDA_GRAPHS),
-            compute=lambda token_ids, positions, plan: self._logits(self._hidden(token_ids, positions, plan)),
+            beside=self._decoder,
         )
 
     @contextmanager

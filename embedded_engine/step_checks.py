@@ -189,14 +189,15 @@ class StepChecks:
             raise EngineError(f"request {request_id!r} has token {wrong}; the model's token ids are in [0, {self._vocab_size})")
 
     def _check_drafts(self, item: DecodeItem) -> None:
-        if len(item.draft_token_ids) > self._max_draft_tokens:
+        number = item.end_token - item.position - 1
+        if number > self._max_draft_tokens:
             raise EngineError(
-                f"request {item.request_id!r} has {len(item.draft_token_ids)} draft tokens; the engine is set up for at most "
+                f"request {item.request_id!r} has {number} draft tokens; the engine is set up for at most "
                 f"{self._max_draft_tokens} (num_speculative_tokens)"
             )
-        if item.draft_token_ids and (item.stored_blocks or any(map(len, item.host_tables))):
+        if number and (item.stored_blocks or any(map(len, item.host_tables))):
             raise EngineError(
-                f"request {item.request_id!r} has {len(item.draft_token_ids)} draft tokens, and pages in host memory or in the "
+                f"request {item.request_id!r} has {number} draft tokens, and pages in host memory or in the "
                 "store; each row would read all of them, so such a request must have no draft tokens"
             )
 

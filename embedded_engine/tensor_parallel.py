@@ -53,6 +53,14 @@ class TensorParallelGroup:
         """
         dist.all_reduce(tensor)
 
+    def share(self, tensor: Tensor) -> None:
+        """Replace `tensor` by that of rank 0, in place.
+
+        Raises:
+            RuntimeError: A rank is gone, or the deadline passed.
+        """
+        dist.broadcast(tensor, src=0)
+
     def gather_columns(self, local: Tensor) -> Tensor | None:
         """Join every rank's [rows, columns] by columns, in rank order, on rank 0; return None on the others."""
         local = local.contiguous()

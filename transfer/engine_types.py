@@ -189,6 +189,7 @@ class DecodeItem:
             of `position` is never among them. Empty if nothing is in host memory.
         stored_blocks: Blocks in the store, see `StoredKV`, with the request's first tokens in the group of full attention. The
             host pages of that group come after them, and all of these entries are `NO_PAGE` in its page table.
+        num_draft_tokens: Draft tokens that the engine finds itself, with a draft model. Then there are no `draft_token_ids`.
         draft_token_ids: Guesses of the tokens behind `token_id`, in order; their KV is written in this step, too. The KV of
             those that are not accepted is not valid, and later steps write it again. None if pages are in host memory or in the
             store.
@@ -202,6 +203,7 @@ class DecodeItem:
     host_tables: tuple[Sequence[int], ...] = ()
     stored_blocks: tuple[int, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
+    num_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.position < 0:
@@ -215,7 +217,7 @@ class DecodeItem:
     @property
     def end_token(self) -> int:
         """Position after the last token of this step."""
-        return self.position + 1 + len(self.draft_token_ids)
+        return self.position + 1 + max(len(self.draft_token_ids), self.num_draft_tokens)
 
     @property
     def page_table(self) -> Sequence[int]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.embedded_engine.steps import PageBook
 from transfer.engine_types import GREEDY, DecodeItem, SamplingParams
@@ -36,8 +41,12 @@ def verify_all(
     drafts: Mapping[str, Drafts],
     *,
     sampling: SamplingParams = GREEDY,
+    has_draft_model: bool = False,
 ) -> tuple[dict[str, list[int]], int]:
-    """Tokens of every request, and the number of steps. Requests with fewer tokens left than a step may have ask for fewer."""
+    """Tokens of every request, and the number of steps. Requests with fewer tokens left than a step may have ask for fewer.
+
+    With a draft model, only the number of the draft tokens counts.
+    """
     tokens = {name: [token] for name, token in first.items()}
     steps = 0
     while True:
@@ -46,6 +55,7 @@ def verify_all(
             left = len(answers[name]) - len(own)
             if left:
                 position = int(name) + len(own) - 1
+                guesses = drafts[name](answers[name], len(own))[: left - 1]
                 items.append(
                     DecodeItem(
                         request_id=name,
@@ -53,7 +63,8 @@ def verify_all(
                         position=position,
                         page_tables=book.at(name, position),
                         sampling=sampling,
-                        draft_token_ids=drafts[name](answers[name], len(own))[: left - 1],
+                        draft_token_ids=() if has_draft_model else guesses,
+                        num_draft_tokens=len(guesses) if has_draft_model else 0,
                     )
                 )
         if not items:
@@ -61,3 +72,15 @@ def verify_all(
         steps += 1
         for name, found in engine.verify(items).items():
             tokens[name] += found
+
+
+def near_copy(directory: Path, target: Path, *, noise: float) -> Path:
+    """Copy a model with weights that differ by `noise`, relative to their spread."""
+    shutil.copytree(directory, target, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(3)
+    for file in target.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            weights[name] = weight + noise * weight.std() * torch.randn(weight.shape, generator=generator)
+        save_file(weights, file, metadata={"format": "pt"})
+    return target

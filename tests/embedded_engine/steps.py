@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,16 @@ def make_engine(
     num_tokens: int = 640,
     num_states: int = 8,
     dummy_seed: int | None = None,
+    draft: Path | None = None,
     **settings: Any,
 ) -> EmbeddedEngine:
     """Return an engine whose pool has room for `num_tokens` in each group of layers with pages."""
     files = read_model_files(directory, dummy_seed=dummy_seed)
-    num_pages = pages_for(layer_groups(files.layout()), num_tokens // shard.page_size, num_states)
+    layout = files.layout()
+    if draft is not None:
+        settings["draft"] = read_model_files(draft, dummy_seed=dummy_seed)
+        layout = replace(layout, layers=layout.layers + settings["draft"].layout().layers)
+    num_pages = pages_for(layer_groups(layout), num_tokens // shard.page_size, num_states)
     return EmbeddedEngine(files, shard=shard, num_pages=num_pages, **settings)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from embedded_engine import engine as engine_module
+from embedded_engine import causal_model
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.loading import MemoryPlanner, load_engine
 from embedded_engine.model_files import read_model_files
@@ -89,7 +89,7 @@ def test_page_tables_as_wide_as_the_pool_take_no_host_pages(demo_dir: Path) -> N
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "load_causal_lm", None)  # the weights must not be loaded
+    monkeypatch.setattr(causal_model, "load_causal_lm", None)  # the weights must not be loaded
     with pytest.raises(MemoryPlanError, match=r"no page of KV fits: of 30\.0 MiB the largest terms are weights"):
         load(tmp_path, demo_dir, memory={"device_memory": 30 * MIB}, ring={"capacity_bytes": MIB})
     with pytest.raises(ConfigError, match="max_seq_len is 5000; the model was made for at most 4096"):

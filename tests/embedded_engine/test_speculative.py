@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from embedded_engine.engine import EmbeddedEngine
+from planner.workspace import XAttention
 from tests.embedded_engine.conftest import Generate
-from tests.embedded_engine.drafts import MOST_DRAFTS, half_right, right, verify_all, wrong
+from tests.embedded_engine.drafts import MOST_DRAFTS, half_right, near_copy, right, verify_all, wrong
 from tests.embedded_engine.steps import Directory, PageBook, Prompts, decode_all, make_engine, prefill_all
-from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
+from transfer.engine_types import GREEDY, DecodeItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError
 from transfer.layout import Shard
 
@@ -87,3 +88,56 @@ def test_steps_that_do_not_fit_are_refused(demo_dir: Path) -> None:
 def test_recurrent_models_are_refused(family_dir: Directory) -> None:
     with pytest.raises(ConfigError, match="Qwen3NextForCausalLM has recurrent layers, whose state cannot drop a rejected draft"):
         made(family_dir("qwen3_next"))
+
+
+@pytest.fixture(scope="module")
+def small_dir(tmp_path_factory: pytest.TempPathFactory, demo_dir: Path) -> Path:
+    """A draft model for the demo model: the same, with weights that are a little off, so that it is mostly right."""
+    return near_copy(demo_dir, tmp_path_factory.mktemp("draft"), noise=0.02)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.7, seed=3)])
+def test_tokens_with_a_draft_model_are_those_without(
+    demo_dir: Path, small_dir: Path, prompts: Prompts, sampling: SamplingParams
+) -> None:
+    """Requests ask for none, some and all draft tokens. The draft model reads nothing that was not written."""
+    plain = make_engine(demo_dir, Shard(page_size=4))
+    lengths = {str(length): length + NUM_TOKENS for length in LENGTHS}
+    own = {str(length): prompts[length] for length in LENGTHS}
+    book = PageBook.of(plain, lengths)
+    first = prefill_all(plain, own, book, chunk_tokens=13, sampling=sampling)
+    answers = decode_all(plain, first, {name: len(tokens) for name, tokens in own.items()}, book, NUM_TOKENS, sampling=sampling)
+    engine = made(demo_dir, draft=small_dir)
+    assert engine.layout.num_layers == 2 * plain.layout.num_layers and engine.weights_bytes == 2 * plain.weights_bytes
+    book = PageBook.of(engine, lengths)
+    assert prefill_all(engine, own, book, chunk_tokens=13, sampling=sampling) == first
+    wanted = dict(zip(answers, (lambda answer, known: (), half_right, right), strict=True))
+    found, _ = verify_all(engine, first, book, answers, wanted, sampling=sampling, has_draft_model=True)
+    assert found == answers
+    alone = {"33": answers["33"]}
+    _, steps = verify_all(engine, {"33": first["33"]}, book, alone, {"33": right}, sampling=sampling, has_draft_model=True)
+    assert steps < NUM_TOKENS - 3, "the draft model is mostly right"
+
+
+def test_a_draft_model_that_is_the_model_is_always_right(demo_dir: Path, generate: Generate, prompts: Prompts) -> None:
+    """Its KV is whole, therefore: also behind steps whose draft tokens were all accepted, and steps without any."""
+    engine = made(demo_dir, draft=demo_dir)
+    answers = {"17": generate(demo_dir, prompts[17], 18)}
+    book = PageBook.of(engine, {"17": 35})
+    first = prefill_all(engine, {"17": prompts[17]}, book)
+    second = decode_all(engine, first, {"17": 17}, book, 2)["17"][1]
+    assert second == answers["17"][1]
+    turns = iter([0, 4, 4, 2, 4])
+    found, steps = verify_all(
+        engine, first, book, answers, {"17": lambda answer, known: right(answer, known)[: next(turns)]}, has_draft_model=True
+    )
+    assert found == answers and steps == 5, "1 + 5 + 5 + 3 + 3 tokens"
+
+
+def test_draft_models_that_do_not_fit_are_refused(demo_dir: Path, family_dir: Directory) -> None:
+    with pytest.raises(ConfigError, match=r"has a vocabulary of 240 tokens, and .* one of \d+; both need the same tokenizer"):
+        made(demo_dir, draft=family_dir("qwen3"))
+    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM has recurrent layers"):
+        made(demo_dir, draft=family_dir("qwen3_next"))
+    with pytest.raises(ConfigError, match="xattention, and speculative.model is given; .*: leave one of them out"):
+        made(demo_dir, draft=demo_dir, sparse_prefill=XAttention(), max_step_tokens=64)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from embedded_engine import engine as engine_module
+from embedded_engine import causal_model
 from embedded_engine.loading import NodeEngine, load_engine
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
@@ -53,7 +53,7 @@ def test_each_role_computes_what_an_engine_that_was_loaded_for_it_computes(
     as_decode = decode_config(demo_dir, pool={"page_size": 32, "num_pages": 9}, limits={"max_seq_len": 100})
     engine = load_engine(as_prefill, rank=0, rendezvous=tmp_path / "first")
     expected = generate(engine, prefill(engine), 5)
-    monkeypatch.setattr(engine_module, "load_causal_lm", None)  # the weights stay
+    monkeypatch.setattr(causal_model, "load_causal_lm", None)  # the weights stay
     for config, page_size, pages, most, layers in (
         (as_decode, 32, (9,), 100, engine.layout.num_layers),
         (as_prefill, 8, (16,), engine.files.max_context_tokens, 3),

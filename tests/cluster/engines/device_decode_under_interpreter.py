@@ -18,7 +18,7 @@ from embedded_engine.engine import EmbeddedEngine
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
 from tests.embedded_engine.drafts import MOST_DRAFTS, half_right, right, verify_all
-from tests.embedded_engine.steps import Directory, PageBook, Prompts, fill_with_nan, make_engine, prefill_all
+from tests.embedded_engine.steps import Directory, PageBook, Prompts, decode_all, fill_with_nan, make_engine, prefill_all
 from transfer.engine_types import DecodeItem
 from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
@@ -74,9 +74,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Relaunched]:
     return relaunch_graphs(monkeypatch)
 
 
-def made(
-    directory: Path, *, batch_sizes: Sequence[int] = (), has_decode_kernels: bool = True, num_speculative_tokens: int = 0
-) -> EmbeddedEngine:
+def made(directory: Path, *, batch_sizes: Sequence[int] = (), has_decode_kernels: bool = True, **settings: Any) -> EmbeddedEngine:
     return make_engine(
         directory,
         Shard(page_size=4),
@@ -86,7 +84,7 @@ def made(
         max_running_requests=MAX_RUNNING,
         cuda_graph_batch_sizes=batch_sizes,
         has_decode_kernels=has_decode_kernels,
-        num_speculative_tokens=num_speculative_tokens,
+        **settings,
     )
 
 
@@ -114,6 +112,26 @@ def test_draft_tokens_are_rows_of_the_step(
     found, steps = verify_all(engine, first, book, answers, {"5": half_right, "17": right})
     assert found == answers and steps < num_tokens - 1
     assert graphs[0].replayed[0] == 10 and set(graphs[0].replayed) == {6, 10}
+
+
+def test_a_draft_model_has_graphs_of_its_own(graphs: list[Relaunched], family_dir: Directory, prompts: Prompts) -> None:
+    """The model guesses for itself, so all draft tokens are accepted: 1 + 2 + 3 tokens of each request."""
+    directory = family_dir("gemma2")
+    plain = made(directory, has_decode_kernels=False)
+    lengths = {"5": 5 + 8, "17": 17 + 8}
+    book = PageBook.of(plain, lengths)
+    own = {name: prompts[int(name)] for name in lengths}
+    first = prefill_all(plain, own, book)
+    answers = decode_all(plain, first, {name: int(name) for name in own}, book, 7)
+    engine = made(directory, batch_sizes=(2, 6), num_speculative_tokens=2, draft=directory)
+    book = PageBook.of(engine, lengths)
+    assert prefill_all(engine, own, book) == first
+    counts = {name: iter([0, 1, 2]) for name in own}
+    guesses = {name: lambda answer, known, name=name: right(answer, known)[: next(counts[name])] for name in own}
+    found, steps = verify_all(engine, first, book, answers, guesses, has_draft_model=True)
+    assert found == answers and steps == 3
+    of_model, of_draft = graphs
+    assert of_model.replayed == [2, 6, 6] and of_draft.replayed == [2] * (1 + 2 + 3)
 
 
 @pytest.mark.usefixtures("graphs")
