@@ -39,6 +39,7 @@ class DecodeEngine(PagedEngine, Protocol):
     #     def verify(self, items: Sequence[DecodeItem]) -> dict[str, Sequence[int]]
     #
     # It runs a step like `decode`, over the newest token of every item and its `draft_token_ids`, of which some items have none.
+    # With the method draft_model, an item has `num_draft_tokens` instead, and the engine finds them.
     # It returns request_id -> the accepted draft tokens and the token behind them, at least one token. A draft token is accepted
     # if it is the token that `decode` would have returned at its place, and all before it are accepted.
     #

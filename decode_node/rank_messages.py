@@ -21,7 +21,7 @@ from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError
 from transfer.transfer_ids import MAX_TRANSFER_ID_BYTES
 
-PART_BYTES = MAX_TRANSFER_ID_BYTES + 96  # upper bound of a part of a step: id, token, position, names of the fields
+PART_BYTES = MAX_TRANSFER_ID_BYTES + 128  # upper bound of a part of a step: id, token, position, names of the fields
 DRAFT_BYTES = 5  # a draft token of a part
 
 # Leader -> rank
@@ -47,12 +47,22 @@ class ExpectRequest(ExpectTransfer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStepPart:
-    """One request's newest token, at its position, and the draft tokens behind it."""
+    """One request's newest token, at its position, and the draft tokens behind it.
+
+    Args:
+        num_draft_tokens: Draft tokens that the ranks' draft model finds; then there are no `draft_token_ids`.
+    """
 
     request_id: str
     token_id: int
     position: int
     draft_token_ids: tuple[int, ...] = ()
+    num_draft_tokens: int = 0
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens of either kind."""
+        return max(len(self.draft_token_ids), self.num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class GenerationRequest(WantedPrompt):
         progress: Results for the caller. The last item is `GenerateDone` or an error.
         finish_reason: Empty until the last token.
         is_told: The last item is in `progress`, since `told_s` on the monotonic clock.
-        drafts: Source of its draft tokens; None without speculative decoding, and before it generates.
+        drafts: Source of its draft tokens; None before it generates, and if they do not come from its own tokens.
     """
 
     max_new_tokens: int
@@ -296,8 +296,8 @@ class DecodeRequests:
             if attempt is not None and request_id in message.tokens:
                 accepted = message.accepted.get(request_id, ())
                 new[request_id] = attempt.prompt.wanted((*accepted, message.tokens[request_id]))
-                if part.draft_token_ids:
-                    self._generation.on_drafts(len(part.draft_token_ids), len(accepted))
+                if part.num_drafts:
+                    self._generation.on_drafts(part.num_drafts, len(accepted))
             # The KV of rejected draft tokens is not valid, and that of the newest token is not computed.
             for token_id in (part.token_id, *new.get(request_id, ())[:-1]):
                 self._tiers.computed(request_id, token_id)
@@ -350,7 +350,7 @@ class DecodeRequests:
         request.ttft_s = request.last_token_s - request.accepted_s
         self._generation.on_first_token(request.ttft_s)
         settings = self._speculative
-        if settings.is_on:
+        if settings.method == "ngram":
             request.drafts = NgramDrafts(
                 request.token_ids, min_tokens=settings.prompt_lookup_min, max_tokens=settings.prompt_lookup_max
             )
@@ -420,12 +420,7 @@ class DecodeRequests:
         if self._step is not None:
             return
         parts = tuple(
-            DecodeStepPart(
-                request_id=attempt.transfer_id,
-                token_id=attempt.prompt.generated[-1],
-                position=attempt.prompt.next_position,
-                draft_token_ids=self._draft_tokens(attempt),
-            )
+            self._part(attempt)
             for attempt in self._running.values()
             if self._tiers.may_step(attempt.transfer_id, attempt.prompt.next_position)
         )
@@ -443,10 +438,17 @@ class DecodeRequests:
     def _reads_store(self, part: DecodeStepPart) -> bool:
         return part.request_id in self._running and self._tiers.reads_store(part.request_id)
 
-    def _draft_tokens(self, attempt: GenerationAttempt) -> tuple[int, ...]:
-        """Return the draft tokens of a request's next step, so few that its pages and its wanted tokens suffice for all."""
-        request = attempt.prompt
-        if request.drafts is None:
-            return ()
-        most = min(self._speculative.num_speculative_tokens, request.max_new_tokens - len(request.generated) - 1)
-        return request.drafts.propose(self._tiers.draft_room(attempt.transfer_id, request.next_position, most))
+    def _part(self, attempt: GenerationAttempt) -> DecodeStepPart:
+        """Return a request's part of the next step, with so few draft tokens that its pages and wanted tokens suffice for all."""
+        request, settings = attempt.prompt, self._speculative
+        most = 0
+        if settings.is_on:
+            most = min(settings.num_speculative_tokens, request.max_new_tokens - len(request.generated) - 1)
+            most = self._tiers.draft_room(attempt.transfer_id, request.next_position, most)
+        return DecodeStepPart(
+            request_id=attempt.transfer_id,
+            token_id=request.generated[-1],
+            position=request.next_position,
+            draft_token_ids=() if request.drafts is None else request.drafts.propose(most),
+            num_draft_tokens=most if settings.method == "draft_model" else 0,
+        )

@@ -264,7 +264,7 @@ class DecodeWorker:
             request.steps_under_way += 1
             items.append(self._item_of(part, request))
 
-        has_drafts = any(item.draft_token_ids for item in items)
+        has_drafts = any(part.num_drafts for part in message.parts)
         compute: Any = self._engine.verify if has_drafts else self._engine.decode  # type: ignore[attr-defined]  # optional
 
         def work() -> StepDone | StepFailed:
@@ -285,7 +285,7 @@ class DecodeWorker:
         # The steps before are over, because the leader sends one at a time.
         copied_from = None if offload is None else offload.copied_from(part.request_id)
         self._allocator.advance(part.request_id, part.position, copied_from=copied_from)
-        tables = self._allocator.cover(part.request_id, part.position + 1 + len(part.draft_token_ids))
+        tables = self._allocator.cover(part.request_id, part.position + 1 + part.num_drafts)
         in_host: tuple[tuple[int, ...], ...] = ()
         stored: tuple[int, ...] = ()
         if offload is not None:
@@ -299,6 +299,7 @@ class DecodeWorker:
             stored_blocks=stored,
             sampling=request.sampling,
             draft_token_ids=part.draft_token_ids,
+            num_draft_tokens=part.num_draft_tokens,
         )
 
     def _on_step_over(self, step: RunDecodeStep, outcome: StepDone | StepFailed) -> None:

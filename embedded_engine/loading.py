@@ -60,7 +60,7 @@ class MemoryPlanner:
         self._shard = shard
         self._device = device
         self._group = group
-        model = read_model_directory(config.model)
+        model = read_model_directory(config.model, draft=config.draft_model)
         # The dtype in config.json can be wrong or missing; the engine uses that of the weights.
         self._model = replace(model, shape=replace(model.shape, dtype=files.stored_dtype))
         self.warnings: tuple[str, ...] = ()
@@ -133,7 +133,9 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> NodeEngin
         MemoryPlanError: The model does not fit the device, or the free memory of the ranks differs too much.
     """
     _check_device(config)
-    files = read_model_files(config.model, dummy_seed=DUMMY_SEED if config.dummy_weights else None)
+    dummy_seed = DUMMY_SEED if config.dummy_weights else None
+    files = read_model_files(config.model, dummy_seed=dummy_seed)
+    draft = None if config.draft_model is None else read_model_files(config.draft_model, dummy_seed=dummy_seed)
     tp_size = config.parallel.tp_size
     shard = _shard_of(config, rank)
     files.check_shard(shard)
@@ -151,6 +153,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> NodeEngin
         advise=planner.advise,
         num_threads=config.parallel.threads_per_rank,
         has_decode_kernels=config.device != "cpu" and config.kernels == "triton",
+        draft=draft,
         **_role_settings(config),
     )
     engine.memory_plan, engine.memory_warnings = planner.plan, planner.warnings

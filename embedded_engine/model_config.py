@@ -14,11 +14,14 @@ _LEAN: Final = ("embedded_engine.models_package",)
 _ENGINE: Final = ("embedded_engine.loading",)
 
 
-def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool, is_speculative: bool = False) -> None:
+def check_before_start(
+    model: Path, tp_size: int, *, dummy_weights: bool, is_speculative: bool = False, draft_model: Path | None = None
+) -> None:
     """Refuse a model that no rank could load, before any is started. The ranks check sizes that config.json does not have.
 
     Args:
         is_speculative: Whether decode steps have draft tokens.
+        draft_model: Directory of the draft model, which is checked, too.
 
     Raises:
         ConfigError: config.json is damaged or of an unknown model, the TP size does not fit, there are no weights, or the model
@@ -31,18 +34,21 @@ def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool, is_spe
             raise no_weights(model)
     architecture = architecture_of(model, config)
     check_cut(architecture, tp_size, config)
-    if is_speculative:
+    if is_speculative or draft_model is not None:
         check_can_speculate(architecture)
+    if draft_model is not None:
+        check_before_start(draft_model, tp_size, dummy_weights=dummy_weights, is_speculative=True)
 
 
-def modules_of(model: Path, tp_size: int) -> tuple[str, ...]:
-    """Return the modules that a rank imports to run the model; only the engine's if `check_before_start` refuses the model."""
+def modules_of(model: Path, tp_size: int, draft_model: Path | None = None) -> tuple[str, ...]:
+    """Return the modules that a rank imports to run the models; only the engine's if `check_before_start` refuses one."""
+    models = (model,) if draft_model is None else (model, draft_model)
     try:
-        architecture = architecture_of(model, read_config(model))
+        architectures = [architecture_of(one, read_config(one)) for one in models]
     except ConfigError:
         return _ENGINE
     lean = _LEAN if tp_size > 1 else ("embedded_engine.without_accelerate", *_LEAN)
-    return (*lean, *_ENGINE, model_module(architecture))
+    return (*lean, *_ENGINE, *dict.fromkeys(map(model_module, architectures)))
 
 
 def check_is_plain(directory: Path, config: dict[str, Any]) -> None:

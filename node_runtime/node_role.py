@@ -46,7 +46,7 @@ def preloaded_modules(config: NodeConfig) -> tuple[str, ...]:
     if config.engine != EMBEDDED_ENGINE:
         return role
     embedded: Any = importlib.import_module("embedded_engine.model_config")
-    return (*embedded.modules_of(config.model, config.parallel.tp_size), *role)
+    return (*embedded.modules_of(config.model, config.parallel.tp_size, config.draft_model), *role)
 
 
 def _part(role: str, module: str, name: str) -> Any:

@@ -64,6 +64,7 @@ def check_before_start(config: AnyNode) -> AnyNode:
             config.parallel.tp_size,
             dummy_weights=config.dummy_weights,
             is_speculative=isinstance(config, DecodeNodeConfig) and config.speculative.is_on,
+            draft_model=config.draft_model,
         )
         config = _with_device_defaults(config)
         check_fits(config)
@@ -80,7 +81,7 @@ def _with_device_defaults(config: AnyNode) -> AnyNode:
         return config  # the ranks report what is wrong with the GPU
     layout = None
     if config.engine == EMBEDDED_ENGINE:
-        shape = read_model_directory(config.model).shape
+        shape = read_model_directory(config.model, draft=config.draft_model).shape
         layout = shape.layout(DType(config.dtype) if config.dtype else shape.dtype or DType.BFLOAT16)
     return with_gpu_defaults(config, layout, device_bytes=size)
 

@@ -34,12 +34,23 @@ class ModelDirectory:
     checkpoint_source: str = ""
 
 
-def read_model_directory(directory: Path | str) -> ModelDirectory:
+def read_model_directory(directory: Path | str, *, draft: Path | None = None) -> ModelDirectory:
     """Read ``config.json`` and the size of the weights; opens no weights.
 
+    Args:
+        draft: Directory of the draft model. The result then has both models, see `ModelShape.with_draft_model`.
+
     Raises:
-        ConfigError: The directory or its ``config.json`` is missing or damaged, or the model is unknown.
+        ConfigError: A directory or its ``config.json`` is missing or damaged, or the model is unknown.
     """
+    if draft is not None:
+        model, own = read_model_directory(directory), read_model_directory(draft)
+        sizes = (model.checkpoint_bytes, own.checkpoint_bytes)
+        return ModelDirectory(
+            shape=model.shape.with_draft_model(own.shape),
+            checkpoint_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+            checkpoint_source=f"{model.checkpoint_source}, with the draft model",
+        )
     try:
         return _read_directory(Path(directory))
     except OSError as error:

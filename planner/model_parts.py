@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import Final
@@ -137,6 +137,16 @@ class ModelShape:
         for weights in (*self._all_weights(), *self.draft, *self.draft_copies):
             params[weights.part] = params.get(weights.part, 0) + weights.num_params
         return self._bytes_of(params, self.dtype or dtype)
+
+    def with_draft_model(self, draft: ModelShape) -> ModelShape:
+        """Return both models as one, whose last layers are those of the draft model. It is computed in this model's dtype."""
+        return replace(
+            self,
+            max_context_tokens=min(self.max_context_tokens, draft.max_context_tokens),
+            layers=self.layers + draft.layers,
+            first_stage=self.first_stage + draft.first_stage,
+            last_stage=self.last_stage + draft.last_stage,
+        )
 
     def _all_weights(self) -> Iterable[Weights]:
         yield from self.first_stage

@@ -151,7 +151,8 @@ def node_plan_inputs(
         ring_bytes = ring_capacity_bytes(config.ring, counted.total_bytes, device=config.device) + config.transport.probe_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
         has_page_tables = not device.is_cpu and config.kernels != "torch"
-        speculative = config.speculative.method
+        # The plan has the weights and the KV of a draft model, so the reserve need not have them.
+        speculative = "ngram" if config.speculative.is_on else None
     most_pages = config.most_pages
     return PlanInputs(
         model=model.shape,
@@ -229,7 +230,7 @@ def check_fits(config: NodeConfig) -> None:
         LayoutError: The model cannot be sharded like that.
         MemoryPlanError: Not one page of KV fits.
     """
-    model = read_model_directory(config.model)
+    model = read_model_directory(config.model, draft=config.draft_model)
     if model.shape.dtype is None and config.dtype is None:
         return  # only the weights have the dtype
     tp_size, size = config.parallel.tp_size, config.memory.device_memory

@@ -15,7 +15,7 @@ from transfer.load_config import load_config
 
 KEPT: Final = (
     "model", "engine", "device", "first_device", "dtype", "dummy_weights", "kernels", "parallel", "server", "tls", "log",
-    "restart", "drain_timeout_s", "ready_file", "status_page",
+    "restart", "drain_timeout_s", "ready_file", "status_page", "speculative.model",
 )  # fmt: skip
 """Settings, and sections of them, that a change of role leaves as they are."""
 
@@ -50,7 +50,7 @@ def load_other_role(config: NodeConfig) -> NodeConfig | None:
         f"other_role is {file}: {path} is {value}, and {own[path]} in the settings of the {config.role} node; a change of role "
         "leaves it as it is: leave it out of that file"
         for path, value in _values(other.model_dump(), "")
-        if path.partition(".")[0] in KEPT and value != own[path]
+        if {path, path.partition(".")[0]} & set(KEPT) and value != own[path]
     ]
     if differing:
         raise ConfigError("\n".join(differing))

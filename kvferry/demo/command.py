@@ -77,6 +77,8 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
         settings |= store_settings(options.offload)
     if options.speculative is not None:
         decode_settings["speculative.method"] = options.speculative
+    if options.speculative == "draft_model":
+        settings["speculative.model"] = decode_settings["speculative.model"] = options.draft_model or model
     if options.prefill_offload:
         settings["offload.host_ratio"] = PREFILL_HOST_TOKENS / prefill_pool_tokens(options.model_kind)
     if options.sparse_policy != "none":

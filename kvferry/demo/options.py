@@ -50,7 +50,11 @@ class DemoOptions:
     sparse_policy: Annotated[str, typer.Option(help="Attention of the prefill tier: none or xattention.")] = "none"
     sparse_threshold: Annotated[float, typer.Option(help="Part of the attention that xattention keeps; 1 keeps all.")] = 0.9
     speculative: Annotated[
-        str | None, typer.Option(help="Speculative decoding: ngram, draft tokens from the request's own text.")
+        str | None,
+        typer.Option(help="Speculative decoding: ngram, draft tokens from the request's own text, or draft_model."),
+    ] = None
+    draft_model: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory of the draft model; by default the model guesses for itself.")
     ] = None
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file as JSON; - is standard output.")
@@ -65,8 +69,10 @@ class DemoOptions:
             raise ConfigError(f"--dtype is {self.dtype}; it must be {EXACT_DTYPE} or model")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device is {self.device}; it must be cpu or cuda")
-        if self.speculative not in (None, "ngram"):
-            raise ConfigError(f"--speculative is {self.speculative}; it must be ngram")
+        if self.speculative not in (None, "ngram", "draft_model"):
+            raise ConfigError(f"--speculative is {self.speculative}; it must be ngram or draft_model")
+        if self.draft_model is not None and self.speculative != "draft_model":
+            raise ConfigError(f"--draft-model is {self.draft_model}; it needs --speculative draft_model")
         if self.model is not None and self.model_kind is not ModelKind.LLAMA:
             raise ConfigError(f"--model-kind is {self.model_kind}; it is of the model that is made, and --model names another")
         check_writable(self.json_file)

@@ -45,8 +45,8 @@ _NOT_RUN: Final = (
     ),
     _Option(
         name="--speculative",
-        is_used=lambda inputs: inputs.speculative is not None and inputs.speculative.lower() != "ngram",
-        reason="the embedded engine has ngram alone; the connectors for vLLM and SGLang refuse all of them",
+        is_used=lambda inputs: inputs.speculative is not None and inputs.speculative.lower() not in ("ngram", "standalone"),
+        reason="the embedded engine has ngram and standalone; the connectors for vLLM and SGLang refuse all of them",
     ),
     _Option(
         name="a vision model",

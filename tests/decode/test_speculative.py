@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +105,21 @@ async def test_an_end_token_among_accepted_ones_ends_the_generation(world: World
     assert answer(world, lambda position: cycle[position % 4]) == 3
     assert told(request) == ([[8, 9]], "stop")
     assert world.step is None and request.generated == [FIRST_TOKEN, 8, 9]
+
+
+async def test_draft_tokens_of_a_draft_model_are_counted_only() -> None:
+    """The ranks find them."""
+    world = World(speculative=SpeculativeConfig(method="draft_model", model=Path("draft"), num_speculative_tokens=3))
+    request = await begun(world, (FIRST_TOKEN, 8, 9, 4), new=6)
+    assert world.step is not None and world.step.parts[0].draft_token_ids == ()
+    assert world.step.parts[0].num_draft_tokens == 3
+    step, world.step = world.step, None
+    world.leader.on_step_done(StepDone(step=step.step, tokens={"a": 13}, accepted={"a": (11, 12)}, compute_s=0.0))
+    assert world.step.parts[0].num_draft_tokens == 1, "two tokens are wanted"
+    world.finish_step(14)
+    world.finish_step(15)
+    assert told(request) == ([[11, 12, 13], [14], [15]], "length") and world.drafts == [(3, 2), (1, 0)]
+    await world.close()
 
 
 async def test_text_of_several_tokens_is_joined(world: World) -> None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.loading import load_engine
+from planner.plan import compare_with_real
 from planner.workspace import XAttention
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.drafts import MOST_DRAFTS, half_right, near_copy, right, verify_all, wrong
 from tests.embedded_engine.steps import Directory, PageBook, Prompts, decode_all, make_engine, prefill_all
+from tests.runtime.instances import decode_config, prefill_config
 from transfer.engine_types import GREEDY, DecodeItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError
 from transfer.layout import Shard
@@ -139,5 +142,20 @@ def test_draft_models_that_do_not_fit_are_refused(demo_dir: Path, family_dir: Di
         made(demo_dir, draft=family_dir("qwen3"))
     with pytest.raises(ConfigError, match="Qwen3NextForCausalLM has recurrent layers"):
         made(demo_dir, draft=family_dir("qwen3_next"))
-    with pytest.raises(ConfigError, match="xattention, and speculative.model is given; .*: leave one of them out"):
+    with pytest.raises(ConfigError, match=r"xattention, and speculative.model is given; .*: leave one of them out"):
         made(demo_dir, draft=demo_dir, sparse_prefill=XAttention(), max_step_tokens=64)
+
+
+def test_the_memory_plan_counts_the_draft_model(demo_dir: Path, small_dir: Path, tmp_path: Path) -> None:
+    """Its weights and its KV are as planned, and a change of role keeps both."""
+    draft = {"model": small_dir}
+    settings = {"pool": {"num_pages": 9}}
+    engine = load_engine(prefill_config(demo_dir, speculative=draft, **settings), rank=0, rendezvous=tmp_path / "none")
+    for _ in range(2):
+        plan = engine.memory_plan
+        assert plan is not None and engine.memory_warnings == ()
+        real = {"weights": engine.weights_bytes, **{f"pool_{name}": size for name, size in engine.pool.storage_bytes.items()}}
+        assert compare_with_real(plan, real) == []
+        assert engine.pool.layout.num_layers == 16
+        assert any(name.startswith("draft.") for name in engine.model_fields), "nodes with another draft model do not join"
+        engine.switch_role(decode_config(demo_dir, speculative=draft | {"method": "draft_model"}, **settings))

@@ -225,6 +225,19 @@ def test_settings_of_speculative_decoding_that_do_not_fit_are_named() -> None:
     assert len(lines) == 3 and [line.split()[0] for line in lines] == [f"speculative.{name}" for name in wrong], lines
     (line,) = refused(flags={"model": "m", "speculative.prompt_lookup_min": 6})
     assert "prompt_lookup_min is 6; it must be at most prompt_lookup_max, 5" in line
+    for given in (
+        {"speculative.method": "draft_model"},
+        {"speculative.model": "d"},
+        {"speculative.method": "ngram", "speculative.model": "d"},
+    ):
+        (line,) = refused(flags={"model": "m"} | given)
+        assert "draft_model, and only that, needs a model" in line
+    draft = {"speculative.method": "draft_model", "speculative.model": "d", "offload.host_ratio": 2, "offload.device_window": 64}
+    (line,) = refused(flags={"model": "m"} | draft)
+    assert "speculative.method is draft_model, and offload.device_window is 64" in line
+    sparse = {"model": "m", "speculative.model": "d", "prefill.sparse_policy": "xattention"}
+    (line,) = refused(PrefillNodeConfig, flags=sparse)
+    assert "prefill.sparse_policy is xattention, and speculative.model is d" in line
     assert decode().speculative.most_draft_tokens == 0
 
 

@@ -97,3 +97,21 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: Is a directory"):
         read_model_directory(tmp_path)
+
+
+def test_a_draft_model_adds_its_layers_and_weights(directory: Path, tmp_path: Path) -> None:
+    """Both are one model of more layers: the plan counts the KV and the weights of both."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    small = json.loads(QWEN.read_text()) | {"num_hidden_layers": 3, "num_key_value_heads": 4, "max_position_embeddings": 1024}
+    (draft / "config.json").write_text(json.dumps(small))
+    model, own = read_model_directory(directory).shape, read_model_directory(draft).shape
+    joined = read_model_directory(directory, draft=draft)
+    assert joined.shape.layout().layers == (*model.layout().layers, *own.layout().layers)
+    assert joined.shape.weights_bytes() == model.weights_bytes() + own.weights_bytes()
+    assert joined.shape.max_context_tokens == 1024
+    assert joined.checkpoint_bytes is None
+    for place, size in ((directory, 100), (draft, 20)):
+        (place / "model.safetensors").write_bytes(bytes(size))
+    found = read_model_directory(directory, draft=draft)
+    assert (found.checkpoint_bytes, found.checkpoint_source) == (120, "1 safetensors files, with the draft model")

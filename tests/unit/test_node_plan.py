@@ -106,6 +106,8 @@ def test_draft_tokens_have_rows_in_graphs_and_pages_in_windows() -> None:
     inputs = inputs_of(config)
     assert (inputs.speculative, inputs.most_tokens_in_flight) == ("ngram", 1 + 3)
     assert make_plan(inputs).max_total_tokens == make_plan(inputs_of(plain)).max_total_tokens
+    draft = decode(speculative={"method": "draft_model", "model": "d"})
+    assert inputs_of(draft).speculative == "ngram", "the plan has the draft model's weights and KV, so the reserve has not"
     unused = decode(speculative=NGRAM | {"method": None})
     assert (inputs_of(unused).speculative, inputs_of(unused).most_tokens_in_flight) == (None, 1)
 

@@ -21,6 +21,7 @@ from transfer.config.network import DiscoveryConfig, PeersConfig, ServerConfig, 
 from transfer.config.operation import (
     BreakerConfig,
     DecodeLimitsConfig,
+    DraftModelConfig,
     HeartbeatConfig,
     LimitsConfig,
     LogConfig,
@@ -116,6 +117,11 @@ class NodeConfig(InstanceConfig):
     )
 
     @property
+    def draft_model(self) -> Path | None:
+        """Directory of the draft model, of which this node keeps the KV, too."""
+        return None
+
+    @property
     def most_pages(self) -> int | None:
         """Most pages of each rank's pool; None if only the memory plan limits them."""
         return self.pool.num_pages or (CPU_POOL_PAGES if self.device == "cpu" else None)
@@ -133,6 +139,20 @@ class PrefillNodeConfig(NodeConfig):
     offload: HostMemoryConfig = Field(
         default_factory=HostMemoryConfig, description="Host memory for prompts that the device pool cannot hold."
     )
+    speculative: DraftModelConfig = Field(default_factory=DraftModelConfig, description="Speculative decoding.")
+
+    @property
+    def draft_model(self) -> Path | None:
+        return self.speculative.model
+
+    @model_validator(mode="after")
+    def _check_sparse_prefill_is_of_one_model(self) -> Self:
+        if self.prefill.sparse_policy != "none" and self.speculative.model is not None:
+            raise ValueError(
+                f"prefill.sparse_policy is {self.prefill.sparse_policy}, and speculative.model is {self.speculative.model}; the "
+                "workspaces of block-sparse prefill are those of one model: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sparse_blocks(self) -> Self:
@@ -193,6 +213,10 @@ class DecodeNodeConfig(NodeConfig):
         return (PREFIX_TOKENS if self.storage.is_set else 0) if chosen is None else chosen
 
     @property
+    def draft_model(self) -> Path | None:
+        return self.speculative.model
+
+    @property
     def window_slack_tokens(self) -> int:
         """Tokens of a sliding window for which pages are set aside besides those of a step of one token."""
         return self.offload.window_slack_tokens(self.pool.page_size) + self.speculative.most_draft_tokens
@@ -206,6 +230,15 @@ class DecodeNodeConfig(NodeConfig):
     def _check_one_choice_of_graphs(self) -> Self:
         if self.cuda_graph_bs is not None and self.cuda_graph_max_bs is not None:
             raise ValueError(f"cuda_graph_bs and cuda_graph_max_bs ({self.cuda_graph_max_bs}) are both set; set one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_draft_kv_is_on_the_device(self) -> Self:
+        if self.speculative.model is not None and self.offload.device_window is not None:
+            raise ValueError(
+                f"speculative.method is draft_model, and offload.device_window is {self.offload.device_window}; the draft model "
+                "reads no KV in host memory: leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -70,17 +70,29 @@ class DecodeLimitsConfig(LimitsConfig):
     )
 
 
-class SpeculativeConfig(Section):
+class DraftModelConfig(Section):
+    """The draft model of speculative decoding, of which both tiers keep the KV."""
+
+    model: Path | None = Field(
+        default=None,
+        description=(
+            "Hugging Face directory of the draft model, with the tokenizer of the model. Its KV is computed and transferred with "
+            "that of the model, so both tiers need the same one. null: none."
+        ),
+    )
+
+
+class SpeculativeConfig(DraftModelConfig):
     """Speculative decoding: each step also computes draft tokens, and keeps those that the model itself chooses.
 
     The names are those of vLLM's ``--speculative-config``.
     """
 
-    method: Literal["ngram"] | None = Field(
+    method: Literal["ngram", "draft_model"] | None = Field(
         default=None,
         description=(
-            "ngram: the draft tokens are those that followed the same tokens earlier in the prompt or generation. null: no "
-            "speculative decoding."
+            "ngram: the draft tokens are those that followed the same tokens earlier in the prompt or generation. draft_model: a "
+            "smaller model computes them (speculative.model). null: no speculative decoding."
         ),
     )
     num_speculative_tokens: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = Field(
@@ -105,6 +117,8 @@ class SpeculativeConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ValueError(f"method is {self.method} and model is {self.model}; draft_model, and only that, needs a model")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min is {self.prompt_lookup_min}; it must be at most prompt_lookup_max, {self.prompt_lookup_max}"
