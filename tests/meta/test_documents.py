@@ -60,7 +60,7 @@ def test_relative_links_resolve() -> None:
 
 
 def test_tests_that_documents_name_exist() -> None:
-    """Documents write `test_name` or `tests/path.py`, or list the tests in a comment."""
+    """Documents write `test_name`, `tests/path.py` or `tests/path.py::test_name`, or list the tests in a comment."""
     files = list((ROOT / "tests").rglob("*.py"))
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     known = {*re.findall(r"^ *(?:async )?def (test_\w+)", code, re.M), *(file.stem for file in files)}
@@ -73,6 +73,10 @@ def test_tests_that_documents_name_exist() -> None:
         missing += [f"{document.relative_to(ROOT)}: {name}" for name in sorted(named - known)]
         paths = {path for path in re.findall(r"\btests/[\w/]+\.py\b", text) if not (ROOT / path).is_file()}
         missing += [f"{document.relative_to(ROOT)}: {path}" for path in sorted(paths)]
+        for path, name in re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", text):
+            defines = rf"^(?:(?:async )?(?:def|class) {name}\b|{name} = )"
+            if path not in paths and not re.search(defines, (ROOT / path).read_text(encoding="utf-8"), re.M):
+                missing.append(f"{document.relative_to(ROOT)}: {path}::{name}")
     assert missing == []
 
 
