@@ -143,7 +143,7 @@ def test_draft_models_that_do_not_fit_are_refused(demo_dir: Path, family_dir: Di
     with pytest.raises(ConfigError, match="Qwen3NextForCausalLM has recurrent layers"):
         made(demo_dir, draft=family_dir("qwen3_next"))
     with pytest.raises(ConfigError, match=r"xattention, and speculative.model is given; .*: leave one of them out"):
-        made(demo_dir, draft=demo_dir, sparse_prefill=XAttention(), max_step_tokens=64)
+        made(demo_dir, draft=demo_dir, sparse_prefill=XAttention(), chunk_tokens=64)
 
 
 def test_the_memory_plan_counts_the_draft_model(demo_dir: Path, small_dir: Path, tmp_path: Path) -> None:
