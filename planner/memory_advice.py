@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from planner.node_plan import has_host_pages
-from transfer.config import ConnectorConfig, NodeConfig
+from transfer.config import ConnectorConfig, DecodeNodeConfig, NodeConfig
 from transfer.host_memory import shown
 
 
@@ -33,6 +33,7 @@ class Phase(StrEnum):
 
 _FRACTION: Final = "memory.static_fraction"
 _HOST_MEMORY: Final = "offload.host_memory"
+_DRAFT_TOKENS: Final = "speculative.num_speculative_tokens"
 
 _CHANGES: Final[Mapping[Phase, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     Phase.START: (("lower", (_FRACTION,)),),
@@ -43,13 +44,13 @@ _CHANGES: Final[Mapping[Phase, tuple[tuple[str, tuple[str, ...]], ...]]] = {
         ("raise", ("prefill.sparse_stride",)),
     ),
     Phase.PAGE_TABLES: (("lower", ("limits.max_running_requests", "limits.max_seq_len", _FRACTION)),),
-    Phase.CUDA_GRAPHS: (("lower", ("cuda_graph_max_bs", _FRACTION)),),
+    Phase.CUDA_GRAPHS: (("lower", ("cuda_graph_max_bs", _DRAFT_TOKENS, _FRACTION)),),
     Phase.HOST_BLOCKS: (("lower", ("offload.buffer_bytes", "cuda_graph_max_bs", _FRACTION)),),
     Phase.STAGING: (("lower", ("staging.num_slots", "staging.slot_bytes", "chunk.chunk_tokens", _FRACTION)),),
     Phase.RING: (("lower", ("ring.capacity_bytes", _FRACTION)),),
     Phase.HOST_POOL: (("lower", (_HOST_MEMORY,)),),
     Phase.PREFILL_STEP: (("lower", (_FRACTION, "limits.max_step_tokens", "chunk.chunk_tokens")),),
-    Phase.DECODE_STEP: (("lower", (_FRACTION, "limits.max_running_requests")),),
+    Phase.DECODE_STEP: (("lower", (_FRACTION, "limits.max_running_requests", _DRAFT_TOKENS)),),
     Phase.COPY: (("lower", (_FRACTION,)),),
     Phase.FULL_POOL: (
         ("raise", (_FRACTION, "pool.num_pages", _HOST_MEMORY)),
@@ -122,6 +123,8 @@ def _named(setting: str, phase: Phase, config: NodeConfig | ConnectorConfig | No
         setting = "memory.memory_ratio"
     elif setting == _HOST_MEMORY and phase is Phase.FULL_POOL and not has_host_pages(config):
         return None  # it keeps KV for later requests only
+    elif setting == _DRAFT_TOKENS and isinstance(config, DecodeNodeConfig) and not config.speculative.is_on:
+        return None
     other = _ALTERNATIVES.get(setting, "")
     if _value_of(config, other) not in (_MISSING, None):
         setting = other

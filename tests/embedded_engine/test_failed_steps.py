@@ -63,7 +63,7 @@ def test_a_step_that_finds_no_memory_names_the_settings(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     expected = engine.prefill([ITEM])
-    decode = "a decode step of 1 requests on rank 0 of 1: .*; lower memory.static_fraction or limits.max_running_requests"
+    decode = "a decode step of 1 requests on rank 0 of 1: .*; lower memory.static_fraction, limits.max_running_requests or "
     prefill = "a prefill step of 4 tokens on rank 0 of 1: .*; lower memory.static_fraction, limits.max_step_tokens or"
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "sample_on_device", failing_with(error))

@@ -122,7 +122,9 @@ def test_the_capture_of_a_graph(model: Directory, ballast: Ballast, monkeypatch:
         patch.setattr(torch.cuda, "graph_pool_handle", fill_first)
         said = out_of_memory_in(lambda: engine.capture_cuda_graphs(CAPTURED))
     assert said.startswith("out of memory while capturing the CUDA graph of a decode step of 4 tokens: ")
-    assert said.endswith("; lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction")
+    assert said.endswith(
+        "; lower cuda_graph_max_bs (0 runs without graphs), speculative.num_speculative_tokens or memory.static_fraction"
+    )
     ballast.drop()
     assert tokens_of(engine) == tokens, "steps are launched without graphs"
     engine.capture_cuda_graphs(CAPTURED)
@@ -144,7 +146,9 @@ def test_steps(model: Directory, ballast: Ballast, captured: tuple[int, ...]) ->
         assert re.match("out of memory while (planning|computing) a prefill step of 120 tokens on rank 0 of 1: ", prefill)
         assert prefill.endswith("; lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens")
         assert decode.startswith("out of memory while computing a decode step of 1 requests on rank 0 of 1: ")
-        assert decode.endswith("; lower memory.static_fraction or limits.max_running_requests")
+        assert decode.endswith(
+            "; lower memory.static_fraction, limits.max_running_requests or speculative.num_speculative_tokens"
+        )
         assert torch.cuda.memory_allocated() == allocated, "nothing of a failed step is kept"
         assert engine.decode([NEXT_OF_SHORT]) == tokens[2], "the KV of the other request is as it was"
         assert tokens_of(engine) == tokens

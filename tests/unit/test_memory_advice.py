@@ -58,6 +58,12 @@ TIERED = {"host_memory": "1GiB", "device_window": 64}
         ),
         (
             Phase.CUDA_GRAPHS,
+            decode(speculative={"method": "ngram"}),
+            "lower cuda_graph_max_bs (now 24; 0 runs without graphs), speculative.num_speculative_tokens (now 4) or "
+            "memory.static_fraction (now 0.8734)",
+        ),
+        (
+            Phase.CUDA_GRAPHS,
             decode(cuda_graph_bs=[4, 20]),
             "lower cuda_graph_bs (now up to 20; [] runs without graphs) or memory.static_fraction (now 0.8734)",
         ),
@@ -105,8 +111,10 @@ def test_settings_and_their_present_values(phase: Phase, config: NodeConfig | Co
 
 
 def test_without_a_configuration_there_are_names_alone() -> None:
-    assert advice_for(Phase.DECODE_STEP) == "lower memory.static_fraction or limits.max_running_requests"
-    assert advice_for(Phase.CUDA_GRAPHS) == "lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction"
+    step = "lower memory.static_fraction, limits.max_running_requests or speculative.num_speculative_tokens"
+    assert advice_for(Phase.DECODE_STEP) == step
+    graphs = "lower cuda_graph_max_bs (0 runs without graphs), speculative.num_speculative_tokens or memory.static_fraction"
+    assert advice_for(Phase.CUDA_GRAPHS) == graphs
 
 
 def test_every_setting_exists() -> None:
