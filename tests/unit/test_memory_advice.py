@@ -43,7 +43,7 @@ TIERED = {"host_memory": "1GiB", "device_window": 64}
         (
             Phase.WORKSPACES,
             prefill(prefill={"sparse_policy": "xattention"}),
-            "lower limits.max_step_tokens (now 512), limits.max_seq_len (now 8192) or memory.static_fraction (now 0.8734), "
+            "lower chunk.chunk_tokens (now 128), limits.max_seq_len (now 8192) or memory.static_fraction (now 0.8734), "
             "or raise prefill.sparse_stride (now 16)",
         ),
         (
