@@ -1,4 +1,4 @@
-"""Draft tokens from the request's own tokens: what followed the newest tokens when they occurred before.
+"""Draft tokens from the request's own tokens: those that followed an earlier occurrence of its newest tokens.
 
 Source: Saxena, "Prompt Lookup Decoding" (2023).
 """
@@ -33,8 +33,8 @@ class NgramDrafts:
     def propose(self, num_tokens: int) -> tuple[int, ...]:
         """Return `num_tokens` draft tokens, or none.
 
-        They are those behind the newest of the longest earlier matches. If there are fewer, the tokens between the match and the
-        end repeat: the request then has a period of that length.
+        They are the tokens after the newest of the longest earlier matches. If there are fewer, the tokens between the match and
+        the end repeat: the request then has a period of that length.
         """
         begin = self._end_of_match() if num_tokens > 0 else None
         if begin is None:
@@ -43,7 +43,7 @@ class NgramDrafts:
         return tuple(following[index % len(following)] for index in range(num_tokens))
 
     def _end_of_match(self) -> int | None:
-        """Return the place behind the match, in tokens; None if there is no match of `min_tokens`."""
+        """Return the position after the match, in tokens; None if there is no match of `min_tokens`."""
         end = self._find(self._min_tokens)
         if end is None:
             return None
@@ -52,7 +52,7 @@ class NgramDrafts:
         return next((found for found in longer if found is not None), end)
 
     def _find(self, size: int) -> int | None:
-        """Return the place behind the newest earlier occurrence of the last `size` tokens."""
+        """Return the position after the newest earlier occurrence of the last `size` tokens."""
         newest = bytes(self._bytes[-size * _BYTES :])
         before = len(self._bytes) - _BYTES  # an occurrence ends before the last token
         while (begin := self._bytes.rfind(newest, 0, before)) >= 0:

@@ -1,8 +1,8 @@
-"""A smaller model that guesses the next tokens of decode steps.
+"""A smaller model that computes draft tokens for decode steps.
 
-Its layers are the last ones of the engine's KV layout, so its KV lies in the pages of the model's KV and travels with it. Every
-step computes both models' KV of its tokens. Before a step with draft tokens, the draft model runs once for each of them, and once
-more for the KV of the last one.
+Its layers are the last ones of the engine's KV layout, so its KV lies in the pages of the model's KV and is transferred with
+it. Every step computes both models' KV of its tokens. Before a step with draft tokens, the draft model runs once for each of
+them, and once more for the KV of the last one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_draft_model(files: ModelFiles, draft: ModelFiles) -> None:
-    """Refuse a draft model that cannot guess for the model.
+    """Reject a draft model that cannot be used with the model.
 
     Raises:
         ConfigError: It is recurrent, or has another vocabulary.

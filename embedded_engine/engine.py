@@ -196,7 +196,7 @@ class EmbeddedEngine:
             interpreter can run the kernels on a CPU.
         sparse_prefill: Policy of block-sparse prefill; None for full attention.
         chunk_tokens: Most tokens of a request in a prefill step; needed for the workspaces of `sparse_prefill`.
-        num_speculative_tokens: Most draft tokens of a request in a decode step.
+        num_speculative_tokens: Maximum number of draft tokens of a request in a decode step.
         draft: Checked directory of the draft model. `prefill`, `decode` and `verify` then also compute its KV, in further layers
             of the pool.
 

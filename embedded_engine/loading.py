@@ -82,7 +82,7 @@ class MemoryPlanner:
         return self.plan.group_pages
 
     def advise(self, phase: Phase) -> str:
-        """Return the settings to change if `phase` finds no memory, with their present values."""
+        """Return the settings to change if `phase` finds no memory, with their current values."""
         return advice_for(phase, self._config, plan=self.plan.as_json())
 
     def _measure_before(self, weights_bytes: int) -> DeviceMemory:

@@ -1,8 +1,8 @@
 """Block-sparse prefill: workspaces of an engine, and the attention of one chunk in one layer.
 
-A chunk first estimates its attention to all blocks of keys, earlier ones and its own. Then it selects blocks, and attends to
-these. Earlier keys come in spans, from the pool or from host memory, and each is seen twice: for the estimate, and if any of
-its blocks is selected.
+For each chunk, `SparseChunk` first estimates the attention to all blocks of keys, earlier ones and the chunk's own. Then it
+selects blocks and attends to these. Earlier keys come in spans of adjacent tokens, from the pool or from host memory. Each span
+is read for the estimate, and again if any of its blocks is selected.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class SparsePrefill:
         self._counts_on_host.copy_(self.counts, non_blocking=True)
 
     def read_counts(self) -> PrefillCounts:
-        """Return the counts after the newest step that the device has ended. Does not wait, so they can be of two steps."""
+        """Return the counts after the newest step that the device has finished. Does not wait, so they can mix two steps."""
         selected, skipped, loaded = self._counts_on_host.tolist()
         return PrefillCounts(selected_blocks=selected, skipped_blocks=skipped, loaded_bytes=loaded)
 
     def compile_kernels(
         self, *, heads: tuple[int, int], dim: int, value_dim: int, dtypes: tuple[torch.dtype, torch.dtype]
     ) -> None:
-        """Compile the kernels for a rank's shapes, so that neither a missing compiler nor too small a GPU fails a prompt.
+        """Compile the kernels for a rank's shapes, so that a missing compiler or too small a GPU is found at start.
 
         Args:
             heads: Query heads and KV heads.
@@ -234,8 +234,8 @@ class SparseChunk:
         """Attend to the selected blocks of a span.
 
         Args:
-            bounds: int32 [2] on the device, first and end number of the blocks that are in the span; None means all of the
-                earlier tokens, or of the rows' own.
+            bounds: int32 [2] on the device, first and end number of the blocks that are in the span; None means all blocks of
+                the earlier tokens, or of the chunk itself.
         """
         if bounds is None:
             bounds = self._cut.bounds[1:] if span.is_own else self._cut.bounds[:2]
@@ -268,7 +268,7 @@ class UnitPages:
 
     @property
     def num_fetches(self) -> int:
-        """Fetches that all units take."""
+        """Number of fetches for all units."""
         return -(-self.num_units // self._units_per_fetch)
 
     def needed(self, is_used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

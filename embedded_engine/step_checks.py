@@ -43,7 +43,7 @@ class StepChecks:
         max_context_tokens: Most tokens of a request.
         num_host_pages: Host pages of each group; None if there is no host pool.
         pages_per_stored_block: Pages of a block in the store; 0 if steps cannot read the store.
-        max_draft_tokens: Most draft tokens of a decode item.
+        max_draft_tokens: Maximum number of draft tokens of a decode item.
     """
 
     def __init__(

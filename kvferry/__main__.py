@@ -92,9 +92,15 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="What the model computes in; by default what it is stored in.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Element type of the KV pools; by default --dtype.")] = None,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 16,
-    chunked_prefill_size: Annotated[int | None, typer.Option(help="Tokens of a prefill step; by default by the device.")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk of a prompt; by default by the device.")] = None,
-    max_running_requests: Annotated[int | None, typer.Option(help="Requests at once; by default by the device.")] = None,
+    chunked_prefill_size: Annotated[
+        int | None, typer.Option(help="Tokens of a prefill step; the default depends on the device.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a chunk of a prompt; the default depends on the device.")
+    ] = None,
+    max_running_requests: Annotated[
+        int | None, typer.Option(help="Concurrent requests; the default depends on the device.")
+    ] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest sequence; by default the model's context.")] = None,
     cuda_graph_max_bs: Annotated[int | None, typer.Option(help="Largest batch with a CUDA graph; 0: none.")] = None,
     cuda_graph_bs: Annotated[str | None, typer.Option(help="Batches with a CUDA graph, with commas between them.")] = None,

@@ -148,7 +148,7 @@ def run_step(
 
 
 def rank_advice(phase: Phase, config: NodeConfig, engine: Any, chosen: Mapping[str, object] | None = None) -> str:
-    """Return the settings to change if `phase` finds no memory on a rank, with their present values.
+    """Return the settings to change if `phase` finds no memory on a rank, with their current values.
 
     Args:
         engine: The rank's engine. Its memory plan, if there is one, has the values of some settings that are not set.

@@ -1,4 +1,4 @@
-"""Settings to change where memory runs out or is full, with their present values. All errors and log events use this table."""
+"""Settings to change where memory runs out or is full, with their current values. All errors and log events use this table."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def advice_for(
     plan: Mapping[str, Any] | None = None,
     chosen: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the changes that can help, as imperatives. Each setting is followed by its present value.
+    """Return the changes that can help, as imperatives. Each setting is followed by its current value.
 
     Args:
         config: Settings of the process; settings that it does not have are left out. None gives all names, without values.
@@ -113,7 +113,7 @@ def advice_for(
 
 
 def _named(setting: str, phase: Phase, config: NodeConfig | ConnectorConfig | None, chosen: Mapping[str, object]) -> str | None:
-    """Return a setting with its present value; None if it does not help in this process."""
+    """Return a setting with its current value; None if it does not help in this process."""
     if config is None:
         return f"{setting} ({_NOTES[setting]})" if setting in _NOTES else setting
     if isinstance(config, ConnectorConfig):

@@ -17,7 +17,7 @@
     │ ├ TransportTimeout              a deadline passed
     │ └ TransportClosed               the session was closed while, or before, it was used
     ├ IntegrityError                  bytes arrived that are not the bytes that were sent
-    ├ StoreFailed                     the store does not take or return KV of a request that cannot run without it
+    ├ StoreFailed                     the store failed to write or read KV of a request that cannot run without it
     ├ MemoryPlanError                 what was asked for does not fit the memory that there is
     ├ EngineError                     the engine could not load the model or run a step
     │ └ OutOfMemory (MemoryPlanError) memory ran out: the plan left too little, or something else took it

@@ -1,7 +1,7 @@
 """Block-sparse prefill attention in Triton: estimates of key blocks, their selection, and attention to the selected blocks.
 
-All kernels are queued on the current stream, and none needs a number back on the host. Query heads that share a KV head read it
-in place: K and V are never expanded. `block_sparse_reference` has the same functions in plain torch.
+All kernels are queued on the current stream, and the host waits for none of their results. Query heads that share a KV head
+read it in place: K and V are never expanded. `block_sparse_reference` has the same functions in plain torch.
 
 Source: Xu and others, "XAttention: Block Sparse Attention with Antidiagonal Scoring" (arXiv 2503.16428).
 """
@@ -176,7 +176,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
 ):
     """List the blocks that a query block attends to, ascending; grid (query blocks, query heads).
 
-    The blocks of at least a cut are taken, and the cut is the largest with which they reach the share `threshold` of the sum. It
+    Blocks of at least a cutoff are selected. The cutoff is the largest with which they reach the share `threshold` of the sum. It
     is found by bisection over the bits of a float32, so nothing is sorted and no memory is needed.
     """
     query_block = tl.program_id(0)

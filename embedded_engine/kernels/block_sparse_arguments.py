@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeySpan:
-    """Adjacent tokens of a request with their K and V; they are cut into key blocks from the span's first token on.
+    """Adjacent tokens of a request with their K and V; divided into key blocks from the span's first token on.
 
     Args:
         k, v: [pages, page_size, KV heads, dim].

@@ -1,4 +1,4 @@
-"""Block-sparse prefill attention in plain torch: the definition of correct for the kernels, and what a CPU runs."""
+"""Block-sparse prefill attention in plain torch. It defines correct results for the kernels, and runs on CPUs."""
 
 from __future__ import annotations
 

@@ -48,13 +48,13 @@ class DemoOptions:
         bool, typer.Option("--prefill-offload", help="Compute prompts that do not fit the prefill device pool, in host memory.")
     ] = False
     sparse_policy: Annotated[str, typer.Option(help="Attention of the prefill tier: none or xattention.")] = "none"
-    sparse_threshold: Annotated[float, typer.Option(help="Part of the attention that xattention keeps; 1 keeps all.")] = 0.9
+    sparse_threshold: Annotated[float, typer.Option(help="Fraction of the estimated attention to keep; 1 keeps all.")] = 0.9
     speculative: Annotated[
         str | None,
-        typer.Option(help="Speculative decoding: ngram, draft tokens from the request's own text, or draft_model."),
+        typer.Option(help="Speculative decoding: ngram (draft tokens from the request's own text) or draft_model."),
     ] = None
     draft_model: Annotated[
-        Path | None, typer.Option(help="Hugging Face directory of the draft model; by default the model guesses for itself.")
+        Path | None, typer.Option(help="Hugging Face directory of the draft model; by default the model itself.")
     ] = None
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file as JSON; - is standard output.")

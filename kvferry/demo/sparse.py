@@ -20,9 +20,9 @@ class SparseReport:
 
     Args:
         threshold: Value of `prefill.sparse_threshold`.
-        density: Part of full attention's blocks that was attended to.
+        density: Fraction of full attention's blocks that were attended to.
         same_tokens: Requests with exactly the tokens of full attention.
-        similarity: Mean over the requests: the part of the tokens before the first that differs.
+        similarity: Fraction of a request's tokens before the first that differs, mean over the requests.
     """
 
     threshold: float

@@ -231,7 +231,7 @@ def test_settings_of_speculative_decoding_that_do_not_fit_are_named() -> None:
         {"speculative.method": "ngram", "speculative.model": "d"},
     ):
         (line,) = refused(flags={"model": "m"} | given)
-        assert "draft_model, and only that, needs a model" in line
+        assert "set model if and only if method is draft_model" in line
     draft = {"speculative.method": "draft_model", "speculative.model": "d", "offload.host_ratio": 2, "offload.device_window": 64}
     (line,) = refused(flags={"model": "m"} | draft)
     assert "speculative.method is draft_model, and offload.device_window is 64" in line

@@ -57,19 +57,19 @@ class PrefillConfig(Section):
         default="none",
         description=(
             "none: full attention. xattention: each block of queries attends only to the blocks of keys that an estimate finds "
-            "important. Tokens can differ from those of full attention. Only for models whose attention layers all keep every "
-            "token, with KV heads."
+            "important. Tokens can differ from those of full attention. Only for models in which all attention layers keep every "
+            "token and have KV heads."
         ),
     )
     sparse_block_size: Annotated[Literal[64, 128], BeforeValidator(whole)] = Field(
         default=128, description="Tokens of a block of queries or keys; it must be a multiple or a divisor of pool.page_size."
     )
     sparse_stride: Annotated[Literal[4, 8, 16, 32], BeforeValidator(whole)] = Field(
-        default=16, description="Queries and keys that the estimate scores as one. Less is more exact, and slower."
+        default=16, description="Queries and keys that the estimate scores as one. Smaller values are more exact and slower."
     )
     sparse_threshold: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = Field(
         default=0.9,
-        description="Part of the estimated attention that the selected blocks must have. 1 selects all blocks.",
+        description="Fraction of the estimated attention that the selected blocks must contain. 1 selects all blocks.",
     )
     workspace_strategy: Literal["chunk_bounded", "lazy"] = Field(
         default="chunk_bounded",

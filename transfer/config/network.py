@@ -48,8 +48,8 @@ class CudaIpcConfig(Section):
     handles: Literal["ipc", "fabric"] = Field(
         default="ipc",
         description=(
-            "Handles of the memory that peers map. ipc: CUDA IPC, within one host. fabric: also other hosts of an NVLink domain; "
-            "rejected, because it is not implemented."
+            "Handles of the memory that peers map. ipc: CUDA IPC, within one host. fabric: also to other hosts of an NVLink "
+            "domain; not implemented, therefore rejected."
         ),
     )
 

@@ -118,7 +118,7 @@ class NodeConfig(InstanceConfig):
 
     @property
     def draft_model(self) -> Path | None:
-        """Directory of the draft model, of which this node keeps the KV, too."""
+        """Directory of the draft model, whose KV this node also keeps; None without one."""
         return None
 
     @property

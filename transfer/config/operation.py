@@ -71,13 +71,13 @@ class DecodeLimitsConfig(LimitsConfig):
 
 
 class DraftModelConfig(Section):
-    """The draft model of speculative decoding, of which both tiers keep the KV."""
+    """The draft model of speculative decoding. Both tiers keep its KV."""
 
     model: Path | None = Field(
         default=None,
         description=(
             "Hugging Face directory of the draft model, with the tokenizer of the model. Its KV is computed and transferred with "
-            "that of the model, so both tiers need the same one. null: none."
+            "that of the model, so both tiers need the same draft model. null: none."
         ),
     )
 
@@ -96,13 +96,13 @@ class SpeculativeConfig(DraftModelConfig):
         ),
     )
     num_speculative_tokens: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = Field(
-        default=4, description="Most draft tokens of a request in a step."
+        default=4, description="Maximum number of draft tokens of a request in a step."
     )
     prompt_lookup_min: NgramTokens = Field(
-        default=2, description="ngram: least number of newest tokens that must occur earlier in the request."
+        default=2, description="ngram: minimum number of newest tokens that must match earlier tokens of the request."
     )
     prompt_lookup_max: NgramTokens = Field(
-        default=5, description="ngram: most newest tokens that are compared. The longest match is used, and the newest of those."
+        default=5, description="ngram: maximum number of newest tokens to compare. The newest of the longest matches is used."
     )
 
     @property
@@ -112,13 +112,13 @@ class SpeculativeConfig(DraftModelConfig):
 
     @property
     def most_draft_tokens(self) -> int:
-        """Most draft tokens of a request in a step."""
+        """Maximum number of draft tokens of a request in a step."""
         return self.num_speculative_tokens if self.is_on else 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.method == "draft_model") != (self.model is not None):
-            raise ValueError(f"method is {self.method} and model is {self.model}; draft_model, and only that, needs a model")
+            raise ValueError(f"method is {self.method} and model is {self.model}; set model if and only if method is draft_model")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min is {self.prompt_lookup_min}; it must be at most prompt_lookup_max, {self.prompt_lookup_max}"

@@ -1,7 +1,7 @@
 """Choose the implementation of a rank's copies: NumPy, Triton, or plain torch where Triton cannot compile.
 
-Triton needs more than a GPU: a C compiler for its launchers, ptxas, a writable cache, and support of the chip. Whether all of it
-is there shows only when a kernel is compiled. So a small kernel is compiled and run when a rank starts.
+Triton needs more than a GPU: a C compiler for its launchers, ptxas, a writable cache, and support for the chip. Only a
+compilation shows whether all of these exist. So a rank compiles and runs a small kernel when it starts.
 """
 
 from __future__ import annotations

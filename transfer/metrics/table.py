@@ -115,13 +115,13 @@ REQUEST_METRICS: Final = (
         "spec_decode_draft_tokens",
         "Draft tokens that steps computed (speculative.method).",
         roles=DECODE,
-        advice="Each is one more row of a step.",
+        advice="Each adds one row to a step.",
     ),
     counter(
         "spec_decode_accepted_tokens",
-        "Draft tokens that the model itself chose, so that no further step computes them.",
+        "Draft tokens that were accepted, because the model itself chose them.",
         roles=DECODE,
-        advice="Over spec_decode_draft_tokens: the acceptance rate. If it is low, lower speculative.num_speculative_tokens.",
+        advice="Acceptance rate: divide by spec_decode_draft_tokens. If it is low, lower speculative.num_speculative_tokens.",
     ),
     counter(
         "loaded_prompt_tokens",
