@@ -35,8 +35,8 @@ class ExpectRequest(ExpectTransfer):
         pages: Device pages of each group of layers.
         host_pages: Host pages of its leading entries that are not on the device, of the layers that keep every token. Those of
             the tokens before `start_token` are filled, the others get KV that arrives.
-        num_stored: Leading pages that go on to the store as they arrive, in whole blocks. They and those after them take turns
-            in the host pages: page i arrives in ``host_pages[i % len(host_pages)]``.
+        num_stored: Leading pages that move on to the store as they arrive, in whole blocks. They and the pages after them use
+            the same host pages one after another: page i arrives in ``host_pages[i % len(host_pages)]``.
     """
 
     pages: tuple[int, ...]
@@ -200,7 +200,7 @@ class StoreBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredKVLost:
-    """A rank cannot put KV of a request into the store, or read it there: the request cannot go on."""
+    """A rank cannot write KV of a request to the store or read it there, so the request cannot continue."""
 
     request_id: str
     reason: str

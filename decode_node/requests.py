@@ -328,7 +328,7 @@ class DecodeRequests:
         if not self._tiers.reads_store(attempt.transfer_id):
             self.transfers.give_up(attempt.prompt, error)
             return
-        # Perhaps another rank could not read its KV in the store, and is about to report it.
+        # Another rank may have failed to read its KV in the store, and may be about to report it.
         del self._running[attempt.transfer_id]
         self._record_decode(attempt, str(error))
         asyncio.get_running_loop().call_later(REASON_GRACE_S, self.transfers.give_up, attempt.prompt, error)
@@ -426,7 +426,7 @@ class DecodeRequests:
         )
         if not parts:
             return
-        # A step that reads the store takes long. After it, the other requests have as much time for themselves.
+        # A step that reads the store takes long. After it, the other requests get the same amount of time.
         others = tuple(part for part in parts if not self._reads_store(part))
         if others and self._debt_s > 0:
             parts = others

@@ -61,7 +61,7 @@ class HostFetcher:
         self._used = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if is_gpu else []
         self._stored = stored = tier.stored
         self._stored_copiers = [{} if stored is None else _stored_copiers(tier, stored, memory) for memory in self._memory]
-        self._is_lost = [False] * NUM_BUFFERS  # the store did not give the block
+        self._is_lost = [False] * NUM_BUFFERS  # the store did not return the block
         self._blocks: Sequence[HostBlock] = ()
         self._queued: deque[Fetch] = deque()
         self._in_flight: deque[Fetch] = deque()
@@ -172,7 +172,7 @@ class HostFetcher:
         self._num_fetched += 1
 
     def _fetch_stored(self, place: int, fetch: Fetch) -> None:
-        """Wait until the store has given the block, and queue its copy from the buffer in host memory."""
+        """Wait until the store has returned the block, and queue its copy from the buffer in host memory."""
         assert self._stored is not None
         buffer = self._stored.next()
         if buffer is None:

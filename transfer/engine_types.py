@@ -53,14 +53,14 @@ class StoredKV(Protocol):
         ...
 
     def begin(self, reads: Sequence[StoredRead]) -> None:
-        """Begin the reads of a step, in the order of their use. Reads that an earlier step left over are given up."""
+        """Begin the reads of a step, in the order of their use. Remaining reads of an earlier step are cancelled."""
         ...
 
     def next(self) -> int | None:
         """Wait for the next read, and return the index of its buffer, which is valid until `release`.
 
-        None means that the store failed. The engine then makes all numbers of that request NaN, so that each rank of its group
-        finds the request's logits not finite.
+        None means that the store failed. The engine then sets the attention of that request to NaN, so that each rank of its
+        group finds that the request's logits are not finite.
         """
         ...
 
@@ -174,8 +174,8 @@ class DecodeItem:
     """One request's share of one decode step: its newest token goes in, the next one comes out. Raises EngineError as
     `PrefillItem`.
 
-    With draft tokens, the step computes the newest token and all of them. It then has the token that follows each of them, and
-    finds out how many draft tokens are those that the model itself chooses.
+    With draft tokens, the step computes the newest token and all draft tokens. So it chooses the token after each of them, and
+    accepts the leading draft tokens that the model itself chooses.
 
     Args:
         request_id: The request; at most one item of it in a step.

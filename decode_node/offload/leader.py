@@ -463,7 +463,7 @@ class OffloadLeader(Tiers):
             if request.request_id not in self._requests or not request.is_running:
                 return
             if failed:
-                self._on_lost(request.request_id, "the store did not take KV of the request")
+                self._on_lost(request.request_id, "the store failed to write KV of the request")
                 return
             del request.host[:size]
             request.num_stored = end

@@ -4,7 +4,7 @@ Known leading pages of a prompt need not come from prefill. A sliding window nee
 reach. If they are missing, prefill sends from an earlier token on.
 
 A request that device and host memory together cannot hold moves pages on to the store (`rules.StoreRules`). It shares no pages
-with others.
+with other requests.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def refusal(context: TierContext, num_tokens: int) -> str | None:
 
 
 def fits_without_store(context: TierContext, num_tokens: int) -> bool:
-    """Return whether an empty device and empty host memory together can hold a request of so many tokens."""
+    """Return whether an empty device and empty host memory together can hold a request of `num_tokens` tokens."""
     rules = context.rules
     total = rules.num_pages(num_tokens)
     share = max(rules.least_share(total, grid_pages=1), min(total, rules.high_pages))
@@ -181,7 +181,7 @@ def _share_now(context: TierContext, total: int, least: int, set_aside: int) -> 
 
 
 def _host_share(context: TierContext, total: int, least: int, prompt_tokens: int, chunk_tokens: int) -> int | None:
-    """Return the host share of a request that has to move pages on to the store; None if all of its pages fit without.
+    """Return the host share of a request that has to move pages on to the store; None if all of its pages fit without the store.
 
     Raises:
         LayoutError: See `Tiers.place`.
@@ -210,7 +210,7 @@ def _has_store_room(context: TierContext, total: int) -> bool:
 
 
 def _with_store(context: TierContext, request: TieredRequest, pages: PageCounts, host_share: int) -> Placement:
-    """Take pages for the part of the prompt that stays in host memory; all that arrives there takes turns in them."""
+    """Allocate host pages for the part of the prompt that stays there. Pages on their way to the store also arrive in them."""
     assert context.stores is not None
     context.stored[request.request_id] = request.total_pages
     request.num_stored = context.stores.num_stored(request.boundary, host_share)

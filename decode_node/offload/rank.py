@@ -212,7 +212,7 @@ class OffloadRank:
         self._move_on(request_id, request)
 
     def stop_arriving(self, request_id: str) -> None:
-        """Move no more blocks of an arriving prompt on to the store: it was given up."""
+        """Move no more blocks of an arriving prompt on to the store, because its request ended."""
         self._requests[request_id].num_arriving = 0
 
     def _move_on(self, request_id: str, request: _Request) -> None:
@@ -235,7 +235,7 @@ class OffloadRank:
         request.num_jobs -= 1
         if number is None:
             request.num_arriving = 0
-            self._send(StoredKVLost(request_id=request_id, reason=f"{self._store_name} did not take KV of its prompt"))
+            self._send(StoredKVLost(request_id=request_id, reason=f"{self._store_name} failed to write KV of its prompt"))
         else:
             request.stored = (*request.stored, number)
             self._hold(request_id, self.held_tokens(request_id))
@@ -253,7 +253,7 @@ class OffloadRank:
         return "" if self._store is None else f"the store {self._store.name}"
 
     def report_lost(self) -> None:
-        """Tell the leader of requests of which a step could not read a block. Call it before the step's own report."""
+        """Report to the leader the requests for which a step could not read a block. Call it before the step's own report."""
         if self._blocks is not None:
             for request_id, reason in self._blocks.take_lost().items():
                 self._send(StoredKVLost(request_id=request_id, reason=reason))

@@ -126,7 +126,7 @@ class StoreRules:
     Args:
         block_pages: Pages of a block.
         host_pages: Pages in host memory.
-        max_pages: Most pages of running requests in the store; None means any number.
+        max_pages: Maximum number of pages of running requests in the store; None means no limit.
     """
 
     block_pages: int
@@ -136,12 +136,12 @@ class StoreRules:
     def least_host_share(self, grid_pages: int, stride_pages: int) -> int:
         """Return the smallest host share with which a request can continue.
 
-        One block moves on, while another is filled: by chunks that arrive, or by strides that leave the device.
+        One block moves on while arriving chunks, or strides that leave the device, fill another.
         """
         return 2 * self.block_pages + max(grid_pages, 2 * stride_pages)
 
     def host_share(self, grid_pages: int, stride_pages: int) -> int:
-        """Return the host share of a request: half of host memory, so that others have room as well."""
+        """Return the host share of a request: half of host memory, so that other requests have room as well."""
         return max(self.least_host_share(grid_pages, stride_pages), self.host_pages // 2)
 
     def num_stored(self, boundary: int, host_share: int) -> int:

@@ -3,8 +3,8 @@
 A block is a run of the request's leading pages in the layers that keep every token. Each layer of a block is one object, because
 attention needs one layer at a time. The objects belong to their request alone, and are deleted when it ends.
 
-Steps read each object once for each token that they generate. A few buffers in host memory are filled ahead of their use, while
-the engine attends to earlier blocks.
+Each step reads every object once. A few buffers in host memory are filled ahead of their use, while the engine attends to
+earlier blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ATTEMPTS: Final = 3
 """Attempts to put or read an object before its request fails."""
 
 PAUSE_S: Final = 1.0
-"""Pause before the next attempt. An open circuit of the store may let it try the store again."""
+"""Pause before the next attempt, in which an open circuit breaker of the store may allow another call."""
 
 LAYERS_AT_ONCE: Final = 4
 """Layers of a block that are copied and put at a time."""
@@ -119,7 +119,7 @@ class RunningBlocks:
     # On the rank's loop
 
     async def put(self, request_id: str, index: int, host_pages: Sequence[int]) -> int | None:
-        """Put a block of a request into the store. Return its number, or None if the store has not taken all of it.
+        """Put a block of a request into the store. Return its number, or None if the store failed to write all of it.
 
         Args:
             index: Number of blocks of the request before it.
@@ -169,7 +169,7 @@ class RunningBlocks:
                 return
 
     def take_lost(self) -> Mapping[str, str]:
-        """Return the requests of which the steps so far could not read a block, with the reason. Each is returned once."""
+        """Return the requests for which a step could not read a block, with the reason. Each is returned once."""
         lost, self._lost = self._lost, {}
         return lost
 

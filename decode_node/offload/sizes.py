@@ -69,8 +69,8 @@ def host_page_counts(
 def stored_block_pages(*, slice_bytes: int, buffer_bytes: int, host_pages: int) -> int:
     """Return the pages of a block that a running request moves on to the store.
 
-    Each layer of a block is one object: large enough that a disk or a service is not slowed by requests, and small enough that
-    reading it and attention overlap. A block is also a small part of host memory, where it waits.
+    Each layer of a block is one object. It is large enough that the number of calls does not slow a disk or a service, and small
+    enough that reading it and attention overlap. A block is also a small part of host memory, where it waits to be written.
 
     Args:
         slice_bytes: Largest part of a layer in a page on this rank.
