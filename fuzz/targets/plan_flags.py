@@ -68,7 +68,7 @@ TARGET = Target(
     mutate=mutate,
     seeds=lambda: [
         b"tp=2,page_size=64,max_running_requests=16",
-        b"role=prefill,staging=64MiB,chunked_prefill_size=512,sparse-prefill=true",
+        b"role=prefill,staging=64MiB,chunked_prefill_size=512,sparse-policy=xattention",
         b"ring=256MiB,cuda_graph_bs=1 2 4,kv_dtype=float8_e4m3fn,policy=page-count,memory_ratio=0.5",
         b"pp=2,static_fraction=0.9,weights=1GiB,speculative=EAGLE,max_seq_len=1024,max_total_tokens=100000",
     ],

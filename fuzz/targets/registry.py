@@ -41,7 +41,7 @@ def _instance(incarnation: int, **changes: Any) -> Instance:
         "transport": "ucx",
         "digests": ("xxh3-64", "kvferry-words-64"),
         "protocol_versions": (1,),
-        "capabilities": frozenset({"layer_groups"}),
+        "capabilities": frozenset({"layer_groups", "attention_in_keys"}),
         "version": "0.1.0",
         "kv_scales": ((0.5, 2.0), (1.0, 1.0), (1.0, 1.0)),
     }
@@ -57,7 +57,13 @@ def _check_instance(info: pb.InstanceInfo) -> None:
     require(convert.instance_from_proto(convert.instance_to_proto(instance)) == instance, "an instance does not survive the wire")
     require(0 < instance.incarnation < 2**64, "an incarnation out of range")
     require(instance.layout.num_layers <= MAX_LAYERS and instance.shard.num_ranks <= MAX_RANKS, "an instance without a bound")
-    lists = (instance.model_fields, instance.digests, instance.protocol_versions, instance.capabilities)
+    lists = (
+        instance.model_fields,
+        instance.digests,
+        instance.transports,
+        instance.protocol_versions,
+        instance.capabilities,
+    )
     require(all(len(names) <= MAX_NAMES for names in lists), "an instance with endless names")
     if instance.shard.num_ranks <= 64:  # with more it takes a while; that it ends is the layout's own test
         for prefill, decode in ((instance, OWN), (OWN, instance)):

@@ -140,7 +140,7 @@ class Nodes:
         return PrefillSessions(
             context=RankContext(
                 loop=asyncio.get_running_loop(),
-                instance=instance(DECODE_LIFE),
+                instance=instance(DECODE_LIFE, capabilities=frozenset({"attention_in_keys"})),
                 rank=0,
                 device=torch.device("cpu"),
                 transport=cast(Any, SimpleNamespace(accept=partial(self._accept, transport), is_one_sided=True)),
@@ -266,7 +266,7 @@ def told(incarnation: int, tp_size: int = 1) -> Instance:
         plain,
         shard=shard,
         kv_scales=((0.5, 2.0), (1.0, 1.0)),
-        capabilities=frozenset({"layer_groups"}),
+        capabilities=frozenset({"layer_groups", "attention_in_keys"}),
         version="1",
         attention="xattention",
     )

@@ -35,6 +35,7 @@ def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
     assert check_compatible(ours, theirs).protocol_version == PROTOCOL_VERSION
     assert ours.capabilities == theirs.capabilities == CAPABILITIES
     assert {
+        "attention_in_keys",
         "late_start_token",
         "layer_groups",
         "one_join",
