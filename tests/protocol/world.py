@@ -393,7 +393,7 @@ class World:
             self._free_arrived(self.receivers[rank], plan, plan.request.start_token)
 
     def _free_arrived(self, receiver: ReceiverRank, plan: RequestPlan, num_arrived: int) -> None:
-        """The pages of what has arrived are there for the tokens after it."""
+        """Tell the receiver that the pages of arrived tokens are free, so that later tokens have pages."""
         end = max(receiver.num_with_pages.get(plan.request_id, 0), num_arrived + self.config.arriving_tokens)
         num_tokens = plan.request.num_tokens
         receiver.num_with_pages[plan.request_id] = end
