@@ -197,7 +197,7 @@ def test_a_process_that_runs_and_cannot_be_seen_is_never_called_gone(child: Chil
     monkeypatch.setattr(liveness, "start_time_of", lambda pid: None)  # as under hidepid=2
     with pytest.raises(PeerUnreachable, match=f"/proc/{child.pid}/stat cannot be read"):
         PeerWatch(child.pid, start_time)
-    assert num_descriptors() == before
+    assert num_descriptors() <= before
 
 
 @pytest.mark.parametrize("name", [b"a) R 1 (b", b"x\xff) \xfe"])
