@@ -71,6 +71,7 @@ def measure(device: str, *, num_layers: int, stored_bytes: int, directory: Path,
         num_pages=WINDOW_PAGES,
         max_seq_len=(count + WINDOW_PAGES) * PAGE_SIZE,
         max_running_requests=1,
+        has_host_pages=True,
         is_tiny=is_tiny,
     )
     host = HostPool(engine.pool, num_pages=[count])

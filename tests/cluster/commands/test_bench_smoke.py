@@ -118,6 +118,17 @@ def test_decode_over_device_and_host_memory(tmp_path: Path) -> None:
     assert record["ratio_of_longest"] > 0 and record["must_reach_of_link"] == 1 / 1.3
 
 
+def test_decode_with_kv_in_the_store(tmp_path: Path) -> None:
+    record = bench("bench.stored_decode", tmp_path / "record.json", "--device", "cpu", "--stored-mb", "16")
+    assert [row["what"] for row in record["rows"]] == ["host memory", "reads alone", "store"]
+    assert all(facts["time over the sum"] > 0 for facts in record["facts"].values())
+
+
+def test_prefill_of_a_long_prompt(tmp_path: Path) -> None:
+    record = bench("bench.sparse_prefill", tmp_path / "record.json", "--parts", "prefill", "kernel")
+    assert {"of_allowed_time", "least_speed_times_density"} <= record.keys()
+
+
 @pytest.mark.timeout(300)  # the nodes start, and start again after a fault
 def test_the_soak_finds_nothing_wrong(tmp_path: Path) -> None:
     record = bench("bench.soak", tmp_path / "record.json", timeout_s=240)
