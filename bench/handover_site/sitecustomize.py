@@ -43,7 +43,7 @@ _COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
 POINTS: tuple[tuple[str, str, str, bool, Callable[[Any, Any], bool] | None], ...] = (
     ("kvferry.router.app", "RouterApp._generate", "request arrives", False, None),
     ("kvferry.router.http_server", "HttpServer._post", "request sent on", False, None),
-    ("kvferry.router.app", "_Reply.write", "part of the answer sent", False, None),
+    ("kvferry.router.app", "Reply.write", "part of the answer sent", False, None),
     (
         "vllm.entrypoints.openai.completion.serving",
         "OpenAIServingCompletion.create_completion",
