@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+import orjson
 
 from kvferry.router.api import CHAT, ApiError, Body
 
@@ -30,7 +31,6 @@ _CHANGED_FOR_PREFILL: Final = ("max_tokens", "max_completion_tokens", "min_token
 
 _NESTS: Final = (dict, list)
 _WITH_TEXT: Final = (str, dict, list)
-_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape for half a character
 
 
 def parse_body(content: bytes) -> dict[str, Any]:
@@ -41,15 +41,44 @@ def parse_body(content: bytes) -> dict[str, Any]:
 
 
 def load_body(content: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request, for `check_body`. Raises ApiError if the body is no JSON object."""
+    """Return the JSON object of a request, for `check_body`. Integers of more than 64 bits become floats.
+
+    Raises:
+        ApiError: The body is no JSON object, has a number that no 64-bit float holds, or has half of a surrogate pair.
+    """
     try:
-        body = json.loads(content.decode("utf-8-sig"), parse_constant=_no_constant)
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        body = _load_strange(content)
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a JSON {type(body).__name__}; it must be an object")
+    return body
+
+
+def _load_strange(content: bytes) -> Any:
+    """Return the JSON of a body that orjson rejects. It can be valid, if it begins with a byte order mark, or nested too deeply.
+
+    Raises:
+        ApiError: The body is no JSON that a server accepts, with the name of the wrong member if there is one.
+    """
+    try:
+        body = json.loads(content.decode("utf-8-sig"), parse_constant=_no_constant, parse_int=_integer)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is a JSON {type(body).__name__}; it must be an object")
+    for name, value in body.items() if isinstance(body, dict) else ():
+        try:
+            json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            half = json.dumps(error.object[error.start])
+            raise ApiError(
+                400, f"{shown(name)} has {half}, half of a surrogate pair; it must be Unicode text", param=name
+            ) from None
+        except RecursionError:
+            raise _too_deep() from None
+        except ValueError:
+            raise ApiError(400, f"{name} has a number that is too large; it must fit a 64-bit float", param=name) from None
     return body
 
 
@@ -57,18 +86,10 @@ def check_body(content: bytes, body: Mapping[str, Any]) -> None:
     """Reject a body that no server accepts.
 
     Raises:
-        ApiError: The body is nested too deeply, has half of a surrogate pair, sets a field of the router, or has a bad `stream`.
+        ApiError: The body is nested too deeply, sets a field of the router, or has a bad `stream`.
     """
     if _is_too_deep(content, body):
         raise _too_deep()
-    if _SURROGATE.search(content):
-        for name, value in body.items():
-            try:
-                json.dumps({name: value}, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                half = json.dumps(error.object[error.start])
-                text = f"{shown(name)} has {half}, half of a surrogate pair; it must be Unicode text"
-                raise ApiError(400, text, param=name) from None
     if KV_FIELD in body:
         raise ApiError(400, f"{KV_FIELD} is set by the router; a client cannot give it", param=KV_FIELD)
     extra = body.get(_EXTRA_FIELD)
@@ -104,6 +125,11 @@ def shown(value: object) -> str:
 def bad_value(name: str, value: object, bound: str) -> ApiError:
     """Return the error for a field's value. `bound` describes the valid values."""
     return ApiError(400, f"{name} is {shown(value)}; {bound}", param=name.partition(".")[0])
+
+
+def _integer(text: str) -> int | float:
+    value = float(text)
+    return int(text) if -(2.0**63) <= value < 2.0**64 else value  # as orjson
 
 
 def _no_constant(name: str) -> None:
@@ -190,7 +216,7 @@ class VllmBody(Body):
 
 
 def vllm_body(path: str, body: Mapping[str, Any]) -> VllmBody:
-    """Return the request to the servers for a body of `parse_body`. Raises ApiError if a number is out of range."""
+    """Return the request to the servers for a body of `parse_body`."""
     own = {*_NOT_FOR_PREFILL, *_CHANGED_FOR_PREFILL}
     return VllmBody(
         shared=_members({name: value for name, value in body.items() if name not in own}),
@@ -204,19 +230,7 @@ def vllm_body(path: str, body: Mapping[str, Any]) -> VllmBody:
 
 def _members(fields: Mapping[str, Any]) -> bytes:
     """Return an object's JSON without its braces."""
-    try:
-        return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()[1:-1]
-    except ValueError:
-        name = next(name for name, value in fields.items() if _has_infinity(value))
-        raise ApiError(400, f"{name} has a number that is too large; it must fit a 64-bit float", param=name) from None
-
-
-def _has_infinity(value: object) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return True
-    return False
+    return orjson.dumps(fields)[1:-1]
 
 
 def _object(*members: bytes) -> bytes:

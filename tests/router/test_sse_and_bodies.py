@@ -122,8 +122,11 @@ def test_estimates_of_prompts(path: str, body: dict[str, Any], tokens: int) -> N
     assert prompt_tokens(path, body) == tokens
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=4)
-                    | st.dictionaries(st.sampled_from(["text", "content", "role"]), inner), max_leaves=20))  # fmt: skip
+_SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5)
+_NAMES = st.sampled_from(["text", "content", "role"])
+
+
+@given(st.recursive(_SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_NAMES, inner), max_leaves=20))
 def test_no_body_is_too_strange(value: object) -> None:
     for name in ("prompt", "messages", "n", "best_of", "echo", "truncate_prompt_tokens", "max_tokens"):
         body = {name: value, "kept": value}
