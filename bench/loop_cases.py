@@ -28,7 +28,7 @@ from prefill_node.prefix_loads import PrefixLoads
 from transfer.chunk import ChunkPlan
 from transfer.connector.prompt import checked_prompt
 from transfer.control.base import WATCH_BATCH, Received
-from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.control.unix_channel import UnixControlClient, UnixControlServer
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, Shard
@@ -262,9 +262,9 @@ def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE
         payload = encode(question.message)
         receiver, answers = machines.receivers[0].machine, 0
         assert isinstance(receiver, Receiver)
-        server = ZmqControlServer(f"ipc://{folder}/control")
+        server = UnixControlServer(f"unix://{folder}/control")
         server.allow(question.session)
-        client = ZmqControlClient(server.address, session_id=question.session)
+        client = UnixControlClient(server.address, session_id=question.session)
 
         def on_received(received: Received) -> None:
             nonlocal answers

@@ -26,16 +26,12 @@ import msgpack
 from pydantic import TypeAdapter, ValidationError
 
 from transfer.control.base import Received
-from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.control.unix_channel import SCHEME, UnixControlClient, UnixControlServer
 from transfer.errors import ConfigError, LocalProtocolError, TransferError
 from transfer.loop_turns import turns_of
 
 MAX_PAYLOAD_BYTES = 64 << 20
 """Largest message. The largest ones have page tables: 5 MB for each layer group of a prompt of a million one-token pages."""
-
-SILENCE_MS = 10_000
-"""Silence only detects a frozen rank: the exit of a process is seen at once. On a machine with more ranks than cores, a healthy
-rank can be silent for a second. Counting it as lost would end the life of the whole group."""
 
 _NAME_CHARS = 16  # characters of a digest: the path of a socket has 107 characters at most
 
@@ -89,17 +85,22 @@ class RankAddress:
     """Where a rank process finds its leader.
 
     Args:
-        endpoint: ``ipc://`` address of the leader's socket.
+        endpoint: ``unix://`` address of the leader's socket.
         token: Identifies the rank on it; a secret of the two.
     """
 
     endpoint: str
     token: int
 
+    @property
+    def path(self) -> Path:
+        """The file of the socket."""
+        return Path(self.endpoint.removeprefix(SCHEME))
+
 
 def new_addresses(folder: Path, num_ranks: int) -> list[RankAddress]:
     """Return addresses for ranks that the leader starts, with a new socket in a private folder."""
-    endpoint = f"ipc://{folder / secrets.token_hex(4)}"
+    endpoint = f"{SCHEME}{folder / secrets.token_hex(4)}"
     return [RankAddress(endpoint=endpoint, token=secrets.randbits(62) + 1) for _ in range(num_ranks)]
 
 
@@ -115,7 +116,7 @@ def rank_socket_address(instance: str, rank: int) -> RankAddress:
         ConfigError: There is no folder that only this user can enter.
     """
     name = hashlib.sha256(instance.encode()).hexdigest()[:_NAME_CHARS]
-    return RankAddress(endpoint=f"ipc://{_private_folder() / name}", token=rank + 1)
+    return RankAddress(endpoint=f"{SCHEME}{_private_folder() / name}", token=rank + 1)
 
 
 def _private_folder() -> Path:
@@ -177,7 +178,7 @@ class LeaderLink:
         self._codec = codec
         self._tokens = [address.token for address in addresses]
         self._ranks = {token: rank for rank, token in enumerate(self._tokens)}
-        self._server = ZmqControlServer(addresses[0].endpoint, max_payload_bytes=MAX_PAYLOAD_BYTES)
+        self._server = UnixControlServer(addresses[0].endpoint, max_payload_bytes=MAX_PAYLOAD_BYTES)
         for token in self._tokens:
             self._server.allow(token)
         self._local_ranks: dict[int, RankLink] = {}  # ends of ranks in this process
@@ -232,9 +233,7 @@ class RankLink:
     def __init__(self, address: RankAddress, codec: RankCodec) -> None:
         self._address = address
         self._codec = codec
-        self._client = ZmqControlClient(
-            address.endpoint, session_id=address.token, max_payload_bytes=MAX_PAYLOAD_BYTES, silence_ms=SILENCE_MS
-        )
+        self._client = UnixControlClient(address.endpoint, session_id=address.token, max_payload_bytes=MAX_PAYLOAD_BYTES)
         self._local_leader: tuple[Inbox, int] | None = None  # its inbox, and the number of this rank
         self.inbox: Inbox | None = None
 

@@ -48,7 +48,7 @@ from kvferry.engines.connector import (
 from kvferry.engines.connector_service import ConnectorNode
 from node_runtime.loop_thread import LoopThread
 from node_runtime.process_setup import raise_open_files
-from node_runtime.rank_link import LeaderLink, RankAddress, rank_socket_address
+from node_runtime.rank_link import LeaderLink, rank_socket_address
 from node_runtime.supervisor import check_alike
 from transfer.config import ConnectorConfig
 from transfer.connector.bound_prompts import PromptState, PromptView
@@ -92,7 +92,7 @@ class ConnectorLeader:
         self._compute = compute
         self._security = security_for(config, sides)
         self._addresses = [rank_socket_address(instance, rank) for rank in range(num_ranks)]
-        self._lock = _locked(f"{_socket_path(self._addresses[0])}.lock", instance)
+        self._lock = _locked(f"{self._addresses[0].path}.lock", instance)
         self._incarnation = secrets.randbits(63) + 1
         self._reports: dict[Sides, dict[int, RankReport]] = {PREFILL: {}, DECODE: {}}
         self._hellos: dict[int, RankReady] = {}
@@ -232,9 +232,7 @@ class ConnectorLeader:
         try:
             close_on(self._thread, self._close())
         finally:
-            # ZeroMQ leaves its socket's file. Remove the file that the lock protects before the lock.
-            for path in (_socket_path(self._addresses[0]), Path(self._lock.name)):
-                path.unlink(missing_ok=True)
+            Path(self._lock.name).unlink(missing_ok=True)
             self._lock.close()
 
     def _call(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
@@ -342,10 +340,6 @@ class ConnectorLeader:
                 await self._node.close()
         finally:
             self._close_link()
-
-
-def _socket_path(address: RankAddress) -> Path:
-    return Path(address.endpoint.removeprefix("ipc://"))
 
 
 def _locked(path: str, instance: str) -> IO[str]:

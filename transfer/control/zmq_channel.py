@@ -1,7 +1,6 @@
 """The control plane over ZeroMQ: one ROUTER at a decode rank, one DEALER per session at a prefill rank.
 
-- Over TCP both ends have keys, and CURVE checks them and encrypts; see `zmq_authenticator`. A socket file has no keys, because
-  only the user can enter its folder.
+- Both ends have keys, and CURVE checks them and encrypts; see `zmq_authenticator`.
 - A client's routing id is its session id after one byte that is not 0 (ids that begin with 0 are ZeroMQ's own). Session ids are
   random and secret between the two ends. Each message carries the key of its connection, and is accepted only if that is the
   session's key.
@@ -49,7 +48,7 @@ from transfer.control.base import (
     checked_peer,
 )
 from transfer.control.zmq_authenticator import FRAME_OVERHEAD_BYTES, ZapAuthenticator, user_id_of
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, TransportError
+from transfer.errors import ConfigError, PeerUnreachable, TransportClosed, TransportError
 
 HEARTBEAT_INTERVAL_MS: Final = 200
 HEARTBEAT_TIMEOUT_MS: Final = 600
@@ -123,39 +122,34 @@ class ZmqControlServer:
     """A `ControlServer` on a ROUTER socket.
 
     Args:
-        bind: ``tcp://HOST:PORT`` (port 0 takes a free one) or ``ipc://PATH``.
-        keys: Keys of this end; needed for TCP.
+        bind: ``tcp://HOST:PORT``; port 0 takes a free one.
+        keys: Keys of this end.
         advertise_host: Host that `address` names; needed if HOST is a wildcard.
         max_payload_bytes: Largest payload, either way; checked before a payload is read.
 
     Raises:
         ConfigError: The address cannot be bound.
-        LocalProtocolError: There are no keys, and the address is TCP.
     """
 
     def __init__(
         self,
         bind: str,
         *,
-        keys: KeyPair | None = None,
+        keys: KeyPair,
         advertise_host: str | None = None,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
-        _check_keys(bind, keys)
         is_wildcard = bind.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
         if is_wildcard and advertise_host is None:
             raise ConfigError(f"control address is {bind}, which nobody can connect to; name the host to advertise")
-        self._keys = keys
         self._max_payload_bytes = max_payload_bytes
-        self._authenticator = ZapAuthenticator(keys=keys, grace_s=REFUSED_AFTER_S) if keys else None
-        context = self._authenticator.context if self._authenticator else None
-        self._socket = _socket(context, zmq.ROUTER, bind, max_payload_bytes=max_payload_bytes, has_keys=keys is not None)
-        if self._authenticator is not None:
-            try:
-                self._authenticator.guard(self._socket)
-            except (zmq.ZMQError, OSError) as error:
-                self._socket.close(linger=0)
-                raise TransportError(f"no authenticator can be had for a control channel: {error.strerror}") from error
+        self._authenticator = ZapAuthenticator(keys=keys, grace_s=REFUSED_AFTER_S)
+        self._socket = _socket(self._authenticator.context, zmq.ROUTER, bind, max_payload_bytes=max_payload_bytes)
+        try:
+            self._authenticator.guard(self._socket)
+        except (zmq.ZMQError, OSError) as error:
+            self._socket.close(linger=0)
+            raise TransportError(f"no authenticator can be had for a control channel: {error.strerror}") from error
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.BACKLOG, _ACCEPT_BACKLOG)
@@ -163,17 +157,16 @@ class ZmqControlServer:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
-            if self._authenticator is not None:
-                self._authenticator.close()
+            self._authenticator.close()
             raise ConfigError(f"control address is {bind}; it cannot be bound: {error.strerror}") from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if advertise_host is not None and bound.startswith("tcp://"):
+        if advertise_host is not None:
             host = f"[{advertise_host}]" if ":" in advertise_host else advertise_host
             bound = f"tcp://{host}:{bound.rpartition(':')[2]}"
         self.address = bound
-        self.public_key = keys.public if keys else b""
+        self.public_key = keys.public
         self._fileno = int(self._socket.getsockopt(zmq.FD))
-        self._messages = _Messages(self._socket, num_parts=2, are_signed=keys is not None)  # routing id, payload
+        self._messages = _Messages(self._socket, num_parts=2, are_signed=True)  # routing id, payload
         self._peers: dict[bytes, _Peer] = {}
         self._num_strange = 0
         self._waker: Waker | None = None
@@ -184,14 +177,11 @@ class ZmqControlServer:
 
     @property
     def num_refused(self) -> int:
-        return self._authenticator.num_refused if self._authenticator else 0
+        return self._authenticator.num_refused
 
     def allow(self, peer: int, key: bytes = b"") -> None:
         routing_id = _routing_id(peer)
-        if self._keys is not None:
-            checked_key(key)
-        elif key:
-            raise LocalProtocolError(f"session {peer:#x} has a key; this server has none of its own")
+        checked_key(key)
         self._peers[routing_id] = _Peer(number=peer, key=key, user_id=user_id_of(key))
         self._tell_authenticator()
 
@@ -200,8 +190,7 @@ class ZmqControlServer:
             self._tell_authenticator()
 
     def _tell_authenticator(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.allow_only(frozenset(peer.key for peer in self._peers.values()))
+        self._authenticator.allow_only(frozenset(peer.key for peer in self._peers.values()))
 
     def send(self, peer: int, payload: bytes) -> bool:
         routing_id = _routing_id(peer)
@@ -216,7 +205,7 @@ class ZmqControlServer:
             parts = self._messages.step()
             if parts:
                 peer = self._peers.get(parts[0])
-                if peer is None or (self._keys is not None and peer.user_id != self._messages.user_id):
+                if peer is None or peer.user_id != self._messages.user_id:
                     self._num_strange += 1
                 else:
                     on_received(Received(peer=peer.number, payload=parts[1]))
@@ -230,8 +219,7 @@ class ZmqControlServer:
         if self._waker is not None:
             self._waker.stop()
         self._socket.close(linger=0)
-        if self._authenticator is not None:
-            self._authenticator.close()
+        self._authenticator.close()
 
 
 class ZmqControlClient:
@@ -240,14 +228,13 @@ class ZmqControlClient:
     Args:
         address: `ControlServer.address` of the peer, from the answer to the attach.
         session_id: Names this client; the server must have allowed it.
-        keys: Keys of this end; needed for TCP.
-        server_key: Public key of the server, with `keys`: no other server is accepted.
+        keys: Keys of this end.
+        server_key: Public key of the server: no other server is accepted.
         max_payload_bytes: As at the server.
-        silence_ms: Time without data from the other end after which each end closes the connection.
 
     Raises:
         PeerUnreachable: The address cannot be connected to.
-        LocalProtocolError: There are no keys, and the address is TCP; or the server's key has a wrong length.
+        LocalProtocolError: The server's key has a wrong length.
         TransportError: This process has no descriptors left.
     """
 
@@ -256,26 +243,22 @@ class ZmqControlClient:
         address: str,
         *,
         session_id: int,
-        keys: KeyPair | None = None,
-        server_key: bytes = b"",
+        keys: KeyPair,
+        server_key: bytes,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-        silence_ms: int = HEARTBEAT_TIMEOUT_MS,
     ) -> None:
         routing_id = _routing_id(session_id)
-        _check_keys(address, keys)
-        if keys is not None:
-            checked_key(server_key)
+        checked_key(server_key)
         self._max_payload_bytes = max_payload_bytes
-        self._socket = _socket(None, zmq.DEALER, address, max_payload_bytes=max_payload_bytes, has_keys=keys is not None)
-        if keys is not None:
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(server_key))
+        self._socket = _socket(zmq.Context.instance(), zmq.DEALER, address, max_payload_bytes=max_payload_bytes)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(server_key))
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
-        self._socket.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -378,22 +361,15 @@ class ZmqControlClient:
         self._socket.close(linger=0)
 
 
-def _check_keys(address: str, keys: KeyPair | None) -> None:
-    if keys is None and "://" in address and not address.startswith("ipc://"):
-        raise LocalProtocolError(f"control address is {address[:200]!r}, which strangers can reach, and there are no keys for it")
-
-
-def _socket(
-    context: zmq.Context[Any] | None, kind: int, address: str, *, max_payload_bytes: int, has_keys: bool
-) -> zmq.Socket[bytes]:
+def _socket(context: zmq.Context[Any], kind: int, address: str, *, max_payload_bytes: int) -> zmq.Socket[bytes]:
     try:
-        socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
+        socket: zmq.Socket[bytes] = context.socket(kind)
     except zmq.ZMQError as error:  # no descriptors left, or no sockets
         raise TransportError(f"no socket can be had for a control channel: {error.strerror}") from error
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_PAYLOADS)
     socket.setsockopt(zmq.RCVHWM, 0)  # no bound: see the module's docstring
-    socket.setsockopt(zmq.MAXMSGSIZE, max_payload_bytes + FRAME_OVERHEAD_BYTES * has_keys)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_payload_bytes + FRAME_OVERHEAD_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.IPV6, int("[" in address))  # off otherwise: it would turn 127.0.0.1 into ::ffff:127.0.0.1
     return socket

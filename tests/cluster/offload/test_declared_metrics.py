@@ -26,6 +26,7 @@ LATER: Final = {
     # on prefill nodes that register themselves
     *(f"kvferry_discovery_{name}" for name in ("addresses", "age_seconds", "interval_seconds", "failures", "refused_entries")),
     "kvferry_dropped_messages",  # on prefill nodes once a message was dropped
+    "kvferry_prefill_blocks",  # with a sparse policy
 }
 """Metrics that need not be there on every node that serves them."""
 
