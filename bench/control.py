@@ -6,9 +6,10 @@
 chunks are those of 8 requests of 32 chunks at a time; each has its grant, its ready and its ack. A round trip is one chunk by
 itself, from its GrantRequest to the ack that shows its grant released.
 
-How that grows: with the number of peers that write to one rank, and with the number of grants that are live all the while. Held
-grants are live and never computed; waiting grants are computed, and wait for a ring that has room for ten. "CPU" counts both
-ends, all threads, and is the steadier number on a busy machine. The ring's rows are its allocator alone: assign + release.
+How that grows: with the number of peers that write to one rank, with the number of grants that are live all the while, and with
+the number of gaps in the ring, of which a watermark names 64. Held grants are live and never computed. Waiting grants are computed,
+and wait for a ring that has room for ten. "CPU" counts both ends, all threads, and is the steadier number on a busy machine. The
+ring's rows are its allocator alone: assign + release.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator
 
 PEERS = (1, 4, 16, 64)
 LIVE_GRANTS = (10, 100, 1_000, 10_000)
+GAPS = (10, 60, 100)
 GRANT_BYTES = 16 * ALIGNMENT_BYTES
 TARGET_CHUNKS_PER_S = 3_000
 TARGET_ROUND_TRIP_S = 0.001
@@ -90,7 +92,7 @@ def _load(*, is_quick: bool) -> Load:
 
 
 def measure_growth(report: Report, *, is_quick: bool) -> None:
-    """Rows of two processes by number of peers, and by number of held grants."""
+    """Rows of two processes by number of peers, of held grants, and of gaps in the ring."""
     load = _load(is_quick=is_quick)
     by_peers = {
         f"two processes, {number} peer{'s' * (number > 1)}": asyncio.run(between_two_processes(replace(load, num_peers=number)))
@@ -100,7 +102,11 @@ def measure_growth(report: Report, *, is_quick: bool) -> None:
         f"two processes, {number:,} held grants": asyncio.run(between_two_processes(replace(load, num_held=number)))
         for number in (LIVE_GRANTS[:2] if is_quick else LIVE_GRANTS)
     }
-    for cases in (by_peers, by_held):
+    by_gaps = {
+        f"two processes, {number} gaps": asyncio.run(between_two_processes(replace(load, num_gaps=number)))
+        for number in (GAPS[::2] if is_quick else GAPS)
+    }
+    for cases in (by_peers, by_held, by_gaps):
         _add_all(report, "chunk", {case: samples.chunk_s for case, samples in cases.items()})
         _add_all(report, "CPU of a chunk", {case: samples.cpu_s for case, samples in cases.items()})
         _add_all(report, "grant, ready, ack", {case: samples.round_trip_s for case, samples in cases.items()})

@@ -63,7 +63,8 @@ class Load:
 
     Args:
         num_peers: Sessions, which take turns.
-        num_held: Grants that are live all the while: granted, and never computed.
+        num_held: Grants that are live all the while: granted, and never computed. They follow each other.
+        num_gaps: Further ones, each before a grant that was released, so that the ring has as many released ranges.
         num_in_flight: Requests at a time.
         request_chunks: Chunks of a request.
         round_requests: Requests of each round.
@@ -74,6 +75,7 @@ class Load:
 
     num_peers: int = 1
     num_held: int = 0
+    num_gaps: int = 0
     num_in_flight: int = 8
     request_chunks: int = 32
     round_requests: int
@@ -84,7 +86,7 @@ class Load:
     @property
     def ring_chunks(self) -> int:
         """Few, so that the ring goes round; with held grants, which never make way, so many that it never does."""
-        return 1 << 30 if self.num_held else 64
+        return 1 << 30 if self.num_held or self.num_gaps else 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,6 +405,10 @@ async def run_writers(address: str, load: Load) -> Samples:
         writers = [await _attached(address, session, stack, _security(load)) for session in range(1, load.num_peers + 1)]
         if load.num_held:
             await writers[0].hold(load.num_held)
+        for number in range(load.num_gaps):
+            writer = writers[number % len(writers)]
+            await writer.hold(1)
+            await writer.move(1)
         return await _measure(writers, load)
 
 

@@ -183,7 +183,8 @@ class StagingAllocator:
         self._end_of: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
         self._range_begins = SortedPositions()
-        # When a watermark has no room for all ranges, a lap of watermarks names each of them.
+        # When a watermark has no room for all ranges, it names the newest ones, and a lap of watermarks names each of the others.
+        self._newest: dict[int, None] = {}  # begins of the ranges that changed last, in that order
         self._lap_begin = 0
         self._next_range = 0  # where the next watermark of the lap goes on
         self._has_wrapped = False  # the lap goes on at the lowest range
@@ -292,12 +293,13 @@ class StagingAllocator:
     def watermark(self) -> Watermark:
         """Return the state to publish, under the next sequence number.
 
-        If a watermark has no room for all released ranges, they take turns. A range that a writer never receives holds its
-        staging slot, and blocks the grants that reuse its bytes, while anything older is unreleased.
+        If a watermark has no room for all released ranges, half of it names the ranges that changed last, because a writer waits
+        for those. The others take turns: a range that a writer never receives holds its staging slot, and blocks the grants that
+        reuse its bytes, while anything older is unreleased.
         """
         self._sequence += 1
         is_cut = len(self._end_of) > MAX_PUBLISHED_RANGES
-        named = self._next_turn() if is_cut else list(self._range_begins)
+        named = self._newest_and_next() if is_cut else list(self._range_begins)
         return Watermark(
             incarnation=self.incarnation,
             sequence=self._sequence,
@@ -305,19 +307,23 @@ class StagingAllocator:
             released=tuple([Grant(begin, self._end_of[begin]) for begin in sorted(named)]),
         )
 
-    def _next_turn(self) -> list[int]:
-        """Return the begins of the ranges for the next watermark: those behind the last ones, until the lap has named each range.
+    def _newest_and_next(self) -> set[int]:
+        """Return the begins of the ranges for a watermark that has no room for all."""
+        return {*self._newest, *self._next_turn(MAX_PUBLISHED_RANGES - len(self._newest))}
+
+    def _next_turn(self, number: int) -> list[int]:
+        """Return the begins of the next ranges of the lap: those behind the last ones, until the lap has named each range.
 
         Each lap begins at a random range. Watermarks are states, and a stream skips some. A stream that delivers every second
         watermark would deliver the same ranges for ever if each lap of two watermarks began at the same range.
         """
-        named = self._range_begins.cycle_from(self._next_range, MAX_PUBLISHED_RANGES)
+        named = self._range_begins.cycle_from(self._next_range, number)
         self._has_wrapped = self._has_wrapped or named[0] < self._next_range
         if self._has_wrapped and named[0] >= self._lap_begin:
             self._chance = (self._chance * 6364136223846793005 + 1442695040888963407) % (1 << 64)  # Source: Knuth's MMIX
-            number = (self._chance >> 32) % len(self._end_of)
-            self._lap_begin = next(itertools.islice(self._range_begins, number, None))
-            named = self._range_begins.cycle_from(self._lap_begin, MAX_PUBLISHED_RANGES)
+            first = (self._chance >> 32) % len(self._end_of)
+            self._lap_begin = next(itertools.islice(self._range_begins, first, None))
+            named = self._range_begins.cycle_from(self._lap_begin, number)
             self._has_wrapped = False
         self._has_wrapped = self._has_wrapped or named[-1] < named[0]
         self._next_range = named[-1] + 1
@@ -348,6 +354,7 @@ class StagingAllocator:
         if above is not None:
             del self._begin_of[above]
             self._range_begins.remove(end)
+            self._newest.pop(end, None)
             end = above
         if begin == self._position:
             self._position = end
@@ -359,6 +366,10 @@ class StagingAllocator:
             begin = below
         self._end_of[begin] = end
         self._begin_of[end] = begin
+        self._newest.pop(begin, None)
+        self._newest[begin] = None
+        if len(self._newest) > MAX_PUBLISHED_RANGES // 2:
+            del self._newest[next(iter(self._newest))]
 
     def _unreleased_edge(self, position: int) -> int:
         self.num_steps += 1

@@ -121,6 +121,7 @@ class Receiver:
         self._told: dict[int, int] = {}  # session -> watermark position that its writer knows, or higher
         self._published = ring.position
         self._is_truncated = False  # the last watermark had no room for every released range
+        self._is_tick = False  # a tick is being handled
         self.ring_peak_bytes = 0
 
     @property
@@ -192,6 +193,7 @@ class Receiver:
             self._free_writable()
         if self._may_publish or self._news_for:
             self._publish()
+        self._is_tick = False
         actions, self._actions = self._actions, []
         return actions
 
@@ -450,11 +452,11 @@ class Receiver:
     def _publish(self) -> None:
         """Publish the watermark to the sessions that it concerns.
 
-        While it has no room for every released range, all sessions get each watermark: a session may wait for a range that was
-        left out.
+        While it has no room for every released range, all sessions get one at each tick, and the first that has room again: a
+        session may wait for a range that was left out.
         """
         was_truncated, self._is_truncated = self._is_truncated, self.ring.num_ranges > MAX_PUBLISHED_RANGES
-        is_for_all = was_truncated or self._is_truncated
+        is_for_all = (was_truncated and not self._is_truncated) or (self._is_truncated and self._is_tick)
         self._actions.append(PublishWatermark(sessions=None if is_for_all else frozenset(self._news_for)))
         self._published = self.ring.position
         for session in self._sessions if is_for_all else self._news_for:
@@ -590,6 +592,7 @@ class Receiver:
     def _on_tick(self) -> None:
         # Ranges that the last watermark had no room for follow in the next ones, also when nothing changes any more.
         self._may_publish = self._may_publish or self._is_truncated
+        self._is_tick = True
         due_s = self._now_s - self._settings.repeat_after_s
         for request in self._requests.values():
             if request.failure is None:
