@@ -7,9 +7,9 @@ chunks are those of 8 requests of 32 chunks at a time; each has its grant, its r
 itself, from its GrantRequest to the ack that shows its grant released.
 
 How that grows: with the number of peers that write to one rank, with the number of grants that are live all the while, and with
-the number of gaps in the ring, of which a watermark names 64. Held grants are live and never computed. Waiting grants are computed,
-and wait for a ring that has room for ten. "CPU" counts both ends, all threads, and is the steadier number on a busy machine. The
-ring's rows are its allocator alone: assign + release.
+the number of gaps in the ring, of which a watermark names 64. Held grants are live and never computed. Waiting grants are
+computed, and wait for a ring that has room for ten. "CPU" counts both ends, all threads, and is the steadier number on a busy
+machine. The ring's rows are its allocator alone: assign + release.
 """
 
 from __future__ import annotations
