@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +38,29 @@ log = structlog.get_logger(__name__)
 
 Progress = pb.GeneratedTokens | pb.GenerateDone | TransferError
 
+MAX_JOINED_TOKENS: Final = 256
+
+
+class ProgressQueue(asyncio.Queue[Progress]):
+    """A queue that joins tokens which nobody has taken.
+
+    A message on a stream costs the leader more than a step of one request. When its loop is busy, a message has the tokens of
+    several steps.
+    """
+
+    def _put(self, item: Progress) -> None:
+        waiting: deque[Progress] = self._queue  # type: ignore[attr-defined] # as asyncio.PriorityQueue uses it
+        last = waiting[-1] if waiting else None
+        if (
+            isinstance(item, pb.GeneratedTokens)
+            and isinstance(last, pb.GeneratedTokens)
+            and len(last.token_ids) < MAX_JOINED_TOKENS
+        ):
+            last.token_ids.extend(item.token_ids)
+            last.text += item.text
+        else:
+            waiting.append(item)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GenerationRequest(WantedPrompt):
@@ -54,7 +78,7 @@ class GenerationRequest(WantedPrompt):
     end_ids: frozenset[int]
     text: TextStream
     known: Prompt | None = None
-    progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    progress: ProgressQueue = field(default_factory=ProgressQueue)
     generated: list[int] = field(default_factory=list)
     ttft_s: float = 0.0
     last_token_s: float = 0.0

@@ -61,11 +61,11 @@ def answer(world: World, model: Callable[[int], int]) -> int:
     return len(drafts)
 
 
-def told(request: GenerationRequest) -> tuple[list[list[int]], str]:
-    """The tokens of each event, and the finish reason."""
+def told(request: GenerationRequest) -> tuple[list[int], str]:
+    """The tokens of all events, and the finish reason."""
     *events, done = take(request)
     assert isinstance(done, pb.GenerateDone)
-    return [list(event.token_ids) for event in events], done.finish_reason
+    return [token for event in events for token in event.token_ids], done.finish_reason
 
 
 async def test_a_repetitive_prompt_takes_fewer_steps_than_tokens(world: World) -> None:
@@ -76,8 +76,8 @@ async def test_a_repetitive_prompt_takes_fewer_steps_than_tokens(world: World) -
     while world.step is not None:
         answer(world, lambda position: cycle[position % 4])
         steps += 1
-    events, reason = told(request)
-    assert events == [[8, 9, 4, 7], [8, 9, 4, 7], [8, 9, 4, 7], [8]] and reason == "length"
+    tokens, reason = told(request)
+    assert tokens == [8, 9, 4, 7] * 3 + [8] and reason == "length"
     assert request.generated == [cycle[index % 4] for index in range(14)]
     assert steps == 4 and world.drafts == [(3, 3), (3, 3), (3, 3)], "the last step has no room for a draft token"
     assert isinstance(world.sent[-1], FinishRequest)
@@ -87,14 +87,14 @@ async def test_draft_tokens_beyond_the_wanted_ones_are_not_computed(world: World
     """Their KV would need pages that the request does not have."""
     request = await begun(world, (FIRST_TOKEN, 8, 9, 4), new=3)
     assert answer(world, lambda position: (FIRST_TOKEN, 8, 9, 4)[position % 4]) == 1
-    assert told(request) == ([[8, 9]], "length") and world.drafts == [(1, 1)]
+    assert told(request) == ([8, 9], "length") and world.drafts == [(1, 1)]
 
 
 async def test_wrong_draft_tokens_cost_nothing_but_rows(world: World) -> None:
     request = await begun(world, (FIRST_TOKEN, 8, 9, 4), new=4)
     while world.step is not None:
         answer(world, lambda position: 20 + position)
-    assert told(request) == ([[25], [26], [27]], "length")
+    assert told(request) == ([25, 26, 27], "length")
     assert world.drafts == [(2, 0)], "the new tokens occur nowhere"
 
 
@@ -103,7 +103,7 @@ async def test_an_end_token_among_accepted_ones_ends_the_generation(world: World
     request = await begun(world, (FIRST_TOKEN, 8, 9, 4), new=9, end_ids=frozenset({9}))
     cycle = (FIRST_TOKEN, 8, 9, 4)
     assert answer(world, lambda position: cycle[position % 4]) == 3
-    assert told(request) == ([[8, 9]], "stop")
+    assert told(request) == ([8, 9], "stop")
     assert world.step is None and request.generated == [FIRST_TOKEN, 8, 9]
 
 
@@ -118,7 +118,7 @@ async def test_draft_tokens_of_a_draft_model_are_counted_only() -> None:
     assert world.step.parts[0].num_draft_tokens == 1, "two tokens are wanted"
     world.finish_step(14)
     world.finish_step(15)
-    assert told(request) == ([[11, 12, 13], [14], [15]], "length") and world.drafts == [(3, 2), (1, 0)]
+    assert told(request) == ([11, 12, 13, 14, 15], "length") and world.drafts == [(3, 2), (1, 0)]
     await world.close()
 
 
