@@ -14,6 +14,7 @@ import structlog
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import open_tiers
 from decode_node.offload.tiers import Tiers
+from decode_node.progress import Pace
 from decode_node.rank_messages import CODEC, JobDone, StoredKVLost, check_step_fits
 from decode_node.requests import DecodeRequests, GenerationObserver, GenerationRequest
 from decode_node.text import TextCodec
@@ -257,11 +258,14 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         self.metrics.counter("prompt_tokens").inc(prompt_tokens)
         try:
             yield pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id=request_id, prompt_tokens=prompt_tokens))
+            pace = Pace()
             while True:
+                await pace.wait(len(self._in_flight))
                 match await accepted.progress.get():
                     case pb.GeneratedTokens() as tokens:
                         self.metrics.counter("generated_tokens").inc(len(tokens.token_ids))
                         yield pb.GenerateEvent(tokens=tokens)
+                        pace.sent(len(tokens.token_ids))
                     case pb.GenerateDone() as done:
                         yield pb.GenerateEvent(done=done)
                         return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +16,7 @@ import structlog
 
 from decode_node.ngram import NgramDrafts
 from decode_node.offload.tiers import PlaceRequest, Prompt, Tiers
+from decode_node.progress import ProgressQueue
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
 from decode_node.text import TextCodec, TextStream
 from node_runtime.engine_watch import StepWatch
@@ -35,31 +35,6 @@ from transfer.tracing import Span
 from transfer.transfer_ids import new_transfer_id
 
 log = structlog.get_logger(__name__)
-
-Progress = pb.GeneratedTokens | pb.GenerateDone | TransferError
-
-MAX_JOINED_TOKENS: Final = 256
-
-
-class ProgressQueue(asyncio.Queue[Progress]):
-    """A queue that joins tokens which nobody has taken.
-
-    A message on a stream costs the leader more than a step of one request. When its loop is busy, a message has the tokens of
-    several steps.
-    """
-
-    def _put(self, item: Progress) -> None:
-        waiting: deque[Progress] = self._queue  # type: ignore[attr-defined] # as asyncio.PriorityQueue uses it
-        last = waiting[-1] if waiting else None
-        if (
-            isinstance(item, pb.GeneratedTokens)
-            and isinstance(last, pb.GeneratedTokens)
-            and len(last.token_ids) < MAX_JOINED_TOKENS
-        ):
-            last.token_ids.extend(item.token_ids)
-            last.text += item.text
-        else:
-            waiting.append(item)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import Prompt, Tiers
 from decode_node.rank_messages import ExpectRequest, FinishRequest
-from decode_node.requests import MAX_JOINED_TOKENS, ProgressQueue
 from tests.decode.leader_moves import MOVES, drained, play
 from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
 from tests.runtime.hand_clock import HandClock
@@ -337,15 +336,3 @@ def test_every_request_ends_once_in_any_order_of_answers(
     moves: list[tuple[str, int]], retries: int, join_timeout_s: float
 ) -> None:
     asyncio.run(play(moves, World(prefill_retries=retries, join_timeout_s=join_timeout_s)))
-
-
-def test_tokens_that_wait_are_joined_up_to_a_bound() -> None:
-    queue = ProgressQueue()
-    for number in range(MAX_JOINED_TOKENS + 2):
-        queue.put_nowait(pb.GeneratedTokens(token_ids=(number,), text=str(number)))
-    queue.put_nowait(pb.GenerateDone(finish_reason="length"))
-    first, rest, done = (queue.get_nowait() for _ in range(3))
-    assert isinstance(first, pb.GeneratedTokens) and isinstance(rest, pb.GeneratedTokens) and isinstance(done, pb.GenerateDone)
-    numbers = [*first.token_ids, *rest.token_ids]
-    assert numbers == list(range(MAX_JOINED_TOKENS + 2)) and first.text + rest.text == "".join(map(str, numbers))
-    assert len(first.token_ids) == MAX_JOINED_TOKENS and queue.empty()
