@@ -7,7 +7,7 @@
 - `attention`: softmax attention in bounded memory.
 - `paged_attention`: one step's attention over the pool; `latent_attention`, `recurrent_state`: layers without K and V.
 - `device_decode`, `tiered_decode`: decode steps by kernels, without and with pages in host memory.
-- `step_checks`: checks of a step before it runs.
+- `step_checks`: checks of a step before it runs; `forward_batch`: a planned step and its tokens.
 - `sampling`: from logits to a token, reproducible on both tiers.
 - `engine`: `EmbeddedEngine`, which is a `PrefillEngine` and a `DecodeEngine`; `loading` creates it from a node's settings.
 

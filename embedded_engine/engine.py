@@ -7,12 +7,10 @@ it once and fork ranks from it.
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import numpy as np
 import torch
@@ -23,6 +21,7 @@ from embedded_engine.architectures import check_can_speculate
 from embedded_engine.causal_model import CausalModel
 from embedded_engine.draft_model import DraftModel, check_draft_model
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
+from embedded_engine.forward_batch import NO_TOKEN, BadLogits, ForwardBatch, ForwardOutput, WantedRow, rows_of, use_of
 from embedded_engine.host_prefill import HostChunk, HostPages, HostStep
 from embedded_engine.host_tier import HostBlocks
 from embedded_engine.model_config import one_line
@@ -41,7 +40,7 @@ from embedded_engine.tensor_parallel import TensorParallelGroup
 from planner.memory_advice import Phase, advice_for
 from planner.plan import MemoryPlan
 from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, sparse_prefill_workspaces
-from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, RequestFault, SamplingParams, StoredKV
+from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, StoredKV
 from transfer.errors import ConfigError, EngineError, OutOfMemory
 from transfer.layer_groups import layer_groups, page_table_tokens
 from transfer.layout import DType, KVLayout, LayerKind, Shard
@@ -58,9 +57,6 @@ PlanPages = Callable[[int], Sequence[int]]
 Advise = Callable[[Phase], str]
 """Work that finds no memory -> settings to change, as an imperative."""
 
-NO_TOKEN = -1
-"""In place of a token whose logits are not finite."""
-
 
 class _Place(TypedDict):
     """How and where models are loaded, see `CausalModel`."""
@@ -69,98 +65,6 @@ class _Place(TypedDict):
     device: torch.device
     group: TensorParallelGroup | None
     advice: str
-
-
-_Tokens = TypeVar("_Tokens", int, tuple[int, ...])
-
-
-class BadLogits(RequestFault):
-    """The model computed NaN or infinity for the requests that the message names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """A row of the step whose next token is wanted, and the position of that token."""
-
-    request_id: str
-    row: int
-    sampling: SamplingParams
-    position: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBatch:
-    """One step, checked and planned. Made by `EmbeddedEngine.prefill_batch` and `decode_batch`.
-
-    Args:
-        wanted: Rows whose next token is wanted.
-        token_ids, positions: int64 [rows].
-        plan: The work of the layers; None for a decode step on a GPU, which is planned when it runs, in memory that all such
-            steps share.
-        decode_rows: The rows of a decode step as items of one token each, their tables cut to the checked entries.
-        drafts: Request -> its draft tokens. The rows of a request are adjacent.
-    """
-
-    wanted: tuple[_Wanted, ...]
-    token_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    plan: StepPlan | None
-    decode_rows: tuple[DecodeItem, ...] = ()
-    drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardOutput:
-    """The tokens of a step, on the group's first rank; empty on the other ranks.
-
-    Args:
-        request_ids: The request of each token, in order.
-        next_tokens: int64 [wanted rows] on the engine's device, `NO_TOKEN` if the logits are not finite.
-        next_tokens_host: The same on the CPU (pinned, if the device is a GPU); valid after `copied`.
-        copied: Event after the copy; None if there is nothing to wait for.
-        drafts: Request -> its draft tokens.
-    """
-
-    request_ids: tuple[str, ...]
-    next_tokens: Tensor
-    next_tokens_host: Tensor
-    copied: torch.cuda.Event | None
-    drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def tokens(self) -> dict[str, int]:
-        """Wait for a step without draft tokens and return request_id -> token.
-
-        Raises:
-            BadLogits: Some requests have no token; the error has the tokens of the others.
-        """
-        found = self._chosen()
-        return _without_bad(found, {request_id: own[0] for request_id, own in found.items() if own})
-
-    def verified(self) -> dict[str, tuple[int, ...]]:
-        """Wait for the step and return request_id -> its accepted draft tokens and the token behind them.
-
-        A draft token is accepted if it is the token that the model chose at its position, and all before it are accepted. So the
-        tokens are those of steps without draft tokens, greedy or sampled.
-
-        Raises:
-            BadLogits: Some requests have no token; the error has the tokens of the others.
-        """
-        found = self._chosen()
-        return _without_bad(found, {request_id: tuple(own) for request_id, own in found.items() if own})
-
-    def _chosen(self) -> dict[str, list[int]]:
-        """Return request_id -> tokens up to the first that is not its draft token, or whose logits are not finite."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        chosen: list[int] = self.next_tokens_host.tolist()
-        found: dict[str, list[int]] = {}
-        num_rows = Counter[str]()
-        for request_id, token in zip(self.request_ids, chosen, strict=True):
-            own, row = found.setdefault(request_id, []), num_rows[request_id]
-            num_rows[request_id] += 1
-            if token != NO_TOKEN and tuple(own) == self.drafts.get(request_id, ())[:row]:
-                own.append(token)
-        return found
 
 
 class EmbeddedEngine:
@@ -561,7 +465,7 @@ class EmbeddedEngine:
             return {}
         batch = self.decode_batch(self._drafted(items))
         output = self.forward_batch(batch)
-        with self._step(*_use_of(batch)):
+        with self._step(*use_of(batch)):
             return output.verified()
 
     def prefill_batch(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> ForwardBatch:
@@ -588,7 +492,7 @@ class EmbeddedEngine:
             host = self._host_step(items, [hosts for _, hosts in checked], ends)
             plan = PrefillPlan(items, tables, self.pool, self._dtype, on_written, host, self._sparse)
         wanted = tuple(
-            _Wanted(request_id=item.request_id, row=int(end) - 1, sampling=item.sampling, position=item.end_token)
+            WantedRow(request_id=item.request_id, row=int(end) - 1, sampling=item.sampling, position=item.end_token)
             for item, end in zip(items, ends, strict=True)
             if item.is_last
         )
@@ -627,7 +531,7 @@ class EmbeddedEngine:
         if self._decoder is not None and len(items) > self._decoder.max_running_requests:
             most = self._decoder.max_running_requests
             raise EngineError(f"the step has {len(items)} requests; max_running_requests is {most}")
-        rows = [row for item in items for row in _rows_of(item)]
+        rows = [row for item in items for row in rows_of(item)]
         token_ids = np.array([row.token_id for row in rows], dtype=np.int64)
         positions = np.array([row.position for row in rows], dtype=np.int64)
         plan: StepPlan | None = None
@@ -637,7 +541,7 @@ class EmbeddedEngine:
                 of_rows = [own for item, own in zip(items, tables, strict=True) for _ in item.token_ids]
                 plan = GatherDecodePlan(rows, of_rows, self.pool, self._dtype, self._tier)
         wanted = tuple(
-            _Wanted(request_id=row.request_id, row=number, sampling=row.sampling, position=row.position + 1)
+            WantedRow(request_id=row.request_id, row=number, sampling=row.sampling, position=row.position + 1)
             for number, row in enumerate(rows)
         )
         return ForwardBatch(
@@ -656,7 +560,7 @@ class EmbeddedEngine:
             OutOfMemory: There is no memory for the step. None of its kernels runs any more, and the next step can succeed.
             EngineError: The step failed; the engine of a group then refuses further steps.
         """
-        with self._step(*_use_of(batch)):
+        with self._step(*use_of(batch)):
             logits = self._forward(batch)
             if logits is None:
                 none = torch.empty(0, dtype=torch.int64)
@@ -696,7 +600,7 @@ class EmbeddedEngine:
         Raises:
             OutOfMemory, EngineError: As `forward_batch`.
         """
-        with self._step(*_use_of(batch)):
+        with self._step(*use_of(batch)):
             return self._forward(batch)
 
     def close(self) -> None:
@@ -728,7 +632,7 @@ class EmbeddedEngine:
 
     def _tokens_of(self, batch: ForwardBatch) -> dict[str, int]:
         output = self.forward_batch(batch)
-        with self._step(*_use_of(batch)):
+        with self._step(*use_of(batch)):
             return output.tokens()
 
     def _forward(self, batch: ForwardBatch) -> Tensor | None:
@@ -809,36 +713,6 @@ class EmbeddedEngine:
         if self._device.type != "cuda":
             return None
         return torch.cuda.current_stream(self._device).record_event()
-
-
-def _without_bad(found: Mapping[str, Sequence[int]], tokens: dict[str, _Tokens]) -> dict[str, _Tokens]:
-    """Return the tokens of a step. Raise BadLogits if a request has none in `found`."""
-    bad = [request_id for request_id, own in found.items() if not own]
-    if bad:
-        reason = f"logits of request {', '.join(bad)} are not finite; its KV or the model's weights are damaged"
-        raise BadLogits(reason, request_ids=bad, tokens=tokens)
-    return tokens
-
-
-def _use_of(batch: ForwardBatch) -> tuple[str, Phase]:
-    """Return the description of a step, and its phase."""
-    if batch.decode_rows:
-        num_requests = len({row.request_id for row in batch.decode_rows})
-        return f"computing a decode step of {num_requests} requests", Phase.DECODE_STEP
-    return f"computing a prefill step of {len(batch.token_ids)} tokens", Phase.PREFILL_STEP
-
-
-def _rows_of(item: DecodeItem) -> list[DecodeItem]:
-    """Return an item of one token for the newest token and for each draft token.
-
-    A step writes the KV of all rows before any of them attends, so each row sees the rows before it.
-    """
-    if not item.draft_token_ids:
-        return [item]
-    return [
-        replace(item, token_id=token, position=position, draft_token_ids=())
-        for position, token in enumerate(item.token_ids, item.position)
-    ]
 
 
 def _as_arrays(tables: Sequence[Sequence[Sequence[int]]]) -> list[Tables]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from embedded_engine.engine import NO_TOKEN, EmbeddedEngine
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.forward_batch import NO_TOKEN
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.steps import Prompts, bind_pages, decode_all, generate_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedded_engine.engine import EmbeddedEngine, ForwardBatch
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.forward_batch import ForwardBatch
 from embedded_engine.model_files import read_model_files
 from kvferry.demo.model import make_demo_model
 from tests.embedded_engine.families import FAMILIES
