@@ -5,7 +5,8 @@
 - `tensor_parallel`: the process group of one instance, and loading a model sharded over it.
 - `dummy_weights`: weights generated from config.json alone.
 - `attention`: softmax attention in bounded memory.
-- `paged_attention`: one step's attention over the pool; `latent_attention`, `recurrent_state`: layers without K and V.
+- `step_plan`: the interface of a step's plan; `paged_attention`: one step's attention over the pool.
+- `latent_attention`, `recurrent_state`: layers without K and V.
 - `device_decode`, `tiered_decode`: decode steps by kernels, without and with pages in host memory.
 - `step_checks`: checks of a step before it runs; `forward_batch`: a planned step and its tokens.
 - `sampling`: from logits to a token, reproducible on both tiers.

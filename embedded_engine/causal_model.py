@@ -9,8 +9,9 @@ from torch import Tensor
 from embedded_engine.architectures import Hook
 from embedded_engine.latent_attention import hook_latent_attention
 from embedded_engine.model_files import ModelFiles
-from embedded_engine.paged_attention import ATTENTION_NAME, LATENT_ATTENTION_NAME, StepPlan
+from embedded_engine.paged_attention import ATTENTION_NAME, LATENT_ATTENTION_NAME
 from embedded_engine.recurrent_state import hook_gated_delta_nets
+from embedded_engine.step_plan import StepPlan
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 
 

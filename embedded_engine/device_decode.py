@@ -23,7 +23,7 @@ from torch import Tensor
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
 from embedded_engine.host_tier import HostBlocks
 from embedded_engine.kernel_plan import FIRST_GROUP, POSITIONS, TOKEN_IDS, KernelDecodePlan
-from embedded_engine.paged_attention import StepPlan
+from embedded_engine.step_plan import StepPlan
 from embedded_engine.tiered_decode import DeviceBlocks, HostReader, TieredDecodePlan
 from transfer.engine_types import DecodeItem
 from transfer.layer_groups import GroupKind

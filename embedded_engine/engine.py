@@ -26,16 +26,12 @@ from embedded_engine.host_prefill import HostChunk, HostPages, HostStep
 from embedded_engine.host_tier import HostBlocks
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
-from embedded_engine.paged_attention import (
-    GatherDecodePlan,
-    PrefillPlan,
-    StepPlan,
-    Tables,
-)
+from embedded_engine.paged_attention import GatherDecodePlan, PrefillPlan, Tables
 from embedded_engine.sampling import sample_on_device
 from embedded_engine.sparse_prefill import SparsePrefill, sparse_kernels
 from embedded_engine.step_arrays import on_device
 from embedded_engine.step_checks import StepChecks
+from embedded_engine.step_plan import StepPlan
 from embedded_engine.tensor_parallel import TensorParallelGroup
 from planner.memory_advice import Phase, advice_for
 from planner.plan import MemoryPlan

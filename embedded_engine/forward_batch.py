@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedded_engine.paged_attention import StepPlan
+from embedded_engine.step_plan import StepPlan
 from planner.memory_advice import Phase
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 

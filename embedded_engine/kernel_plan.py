@@ -15,7 +15,7 @@ from embedded_engine.kernels.arguments import DecodeCall, WriteCall
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.write_rows import write_rows
 from embedded_engine.latent_attention import LatentHeads
-from embedded_engine.paged_attention import Advance
+from embedded_engine.step_plan import Advance
 from transfer.layer_groups import GroupKind
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_table import PageTable

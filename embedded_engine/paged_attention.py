@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from embedded_engine.kernels.block_sparse_arguments import KeySpan
 from embedded_engine.latent_attention import LatentHeads
 from embedded_engine.sparse_prefill import ChunkBlocks, SparseChunk, SparsePrefill, token_major
 from embedded_engine.step_arrays import on_device, token_slots
+from embedded_engine.step_plan import Advance, StepPlan
 from transfer.engine_types import DecodeItem, PrefillItem, StoredRead
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.pool.kv_pool import KVPool, PagedKVPool, convert
@@ -39,44 +40,6 @@ block x context."""
 
 Tables = tuple[NDArray[np.int64], ...]
 """Page tables of one request, one per layer group of the pool."""
-
-
-Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(hidden [requests, tokens, dim], states [requests, heads, elements]) -> (output [requests, tokens, dim], states after it)."""
-
-
-class StepPlan(Protocol):
-    """The work of the layers in one step. Rows are the tokens of the step, in the order of its items."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Write this step's K and V of a layer into the pool, then attend.
-
-        Args:
-            layer: Global layer.
-            query: [1, query heads, rows, dim], rotated.
-            key, value: [1, KV heads, rows, dim], rotated.
-
-        Returns:
-            [1, rows, query heads, dim].
-        """
-        ...
-
-    def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
-        """Write this step's latents [rows, 1, latent dim] of an MLA layer into the pool, then attend; otherwise as `attend`."""
-        ...
-
-    def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
-        """Advance a recurrent layer's states over this step's tokens, in the pool.
-
-        Args:
-            layer: Global layer.
-            hidden: [1, rows, dim].
-            advance: The layer.
-
-        Returns:
-            [1, rows, dim] of its output.
-        """
-        ...
 
 
 def paged_attention(

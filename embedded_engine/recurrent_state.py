@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from embedded_engine.paged_attention import StepPlan
+from embedded_engine.step_plan import StepPlan
 from transfer.errors import EngineError
 
 NEEDED_TRANSFORMERS = "5.21"
