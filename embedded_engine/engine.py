@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from embedded_engine.architectures import check_can_speculate
-from embedded_engine.causal_model import CausalModel
+from embedded_engine.causal_model import CausalModel, compile_decode_steps
 from embedded_engine.draft_model import DraftModel, check_draft_model
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
 from embedded_engine.forward_batch import NO_TOKEN, BadLogits, ForwardBatch, ForwardOutput, WantedRow, rows_of, use_of
+from embedded_engine.graphs import reserved_bytes
 from embedded_engine.host_prefill import HostChunk, HostPages, HostStep
 from embedded_engine.host_tier import HostBlocks
 from embedded_engine.model_config import one_line
@@ -46,6 +48,8 @@ from transfer.pool.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from embedded_engine.device_decode import DeviceDecoder
+
+log = structlog.get_logger(__name__)
 
 OnLayersWritten = Callable[[int, Any], None]
 PlanPages = Callable[[int], Sequence[int]]
@@ -74,7 +78,7 @@ class EmbeddedEngine:
 
     Memory is allocated in this order: weights, pool (whose size may depend on the weights), page tables, CUDA graphs. Only a GPU
     has the last two: its decode steps attend by kernels, see `embedded_engine.device_decode`. Other devices, and engines without
-    `max_running_requests`, use torch's attention, as prefill steps do.
+    `max_running_requests`, use torch's attention, as prefill steps do. Steps are compiled before the pool is allocated.
 
     Args:
         directory: A local Hugging Face directory of a family in `ARCHITECTURES`, or its checked `ModelFiles`.
@@ -99,11 +103,14 @@ class EmbeddedEngine:
         num_speculative_tokens: Maximum number of draft tokens of a request in a decode step.
         draft: Checked directory of the draft model. `prefill`, `decode` and `verify` then also compute its KV, in further layers
             of the pool.
+        torch_compile_max_bs: Most rows of a decode step with layers that torch.compile compiled; 0 compiles none. On a GPU, steps
+            in `cuda_graph_batch_sizes` are compiled; elsewhere, all up to this size. See `embedded_engine.compiled_layers`.
 
     Attributes:
         memory_plan: The plan that sized the pool, if there is one.
         memory_warnings: Estimates of that plan that were wrong.
         weights_bytes: Bytes of this rank's weights.
+        inductor_bytes: Bytes of the device that compiled steps took when they were compiled.
 
     Raises:
         ConfigError: The directory, a parallel size or a batch size is wrong.
@@ -132,6 +139,7 @@ class EmbeddedEngine:
         chunk_tokens: int | None = None,
         num_speculative_tokens: int = 0,
         draft: ModelFiles | None = None,
+        torch_compile_max_bs: int = 0,
     ) -> None:
         self.memory_plan: MemoryPlan | None = None
         self.memory_warnings: tuple[str, ...] = ()
@@ -156,6 +164,7 @@ class EmbeddedEngine:
             cuda_graph_batch_sizes,
             has_host_pages,
             num_speculative_tokens,
+            torch_compile_max_bs,
         )
         self._configure_sparse(sparse_prefill, chunk_tokens)
         if not callable(num_pages):
@@ -187,6 +196,7 @@ class EmbeddedEngine:
         graph_batch_sizes: Sequence[int],
         has_host_pages: bool,
         num_speculative_tokens: int,
+        torch_compile_max_bs: int,
     ) -> None:
         """Check and keep the settings that do not depend on the weights."""
         for files in (self.files, *(() if self.draft_files is None else (self.draft_files,))):
@@ -202,11 +212,14 @@ class EmbeddedEngine:
         _check_is_positive("max_running_requests", max_running_requests)
         if num_speculative_tokens < 0:
             raise ConfigError(f"num_speculative_tokens is {num_speculative_tokens}; must be 0 or more")
+        if torch_compile_max_bs < 0:
+            raise ConfigError(f"torch_compile_max_bs is {torch_compile_max_bs}; must be 0 or more")
         if num_speculative_tokens or self.draft_files is not None:
             check_can_speculate(self.files.architecture)
         _check_batch_sizes(graph_batch_sizes, (max_running_requests or 0) * (1 + num_speculative_tokens))
         self.shard = shard
         self._num_speculative_tokens = num_speculative_tokens
+        self._torch_compile_max_bs = torch_compile_max_bs
         most = [files.max_context_tokens for files in (self.files, self.draft_files) if files is not None]
         self.max_context_tokens = min(*most, max_seq_len or most[0])
         self.layers_per_group = layers_per_group or self.layout.num_layers
@@ -261,6 +274,7 @@ class EmbeddedEngine:
     ) -> None:
         """Allocate everything that comes after the weights."""
         counts = self._page_counts(num_pages(self.weights_bytes) if callable(num_pages) else num_pages)
+        self._compile(graph_batch_sizes, max_running_requests)
         groups = layer_groups(self.layout)
         with allocating(
             f"allocating the KV pool of {', '.join(map(str, counts))} pages",
@@ -297,6 +311,26 @@ class EmbeddedEngine:
         if self._decoder is not None:
             self.capture_cuda_graphs(graph_batch_sizes)
 
+    def _compile(self, graph_batch_sizes: Sequence[int], max_running_requests: int | None) -> None:
+        """Compile decode steps, if that is set."""
+        self.inductor_bytes = 0
+        models = [model for model in (self._model, self._draft) if model is not None]
+        is_gpu, most = self._device.type == "cuda", self._torch_compile_max_bs
+        all_rows = range(1, 1 + (max_running_requests or 0) * (1 + self._num_speculative_tokens))
+        sizes = [size for size in (graph_batch_sizes if is_gpu else all_rows) if size <= most]
+        if not sizes:
+            for model in models:
+                model.compile_decode((), is_dynamic=False)
+            if most and max_running_requests is not None:
+                reason = f"no batch of up to torch_compile_max_bs ({most}) is captured into a CUDA graph"
+                log.warning("torch_compile_unusable", reason=reason, advice="set cuda_graph_bs, or set torch_compile to false")
+            return
+        before = reserved_bytes(self._device) if is_gpu else 0
+        with self._step(Phase.COMPILE, Phase.COMPILE):
+            compile_decode_steps(models, sizes, is_dynamic=not is_gpu)
+        if is_gpu:
+            self.inductor_bytes = max(0, reserved_bytes(self._device) - before)
+
     def release_pool(self) -> None:
         """Release pool, page tables and CUDA graphs. Then call `open_pool` or `close`; until then no step can run.
 
@@ -325,6 +359,7 @@ class EmbeddedEngine:
         sparse_prefill: XAttention | None = None,
         chunk_tokens: int | None = None,
         num_speculative_tokens: int = 0,
+        torch_compile_max_bs: int = 0,
     ) -> None:
         """Start again with the loaded weights, after `release_pool`. The ranks of a group do this together.
 
@@ -344,6 +379,7 @@ class EmbeddedEngine:
             cuda_graph_batch_sizes,
             has_host_pages,
             num_speculative_tokens,
+            torch_compile_max_bs,
         )
         self._configure_sparse(sparse_prefill, chunk_tokens)
         if self._failure is not None:
@@ -638,8 +674,10 @@ class EmbeddedEngine:
             assert self._decoder is not None  # decode_batch
             return self._model.joined(self._decoder.logits(batch.decode_rows))
         token_ids, positions = (on_device(one, self._device).unsqueeze(0) for one in (batch.token_ids, batch.positions))
+        if batch.decode_rows:
+            return self._model.joined(self._model.compute(token_ids, positions, batch.plan))
         hidden = self._model.hidden(token_ids, positions, batch.plan)
-        if self._draft is not None and not batch.decode_rows:
+        if self._draft is not None:
             self._draft.hidden(token_ids, positions, batch.plan)  # for its KV; before a decode step, `_drafted` has computed it
         if self._sparse is not None:
             self._sparse.end_step()

@@ -66,7 +66,7 @@ class DecodeGraphs:
                     # process when the graph is destroyed. A live tensor of this stream keeps room for them in its segment.
                     self._segment = torch.empty(1, device=device)
                     shape, dtype = self._warm_up(load, step)
-                    before = _reserved_bytes(device)
+                    before = reserved_bytes(device)
                     self._logits = torch.empty(shape, dtype=dtype, device=device) if beside is None else beside._logits
                 self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
                 for size in reversed(self.batch_sizes):
@@ -74,7 +74,7 @@ class DecodeGraphs:
                     with allocating(doing, device=device, advice=advice):
                         load(size)
                         self._graphs[size] = self._captured(size, step, stream)
-                self.num_bytes = max(0, _reserved_bytes(device) - before)
+                self.num_bytes = max(0, reserved_bytes(device) - before)
             torch.cuda.current_stream().wait_stream(stream)
 
     def size_for(self, num_rows: int) -> int | None:
@@ -128,8 +128,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _reserved_bytes(device: torch.device) -> int:
-    """Return the bytes that this process holds on the device, with the graphs' pool, after it released what it can."""
+def reserved_bytes(device: torch.device) -> int:
+    """Return the bytes that this process holds on a GPU, with the pools of CUDA graphs, after it released what it can."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)

@@ -183,6 +183,7 @@ def _role_settings(config: NodeConfig) -> dict[str, Any]:
         given["cuda_graph_batch_sizes"] = () if config.device == "cpu" else graph_rows(config)
         given["has_host_pages"] = has_host_pages(config)
         given["num_speculative_tokens"] = config.speculative.most_draft_tokens
+        given["torch_compile_max_bs"] = config.torch_compile_max_bs if config.torch_compile else 0
     return given
 
 

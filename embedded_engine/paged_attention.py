@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from embedded_engine import opaque_calls
 from embedded_engine.attention import ATTENTION_BYTES, RunningSoftmax, Scores, attention
 from embedded_engine.host_prefill import HostStep
 from embedded_engine.host_tier import HostBlocks
@@ -50,12 +51,14 @@ def paged_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    paged_plan: StepPlan,
+    paged_plan: StepPlan | None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' models with K and V."""
+    """Attention function of transformers' models with K and V; without a plan, that of a compiled layer."""
+    if paged_plan is None:
+        return opaque_calls.attend(query, key, value, scaling, softcap, s_aux), None
     scores = Scores(scale=scaling, softcap=softcap, sinks=s_aux)
     return paged_plan.attend(module.layer_idx, query, key, value, scores), None
 
@@ -68,11 +71,16 @@ def paged_latent_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    paged_plan: StepPlan,
+    paged_plan: StepPlan | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' MLA layers; `key` and `value` are the parts of the latents that the hook left."""
+    """Attention function of transformers' MLA layers; `key` and `value` are the parts of the latents that the hook left.
+
+    Without a plan, it is that of a compiled layer.
+    """
     latents = torch.cat((key, value), dim=-1)[0].transpose(0, 1)
+    if paged_plan is None:
+        return opaque_calls.attend_latent(query, latents, scaling, module.v_head_dim), None
     scores = Scores(scale=scaling)
     return paged_plan.attend_latent(module.layer_idx, query, latents, LatentHeads(module), scores), None
 

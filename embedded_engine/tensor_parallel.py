@@ -29,6 +29,7 @@ from embedded_engine.architectures import Hook
 from embedded_engine.dummy_weights import dummy_state
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles
+from embedded_engine.opaque_calls import sum_over_ranks
 from embedded_engine.recurrent_state import cut_gated_delta_nets
 from transfer.errors import ConfigError, EngineError
 from transfer.out_of_memory import allocating, is_out_of_memory, num_ooms, out_of_memory
@@ -51,7 +52,7 @@ class TensorParallelGroup:
         Raises:
             RuntimeError: A rank is gone, or the deadline passed.
         """
-        dist.all_reduce(tensor)
+        sum_over_ranks(tensor)
 
     def share(self, tensor: Tensor) -> None:
         """Replace `tensor` by that of rank 0, in place.

@@ -104,6 +104,10 @@ def plan(
     max_seq_len: Annotated[int | None, typer.Option(help="Longest sequence; by default the model's context.")] = None,
     cuda_graph_max_bs: Annotated[int | None, typer.Option(help="Largest batch with a CUDA graph; 0: none.")] = None,
     cuda_graph_bs: Annotated[str | None, typer.Option(help="Batches with a CUDA graph, with commas between them.")] = None,
+    enable_torch_compile: Annotated[
+        bool, typer.Option("--enable-torch-compile", help="Decode steps are compiled by torch.compile.")
+    ] = False,
+    torch_compile_max_bs: Annotated[int, typer.Option(help="Largest batch that is compiled.")] = 32,
     speculative: Annotated[str | None, typer.Option(help="eagle, eagle3, nextn, dflash, standalone or ngram.")] = None,
     static_fraction: Annotated[float | None, typer.Option(help="Share for weights and KV; by default a heuristic.")] = None,
     policy: Annotated[str, typer.Option(help="static-fraction or page-count.")] = "static-fraction",

@@ -28,7 +28,12 @@ from transfer.worker_thread import WorkerThread
 if TYPE_CHECKING:  # the leader names the entry point of ranks, and loads no torch for that
     import torch
 
-_ENGINE_LINES: Final = {"weights": "weights_bytes", "page_tables": "page_table_bytes", "cuda_graphs": "cuda_graph_bytes"}
+_ENGINE_LINES: Final = {
+    "weights": "weights_bytes",
+    "page_tables": "page_table_bytes",
+    "cuda_graphs": "cuda_graph_bytes",
+    "inductor": "inductor_bytes",
+}
 """Lines of a memory plan that only the engine can measure, and the engine's attribute for each, which may be missing."""
 
 MAX_TOKEN_ID: Final = 2**32 - 1
@@ -179,7 +184,8 @@ def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
         return RankMemory()
     pool = engine.pool
     pools = {f"pool_{name}": num_bytes for name, num_bytes in pool.storage_bytes.items()}
-    measured = {line: getattr(engine, name) for line, name in _ENGINE_LINES.items() if hasattr(engine, name)}
+    planned = {line.name for line in plan.lines}
+    measured = {line: getattr(engine, name) for line, name in _ENGINE_LINES.items() if line in planned and hasattr(engine, name)}
     real = {**pools, **transfer_bytes, **measured, **getattr(engine, "workspace_bytes", {})}
     if pool.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(pool.device)

@@ -19,6 +19,7 @@ class Phase(StrEnum):
     POOL = "allocating the KV pool"
     WORKSPACES = "allocating the workspaces of block-sparse prefill"
     PAGE_TABLES = "allocating the page tables"
+    COMPILE = "compiling decode steps"
     CUDA_GRAPHS = "capturing CUDA graphs"
     HOST_BLOCKS = "allocating the buffers for host blocks"
     STAGING = "allocating the staging slots"
@@ -44,6 +45,7 @@ _CHANGES: Final[Mapping[Phase, tuple[tuple[str, tuple[str, ...]], ...]]] = {
         ("raise", ("prefill.sparse_stride",)),
     ),
     Phase.PAGE_TABLES: (("lower", ("limits.max_running_requests", "limits.max_seq_len", _FRACTION)),),
+    Phase.COMPILE: (("lower", ("torch_compile_max_bs", _FRACTION)),),
     Phase.CUDA_GRAPHS: (("lower", ("cuda_graph_max_bs", _DRAFT_TOKENS, _FRACTION)),),
     Phase.HOST_BLOCKS: (("lower", ("offload.buffer_bytes", "cuda_graph_max_bs", _FRACTION)),),
     Phase.STAGING: (("lower", ("staging.num_slots", "staging.slot_bytes", "chunk.chunk_tokens", _FRACTION)),),

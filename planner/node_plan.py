@@ -41,6 +41,7 @@ _SETTINGS_OF_ROLE: Final = {
     "decode": {
         "--chunked-prefill-size or --cuda-graph-max-bs": "cuda_graph_max_bs",
         "--cuda-graph-max-bs": "cuda_graph_max_bs",
+        "--torch-compile-max-bs": "torch_compile_max_bs",
     },
 }
 
@@ -49,7 +50,7 @@ def settings_for_flags(config: NodeConfig) -> dict[str, str]:
     """Return flag of `kvferry plan` -> name of the same setting of a node."""
     names = _SETTINGS | _SETTINGS_OF_ROLE[config.role]
     if isinstance(config, DecodeNodeConfig) and config.cuda_graph_bs is not None:
-        names |= {flag: "the largest cuda_graph_bs" for flag in _SETTINGS_OF_ROLE["decode"]}
+        names |= {flag: "the largest cuda_graph_bs" for flag in names if "--cuda-graph-max-bs" in flag}
     if config.memory.device_memory is not None:
         names["What would help: "] = "What would help: a larger memory.device_memory; "
     return names
@@ -140,6 +141,7 @@ def node_plan_inputs(
     step_tokens = 1
     graphs: tuple[int, ...] = ()
     has_page_tables = False
+    torch_compile_max_bs = 0
     speculative = None
     if isinstance(config, PrefillNodeConfig):
         staging_bytes = config.staging.num_slots * staging_slot_bytes(
@@ -150,6 +152,7 @@ def node_plan_inputs(
     elif isinstance(config, DecodeNodeConfig):
         ring_bytes = ring_capacity_bytes(config.ring, counted.total_bytes, device=config.device) + config.transport.probe_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
+        torch_compile_max_bs = config.torch_compile_max_bs if config.torch_compile else 0
         has_page_tables = not device.is_cpu and config.kernels != "torch"
         # The plan has the weights and the KV of a draft model, so the reserve need not have them.
         speculative = "ngram" if config.speculative.is_on else None
@@ -172,6 +175,7 @@ def node_plan_inputs(
         max_seq_len=config.limits.max_seq_len,
         has_page_tables=has_page_tables,
         cuda_graph_batch_sizes=graphs,
+        torch_compile_max_bs=torch_compile_max_bs,
         speculative=speculative,
         static_fraction=config.memory.static_fraction,
         policy=Policy(config.memory.policy),

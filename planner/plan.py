@@ -78,7 +78,8 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
     deciding = next((group for group in groups if group.cell_bytes and group.kind is not GroupKind.STATE), groups[0])
     page_tables = sizing.page_tables(num_pages)
     left = budget - page_tables.num_bytes - sum(group.num_bytes for group in groups)
-    free_bytes = reserve.num_bytes + left - reserve.cuda_graph_bytes
+    inductor = PlanLine(name="inductor", num_bytes=reserve.inductor_bytes, formula=reserve.inductor_formula, inside="reserve")
+    captured_bytes = reserve.cuda_graph_bytes + reserve.inductor_bytes
     lines = [
         *fixed,
         page_tables,
@@ -86,9 +87,10 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
         *sizing.lines(groups),
         reserve_line,
         PlanLine(name="cuda_graphs", num_bytes=reserve.cuda_graph_bytes, formula=reserve.cuda_graph_formula, inside="reserve"),
+        *([inductor] if inputs.torch_compile_max_bs else []),
         PlanLine(
             name="activations",
-            num_bytes=reserve.num_bytes - reserve.cuda_graph_bytes,
+            num_bytes=reserve.num_bytes - captured_bytes,
             formula="the rest of the reserve: activations, and what the libraries take",
             inside="reserve",
         ),
@@ -105,7 +107,7 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
         page_table_bytes=page_tables.num_bytes,
         groups=groups,
         workspaces=workspaces,
-        free_bytes=free_bytes,
+        free_bytes=reserve.num_bytes + left - captured_bytes,
         lines=tuple(lines),
         advice=(),
     )

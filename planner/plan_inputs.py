@@ -92,6 +92,7 @@ class PlanInputs:
         max_seq_len: Tokens of the longest sequence; None takes the model's context.
         has_page_tables: Whether page tables lie on the device, as those of decode steps on a GPU do.
         cuda_graph_batch_sizes: Batch sizes with a CUDA graph; None chooses by the size of the device.
+        torch_compile_max_bs: Largest decode batch that torch.compile compiles; 0 compiles none.
         speculative: Speculative algorithm, a key of `SPECULATIVE_MB` in any case.
         static_fraction: Share of the device for weights and KV; None uses the heuristic.
         memory_ratio: Share of the free memory for weights and KV, with the policy page-count.
@@ -129,6 +130,7 @@ class PlanInputs:
     max_seq_len: int | None = None
     has_page_tables: bool = True
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
+    torch_compile_max_bs: int = 0
     speculative: str | None = None
     static_fraction: float | None = None
     policy: Policy = Policy.STATIC_FRACTION
@@ -158,6 +160,8 @@ class PlanInputs:
         for flag, size in (("--staging", self.staging_bytes), ("--ring", self.ring_bytes), ("offload_bytes", self.offload_bytes)):
             if size < 0:
                 raise self._wrong(f"{flag} is {size}; it must be at least 0")
+        if not 0 <= self.torch_compile_max_bs <= _MOST:
+            raise self._wrong(f"--torch-compile-max-bs is {self.torch_compile_max_bs}; it must be from 0 to {_MOST}")
         graphs = self.cuda_graph_batch_sizes or (1,)
         if min(graphs) < 1:
             raise self._wrong(f"--cuda-graph-bs is {list(graphs)}; each must be at least 1")
@@ -224,6 +228,11 @@ class PlanInputs:
         if self.cuda_graph_batch_sizes is not None:
             return max(self.cuda_graph_batch_sizes, default=0)
         return 0 if self.is_cpu else default_batches(self.total_bytes, self.tp_size)[1]
+
+    @property
+    def largest_compiled_bs(self) -> int:
+        """Upper bound of the decode batches that are compiled: on a GPU, those with a CUDA graph are."""
+        return min(self.torch_compile_max_bs, self.max_running_requests if self.is_cpu else self.cuda_graph_max_bs)
 
     @property
     def sequence_tokens(self) -> int:

@@ -1,7 +1,9 @@
 """The memory that a plan leaves free for activations, CUDA graphs and libraries, by one of two published policies.
 
 Sources: SGLang, ``server_args._handle_gpu_memory_settings`` and ``adjust_mem_fraction_for_vlm``; mini-sglang,
-``engine._determine_num_pages``. All of SGLang's figures are MB of 2**20 bytes.
+``engine._determine_num_pages``. All of SGLang's figures are MB of 2**20 bytes. SGLang has no figure for compiled steps: it
+counts on the reserve for their workspace. Here they get an allowance in the reserve, as large as that for the CUDA graphs of the
+same batches.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ class Reserve:
         static_fraction: Share of the device that weights and KV may take.
         num_bytes: The rest of the device.
         cuda_graph_bytes: Part of it that CUDA graphs are expected to take.
+        inductor_bytes: Part of it that steps compiled by torch.compile (Inductor) are expected to take besides.
     """
 
     static_fraction: float
@@ -28,6 +31,8 @@ class Reserve:
     formula: str
     cuda_graph_bytes: int
     cuda_graph_formula: str
+    inductor_bytes: int
+    inductor_formula: str
 
 
 def make_reserve(inputs: PlanInputs) -> Reserve:
@@ -47,12 +52,15 @@ def make_reserve(inputs: PlanInputs) -> Reserve:
         num_bytes = total - int(total * fraction)
         formula = f"device x (1 - static fraction {fraction:.4g}): {how}"
     graph_mb, graph_formula = _cuda_graph_mb(inputs)
+    graph_bytes = min(num_bytes, int(graph_mb * MB))
     return Reserve(
         static_fraction=fraction,
         num_bytes=num_bytes,
         formula=formula,
-        cuda_graph_bytes=min(num_bytes, int(graph_mb * MB)),
+        cuda_graph_bytes=graph_bytes,
         cuda_graph_formula=f"{graph_formula} MB",
+        inductor_bytes=min(num_bytes - graph_bytes, 2 * inputs.largest_compiled_bs * MB),
+        inductor_formula=f"2 x {inputs.largest_compiled_bs} MB, an allowance for steps of torch.compile",
     )
 
 

@@ -58,7 +58,8 @@ class MemoryPlan:
         cell_bytes: KV of one token on this rank, in the group that limits the number of tokens.
         max_total_tokens, num_pages: Tokens and pages of that group.
         groups: The pools, in the order of `transfer.layer_groups.layer_groups`.
-        free_bytes: Expected free memory of a running node: the reserve and the rest that the pools leave, less CUDA graphs.
+        free_bytes: Expected free memory of a running node: the reserve and the rest that the pools leave, less CUDA graphs and
+            compiled steps.
         lines: All lines; those that are not inside another one add up to the device.
         advice: Settings that could be better.
     """
@@ -116,6 +117,7 @@ class MemoryPlan:
             "chunked_prefill_size": inputs.chunk_tokens,
             "tokens_in_flight": inputs.most_tokens_in_flight,
             "cuda_graph_max_bs": inputs.cuda_graph_max_bs,
+            "torch_compile_max_bs": inputs.torch_compile_max_bs,
             "max_running_requests": inputs.max_running_requests,
             "max_seq_len": inputs.sequence_tokens,
             "device_bytes": self.device_bytes,

@@ -25,6 +25,7 @@ _TIERS: Final = {
     "ring": Role.DECODE,
     "cuda_graph_max_bs": Role.DECODE,
     "cuda_graph_bs": Role.DECODE,
+    "enable_torch_compile": Role.DECODE,
 }
 """Flags that only one tier has."""
 
@@ -51,6 +52,8 @@ class PlanOptions:
     max_seq_len: int | None = None
     cuda_graph_max_bs: int | None = None
     cuda_graph_bs: str | None = None
+    enable_torch_compile: bool = False
+    torch_compile_max_bs: int = 32
     speculative: str | None = None
     static_fraction: float | None = None
     policy: str = "static-fraction"
@@ -122,6 +125,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         chunked_prefill_size=options.chunked_prefill_size or (1 if role is Role.DECODE else None),  # decode computes no prompts
         max_seq_len=options.max_seq_len,
         cuda_graph_batch_sizes=_batch_sizes(options) if role is Role.DECODE else (),
+        torch_compile_max_bs=_torch_compile_max_bs(options),
         has_page_tables=role is Role.DECODE and not device.is_cpu,  # decode steps read them on the device
         speculative=options.speculative,
         static_fraction=options.static_fraction,
@@ -200,6 +204,12 @@ def _batch_sizes(options: PlanOptions) -> tuple[int, ...] | None:
     if options.cuda_graph_max_bs < 0:
         raise ConfigError(f"--cuda-graph-max-bs is {options.cuda_graph_max_bs}; it must be at least 0")
     return (options.cuda_graph_max_bs,) if options.cuda_graph_max_bs else ()
+
+
+def _torch_compile_max_bs(options: PlanOptions) -> int:
+    if options.torch_compile_max_bs < 1:
+        raise ConfigError(f"--torch-compile-max-bs is {options.torch_compile_max_bs}; it must be at least 1")
+    return options.torch_compile_max_bs if options.enable_torch_compile else 0
 
 
 def _model_dtype(name: str | None) -> DType | None:

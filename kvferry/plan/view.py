@@ -26,6 +26,7 @@ _LABELS: Final = {
     "in_use": "in use before",
     "page_tables": "page tables",
     "cuda_graphs": "CUDA graphs",
+    "inductor": "torch.compile",
     "left": "left over",
 }
 """Lines whose label is not their name."""

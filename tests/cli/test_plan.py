@@ -84,9 +84,13 @@ def test_every_flag_reaches_the_plan(models: Path) -> None:
         "weights_bytes": 3 * 10**9, "cell_bytes": 2 * 256 * 40 * 1, "tokens_in_flight": 3 * 512,
     }  # fmt: skip
     assert [one["strategy"] for one in content["workspaces"][:2]] == ["lazy", "lazy"]
-    flags = "--device-memory 200GB --role decode --ring 2MiB --cuda-graph-bs 1,2,40"
+    flags = (
+        "--device-memory 200GB --role decode --ring 2MiB --cuda-graph-bs 1,2,40 --enable-torch-compile --torch-compile-max-bs 16"
+    )
     decode = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
     assert (decode["role"], decode["ring_bytes"], decode["tokens_in_flight"]) == ("decode", 2 << 20, 1)
+    assert (decode["torch_compile_max_bs"], content["torch_compile_max_bs"]) == (16, 0)
+    assert next(line["bytes"] for line in decode["lines"] if line["name"] == "inductor") == 2 * 16 << 20
     assert decode["cuda_graph_max_bs"] == 40 and decode["page_table_bytes"] > 0 == content["page_table_bytes"]
     flags = "--device-memory 200GB --role prefill --sparse-policy xattention --kv-offload --static-fraction 0.9"
     offloaded = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)

@@ -52,6 +52,11 @@ TIERED = {"host_memory": "1GiB", "device_window": 64}
             "lower limits.max_running_requests (now 32), limits.max_seq_len (now 8192) or memory.static_fraction (now 0.8734)",
         ),
         (
+            Phase.COMPILE,
+            decode(torch_compile_max_bs=8),
+            "lower torch_compile_max_bs (now 8) or memory.static_fraction (now 0.8734)",
+        ),
+        (
             Phase.CUDA_GRAPHS,
             decode(),
             "lower cuda_graph_max_bs (now 24; 0 runs without graphs) or memory.static_fraction (now 0.8734)",

@@ -88,6 +88,33 @@ def test_the_batches_with_a_graph_can_be_chosen(settings: dict[str, Any], batche
     assert inputs.in_names("lower --chunked-prefill-size or --cuda-graph-max-bs") == f"lower {chosen}"
 
 
+def test_compiled_steps_reach_the_plan() -> None:
+    assert inputs_of(decode()).torch_compile_max_bs == inputs_of(prefill()).torch_compile_max_bs == 0
+    assert inputs_of(decode(torch_compile=True)).torch_compile_max_bs == 32
+    inputs = inputs_of(decode(torch_compile=True, torch_compile_max_bs=16, device="cuda", cuda_graph_bs=[8, 32]))
+    assert (inputs.torch_compile_max_bs, inputs.in_names("--torch-compile-max-bs")) == (16, "torch_compile_max_bs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kernels": "torch"}, "torch_compile is true, and kernels is torch; compiled steps run in CUDA graphs"),
+        ({"cuda_graph_max_bs": 0}, "torch_compile is true, and cuda_graph_max_bs is 0; compiled steps run in CUDA graphs"),
+        (
+            {"cuda_graph_bs": []},
+            r"cuda_graph_bs \(\[\]\) has no size of up to torch_compile_max_bs \(32\)",
+        ),
+        ({"cuda_graph_bs": [8], "torch_compile_max_bs": 4}, r"cuda_graph_bs \(\[8\]\) has no size .*torch_compile_max_bs \(4\)"),
+        ({"torch_compile_max_bs": 0}, "torch_compile_max_bs"),
+    ],
+)
+def test_compiled_steps_that_no_graph_would_hold_are_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(torch_compile=True, device="cuda", **settings)
+    if "torch_compile_max_bs" not in settings:
+        decode(torch_compile=True, device="cpu", **settings)  # no graphs on a CPU
+
+
 def test_invalid_cuda_graph_batches_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"cuda_graph_bs contains 21, which exceeds limits.max_running_requests \(20\)"):
         inputs_of(decode(limits={"max_running_requests": 20}, cuda_graph_bs=[21, 1]))

@@ -370,6 +370,10 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
             f"--cuda-graph-bs is [1, {1 << 63}]; each must be at most {(1 << 63) - 1}",
         ),
         ({"free_bytes": GIB, "cuda_graph_batch_sizes": (1, 0)}, "--cuda-graph-bs is [1, 0]; each must be at least 1"),
+        (
+            {"free_bytes": GIB, "torch_compile_max_bs": -1},
+            f"--torch-compile-max-bs is -1; it must be from 0 to {(1 << 63) - 1}",
+        ),
         ({"free_bytes": GIB, "static_fraction": 1.0}, "--static-fraction is 1.0; it must be between 0 and 1"),
         ({"device_bytes": 1, "free_bytes": 2}, "--free-memory is 2; it must be at most --device-memory, 1"),
         (
@@ -426,6 +430,25 @@ def test_what_differs_by_more_than_a_twentieth_is_a_warning() -> None:
     assert len(compare_with_real(plan, {"cuda_graphs": 2 * graphs})) == 1
     with pytest.raises(ConfigError, match="line is 'kv'; must be one of in_use, weights, "):
         compare_with_real(plan, {"kv": 1})
+
+
+@pytest.mark.parametrize(
+    ("flags", "megabytes"),
+    [
+        ({"cuda_graph_batch_sizes": (1, 8, 64)}, 2 * 32),
+        ({"cuda_graph_batch_sizes": (1, 8)}, 2 * 8),
+        ({"cuda_graph_batch_sizes": ()}, 0),
+        ({"is_cpu": True, "max_running_requests": 20}, 2 * 20),
+        ({"cuda_graph_batch_sizes": (200,), "static_fraction": 0.99}, 0),  # the graphs take the whole reserve
+    ],
+)
+def test_compiled_steps_have_an_allowance_in_the_reserve(flags: dict[str, Any], megabytes: int) -> None:
+    flags = {"role": Role.DECODE, "device_bytes": 24 * GIB, **flags}
+    plain, compiled = (make_plan(inputs_of("qwen3-8b", **flags, torch_compile_max_bs=size)) for size in (0, 32))
+    assert compiled.planned_bytes("inductor") == plain.free_bytes - compiled.free_bytes == megabytes * MIB
+    assert (compiled.max_total_tokens, compiled.reserved_bytes) == (plain.max_total_tokens, plain.reserved_bytes)
+    assert sum(line.num_bytes for line in compiled.lines if line.inside) == compiled.reserved_bytes
+    assert "inductor" not in [line.name for line in plain.lines]
 
 
 def test_json_has_every_key_in_plain_values() -> None:

@@ -198,6 +198,20 @@ class DecodeNodeConfig(NodeConfig):
             "In the environment: separated by commas."
         ),
     )
+    torch_compile: bool = Field(
+        default=False,
+        description=(
+            "Compile the layers of decode steps with torch.compile at start, which can take minutes. On cuda, steps with a CUDA "
+            "graph are compiled. If compilation fails, the node logs torch_compile_unusable and runs uncompiled steps."
+        ),
+    )
+    torch_compile_max_bs: Count = Field(
+        default=32,
+        description=(
+            "Largest decode batch that torch_compile compiles. With speculative.method, each draft token of a step also counts. "
+            "No effect without torch_compile."
+        ),
+    )
     limits: DecodeLimitsConfig = Field(default_factory=DecodeLimitsConfig, description="Bounds.")
     speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig, description="Speculative decoding.")
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
@@ -230,6 +244,22 @@ class DecodeNodeConfig(NodeConfig):
     def _check_one_choice_of_graphs(self) -> Self:
         if self.cuda_graph_bs is not None and self.cuda_graph_max_bs is not None:
             raise ValueError(f"cuda_graph_bs and cuda_graph_max_bs ({self.cuda_graph_max_bs}) are both set; set one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_compiled_steps_are_captured(self) -> Self:
+        if not self.torch_compile or self.device == "cpu":
+            return self
+        most = self.torch_compile_max_bs
+        if self.kernels == "torch":
+            raise ValueError("torch_compile is true, and kernels is torch; compiled steps run in CUDA graphs, which need Triton")
+        if self.cuda_graph_max_bs == 0:
+            raise ValueError("torch_compile is true, and cuda_graph_max_bs is 0; compiled steps run in CUDA graphs: raise it")
+        if self.cuda_graph_bs is not None and not any(size <= most for size in self.cuda_graph_bs):
+            raise ValueError(
+                f"torch_compile is true, and cuda_graph_bs ({list(self.cuda_graph_bs)}) has no size of up to "
+                f"torch_compile_max_bs ({most}); compiled steps run in CUDA graphs: add a size"
+            )
         return self
 
     @model_validator(mode="after")
