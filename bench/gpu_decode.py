@@ -1,15 +1,19 @@
 """Decode steps on a GPU: replayed CUDA graphs against single launches, paged attention against torch's, and the pool's size.
 
-    python -m bench.gpu_decode [--json FILE] [--quick]
+    python -m bench.gpu_decode [--json FILE] [--quick] [--torch-compile]
 
 The model is a Llama of the 8B's shape with few layers and made-up weights. "step" is what passes from the items to the tokens on
 the host, "device" what the device spends of it (the host runs ahead while the device sleeps). torch attends over K and V that
 were gathered before, contiguous and of equal length: what paging costs is in the ratio. Both read every byte of K and V once, so
 their throughput is held against a device copy, which reads and writes.
+
+With `--torch-compile`, only replayed steps are measured: with layers that torch.compile compiled, against layers as they are. The
+facts contain the memory that both take besides weights and pool.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -63,6 +67,50 @@ def measure(*, num_layers: int, contexts: Sequence[int], repetitions: int) -> Re
         for batch in BATCHES:
             _measure_attention(report, batch, context, repetitions, copy)
     _measure_pool(report)
+    return report
+
+
+def measure_compiled(*, num_layers: int, contexts: Sequence[int], repetitions: int) -> Report:
+    """Measure replayed steps with and without torch.compile, and the memory that both take besides weights and pool."""
+    report = Report(title=f"torch.compile on {torch.cuda.get_device_name()}: a Llama of the 8B's shape with {num_layers} layers")
+    plain: dict[tuple[int, int], tuple[Row, Row]] = {}
+    for name, max_bs in (("as they are", 0), ("compiled", max(BATCHES))):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+        begun = time.perf_counter()
+        engine = llama_engine(
+            "cuda",
+            num_layers=num_layers,
+            num_pages=max(BATCHES) * max(contexts) // PAGE_SIZE,
+            max_running_requests=max(BATCHES),
+            max_seq_len=MAX_SEQ_LEN,
+            cuda_graph_batch_sizes=BATCHES,
+            torch_compile_max_bs=max_bs,
+        )
+        torch.cuda.synchronize()
+        started_s = time.perf_counter() - begun
+        taken, by_torch = free - torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved() - reserved
+        report.facts[f"start, layers {name}"] = {
+            "seconds": started_s,
+            "compilation, MiB": engine.inductor_bytes / 2**20,
+            "CUDA graphs, MiB": engine.cuda_graph_bytes / 2**20,
+            "outside of torch's allocator, MiB": (taken - by_torch) / 2**20,
+        }
+        for context in contexts:
+            for batch in BATCHES:
+                case = f"{batch} requests of {context} tokens"
+                step, device = _measure_step(engine, batch, context, repetitions)
+                against = plain.get((batch, context), (None, None))
+                rows = [
+                    report.add(case, f"{what}, layers {name}", samples, against=other)
+                    for what, samples, other in zip(("step", "device"), (step, device), against, strict=True)
+                ]
+                report.facts[f"{case}, layers {name}"] = {"steps/s": 1 / rows[0].median_s}
+                plain.setdefault((batch, context), (rows[0], rows[1]))
+        engine.close()
+        del engine
+        gc.collect()
     return report
 
 
@@ -164,11 +212,14 @@ def _measure_pool(report: Report) -> None:
 
 
 def main() -> None:
-    arguments = argument_parser("decode steps on a GPU").parse_args()
+    parser = argument_parser("decode steps on a GPU")
+    parser.add_argument("--torch-compile", action="store_true", help="steps with layers that torch.compile compiled, and without")
+    arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_decode: this torch sees no CUDA device")
     settings = (2, (1024,), 5) if arguments.quick else (8, (1024, 8192), 30)
-    measure(num_layers=settings[0], contexts=settings[1], repetitions=settings[2]).finish(arguments.json)
+    run = measure_compiled if arguments.torch_compile else measure
+    run(num_layers=settings[0], contexts=settings[1], repetitions=settings[2]).finish(arguments.json)
 
 
 if __name__ == "__main__":
