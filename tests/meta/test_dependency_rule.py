@@ -95,6 +95,7 @@ CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/command.py", "decode_n
 FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "aetcd": ("aetcd", ("transfer/registry/discovery/etcd_client.py",)),
     "aiohttp": ("aiohttp", ("node_runtime/*", "kvferry/*")),
+    "orjson": ("orjson", ("kvferry/router/*",)),
     "cuda": ("cuda-bindings", ("transfer/transport/cuda_ipc_driver.py",)),
     "google": ("protobuf", GRPC_FILES),
     "grafana_foundation_sdk": ("grafana-foundation-sdk", ("deploy/monitoring/grafana.py",)),
