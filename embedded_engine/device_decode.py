@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 
 Compute = Callable[[Tensor, Tensor, StepPlan], Tensor]
 """(token ids [1, rows], positions [1, rows], plan) -> logits [rows, vocabulary]."""
+PutTokens = Callable[[Tensor], None]
+"""Queues a copy into a step's token ids, int64 [rows] on the device."""
 
 DUMMY_POSITION: Final = -1
 """Position of the dummy request, which therefore has no token."""
@@ -118,18 +120,19 @@ class DeviceDecoder:
             log.warning("no_cuda_graphs", reason=str(error))
         self._capture_tiered()
 
-    def logits(self, items: Sequence[DecodeItem]) -> Tensor:
+    def logits(self, items: Sequence[DecodeItem], put_unread: PutTokens | None = None) -> Tensor:
         """Queue a step on the current stream; return logits [items, vocabulary] that are valid until the next step.
 
         Args:
             items: One for each row, without draft tokens; those of a request are adjacent, in the order of their positions.
+            put_unread: Fills in the tokens of the items that are unread; None if there are none.
         """
         size = None if self._graphs is None else self._graphs.size_for(len(items))
         has_stored = any(item.stored_blocks for item in items)
         if self._host is not None and (has_stored or any(any(item.host_tables) for item in items)):
             # Padded like a replayed step: the kernels of those sizes are compiled.
             num_rows, group = size or len(items), self._host.tier.group
-            self._load(items, num_rows)
+            self._load(items, num_rows, put_unread)
             host_tables = [item.host_tables[group] if item.host_tables else () for item in items]
             if size is not None and self._tiered_graphs is not None and not has_stored and self._host.load(host_tables):
                 return self._tiered_graphs.replay(size)[: len(items)]
@@ -137,9 +140,9 @@ class DeviceDecoder:
             host_tables += [()] * (num_rows - len(items))
             return self._tiered(num_rows, self._host, self._host.begin(host_tables, stored))[: len(items)]
         if self._graphs is None or size is None:
-            self._load(items, len(items))
+            self._load(items, len(items), put_unread)
             return self._step(len(items))
-        self._load(items, size)
+        self._load(items, size, put_unread)
         return self._graphs.replay(size)[: len(items)]
 
     @property
@@ -194,7 +197,7 @@ class DeviceDecoder:
         """Return the inputs of a step of this size, the beginning of the memory that all sizes share: one copy fills it."""
         return self._inputs[: len(self._dummy) * num_rows].view(-1, num_rows)
 
-    def _load(self, items: Sequence[DecodeItem], num_rows: int) -> None:
+    def _load(self, items: Sequence[DecodeItem], num_rows: int, put_unread: PutTokens | None = None) -> None:
         """Queue the copy of a step's inputs and of changed page tables, after all work that reads the previous ones."""
         is_gpu = self._inputs.device.type == "cuda"
         # New memory each time: the allocator of pinned memory reuses a block only after the copy from it has finished.
@@ -205,7 +208,10 @@ class DeviceDecoder:
         values[POSITIONS, : len(items)] = [item.position for item in items]
         for index in range(len(self._pool.groups)):
             values[FIRST_GROUP + index, : len(items)] = self._rows_of(index, items)
-        self._inputs_of(num_rows).copy_(host, non_blocking=is_gpu)
+        inputs = self._inputs_of(num_rows)
+        inputs.copy_(host, non_blocking=is_gpu)
+        if put_unread is not None:
+            put_unread(inputs[TOKEN_IDS])
 
     def _rows_of(self, index: int, items: Sequence[DecodeItem]) -> list[int]:
         if index not in self._tables:

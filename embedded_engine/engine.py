@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
@@ -22,7 +23,17 @@ from embedded_engine.architectures import check_can_speculate
 from embedded_engine.causal_model import CausalModel, compile_decode_steps
 from embedded_engine.draft_model import DraftModel, check_draft_model
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
-from embedded_engine.forward_batch import NO_TOKEN, BadLogits, ForwardBatch, ForwardOutput, WantedRow, rows_of, use_of
+from embedded_engine.forward_batch import (
+    NO_TOKEN,
+    BadLogits,
+    ChosenTokens,
+    ForwardBatch,
+    ForwardOutput,
+    WantedRow,
+    rows_of,
+    unread_rows,
+    use_of,
+)
 from embedded_engine.graphs import reserved_bytes
 from embedded_engine.host_prefill import HostChunk, HostPages, HostStep
 from embedded_engine.host_tier import HostBlocks
@@ -70,8 +81,8 @@ class _Place(TypedDict):
 class EmbeddedEngine:
     """One rank; implements `PrefillEngine` and `DecodeEngine`.
 
-    Driven by one thread. A step that finds no memory fails alone. After an error of the GPU the engine refuses further steps,
-    because CUDA reports the error again at each later call.
+    Driven by one thread; another one may read the tokens of `begin_decode`. A step that finds no memory fails alone. After an
+    error of the GPU the engine refuses further steps, because CUDA reports the error again at each later call.
 
     The ranks of a group must be given the same steps in the same order. Every rank finds a wrong item before the first
     collective. After any failed step of a group the engine refuses further steps: the ranks may have stopped at different places.
@@ -295,6 +306,7 @@ class EmbeddedEngine:
                     device=self._device,
                 )
                 self._compile_sparse(self._sparse)
+        self._chosen: ChosenTokens | None = None  # of the last step, if `begin_decode` began it
         self._tier: HostBlocks | None = None
         self._host_pages: HostPages | None = None
         self._decoder: DeviceDecoder | None = None
@@ -338,7 +350,7 @@ class EmbeddedEngine:
         """
         for name in ("pool", "_checks"):
             self.__dict__.pop(name, None)
-        self._decoder = self._draft_decoder = self._tier = self._host_pages = self._sparse = None
+        self._decoder = self._draft_decoder = self._tier = self._host_pages = self._sparse = self._chosen = None
         if self._draft is not None:
             self._draft.leave_pool()
         gc.collect()  # the graphs' plans and the pool reference each other
@@ -491,6 +503,17 @@ class EmbeddedEngine:
         """Run one decode step, one token of every item; see `DecodeEngine.decode`."""
         return self._tokens_of(self.decode_batch(self._drafted(items))) if items else {}
 
+    def begin_decode(self, items: Sequence[DecodeItem]) -> Callable[[], dict[str, int]]:
+        """Queue one decode step of at least one item without waiting for the device; see `DecodeEngine`."""
+        last, self._chosen = self._chosen, None
+        if self._draft is not None:
+            raise EngineError("begin_decode was called, and there is a draft model, which reads tokens on the host; call verify")
+        batch = self.decode_batch(items, last)
+        output = self.forward_batch(batch)
+        with self._step(*use_of(batch)):
+            self._chosen = self._shared(batch, output)
+        return partial(self._read, batch, output)
+
     def verify(self, items: Sequence[DecodeItem]) -> dict[str, tuple[int, ...]]:
         """Run one decode step over the newest token and the draft tokens of every item; see `DecodeEngine`."""
         if not items:
@@ -553,13 +576,17 @@ class EmbeddedEngine:
         ]
         return HostStep(host, chunks, self._sparse) if chunks else None
 
-    def decode_batch(self, items: Sequence[DecodeItem]) -> ForwardBatch:
+    def decode_batch(self, items: Sequence[DecodeItem], last: ChosenTokens | None = None) -> ForwardBatch:
         """Check and plan a decode step of at least one item.
 
+        Args:
+            last: Tokens of the step before, for items that are unread.
+
         Raises:
-            EngineError: An item does not fit the model or the pool.
+            EngineError: An item does not fit the model or the pool, or is unread and not in the step before.
         """
         items = self._checks.check_decode(items)
+        unread = unread_rows(items, last)
         if self._decoder is not None and len(items) > self._decoder.max_running_requests:
             most = self._decoder.max_running_requests
             raise EngineError(f"the step has {len(items)} requests; max_running_requests is {most}")
@@ -583,6 +610,7 @@ class EmbeddedEngine:
             plan=plan,
             decode_rows=tuple(rows),
             drafts={item.request_id: item.draft_token_ids for item in items if item.draft_token_ids},
+            unread=unread,
         )
 
     def forward_batch(self, batch: ForwardBatch) -> ForwardOutput:
@@ -663,17 +691,32 @@ class EmbeddedEngine:
             return self._draft.drafted(items)
 
     def _tokens_of(self, batch: ForwardBatch) -> dict[str, int]:
-        output = self.forward_batch(batch)
+        return self._read(batch, self.forward_batch(batch))
+
+    def _read(self, batch: ForwardBatch, output: ForwardOutput) -> dict[str, int]:
         with self._step(*use_of(batch)):
             return output.tokens()
+
+    def _shared(self, batch: ForwardBatch, output: ForwardOutput) -> ChosenTokens:
+        """Put the tokens of a step on every rank's device, where the next step begins from them."""
+        if self.shard.tp_rank:
+            tokens = torch.empty(len(batch.wanted), dtype=torch.int64, device=self._device)
+        else:
+            tokens = output.next_tokens.clamp(min=0)  # NO_TOKEN would be an index out of range
+        if self._group is not None:
+            self._group.share(tokens)
+        return ChosenTokens(rows={one.request_id: place for place, one in enumerate(batch.wanted)}, tokens=tokens)
 
     def _forward(self, batch: ForwardBatch) -> Tensor | None:
         """Run the model over the rows of a step; return logits [wanted rows, vocab] on TP rank 0 only."""
         assert self._model is not None  # _step() refuses a closed engine
         if batch.plan is None:
             assert self._decoder is not None  # decode_batch
-            return self._model.joined(self._decoder.logits(batch.decode_rows))
+            put_unread = None if batch.unread is None else batch.unread.put
+            return self._model.joined(self._decoder.logits(batch.decode_rows, put_unread))
         token_ids, positions = (on_device(one, self._device).unsqueeze(0) for one in (batch.token_ids, batch.positions))
+        if batch.unread is not None:
+            batch.unread.put(token_ids[0])
         if batch.decode_rows:
             return self._model.joined(self._model.compute(token_ids, positions, batch.plan))
         hidden = self._model.hidden(token_ids, positions, batch.plan)

@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedded_engine.step_arrays import on_device
 from embedded_engine.step_plan import StepPlan
 from planner.memory_advice import Phase
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
+from transfer.errors import EngineError
 
 NO_TOKEN = -1
 """In place of a token whose logits are not finite."""
@@ -38,6 +40,37 @@ class WantedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenTokens:
+    """The tokens of a step on the device, from which the next one can begin.
+
+    Args:
+        rows: Request -> its place in `tokens`.
+        tokens: int64 [rows], all valid token ids: a request without a token has 0.
+    """
+
+    rows: Mapping[str, int]
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadRows:
+    """Rows of a step whose token the step before has chosen.
+
+    Args:
+        places: int64 [2, n], each row and the place of its token.
+        tokens: See `ChosenTokens`.
+    """
+
+    places: NDArray[np.int64]
+    tokens: Tensor
+
+    def put(self, token_ids: Tensor) -> None:
+        """Queue the copy into the step's token ids, int64 [rows], behind the step before."""
+        rows, sources = on_device(self.places, token_ids.device)
+        token_ids.index_copy_(0, rows, self.tokens.index_select(0, sources))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """One step, checked and planned. Made by `EmbeddedEngine.prefill_batch` and `decode_batch`.
 
@@ -48,6 +81,7 @@ class ForwardBatch:
             steps share.
         decode_rows: The rows of a decode step as items of one token each, their tables cut to the checked entries.
         drafts: Request -> its draft tokens. The rows of a request are adjacent.
+        unread: Rows whose token is on the device only; None if there are none.
     """
 
     wanted: tuple[WantedRow, ...]
@@ -56,6 +90,7 @@ class ForwardBatch:
     plan: StepPlan | None
     decode_rows: tuple[DecodeItem, ...] = ()
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    unread: UnreadRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +162,23 @@ def use_of(batch: ForwardBatch) -> tuple[str, Phase]:
         num_requests = len({row.request_id for row in batch.decode_rows})
         return f"computing a decode step of {num_requests} requests", Phase.DECODE_STEP
     return f"computing a prefill step of {len(batch.token_ids)} tokens", Phase.PREFILL_STEP
+
+
+def unread_rows(items: Sequence[DecodeItem], last: ChosenTokens | None) -> UnreadRows | None:
+    """Return the rows of a step without draft tokens whose token is on the device only.
+
+    Raises:
+        EngineError: The step before has no token of such an item.
+    """
+    found = [(row, item.request_id) for row, item in enumerate(items) if item.is_unread]
+    if not found:
+        return None
+    for _, request_id in found:
+        if last is None or request_id not in last.rows:
+            raise EngineError(f"request {request_id!r} has no token_id, and the step before chose none for it; one of them must")
+    assert last is not None
+    places = [[row for row, _ in found], [last.rows[request_id] for _, request_id in found]]
+    return UnreadRows(places=np.array(places, dtype=np.int64), tokens=last.tokens)
 
 
 def rows_of(item: DecodeItem) -> list[DecodeItem]:

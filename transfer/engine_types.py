@@ -179,7 +179,7 @@ class DecodeItem:
 
     Args:
         request_id: The request; at most one item of it in a step.
-        token_id: The newest token; its KV is written in this step.
+        token_id: The newest token; its KV is written in this step. 0 if `is_unread`.
         position: Position of `token_id`. Everything before it is in the pool.
         page_tables: For each group of layers, the pages bound to the request. They hold every position up to and including
             `position`, and those of the draft tokens, that attention can still reach, except for those in host memory.
@@ -193,6 +193,8 @@ class DecodeItem:
         draft_token_ids: Guesses of the tokens behind `token_id`, in order; their KV is written in this step, too. The KV of
             those that are not accepted is not valid, and later steps write it again. None if pages are in host memory or in the
             store.
+        is_unread: The newest token is the one that the step before chose for this request. The host has not read it. Only
+            `begin_decode` of an engine gets such items, and they have no draft tokens.
     """
 
     request_id: str
@@ -204,6 +206,7 @@ class DecodeItem:
     stored_blocks: tuple[int, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
     num_draft_tokens: int = 0
+    is_unread: bool = False
 
     def __post_init__(self) -> None:
         if self.position < 0:

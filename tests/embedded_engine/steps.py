@@ -205,6 +205,38 @@ def decode_all(
     return tokens
 
 
+def decode_ahead(
+    engine: Any,
+    first: Mapping[str, int],
+    lengths: Mapping[str, int],
+    tables: Tables,
+    num_tokens: int,
+    *,
+    sampling: SamplingParams = GREEDY,
+) -> dict[str, list[int]]:
+    """As `decode_all`, and each step begins before the tokens of the step before are read."""
+    tokens = {request_id: [token] for request_id, token in first.items()}
+    reads: list[Callable[[], dict[str, int]]] = []
+    for step in range(num_tokens):
+        if step < num_tokens - 1:
+            items = [
+                DecodeItem(
+                    request_id=request_id,
+                    token_id=0 if step else first[request_id],
+                    position=lengths[request_id] + step,
+                    page_tables=_tables_at(tables, request_id, lengths[request_id] + step),
+                    sampling=sampling,
+                    is_unread=step > 0,
+                )
+                for request_id in list(first)[:: 1 if step % 2 else -1]
+            ]
+            reads.append(engine.begin_decode(items))
+        if step:
+            for request_id, token in reads.pop(0)().items():
+                tokens[request_id].append(token)
+    return tokens
+
+
 def generate_all(
     engine: Any,
     prompts: Mapping[str, tuple[int, ...]],

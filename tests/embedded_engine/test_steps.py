@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,22 @@ import torch
 
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.forward_batch import NO_TOKEN
+from embedded_engine.model_files import read_model_files
 from tests.embedded_engine.conftest import Generate
-from tests.embedded_engine.steps import Prompts, bind_pages, decode_all, generate_all, prefill_all
-from transfer.engine_types import DecodeItem, PrefillItem, RequestFault
+from tests.embedded_engine.steps import (
+    Directory,
+    PageBook,
+    Prompts,
+    bind_pages,
+    decode_ahead,
+    decode_all,
+    generate_all,
+    pages_for,
+    prefill_all,
+)
+from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
+from transfer.errors import EngineError
+from transfer.layer_groups import layer_groups
 from transfer.layout import DType, Shard
 
 NUM_TOKENS = 8
@@ -136,3 +150,58 @@ def test_a_request_whose_numbers_are_broken_costs_the_others_of_its_step_nothing
         engine.decode(items)
     assert "good" not in str(fault.value) and fault.value.request_ids == ("bad",) and fault.value.tokens == alone
     assert engine.decode(items[1:]) == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next"])
+def test_a_step_begins_from_tokens_that_nobody_has_read(
+    family_dir: Directory, generate: Generate, prompts: Prompts, family: str
+) -> None:
+    """In another order of requests than the step before; pages that a window has passed hold no numbers."""
+    directory = family_dir(family)
+    files = read_model_files(directory)
+    engine = EmbeddedEngine(files, shard=Shard(page_size=4), num_pages=pages_for(layer_groups(files.layout()), 40))
+    answers = {str(length): generate(directory, prompts[length], 9) for length in (5, 17)}
+    book = PageBook.of(engine, {name: int(name) + 9 for name in answers})
+    first = prefill_all(engine, {name: prompts[int(name)] for name in answers}, book)
+    assert decode_ahead(engine, first, {name: int(name) for name in answers}, book, 9) == answers
+
+
+def test_sampled_tokens_that_nobody_has_read(demo_dir: Path, prompts: Prompts) -> None:
+    engine, sampling, tables = make_engine(demo_dir), SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=3), {"a": [2, 3]}
+    first = prefill_all(engine, {"a": prompts[17]}, tables, sampling=sampling)
+    found = [decode(engine, first, {"a": 17}, tables, 9, sampling=sampling) for decode in (decode_all, decode_ahead)]
+    assert found[0] == found[1] and len(set(found[0]["a"])) > 3
+
+
+def test_a_broken_request_in_the_next_step_costs_the_others_nothing(demo_dir: Path, prompts: Prompts) -> None:
+    engine = make_engine(demo_dir)
+    tables = {"bad": [2, 3], "good": [0, 1]}
+    first = prefill_all(engine, {"good": prompts[17], "bad": prompts[16]}, tables)
+    expected = decode_all(engine, {"good": first["good"]}, {"good": 17}, tables, 3)["good"]
+    engine.pool.buffer(0, is_v=True)[2] = float("nan")
+    items = [
+        DecodeItem(request_id=name, token_id=first[name], position=position, page_tables=(tables[name],))
+        for name, position in (("bad", 16), ("good", 17))
+    ]
+    reads = [engine.begin_decode(items)]
+    reads.append(engine.begin_decode([replace(item, token_id=0, position=item.position + 1, is_unread=True) for item in items]))
+    for read, token in zip(reads, expected[1:], strict=True):
+        with pytest.raises(RequestFault, match="request bad are not finite") as fault:
+            read()
+        assert fault.value.tokens == {"good": token}
+
+
+def test_a_token_that_no_step_has_chosen_is_refused(demo_dir: Path, prompts: Prompts) -> None:
+    engine = make_engine(demo_dir)
+    first = prefill_all(engine, {"a": prompts[17]}, {"a": [0, 1]})
+    item = DecodeItem(request_id="a", token_id=first["a"], position=17, page_tables=([0, 1],))
+    unread = replace(item, token_id=0, position=18, is_unread=True)
+    complaint = "request 'a' has no token_id, and the step before chose none for it"
+    for decode in (engine.begin_decode, engine.decode):
+        with pytest.raises(EngineError, match=complaint):
+            decode([unread])
+    engine.begin_decode([item])
+    with pytest.raises(EngineError, match="has 2 page tables"):
+        engine.begin_decode([replace(unread, page_tables=([0],) * 2)])
+    with pytest.raises(EngineError, match=complaint):
+        engine.begin_decode([unread])

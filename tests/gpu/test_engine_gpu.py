@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,7 @@ def test_a_step_waits_for_nothing(model: Directory, prompts: Prompts, name: str,
     engine = make_engine(model(name), "cuda", captured=captured)
     tables = tables_of(engine.pool, 0)
     item = DecodeItem(request_id="a", token_id=7, position=17, page_tables=tables)
+    unread = replace(item, token_id=0, position=18, is_unread=True)
     first = [PrefillItem(request_id="a", token_ids=prompts[17], first_token=0, page_tables=tables, is_last=True)]
     engine.prefill(first), engine.decode([item])  # whatever is loaded and compiled the first time
     torch.cuda.synchronize()
@@ -131,12 +133,17 @@ def test_a_step_waits_for_nothing(model: Directory, prompts: Prompts, name: str,
         prefilled = None if name == "qwen3_next" else engine.forward_batch(engine.prefill_batch(first))
         output = engine.forward_batch(engine.decode_batch([item]))
         assert output.copied is not None and not output.copied.query()
+        reads = [engine.begin_decode([one]) for one in (item, unread)]
+        assert not output.copied.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert output.next_tokens.is_cuda and output.next_tokens_host.is_pinned()
     tokens = output.tokens()
     assert tokens == {"a": int(output.next_tokens)} == engine.decode([item]) or name == "qwen3_next"
     assert prefilled is None or prefilled.tokens() == engine.prefill(first)
+    if name != "qwen3_next":  # its state is one token further after each step
+        queued = [read() for read in reads]
+        assert queued == [tokens, engine.decode([replace(unread, token_id=tokens["a"], is_unread=False)])]
 
 
 LONG_REQUEST_CASES = [

@@ -18,7 +18,16 @@ from embedded_engine.engine import EmbeddedEngine
 from tests.embedded_engine.conftest import Generate
 from tests.embedded_engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
 from tests.embedded_engine.drafts import MOST_DRAFTS, half_right, right, verify_all
-from tests.embedded_engine.steps import Directory, PageBook, Prompts, decode_all, fill_with_nan, make_engine, prefill_all
+from tests.embedded_engine.steps import (
+    Directory,
+    PageBook,
+    Prompts,
+    decode_ahead,
+    decode_all,
+    fill_with_nan,
+    make_engine,
+    prefill_all,
+)
 from transfer.engine_types import DecodeItem
 from transfer.layout import Shard
 from transfer.pool.kv_pool import KVPool
@@ -132,6 +141,20 @@ def test_a_draft_model_has_graphs_of_its_own(graphs: list[Relaunched], family_di
     assert found == answers and steps == 3
     of_model, of_draft = graphs
     assert of_model.replayed == [2, 6, 6] and of_draft.replayed == [2] * (1 + 2 + 3)
+
+
+def test_a_step_begins_from_tokens_that_nobody_has_read(
+    graphs: list[Relaunched], family_dir: Directory, prompts: Prompts
+) -> None:
+    """Replayed steps, whose inputs lie in memory that all of them share."""
+    directory, own = family_dir("gemma2"), {name: prompts[int(name)] for name in ("5", "17")}
+    lengths = {name: int(name) for name in own}
+    found = []
+    for has_decode_kernels, decode in ((False, decode_all), (True, decode_ahead)):
+        engine = made(directory, batch_sizes=(2,) if has_decode_kernels else (), has_decode_kernels=has_decode_kernels)
+        book = PageBook.of(engine, {name: length + 4 for name, length in lengths.items()})
+        found.append(decode(engine, prefill_all(engine, own, book), lengths, book, 4))
+    assert found[0] == found[1] and graphs[0].replayed == [2] * 3
 
 
 @pytest.mark.usefixtures("graphs")

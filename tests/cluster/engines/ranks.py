@@ -9,7 +9,8 @@ import importlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,12 +62,19 @@ class Rank:
             layers_per_group=2,
             **group.settings,
         )
+        self.reads: deque[Callable[[], dict[str, int]]] = deque()
 
     def prefill(self, items: list[PrefillItem]) -> dict[str, int]:
         return self.engine.prefill(items, lambda layers_done, event: None)
 
     def decode(self, items: list[DecodeItem]) -> dict[str, int]:
         return self.engine.decode(items)
+
+    def begin_decode(self, items: list[DecodeItem]) -> None:
+        self.reads.append(self.engine.begin_decode(items))
+
+    def read_tokens(self) -> dict[str, int]:
+        return self.reads.popleft()()
 
     def prefill_broken_callback(self, items: list[PrefillItem]) -> None:
         def fail(layers_done: int, event: object) -> None:
@@ -148,8 +156,12 @@ class Ranks:
     def decode(self, items: list[DecodeItem]) -> dict[str, int]:
         return self._leader("decode", items)
 
-    def _leader(self, method: str, items: list[Any]) -> dict[str, int]:
-        first, *others = self.call(method, items)
+    def begin_decode(self, items: list[DecodeItem]) -> Callable[[], dict[str, int]]:
+        self.call("begin_decode", items)
+        return lambda: self._leader("read_tokens")
+
+    def _leader(self, method: str, *arguments: Any) -> dict[str, int]:
+        first, *others = self.call(method, *arguments)
         assert all(other == {} for other in others), "only rank 0 samples"
         tokens: dict[str, int] = first
         return tokens

@@ -9,7 +9,7 @@ import pytest
 from embedded_engine.engine import EmbeddedEngine
 from tests.cluster.engines.ranks import GroupOfRanks, Ranks, RankServer
 from tests.embedded_engine.conftest import Generate
-from tests.embedded_engine.steps import bind_pages, decode_all, prefill_all
+from tests.embedded_engine.steps import bind_pages, decode_ahead, decode_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
 from transfer.layer_groups import NO_PAGE
 from transfer.layout import Shard
@@ -66,6 +66,17 @@ def test_seeded_sampling_does_not_depend_on_the_cut(
         first = prefill_all(engine, {"a": prompts[33]}, tables, sampling=sampling)
         found.append(decode_all(engine, first, lengths, tables, NUM_TOKENS, sampling=sampling))
     assert found[0] == found[1]
+
+
+def test_every_rank_begins_a_step_from_tokens_that_nobody_has_read(
+    groups: dict[str, Ranks], demo_dir: Path, generate: Generate, prompts: dict[int, tuple[int, ...]]
+) -> None:
+    chosen = {str(length): prompts[length] for length in (5, 129)}
+    lengths = {name: len(tokens) for name, tokens in chosen.items()}
+    tables = bind_pages(200, 16, {name: length + NUM_TOKENS for name, length in lengths.items()})
+    first = prefill_all(groups["two"], chosen, tables)
+    found = decode_ahead(groups["two"], first, lengths, tables, NUM_TOKENS)
+    assert found == {name: generate(demo_dir, own, NUM_TOKENS) for name, own in chosen.items()}
 
 
 def test_a_killed_peer_is_an_engine_error_at_once(groups: dict[str, Ranks], prompts: dict[int, tuple[int, ...]]) -> None:
