@@ -120,6 +120,7 @@ class _Life:
                 on_token=node.metrics.histogram("time_per_output_token_seconds").observe,
                 on_drafts=node.metrics.draft_tokens,
             ),
+            can_overlap=all(hello.can_overlap for hello in hellos),
         )
         self.requests = self.generation.transfers
         self._address = address

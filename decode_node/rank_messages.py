@@ -50,11 +50,12 @@ class DecodeStepPart:
     """One request's newest token, at its position, and the draft tokens behind it.
 
     Args:
+        token_id: None means that the step before chooses the token and may still run. Then there are no draft tokens.
         num_draft_tokens: Draft tokens that the ranks' draft model finds; then there are no `draft_token_ids`.
     """
 
     request_id: str
-    token_id: int
+    token_id: int | None
     position: int
     draft_token_ids: tuple[int, ...] = ()
     num_draft_tokens: int = 0
@@ -69,7 +70,8 @@ class DecodeStepPart:
 class RunDecodeStep:
     """Generate one token for each part, and one more for each draft token that is accepted.
 
-    Every rank gets the same steps in the same order. Rank 0 answers `StepDone`.
+    Every rank gets the same steps in the same order. Rank 0 answers `StepDone`. While a step runs, the next one can follow if
+    all ranks have reported `RankReady.can_overlap`.
     """
 
     step: int

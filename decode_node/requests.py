@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +31,7 @@ from transfer.connector.side_service import RequestView
 from transfer.engine_types import SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, OutOfMemory, ResourceExhausted, StoreFailed, TransferError
 from transfer.instance import Instance
+from transfer.layer_groups import DECODE_STEPS_IN_FLIGHT
 from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import Span
 from transfer.transfer_ids import new_transfer_id
@@ -100,12 +102,17 @@ GenerationAttempt = Attempt[GenerationRequest]
 class DecodeRequests:
     """Generate, and serve as the `IncomingScheduler` of a daemon. Owned by the leader's loop.
 
+    With `can_overlap`, two steps are in flight: the next step is sent before the tokens of the running one are read. Its parts of
+    the same requests have no token, because the ranks have it on the device. A request that ends with the running step is in the
+    next one, too. Its token from there is dropped, and the ranks release its pages after that step.
+
     Args:
         tiers: Decide where the pages of each request lie.
         own: This instance.
         broadcast: Sends a message to every rank.
         on_broken: Called with the reason when the engine hangs. The life cannot be used any more.
         name_attempt: Makes the id of an attempt from the client's.
+        can_overlap: Whether every rank takes a step while the one before runs.
     """
 
     reuses_pages: Final = False
@@ -124,6 +131,7 @@ class DecodeRequests:
         observer: IncomingObserver,
         generation: GenerationObserver,
         name_attempt: Callable[[str], str] = new_transfer_id,
+        can_overlap: bool = False,
     ) -> None:
         self.transfers = IncomingTransfers[GenerationRequest](
             scheduler=self,
@@ -142,9 +150,10 @@ class DecodeRequests:
         self._broadcast = broadcast
         self._observer = observer
         self._generation = generation
-        tiers.listen(on_loaded=self._on_loaded, on_room=self._send_step, on_lost=self.on_kv_lost)
+        tiers.listen(on_loaded=self._on_loaded, on_room=self._send_steps, on_lost=self.on_kv_lost)
         self._running: dict[str, GenerationAttempt] = {}
-        self._step: RunDecodeStep | None = None
+        self._max_steps = DECODE_STEPS_IN_FLIGHT if can_overlap else 1
+        self._steps: deque[RunDecodeStep] = deque()  # in flight, the oldest first
         self._num_steps = 0
         self._debt_s = 0.0  # time of the last step that read the store, less that of the steps since
 
@@ -153,7 +162,7 @@ class DecodeRequests:
         for attempt in self._running.values():
             self._record_decode(attempt, str(error))
         self._running.clear()
-        self._step = None
+        self._steps.clear()
         self._watch.close()
         await self.transfers.close(error)
 
@@ -281,9 +290,9 @@ class DecodeRequests:
     # Messages from the ranks
 
     def on_step_done(self, message: StepDone) -> None:
-        if self._step is None or message.step != self._step.step:
-            raise LocalProtocolError(f"step {message.step} is done, but it is not the one under way")
-        parts, self._step = self._step.parts, None
+        if not self._steps or message.step != self._steps[0].step:
+            raise LocalProtocolError(f"step {message.step} is done, but it is not the oldest one under way")
+        parts = self._steps.popleft().parts
         if any(self._reads_store(part) for part in parts):
             self._debt_s = message.compute_s
         else:
@@ -297,10 +306,13 @@ class DecodeRequests:
                 new[request_id] = attempt.prompt.wanted((*accepted, message.tokens[request_id]))
                 if part.num_drafts:
                     self._generation.on_drafts(part.num_drafts, len(accepted))
+            token_id = part.token_id
+            if token_id is None and attempt is not None:
+                token_id = attempt.prompt.generated[-1]
             # The KV of rejected draft tokens is not valid, and that of the newest token is not computed.
-            for token_id in (part.token_id, *new.get(request_id, ())[:-1]):
-                self._tiers.computed(request_id, token_id)
-        self._watch.step_over(num_left=0)
+            for computed in () if token_id is None else (token_id, *new.get(request_id, ())[:-1]):
+                self._tiers.computed(request_id, computed)
+        self._watch.step_over(num_left=len(self._steps))
         for request_id, tokens in new.items():
             self._take_tokens(self._running[request_id], tokens)
         for request_id, reason in message.faults.items():
@@ -308,19 +320,19 @@ class DecodeRequests:
             if attempt is not None:
                 self._on_fault(attempt, EngineError(reason))
         self._tiers.step_over()
-        self._send_step()
+        self._send_steps()
 
     def on_step_failed(self, message: StepFailed) -> None:
-        if self._step is not None and message.step == self._step.step:
-            self._step = None
-            self._watch.step_over(num_left=0)
+        if self._steps and message.step == self._steps[0].step:
+            self._steps.popleft()
+            self._watch.step_over(num_left=len(self._steps))
         for request_id in message.request_ids:
             attempt = self._running.get(request_id)
             if attempt is not None:
                 reason = message.reason
                 error = OutOfMemory(reason) if message.is_out_of_memory else EngineError(reason, spares_kv=True)
                 self.transfers.give_up(attempt.prompt, error)
-        self._send_step()
+        self._send_steps()
 
     def _on_fault(self, attempt: GenerationAttempt, error: EngineError) -> None:
         """End a request that a step could not continue."""
@@ -354,7 +366,7 @@ class DecodeRequests:
                 request.token_ids, min_tokens=settings.prompt_lookup_min, max_tokens=settings.prompt_lookup_max
             )
         self._take_tokens(attempt, (attempt.first_token,))
-        self._send_step()
+        self._send_steps()
 
     def _take_tokens(self, attempt: GenerationAttempt, tokens: Sequence[int]) -> None:
         """Return a request's next tokens, at least one, to its caller. Only the last one can end the generation."""
@@ -414,40 +426,58 @@ class DecodeRequests:
         )
         self.transfers.forget(request)
 
-    def _send_step(self) -> None:
-        """Send the next step if none is in flight: the output of one step is the input of the next."""
-        if self._step is not None:
-            return
+    def _send_steps(self) -> None:
+        """Send the next steps, until as many are in flight as may be."""
+        while len(self._steps) < self._max_steps and (step := self._next_step()) is not None:
+            self._steps.append(step)
+            self._broadcast(step)
+            self._watch.step_sent()
+
+    def _next_step(self) -> RunDecodeStep | None:
+        """Return a step of all requests that can be in it; None if there are none."""
+        # A step in flight was the last one sent: every request in it has one unread token.
+        in_flight = {part.request_id for step in self._steps for part in step.parts}
         parts = tuple(
-            self._part(attempt)
+            part
             for attempt in self._running.values()
-            if self._tiers.may_step(attempt.transfer_id, attempt.prompt.next_position)
+            if (part := self._part(attempt, is_unread=attempt.transfer_id in in_flight)) is not None
         )
         if not parts:
-            return
+            return None
         # A step that reads the store takes long. After it, the other requests get the same amount of time.
         others = tuple(part for part in parts if not self._reads_store(part))
         if others and self._debt_s > 0:
             parts = others
         self._num_steps += 1
-        self._step = RunDecodeStep(step=self._num_steps, parts=parts)
-        self._broadcast(self._step)
-        self._watch.step_sent()
+        return RunDecodeStep(step=self._num_steps, parts=parts)
 
     def _reads_store(self, part: DecodeStepPart) -> bool:
         return part.request_id in self._running and self._tiers.reads_store(part.request_id)
 
-    def _part(self, attempt: GenerationAttempt) -> DecodeStepPart:
-        """Return a request's part of the next step, with so few draft tokens that its pages and wanted tokens suffice for all."""
+    def _part(self, attempt: GenerationAttempt, *, is_unread: bool) -> DecodeStepPart | None:
+        """Return a request's part of the next step; None if it has no pages for it, or gets its last token before.
+
+        It has so few draft tokens that its pages and wanted tokens suffice for all.
+
+        Args:
+            is_unread: Whether the step in flight chooses the newest token.
+        """
         request, settings = attempt.prompt, self._speculative
+        position = request.next_position + is_unread
+        if len(request.generated) + is_unread >= request.max_new_tokens:
+            return None
+        if not self._tiers.may_step(attempt.transfer_id, position):
+            return None
+        if is_unread:
+            return DecodeStepPart(request_id=attempt.transfer_id, token_id=None, position=position)
         most = 0
         if settings.is_on:
             most = min(settings.num_speculative_tokens, request.max_new_tokens - len(request.generated) - 1)
-            most = self._tiers.draft_room(attempt.transfer_id, request.next_position, most)
+            most = self._tiers.draft_room(attempt.transfer_id, position, most)
         return DecodeStepPart(
             request_id=attempt.transfer_id,
             token_id=request.generated[-1],
-            position=request.next_position,
+            position=position,
             draft_token_ids=() if request.drafts is None else request.drafts.propose(most),
             num_draft_tokens=most if settings.method == "draft_model" else 0,
         )

@@ -2,6 +2,9 @@
 
 The rank's loop owns everything but the running step: it reserves and binds pages, runs the receiver, and serves its writers
 (`transfer.receive.attach`). The leader admits requests and chooses those that a step advances. All ranks run the same steps.
+
+The leader may send a step while the one before runs. A request's pages are released when its last step is over on this rank, also
+if the request ended before.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from decode_node.engine import DecodeEngine
 from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.rank import OffloadRank
 from decode_node.rank_messages import DecodeStepPart, ExpectRequest, FinishRequest, RunDecodeStep
+from decode_node.steps_ahead import StepsAhead
 from node_runtime.rank_engine import RankEngine, device_bytes, rank_advice, rank_memory, run_step
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_messages import StepDone, StepFailed
@@ -41,6 +45,7 @@ from transfer.receive.loop import ReceiverLoop
 from transfer.registry.security import security_of
 from transfer.sizes import ring_capacity_bytes
 from transfer.tracing import Tracer
+from transfer.worker_thread import WorkerThread
 
 LET_GO_S: Final = 1.0
 """Longest wait for writers to unmap the ring. If one does not, the transport keeps the memory for the life of the process."""
@@ -75,6 +80,7 @@ class DecodeWorker:
         self._step_advice: str
         self._allocator: GroupAllocator
         self._offload: OffloadRank | None = None
+        self._ahead: StepsAhead | None = None
         self._receiver: ReceiverLoop
         self._sessions: PrefillSessions
 
@@ -158,7 +164,11 @@ class DecodeWorker:
             on_writer_lost=self.incoming.on_writer_lost,
             on_link_probed=self.incoming.on_link_probed,
         )
-        self.use(engine=engine, allocator=allocator, receiver=receiving.loop, sessions=sessions, offload=offload)
+        reader = None
+        if self._can_overlap:
+            reader = WorkerThread("tokens", self._loop, self._crash)
+            undo.callback(reader.finish)
+        self.use(engine=engine, allocator=allocator, receiver=receiving.loop, sessions=sessions, offload=offload, reader=reader)
         address = await sessions.start()
         return RankReady(
             rank=self._spec.rank,
@@ -174,7 +184,18 @@ class DecodeWorker:
             host_pages=() if offload is None else offload.num_pages,
             stored_block_pages=0 if offload is None else offload.stored_block_pages,
             can_switch=self._rank_engine.can_switch,
+            can_overlap=reader is not None,
         )
+
+    @property
+    def _can_overlap(self) -> bool:
+        """Whether a step can begin before the host has the tokens of the step before.
+
+        Draft tokens follow from the newest token. With early release, the leader counts a request's pages up to the newest token.
+        """
+        config = self._config
+        is_plain = not config.speculative.is_on and config.offload.device_window is None
+        return is_plain and hasattr(self._engine, "begin_decode")
 
     def use(
         self,
@@ -184,10 +205,17 @@ class DecodeWorker:
         receiver: ReceiverLoop,
         sessions: PrefillSessions,
         offload: OffloadRank | None,
+        reader: WorkerThread | None,
     ) -> None:
-        """Serve requests with these parts. `start` calls it with the parts that it opens."""
+        """Serve requests with these parts. `start` calls it with the parts that it opens.
+
+        Args:
+            reader: Reads the tokens of steps. None means that the leader sends one step at a time.
+        """
         self._engine = engine
         self._step_advice = rank_advice(Phase.DECODE_STEP, self._config, engine)
+        if reader is not None:
+            self._ahead = StepsAhead(engine, engine_thread=self._engine_thread, reader=reader, advice=self._step_advice)
         self._allocator = allocator
         self._receiver = receiver
         self._sessions = sessions
@@ -264,27 +292,36 @@ class DecodeWorker:
             request.steps_under_way += 1
             items.append(self._item_of(part, request))
 
-        has_drafts = any(part.num_drafts for part in message.parts)
-        compute: Any = self._engine.verify if has_drafts else self._engine.decode  # type: ignore[attr-defined]  # optional
+        doing = f"computing a decode step of {len(items)} requests"
 
-        def work() -> StepDone | StepFailed:
+        def run(compute: Any, begun_s: float | None = None) -> StepDone | StepFailed:
             return run_step(
-                lambda: compute([with_tuples(item) for item in items]),
-                f"computing a decode step of {len(items)} requests",
+                compute,
+                doing,
                 step=message.step,
                 request_ids=tuple(part.request_id for part in message.parts),
                 device=self._engine.pool.device,
                 advice=self._step_advice,
                 num_ranks=self._engine.shard.num_ranks,
+                begun_s=begun_s,
             )
 
-        self._engine_thread.submit(work, lambda outcome: self._on_step_over(message, outcome))
+        def on_over(outcome: StepDone | StepFailed) -> None:
+            self._on_step_over(message, outcome)
+
+        if self._ahead is not None:
+            self._ahead.submit(items, doing, run, on_over)
+            return
+        has_drafts = any(part.num_drafts for part in message.parts)
+        compute: Any = self._engine.verify if has_drafts else self._engine.decode  # type: ignore[attr-defined]  # optional
+        self._engine_thread.submit(lambda: run(lambda: compute([with_tuples(item) for item in items])), on_over)
 
     def _item_of(self, part: DecodeStepPart, request: _Request) -> DecodeItem:
-        offload = self._offload
-        # The steps before are over, because the leader sends one at a time.
+        offload, is_unread = self._offload, part.token_id is None
         copied_from = None if offload is None else offload.copied_from(part.request_id)
-        self._allocator.advance(part.request_id, part.position, copied_from=copied_from)
+        # The step that chooses an unread token may still read the window before its own position.
+        begun = part.position - 1 if is_unread else part.position
+        self._allocator.advance(part.request_id, begun, copied_from=copied_from)
         tables = self._allocator.cover(part.request_id, part.position + 1 + part.num_drafts)
         in_host: tuple[tuple[int, ...], ...] = ()
         stored: tuple[int, ...] = ()
@@ -292,7 +329,7 @@ class DecodeWorker:
             tables, in_host, stored = offload.step_tables(part.request_id, tables)
         return DecodeItem(
             request_id=part.request_id,
-            token_id=part.token_id,
+            token_id=0 if part.token_id is None else part.token_id,
             position=part.position,
             page_tables=tables,
             host_tables=in_host,
@@ -300,6 +337,7 @@ class DecodeWorker:
             sampling=request.sampling,
             draft_token_ids=part.draft_token_ids,
             num_draft_tokens=part.num_draft_tokens,
+            is_unread=is_unread,
         )
 
     def _on_step_over(self, step: RunDecodeStep, outcome: StepDone | StepFailed) -> None:
@@ -347,6 +385,8 @@ class DecodeWorker:
             await asyncio.sleep(LET_GO_S / 20)
         self._receiver.close()
         await self._rank_engine.rest()
+        if self._ahead is not None:
+            await self._ahead.close()
         if self._offload is not None:
             await self._offload.close()
         if self._tracer is not None:

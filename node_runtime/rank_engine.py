@@ -109,6 +109,7 @@ def run_step(
     device: torch.device | str,
     advice: str,
     num_ranks: int,
+    begun_s: float | None = None,
 ) -> StepDone | StepFailed:
     """Run a step of any engine, and return its result for the leader.
 
@@ -119,8 +120,10 @@ def run_step(
         doing, device, advice: See `transfer.out_of_memory.allocating`.
         step, request_ids: The step and its requests.
         num_ranks: Ranks of the engine's group.
+        begun_s: When the step began, if `compute` only waits for it, on the monotonic clock.
     """
-    begun_s = time.monotonic()
+    if begun_s is None:
+        begun_s = time.monotonic()
     faults: dict[str, str] = {}
     try:
         with allocating(doing, device=device, advice=advice):

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from planner.plan_inputs import default_batches
 from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.config import ChunkConfig, DecodeNodeConfig, NodeConfig, PrefillNodeConfig, StagingConfig
-from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind, layer_groups
+from transfer.layer_groups import DECODE_STEPS_IN_FLIGHT, PREFILL_STEPS_IN_FLIGHT, GroupKind, layer_groups
 from transfer.layout import KVLayout, Shard, routes
 
 CHUNK_BYTES: Final = 256 << 20
@@ -132,7 +132,7 @@ def gpu_running_requests(layout: KVLayout | None, shard: Shard, *, device_bytes:
     """
     if chunk_tokens is None:
         # Batches above the largest CUDA graph of the table are possible, too.
-        batch, tokens_in_flight = max(default_batches(device_bytes, shard.tp_size)[1], LEAST_REQUESTS), 1
+        batch, tokens_in_flight = max(default_batches(device_bytes, shard.tp_size)[1], LEAST_REQUESTS), DECODE_STEPS_IN_FLIGHT
     else:
         batch, tokens_in_flight = PREFILL_REQUESTS, PREFILL_STEPS_IN_FLIGHT * chunk_tokens
     if layout is None:

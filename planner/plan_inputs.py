@@ -10,7 +10,7 @@ from typing import Final
 from planner.model_parts import MODEL_DTYPES, ModelShape
 from planner.workspace import XAttention
 from transfer.errors import ConfigError
-from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, layer_groups
+from transfer.layer_groups import DECODE_STEPS_IN_FLIGHT, PREFILL_STEPS_IN_FLIGHT, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
 
 GIB: Final = 1 << 30
@@ -87,8 +87,8 @@ class PlanInputs:
         dtype: Dtype that the model computes in; None takes the stored one.
         kv_dtype: Element type of the pool; None takes `dtype`.
         chunked_prefill_size: Tokens of a prefill step; None chooses by the size of the device.
-        tokens_in_flight: See `LayerGroup.peak_pages`. None counts one token on a decode rank, and on a prefill rank the tokens of
-            all steps that it can have been sent, each of `chunked_prefill_size`.
+        tokens_in_flight: See `LayerGroup.peak_pages`. None counts the tokens of all steps that a rank can have been sent: one of
+            each on a decode rank, and `chunked_prefill_size` of each on a prefill rank.
         max_seq_len: Tokens of the longest sequence; None takes the model's context.
         has_page_tables: Whether page tables lie on the device, as those of decode steps on a GPU do.
         cuda_graph_batch_sizes: Batch sizes with a CUDA graph; None chooses by the size of the device.
@@ -242,7 +242,7 @@ class PlanInputs:
     def most_tokens_in_flight(self) -> int:
         if self.tokens_in_flight is not None:
             return self.tokens_in_flight
-        return PREFILL_STEPS_IN_FLIGHT * self.chunk_tokens if self.role is Role.PREFILL else 1
+        return PREFILL_STEPS_IN_FLIGHT * self.chunk_tokens if self.role is Role.PREFILL else DECODE_STEPS_IN_FLIGHT
 
     @property
     def loads_draft_layers(self) -> bool:

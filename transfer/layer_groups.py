@@ -27,6 +27,9 @@ The leader sends two ahead (`prefill_node.scheduler` counts a step until every r
 without the rank having noticed.
 """
 
+DECODE_STEPS_IN_FLIGHT: Final = 2
+"""Most decode steps of a request that a rank has received and has not ended: the leader sends one while another one runs."""
+
 
 class GroupKind(StrEnum):
     """How long a group keeps a token."""

@@ -14,7 +14,7 @@ from planner.plan import MemoryPlan, PlanInputs, make_plan
 from planner.plan_inputs import MB, Policy, Role
 from planner.workspace import Strategy, XAttention
 from transfer.errors import ConfigError
-from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind
+from transfer.layer_groups import DECODE_STEPS_IN_FLIGHT, PREFILL_STEPS_IN_FLIGHT, GroupKind
 from transfer.layout import DType
 
 _LARGEST_GIB: Final = 2048
@@ -180,7 +180,7 @@ def _with_node_defaults(inputs: PlanInputs, options: PlanOptions) -> PlanInputs:
         offload, in_flight = HostMemoryConfig(host_ratio=1), PREFILL_STEPS_IN_FLIGHT * chunk_tokens
     else:
         offload = on_decode = OffloadConfig(host_ratio=1, device_window=0)
-        in_flight = 1 + (on_decode.window_slack_tokens(inputs.page_size) if options.kv_offload else 0)
+        in_flight = DECODE_STEPS_IN_FLIGHT + (on_decode.window_slack_tokens(inputs.page_size) if options.kv_offload else 0)
     return replace(
         inputs,
         max_running_requests=requests,

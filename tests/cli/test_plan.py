@@ -88,7 +88,7 @@ def test_every_flag_reaches_the_plan(models: Path) -> None:
         "--device-memory 200GB --role decode --ring 2MiB --cuda-graph-bs 1,2,40 --enable-torch-compile --torch-compile-max-bs 16"
     )
     decode = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
-    assert (decode["role"], decode["ring_bytes"], decode["tokens_in_flight"]) == ("decode", 2 << 20, 1)
+    assert (decode["role"], decode["ring_bytes"], decode["tokens_in_flight"]) == ("decode", 2 << 20, 2)
     assert (decode["torch_compile_max_bs"], content["torch_compile_max_bs"]) == (16, 0)
     assert next(line["bytes"] for line in decode["lines"] if line["name"] == "inductor") == 2 * 16 << 20
     assert decode["cuda_graph_max_bs"] == 40 and decode["page_table_bytes"] > 0 == content["page_table_bytes"]

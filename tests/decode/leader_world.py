@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -166,7 +167,9 @@ class World:
         max_running: int = 4,
         prefill_retries: int = 0,
         speculative: SpeculativeConfig | None = None,
+        can_overlap: bool = False,
     ) -> None:
+        self.max_steps = 2 if can_overlap else 1
         self.admission = Admission(
             pool_pages=PageCounts((POOL_PAGES,)),
             needs=NEEDS,
@@ -179,7 +182,7 @@ class World:
         self.peer, self.other = Peer("prefill:1", PREFILL_LIFE, breakers[0]), Peer("prefill:2", OTHER_LIFE, breakers[1])
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.sent: list[object] = []
-        self.step: RunDecodeStep | None = None
+        self.steps: deque[RunDecodeStep] = deque()  # in flight, the oldest first
         self.outcomes: list[str] = []
         self.hung: list[str] = []
         self.waiting: set[str] = set()  # tries that found no room
@@ -220,8 +223,14 @@ class World:
                 on_drafts=lambda *counts: self.drafts.append(counts),
             ),
             name_attempt=self._name,
+            can_overlap=can_overlap,
         )
         self.transfers = self.leader.transfers
+
+    @property
+    def step(self) -> RunDecodeStep | None:
+        """The oldest step in flight."""
+        return self.steps[0] if self.steps else None
 
     @property
     def num_without_node(self) -> int:
@@ -257,8 +266,8 @@ class World:
     def _broadcast(self, message: object) -> None:
         self.sent.append(message)
         if isinstance(message, RunDecodeStep):
-            assert self.step is None, "one step at a time"
-            self.step = message
+            self._check_step(message)
+            self.steps.append(message)
         for rank in self.ranks:
             match message:
                 case ExpectRequest():
@@ -273,6 +282,15 @@ class World:
                 case RunDecodeStep():
                     for part in message.parts:
                         assert part.request_id in rank.holding - rank.leaving - rank.receiving, "KV that is not whole"
+
+    def _check_step(self, step: RunDecodeStep) -> None:
+        assert len(self.steps) < self.max_steps
+        before = {part.request_id: part.position for one in self.steps for part in one.parts}
+        for part in step.parts:
+            if part.token_id is None:
+                assert part.position == before[part.request_id] + 1, "the step before chooses its token"
+            else:
+                assert part.request_id not in before, "its newest token is not read"
 
     # The prefill leader
 
@@ -331,15 +349,13 @@ class World:
 
     def finish_step(self, token: int = 1, *, compute_s: float = 0.0, faults: Sequence[str] = ()) -> None:
         """End the step, with the same token for every request but those that it could not continue."""
-        assert self.step is not None
-        step, self.step = self.step, None
+        step = self.steps.popleft()
         tokens = {part.request_id: token for part in step.parts if part.request_id not in faults}
         done = StepDone(step=step.step, tokens=tokens, compute_s=compute_s, faults=dict.fromkeys(faults, "not finite"))
         self.leader.on_step_done(done)
 
     def fail_step(self, *, is_out_of_memory: bool = False) -> None:
-        assert self.step is not None
-        step, self.step = self.step, None
+        step = self.steps.popleft()
         failed = StepFailed(
             step=step.step,
             request_ids=tuple(part.request_id for part in step.parts),
@@ -350,7 +366,7 @@ class World:
         self.leader.on_step_failed(failed)
 
     def releasable(self, rank: int) -> list[str]:
-        busy = {part.request_id for part in self.step.parts} if self.step is not None else set()
+        busy = {part.request_id for step in self.steps for part in step.parts}
         return sorted(self.ranks[rank].leaving - busy - self.ranks[rank].unanswered)
 
     async def settle(self) -> None:

@@ -331,8 +331,9 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
     moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80),
     retries=st.integers(0, 3),
     join_timeout_s=st.sampled_from([0.0, 60.0]),
+    can_overlap=st.booleans(),
 )
 def test_every_request_ends_once_in_any_order_of_answers(
-    moves: list[tuple[str, int]], retries: int, join_timeout_s: float
+    moves: list[tuple[str, int]], retries: int, join_timeout_s: float, can_overlap: bool
 ) -> None:
-    asyncio.run(play(moves, World(prefill_retries=retries, join_timeout_s=join_timeout_s)))
+    asyncio.run(play(moves, World(prefill_retries=retries, join_timeout_s=join_timeout_s, can_overlap=can_overlap)))

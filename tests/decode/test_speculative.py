@@ -44,7 +44,7 @@ async def begun(world: World, prompt: Sequence[int], *, new: int, end_ids: froze
 def answer(world: World, model: Callable[[int], int]) -> int:
     """Rank 0 does a step of a model that chooses the next token by its position. Return how many draft tokens it had."""
     assert world.step is not None
-    step, world.step = world.step, None
+    step = world.steps.popleft()
     (part,) = step.parts
     drafts = part.draft_token_ids
     accepted = 0
@@ -113,7 +113,7 @@ async def test_draft_tokens_of_a_draft_model_are_counted_only() -> None:
     request = await begun(world, (FIRST_TOKEN, 8, 9, 4), new=6)
     assert world.step is not None and world.step.parts[0].draft_token_ids == ()
     assert world.step.parts[0].num_draft_tokens == 3
-    step, world.step = world.step, None
+    step = world.steps.popleft()
     world.leader.on_step_done(StepDone(step=step.step, tokens={"a": 13}, accepted={"a": (11, 12)}, compute_s=0.0))
     assert world.step.parts[0].num_draft_tokens == 1, "two tokens are wanted"
     world.finish_step(14)

@@ -58,19 +58,32 @@ class Engine:
 class Rank:
     """A worker between a leader and a receiver, both the test's."""
 
-    def __init__(self, num_requests: int = 1, *, writers: TransferTerms | Unattached = WRITERS, knows_all: bool = False) -> None:
+    needs = NEEDS
+
+    def __init__(
+        self,
+        num_requests: int = 1,
+        *,
+        writers: TransferTerms | Unattached = WRITERS,
+        knows_all: bool = False,
+        reader: HeldThread | None = None,
+    ) -> None:
         self.memory, self.thread, self.said = PagedMemory(), HeldThread(), list[Any]()
-        self.room = tuple(num_requests * count for count in NEEDS.peak(PROMPT + NEW).by_group)
-        self.allocator = GroupAllocator(NEEDS, self.room)
+        self.room = tuple(num_requests * count for count in self.needs.peak(PROMPT + NEW).by_group)
+        self.allocator = GroupAllocator(self.needs, self.room)
         self.receiver = Receiver(knows_all=knows_all)
         self.worker = new_worker(thread=self.thread, send=self.said.append)
         use(
             self.worker,
-            engine=Engine(self.memory),
+            engine=self.new_engine(),
             allocator=self.allocator,
             receiver=self.receiver,
             writers=writers,
+            reader=reader,
         )
+
+    def new_engine(self) -> object:
+        return Engine(self.memory)
 
     def expect(self, request_id: str) -> None:
         message = ExpectRequest(
@@ -78,7 +91,7 @@ class Rank:
             prefill_incarnation=PREFILL_LIFE,
             num_tokens=PROMPT,
             start_token=0,
-            pages=NEEDS.peak(PROMPT + NEW).by_group,
+            pages=self.needs.peak(PROMPT + NEW).by_group,
             plan=PLAN,
             sampling=SamplingParams(),
         )

@@ -69,6 +69,7 @@ def use(
     receiver: Receiver,
     writers: TransferTerms | Unattached,
     offload: object = None,
+    reader: object = None,
 ) -> None:
     """Give the worker its parts; `writers` send every request."""
     worker.use(
@@ -77,4 +78,5 @@ def use(
         receiver=cast(Any, receiver),
         sessions=cast(Any, SimpleNamespace(writers_of=lambda incarnation: writers, on_message=lambda message: False)),
         offload=cast(Any, offload),
+        reader=cast(Any, reader),
     )

@@ -53,6 +53,19 @@ async def test_every_token_is_read_where_it_lies(seed: int, num_windows: int) ->
     assert (world.num_accepted > 0) == (seed % 2 > 0), "draft tokens are accepted in every second world"
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("windows", [(), (3,), (5, 9)], ids=["no window", "a window", "two windows"])
+async def test_a_step_that_is_sent_ahead_finds_its_pages_until_its_tokens_are_read(seed: int, windows: tuple[int, ...]) -> None:
+    """Requests end by end tokens, by their length and early, so that some have a row in a step after their end."""
+    chance = random.Random(seed)
+    world = World(
+        chance, device_pages=chance.choice([14, 24]), host_pages=30, window_tokens=None, windows=windows, has_slow_saves=seed == 1
+    )
+    prompts = [[chance.randint(0, 49) for _ in range(12)] for _ in range(2)]
+    await asyncio.wait_for(play(world, num_requests=25, prompts=prompts, longest_new=14, give_up=0.002), 120)
+    assert world.num_ahead > 20
+
+
 @pytest.mark.parametrize("seed", range(8))
 async def test_what_may_be_damaged_is_read_by_nobody_who_comes_later(seed: int) -> None:
     """Also not from those who had loaded it before it was known."""

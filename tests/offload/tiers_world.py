@@ -136,6 +136,7 @@ class Job:
     prompt: list[int]
     max_new: int
     salt: str
+    last_new: int  # tokens after which it ends, as by an end token
     known: Prompt | None = None
     tokens: list[int] = field(default_factory=list)  # prompt and generated
     start_token: int = 0
@@ -168,11 +169,13 @@ class RankWorld:
         self.shard = Shard(tp_size=NUM_RANKS, tp_rank=rank, page_size=PAGE)
         self.pool = KVPool(layout=world.layout, shard=self.shard, num_pages=world.device_pages)
         self.host = HostPool(self.pool, num_pages=world.host_pages)
-        needs = page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens + world.num_drafts)
+        needs = page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens + max(1, world.num_drafts))
         self.allocator = GroupAllocator(needs, self.pool.num_pages)
         self.receiver = Receiver()
         self.worker = new_worker(rank=rank, thread=self.engine_thread, send=self._send)
-        self.save_thread, self.load_thread = HandThread(), HandThread()
+        self.save_thread, self.load_thread, self.reader = HandThread(), HandThread(), HandThread()
+        self._chosen: dict[str, int] = {}  # tokens of the last step
+        self.num_read = 0  # steps whose tokens were read
         threads = {"save": self.save_thread, "load": self.load_thread}
         context = RankContext(
             loop=asyncio.get_running_loop(),
@@ -217,6 +220,7 @@ class RankWorld:
             receiver=self.receiver,
             writers=TransferTerms(layout=world.layout, wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None),
             offload=self.offload,
+            reader=self.reader if world.max_steps > 1 else None,
         )
 
     def _send(self, message: object) -> None:
@@ -224,20 +228,45 @@ class RankWorld:
 
     @property
     def threads(self) -> list[HandThread]:
-        return [self.engine_thread, self.save_thread, self.load_thread]
+        return [self.engine_thread, self.save_thread, self.load_thread, self.reader]
 
     # What a rank's engine does
 
     def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
         return {request_id: token for request_id, (token,) in self.verify(items).items()}
 
+    def begin_decode(self, items: Sequence[DecodeItem]) -> Callable[[], dict[str, int]]:
+        """What the step reads must be there until its tokens are read, because a GPU reads in between.
+
+        Meanwhile, somebody writes into every page that is free. Rank 0 has no token before the others have read what it needs.
+        """
+        items = [replace(item, token_id=self._chosen[item.request_id]) if item.is_unread else item for item in items]
+        self._chosen = {item.request_id: next_token(item.token_id, item.position) for item in items}
+        values = {item.request_id: self._values(item) for item in items}
+        tokens = self.decode(items)
+
+        def read() -> dict[str, int]:
+            self.num_read += 1
+            if self.rank and self.num_read <= self.world.ranks[0].num_read:
+                return tokens
+            for part, (_, pages) in zip(self.pool.parts, self.allocator.by_group, strict=True):
+                self._spoil(part, pages.accounts().unbound)
+            for item in items:
+                self._check(item, item.position, values[item.request_id])
+            return tokens
+
+        return read
+
+    def _values(self, item: DecodeItem) -> list[float]:
+        return values_of((*self.world.jobs[item.request_id].tokens[: item.position], *item.token_ids))
+
     def verify(self, items: Sequence[DecodeItem]) -> dict[str, tuple[int, ...]]:
         tokens: dict[str, tuple[int, ...]] = {}
         for item in items:
             job = self.world.jobs[item.request_id]
-            assert item.token_id == job.tokens[item.position]  # rank 0 can be a step ahead
+            assert [item.token_id] == job.tokens[item.position :][:1] or item.is_unread  # rank 0 can be a step ahead
             assert not (item.draft_token_ids and (any(item.host_tables) or item.stored_blocks)), "each row would read all of them"
-            values = values_of((*job.tokens[: item.position], *item.token_ids))
+            values = self._values(item)
             for position in range(item.position, item.end_token):
                 self._write(item.page_tables, position, values[position])
             for position in range(item.position, item.end_token):
@@ -373,6 +402,8 @@ class World:
         self.most_stored = 0
         self.chance, self._failing, self._has_slow_saves = chance, failing, has_slow_saves
         self.num_drafts, self.num_accepted = num_drafts, 0
+        self.max_steps = 2 if window_tokens is None and not num_drafts else 1
+        self.num_ahead = 0  # steps that were sent while another one ran
         self.layout = KVLayout(
             layers=(FULL_SPEC, *(replace(WINDOW_SPEC, window_tokens=tokens) for tokens in windows), FULL_SPEC),
             dtype=DType.FLOAT32,
@@ -385,7 +416,7 @@ class World:
         self.crashed: list[BaseException] = []
         self.from_ranks: deque[tuple[int, object]] = deque()
         self.jobs: dict[str, Job] = {}
-        self.step: RunDecodeStep | None = None
+        self.steps: deque[RunDecodeStep] = deque()  # in flight, the oldest first
         self.num_steps = 0
         self.stalled: set[tuple[str, int]] = set()  # requests and positions of steps that had to wait
         self.num_sleeps = 0  # there was no step to be made, although somebody runs
@@ -398,7 +429,7 @@ class World:
             window_tokens=window_tokens,
             stride_pages=stride_pages,
             low_water=0.6,
-            slack_tokens=self.slack_tokens + num_drafts,
+            slack_tokens=self.slack_tokens + max(1, num_drafts),
             num_ranks=NUM_RANKS,
             broadcast=self._broadcast,
             stores=StoreRules(block_pages=block_pages, host_pages=host_pages) if block_pages else None,
@@ -439,7 +470,10 @@ class World:
     def submit(self, prompt: list[int], max_new: int, salt: str = "") -> Job | None:
         if self.leader.refusal(len(prompt) + max_new) is not None:
             return None
-        job = Job(request_id=f"r{len(self.jobs)}", prompt=prompt, max_new=max_new, salt=salt, tokens=list(prompt))
+        last_new = self.chance.randint(1, max_new) if self.max_steps > 1 else max_new
+        job = Job(
+            request_id=f"r{len(self.jobs)}", prompt=prompt, max_new=max_new, salt=salt, last_new=last_new, tokens=list(prompt)
+        )
         self.jobs[job.request_id] = job
         self.looking[job.request_id] = asyncio.ensure_future(self.leader.look_up(prompt, salt, prefill=PREFILL, may_skip=True))
         return job
@@ -516,33 +550,41 @@ class World:
 
     def _take(self, job: Job, token: int) -> None:
         job.tokens.append(token)
-        if job.num_generated >= job.max_new:
+        if job.num_generated >= job.last_new:
             self.leader.finish(job.request_id)
             self._broadcast(FinishRequest(request_id=job.request_id))
             job.is_running, job.is_over = False, True
 
     def _send_step(self) -> None:
         """When the decode leader does it, and never else: whoever missed a step has the next one by a wake-up alone."""
-        if self.step is not None:
-            return
-        running = [job for job in self.jobs.values() if job.is_running]
+        while len(self.steps) < self.max_steps and (parts := self._next_parts()):
+            self.num_steps += 1
+            self.num_ahead += len(self.steps)
+            self.steps.append(RunDecodeStep(step=self.num_steps, parts=parts))
+            self._broadcast(self.steps[-1])
+
+    def _next_parts(self) -> tuple[DecodeStepPart, ...]:
+        in_flight = {part.request_id for step in self.steps for part in step.parts}
+        unread = {job.request_id: int(job.request_id in in_flight) for job in self.jobs.values()}
+        running = [
+            job for job in self.jobs.values() if job.is_running and job.num_generated + unread[job.request_id] < job.max_new
+        ]
         parts = tuple(
             DecodeStepPart(
                 request_id=job.request_id,
-                token_id=job.tokens[-1],
-                position=job.position,
+                token_id=None if unread[job.request_id] else job.tokens[-1],
+                position=job.position + unread[job.request_id],
                 draft_token_ids=self._draft_tokens(job),
             )
             for job in running
-            if self.leader.may_step(job.request_id, job.position)
+            if self.leader.may_step(job.request_id, job.position + unread[job.request_id])
         )
         going = {part.request_id for part in parts}
-        self.stalled |= {(job.request_id, job.position) for job in running if job.request_id not in going}
+        self.stalled |= {
+            (job.request_id, job.position + unread[job.request_id]) for job in running if job.request_id not in going
+        }
         self.num_sleeps += bool(running) and not parts
-        if parts:
-            self.num_steps += 1
-            self.step = RunDecodeStep(step=self.num_steps, parts=parts)
-            self._broadcast(self.step)
+        return parts
 
     def _draft_tokens(self, job: Job) -> tuple[int, ...]:
         """Right ones up to a random place."""
@@ -610,11 +652,10 @@ class World:
             case JobDone():
                 self.rank_jobs.done(rank, message.job, message.failed)
             case StepDone():
-                assert self.step is not None
-                for part in self.step.parts:
-                    for token in (part.token_id, *message.accepted.get(part.request_id, ())):
+                for part in self.steps.popleft().parts:
+                    newest = self.jobs[part.request_id].tokens[-1] if part.token_id is None else part.token_id
+                    for token in (newest, *message.accepted.get(part.request_id, ())):
                         self.leader.computed(part.request_id, token)
-                self.step = None
                 for name, token in message.tokens.items():
                     if self.jobs[name].is_running:
                         self.num_accepted += len(message.accepted.get(name, ()))
@@ -640,7 +681,7 @@ class World:
         """What is not over, for a failed assertion."""
         unfinished = {name: job for name, job in self.jobs.items() if not job.is_over or job.holding}
         counts = [self.tier.counts(index) for index in range(len(self.groups))]
-        return f"{self.admission.free_pages} {counts} {len(self.rank_jobs)} {self.admission.wanted} {self.step} {unfinished}"
+        return f"{self.admission.free_pages} {counts} {len(self.rank_jobs)} {self.admission.wanted} {self.steps} {unfinished}"
 
     # The end
 

@@ -34,12 +34,21 @@ class PagedMemory:
             for token in tokens:
                 self._found[self._place(group, table, token)] = (request_id, token)
 
-    def read(self, request_id: str, tables: Sequence[Sequence[int]], num_tokens: int, *, window_tokens: int) -> None:
+    def read(
+        self, request_id: str, tables: Sequence[Sequence[int]], num_tokens: int, *, window_tokens: int, has_states: bool = True
+    ) -> None:
         """Read as after `num_tokens` tokens; a window reaches the last `window_tokens` of them."""
         for group, table in zip(GROUPS, tables, strict=True):
+            if group.kind is GroupKind.STATE and not has_states:
+                continue
             first = {GroupKind.FULL: 0, GroupKind.WINDOW: num_tokens - window_tokens, GroupKind.STATE: num_tokens - 1}[group.kind]
             for token in range(max(0, first), num_tokens):
                 assert self._found.get(self._place(group, table, token)) == (request_id, token), (group.name, token, table)
+
+    def spoil(self, group: LayerGroup, pages: Sequence[int]) -> None:
+        """Lose what lies in pages that nobody has, as if somebody wrote there."""
+        for place in [place for place in self._found if place[0] == group.name and place[1] in pages]:
+            del self._found[place]
 
     def _place(self, group: LayerGroup, table: Sequence[int], token: int) -> tuple[str, int, int]:
         size = group.page_size(PAGE_SIZE)

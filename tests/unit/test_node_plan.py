@@ -64,7 +64,7 @@ def test_a_decode_rank_counts_its_ring_and_its_graphs() -> None:
     config = decode(ring={"capacity_bytes": "1GiB"}, limits={"max_running_requests": 20}, pool={"page_size": 64})
     inputs = inputs_of(config)
     assert (inputs.role, inputs.ring_bytes, inputs.staging_bytes) == (Role.DECODE, GIB + PROBE_BYTES, 0)
-    assert (inputs.most_tokens_in_flight, inputs.page_size, inputs.max_running_requests) == (1, 64, 20)
+    assert (inputs.most_tokens_in_flight, inputs.page_size, inputs.max_running_requests) == (2, 64, 20)
     assert inputs.cuda_graph_batch_sizes == (1, 2, 4, 8, 16, 20)
     assert inputs_of(config, CPU).cuda_graph_batch_sizes == ()
 
@@ -136,7 +136,7 @@ def test_draft_tokens_have_rows_in_graphs_and_pages_in_windows() -> None:
     draft = decode(speculative={"method": "draft_model", "model": "d"})
     assert inputs_of(draft).speculative == "ngram", "the plan has the draft model's weights and KV, so the reserve has not"
     unused = decode(speculative=NGRAM | {"method": None})
-    assert (inputs_of(unused).speculative, inputs_of(unused).most_tokens_in_flight) == (None, 1)
+    assert (inputs_of(unused).speculative, inputs_of(unused).most_tokens_in_flight) == (None, 2)
 
 
 def test_page_tables_are_counted_where_there_are_any() -> None:

@@ -34,6 +34,7 @@ from transfer.config.operation import (
 )
 from transfer.config.storage import ANSWER_S, HostMemoryConfig, OffloadConfig, StorageConfig
 from transfer.config.values import EMBEDDED_ENGINE, Count, CountOrZero, EngineName, Seconds, Section, listed
+from transfer.layer_groups import DECODE_STEPS_IN_FLIGHT
 
 PREFIX_TOKENS: Final = 512
 """Default of `placement.prefix_tokens` with a store: the tokens of a prefill step by default (`limits.max_step_tokens`)."""
@@ -232,8 +233,13 @@ class DecodeNodeConfig(NodeConfig):
 
     @property
     def window_slack_tokens(self) -> int:
-        """Tokens of a sliding window for which pages are set aside besides those of a step of one token."""
-        return self.offload.window_slack_tokens(self.pool.page_size) + self.speculative.most_draft_tokens
+        """Tokens of a sliding window for which pages are set aside besides those of a step of one token.
+
+        A step has draft tokens, or the next one is sent while it runs.
+        """
+        return self.offload.window_slack_tokens(self.pool.page_size) + max(
+            DECODE_STEPS_IN_FLIGHT - 1, self.speculative.most_draft_tokens
+        )
 
     @model_validator(mode="after")
     def _check_one_list_of_prefill_nodes(self) -> Self:

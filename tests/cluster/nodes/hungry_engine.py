@@ -37,6 +37,11 @@ class HungryEngine:
             take_too_much()
         return self._engine.decode(items)
 
+    def begin_decode(self, items: Sequence[DecodeItem]) -> Any:
+        if any(item.sampling.seed == SEED_OF_DECODE for item in items):
+            take_too_much()
+        return self._engine.begin_decode(items)
+
 
 def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> HungryEngine:
     return HungryEngine(load_embedded_engine(config, rank=rank, rendezvous=rendezvous))
