@@ -26,10 +26,15 @@ _TINY = {
 }  # fmt: skip
 
 
+def llama_config(num_layers: int) -> dict[str, object]:
+    """Return the content of config.json."""
+    return _CONFIG | {"num_hidden_layers": num_layers}
+
+
 @contextmanager
 def _model_files(num_layers: int, *, is_tiny: bool) -> Iterator[ModelFiles]:
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        config = _CONFIG | {"num_hidden_layers": num_layers} | (_TINY if is_tiny else {})
+        config = llama_config(num_layers) | (_TINY if is_tiny else {})
         (Path(folder) / "config.json").write_text(json.dumps(config))
         yield read_model_files(folder, dummy_seed=0)
 
