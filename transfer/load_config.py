@@ -16,7 +16,7 @@ from transfer.config import (
     DecodeNodeConfig,
     NodeConfig,
     PrefillNodeConfig,
-    ProcessConfig,
+    RootConfig,
     settings,
 )
 from transfer.errors import ConfigError
@@ -33,7 +33,7 @@ _SERVICE_ADDRESS: Final = re.compile(r"(?:[A-Z0-9_]+_)?PORT")  # its value is tc
 Source: https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables.
 """
 
-AnyConfig = TypeVar("AnyConfig", bound=ProcessConfig)
+AnyConfig = TypeVar("AnyConfig", bound=RootConfig)
 
 
 def load_config(
@@ -160,7 +160,7 @@ class _Given:
     A path that has a value in one source and settings inside in another is a problem, because the intent is not known.
     """
 
-    def __init__(self, config_type: type[ProcessConfig]) -> None:
+    def __init__(self, config_type: type[RootConfig]) -> None:
         self.sections = frozenset(above for path, _ in settings(config_type) for above in _and_above(path) if above != path)
         self.tree: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
@@ -206,7 +206,7 @@ def _and_above(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-def _problem(config_type: type[ProcessConfig], details: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def _problem(config_type: type[RootConfig], details: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """Return one line: path, value, source, and the right values."""
     path = ".".join(str(part) for part in details["loc"])
     source = next((sources[above] for above in _and_above(path) if above in sources), None)
@@ -224,7 +224,7 @@ def _problem(config_type: type[ProcessConfig], details: Mapping[str, Any], sourc
     return f"{path} is {_shown(details['input'])}{where}; {_what_is_right(details)}"
 
 
-def _unknown(config_type: type[ProcessConfig], path: str, sources: Mapping[str, str]) -> str:
+def _unknown(config_type: type[RootConfig], path: str, sources: Mapping[str, str]) -> str:
     """Return the line for an unknown setting. For an unknown section, its first given setting is named."""
     given = path if path in sources else next((other for other in sources if other.startswith(f"{path}.")), path)
     start = f"{given} is no setting (from {sources.get(given, 'code')})"

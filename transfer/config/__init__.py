@@ -33,6 +33,8 @@ from transfer.config.nodes import (
     NodeConfig,
     PrefillNodeConfig,
     ProcessConfig,
+    RootConfig,
+    StoreConnectorConfig,
 )
 from transfer.config.operation import (
     MAX_HEARTBEAT_S,
@@ -77,10 +79,12 @@ __all__ = [
     "ProcessConfig",
     "RestartConfig",
     "RingConfig",
+    "RootConfig",
     "ServerConfig",
     "SpeculativeConfig",
     "StagingConfig",
     "StorageConfig",
+    "StoreConnectorConfig",
     "TlsConfig",
     "TracingConfig",
     "TransportConfig",

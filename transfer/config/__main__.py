@@ -10,7 +10,13 @@ from typing import Annotated, Any, cast, get_args, get_origin
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from transfer.config.nodes import ConnectorConfig, DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.config.nodes import (
+    ConnectorConfig,
+    DecodeNodeConfig,
+    NodeConfig,
+    PrefillNodeConfig,
+    StoreConnectorConfig,
+)
 from transfer.config.values import ENVIRONMENT_PREFIX, parse_size, settings
 
 
@@ -34,13 +40,16 @@ def configuration_page() -> str:
         ("prefill-node", PrefillNodeConfig),
         ("decode-node", DecodeNodeConfig),
         ("Inside an engine", ConnectorConfig),
+        ("The store of a vLLM instance", StoreConnectorConfig),
     ):
         lines += ["", f"## {title}", ""]
         if config_type is ConnectorConfig:
             lines += ["Where an engine hosts kvferry (docs/engines.md); the environment is read there, too.", ""]
+        if config_type is StoreConnectorConfig:
+            lines += ["Settings of `KvferryStoreConnector` ([engines](engines.md#the-store-of-a-vllm-instance)).", ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for path, field in settings(config_type):
-            if config_type in (NodeConfig, ConnectorConfig) or path not in common:
+            if config_type not in (PrefillNodeConfig, DecodeNodeConfig) or path not in common:
                 lines.append(f"| `{path}` | {_type_text(field)} | {_default_text(field)} | {field.description} |")
     return "\n".join(lines) + "\n"
 

@@ -32,7 +32,7 @@ from transfer.config.operation import (
     StatusPageConfig,
     TracingConfig,
 )
-from transfer.config.storage import ANSWER_S, HostMemoryConfig, OffloadConfig, StorageConfig
+from transfer.config.storage import ANSWER_S, HostMemoryConfig, HostSizeConfig, OffloadConfig, StorageConfig
 from transfer.config.values import EMBEDDED_ENGINE, Count, CountOrZero, EngineName, Seconds, Section, listed
 from transfer.layer_groups import DECODE_STEPS_IN_FLIGHT
 
@@ -40,10 +40,14 @@ PREFIX_TOKENS: Final = 512
 """Default of `placement.prefix_tokens` with a store: the tokens of a prefill step by default (`limits.max_step_tokens`)."""
 
 
-class ProcessConfig(Section):
-    """Settings of every process, also of a command that only calls a node."""
+class RootConfig(Section):
+    """All settings that `transfer.load_config` loads at once, for one role."""
 
     role: ClassVar[str]
+
+
+class ProcessConfig(RootConfig):
+    """Settings of every process, also of a command that only calls a node."""
 
     tls: TlsConfig = Field(default_factory=TlsConfig, description="Security of the gRPC API.")
 
@@ -353,4 +357,25 @@ class ConnectorConfig(InstanceConfig):
     def _check_transport(self) -> Self:
         if self.transport.name == "inproc":
             raise ValueError("transport.name is inproc, which joins two ends of one process; an engine's ranks need another")
+        return self
+
+
+class StoreConnectorConfig(RootConfig):
+    """Settings of an engine's own offloading with kvferry's store below it."""
+
+    role: ClassVar[str] = "store connector"
+
+    storage: StorageConfig = Field(default_factory=StorageConfig, description="The store.")
+    offload: HostSizeConfig = Field(default_factory=HostSizeConfig, description="Host memory that pages pass through.")
+    log: LogConfig = Field(default_factory=LogConfig, description="The log.")
+
+    @model_validator(mode="after")
+    def _check_both_tiers(self) -> Self:
+        if not self.storage.is_set:
+            raise ValueError("storage.directory and storage.url are null; set one of them")
+        if not self.offload.is_on:
+            raise ValueError(
+                "offload.host_ratio and offload.host_memory are null, and pages go into the store through host memory; set one "
+                "of them"
+            )
         return self

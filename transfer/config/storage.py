@@ -13,8 +13,8 @@ from transfer.config.values import Count, CountOrZero, Seconds, Section, SizeByt
 Share = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 
 
-class HostMemoryConfig(Section):
-    """Host memory of each rank for KV."""
+class HostSizeConfig(Section):
+    """Size of the host memory of each rank for KV."""
 
     host_ratio: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1024)] | None = Field(
         default=None,
@@ -22,11 +22,7 @@ class HostMemoryConfig(Section):
     )
     host_memory: SizeBytes | None = Field(
         default=None,
-        description="Host memory for KV of each rank, in bytes, instead of offload.host_ratio. Both null disable offload.",
-    )
-    buffer_bytes: SizeBytes = Field(
-        default=64 << 20,
-        description="Device memory for copies in each direction, and for blocks of host pages that attention reads.",
+        description="Host memory for KV of each rank, in bytes, instead of offload.host_ratio. Both null: no host memory for KV.",
     )
 
     @property
@@ -34,16 +30,25 @@ class HostMemoryConfig(Section):
         """Whether there is host memory for KV."""
         return self.host_ratio is not None or self.host_memory is not None
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of device memory of a rank for the two buffers through which attention reads host pages."""
-        return 2 * self.buffer_bytes if self.is_on else 0
-
     @model_validator(mode="after")
     def _check_one_size(self) -> Self:
         if self.host_ratio is not None and self.host_memory is not None:
             raise ValueError(f"host_ratio is {self.host_ratio} and host_memory is {self.host_memory}; set one of them")
         return self
+
+
+class HostMemoryConfig(HostSizeConfig):
+    """Host memory of each rank for KV, and the buffers through which a device reads it."""
+
+    buffer_bytes: SizeBytes = Field(
+        default=64 << 20,
+        description="Device memory for copies in each direction, and for blocks of host pages that attention reads.",
+    )
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory of a rank for the two buffers through which attention reads host pages."""
+        return 2 * self.buffer_bytes if self.is_on else 0
 
 
 class OffloadConfig(HostMemoryConfig):

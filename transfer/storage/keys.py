@@ -54,6 +54,11 @@ def store_fingerprint(instance: Instance) -> str:
         "order": str(shard.order),
         "page_size": shard.page_size,
     }
+    return fields_fingerprint(named)
+
+
+def fields_fingerprint(named: Mapping[str, object]) -> str:
+    """Return 32 hex digits of named inputs of pages: values that JSON has, in any order of the names."""
     return hashlib.sha256(_canonical(named).encode()).hexdigest()[:FINGERPRINT_CHARS]
 
 
