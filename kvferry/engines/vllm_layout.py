@@ -209,13 +209,8 @@ def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) ->
         ConfigError: A feature in use changes KV, which then cannot be moved; the message names it and its value.
         LayoutError: A layer cannot be moved; the message names it, the reason and a remedy.
     """
-    for name, value in facts.features.items():
-        raise ConfigError(f"{name} is on ({value}); KV of such an instance cannot be moved yet")
-    if not facts.layers:
-        raise LayoutError("no layer of this rank keeps KV; kvferry moves that of attention layers")
+    check(facts)
     layers = _ordered(facts)
-    for layer in layers:
-        _check_layer(layer, facts)
     element = _element(layers, facts)
     layout = KVLayout(layers=tuple(_model_specs(layers, facts, windows)), dtype=_plain_dtype("--dtype", facts.model_dtype))
     shard = Shard(
@@ -237,6 +232,20 @@ def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) ->
         num_blocks=facts.num_blocks,
         shared_layers=frozenset(facts.shared_layers),
     )
+
+
+def check(facts: VllmFacts) -> None:
+    """Check that KV depends on nothing but model and tokens, and that all layers keep K and V, or a latent.
+
+    Raises:
+        ConfigError, LayoutError: As of `describe`.
+    """
+    for name, value in facts.features.items():
+        raise ConfigError(f"{name} is on ({value}); KV of such an instance cannot be moved yet")
+    if not facts.layers:
+        raise LayoutError("no layer of this rank keeps KV; kvferry moves that of attention layers")
+    for layer in facts.layers:
+        _check_layer(layer, facts)
 
 
 def _ordered(facts: VllmFacts) -> tuple[LayerFacts, ...]:

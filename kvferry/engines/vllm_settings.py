@@ -11,12 +11,16 @@ from pydantic import Field
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_layout import WindowLayers
-from transfer.config import ConnectorConfig
+from transfer.config import ConnectorConfig, StoreConnectorConfig
+from transfer.config.values import Count
 from transfer.errors import ConfigError
 from transfer.load_config import load_config
 
 OLDEST_VLLM: Final = (0, 32)
 NEWEST_VLLM: Final = (0, 33)
+
+_STORE_VARIABLES: Final = ("KVFERRY_STORAGE__", "KVFERRY_OFFLOAD__")
+"""Variables of the store. The instance's other connector ignores them, as vLLM's MultiConnector can have both."""
 
 _SIDES: Final = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": PREFILL | DECODE}
 
@@ -47,6 +51,22 @@ class VllmConfig(ConnectorConfig):
     api_key: str | None = Field(default=None, description="Prefill: key of that API, where it asks for one.")
 
 
+class VllmStoreConfig(StoreConnectorConfig):
+    """Settings of kvferry's store in a vLLM instance."""
+
+    allow_untested_vllm: bool = Field(
+        default=False,
+        description="Run also in a vLLM version that the connector was not tested with; its interfaces may have changed.",
+    )
+    page_blocks: Count = Field(
+        default=1,
+        description="Blocks of vLLM in a stored page, the same in all instances that share pages. Only whole pages are stored.",
+    )
+    save_generated: bool = Field(
+        default=False, description="Save pages with generated tokens, too, as for conversations. false: pages of prompts only."
+    )
+
+
 def vllm_settings(extra_config: Mapping[str, object], *, device: str) -> VllmConfig:
     """Return the settings, from the connector's extra config and the environment.
 
@@ -59,8 +79,22 @@ def vllm_settings(extra_config: Mapping[str, object], *, device: str) -> VllmCon
     return load_config(
         VllmConfig,
         given={"kv_connector_extra_config": extra_config},
-        environment=os.environ,
+        environment={name: value for name, value in os.environ.items() if not name.startswith(_STORE_VARIABLES)},
         flags={"device": device},
+    )
+
+
+def store_settings(extra_config: Mapping[str, object]) -> VllmStoreConfig:
+    """Return the settings of the store, from the connector's extra config and the environment.
+
+    Raises:
+        ConfigError: A setting is unknown, invalid or missing; one line for each.
+    """
+    names = (*_STORE_VARIABLES, "KVFERRY_LOG__")
+    return load_config(
+        VllmStoreConfig,
+        given={"kv_connector_extra_config": extra_config},
+        environment={name: value for name, value in os.environ.items() if name.startswith(names)},
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL
 from kvferry.engines.sglang_settings import CONFIG_FILE, sglang_settings
-from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
+from kvferry.engines.vllm_settings import check_version, sides_of, store_settings, vllm_settings
 from transfer.config import ConnectorConfig
 from transfer.errors import ConfigError
 
@@ -93,3 +93,38 @@ def test_operators_and_discovery_are_set_in_sglang_as_on_a_node() -> None:
 def test_invalid_settings_in_sglang_are_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         in_sglang(environment)
+
+
+def test_the_store_has_the_names_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_STORAGE__MAX_BYTES", "1GB")
+    monkeypatch.setenv("KVFERRY_LOG__LEVEL", "debug")
+    config = store_settings({"storage": {"directory": "/srv/kv"}, "offload.host_memory": "64MiB", "page_blocks": 4})
+    assert (config.storage.directory, config.storage.max_bytes) == (Path("/srv/kv"), 10**9)
+    assert (config.offload.host_memory, config.page_blocks, config.log.level) == (64 << 20, 4, "debug")
+
+
+def test_two_connectors_of_one_instance_read_the_environment_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_STORAGE__DIRECTORY", "/srv/kv")
+    monkeypatch.setenv("KVFERRY_OFFLOAD__HOST_RATIO", "2")
+    monkeypatch.setenv("KVFERRY_SERVER__PORT", "7001")
+    store = store_settings({})
+    assert (store.storage.directory, store.offload.host_ratio) == (Path("/srv/kv"), 2)
+    assert vllm_settings({}, device="cpu").server.port == 7001
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"offload.host_memory": 1}, "storage.directory and storage.url are null; set one of them"),
+        ({"storage.directory": "/srv/kv"}, "offload.host_ratio and offload.host_memory are null.*set one"),
+        ({"storage.directory": "/srv/kv", "offload": {"host_ratio": 1, "host_memory": 1}}, "host_ratio is 1.* set one of them"),
+        (
+            {"storage.directory": "/srv/kv", "offload.buffer_bytes": 1},
+            "buffer_bytes is no setting .*of a store connector",
+        ),
+        ({"storage.directory": "/srv/kv", "page_blocks": 0}, "page_blocks is 0 .*; it must be at least 1"),
+    ],
+)
+def test_what_is_wrong_with_a_store_is_named(extra: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        store_settings(extra)

@@ -110,7 +110,10 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "numpy": ("numpy", DEVICE_FILES),
     "obstore": ("obstore", ("transfer/storage/object_store.py",)),
     "opentelemetry": ("opentelemetry-sdk", ("node_runtime/tracing_client.py",)),
-    "prometheus_client": ("prometheus-client", ("transfer/metrics/page.py", "kvferry/demo/*")),
+    "prometheus_client": (
+        "prometheus-client",
+        ("transfer/metrics/page.py", "kvferry/demo/*", "kvferry/engines/vllm_store_connector.py"),
+    ),
     "pydantic": (
         "pydantic",
         (*_files("transfer", "messages config/* load_config"), "node_runtime/*link*.py", "kvferry/engines/*_settings.py"),
