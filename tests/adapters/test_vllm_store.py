@@ -93,8 +93,9 @@ def num_outcomes(instance: Instance, op: str) -> int:
 def instance() -> Iterator[Callable[..., Instance]]:
     made: list[Instance] = []
 
-    def make(directory: Path, *, salt: str = "", begin: bool = True, **settings: Any) -> Instance:
-        made.append(Instance(StorageConfig(directory=directory, **settings), salt=salt, begin=begin))
+    def make(store: Path | str, *, salt: str = "", begin: bool = True, **settings: Any) -> Instance:
+        place = {"directory": store} if isinstance(store, Path) else {"url": store}
+        made.append(Instance(StorageConfig(**place, **settings), salt=salt, begin=begin))
         return made[-1]
 
     yield make
@@ -115,8 +116,10 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     store.gate.set()
 
 
-def test_pages_of_one_instance_are_loaded_by_another_one(instance: Callable[..., Instance], tmp_path: Path) -> None:
-    first, second = instance(tmp_path), instance(tmp_path)
+@pytest.mark.parametrize("kind", ["directory", "objects"])
+def test_pages_of_one_instance_are_loaded_by_another_one(instance: Callable[..., Instance], tmp_path: Path, kind: str) -> None:
+    place = tmp_path if kind == "directory" else f"file://{tmp_path}"
+    first, second = instance(place), instance(place)
     first.fill(0, 1, 2)
     job = first.save(0, 1, 2)
     assert (job.is_whole, job.is_load, job.names, job.num_bytes) == (True, False, tuple(map(name, range(3))), 3 * PAGE_BYTES)
