@@ -140,14 +140,23 @@ def test_damaged_pages_cost_a_recompute_and_are_saved_again(
     asked = {length: prompts[length] for length in list(prompts)[-5:]}
     # The pages that were read are newer.
     unread = sorted(pages_of(directory), key=lambda file: file.stat().st_mtime)[: num_blocks(asked)]
-    whole = {file: file.read_bytes() for file in unread}
+    num_bytes = unread[0].stat().st_size
+    damaged = {}
     for number, file in enumerate(unread):
-        content = whole[file]
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if number % 2 else content[:-100])
-    for server in pair:
-        assert_answers(server, asked, reference)
-    until_pages(pair[0], "get", "corrupt", num_blocks(asked))
-    until(lambda: {file: file.read_bytes() for file in unread if file.exists()} == whole, "the same pages are stored again")
+        content = file.read_bytes()
+        damaged[file] = content[:-1] + bytes([content[-1] ^ 1]) if number % 2 else content[:-100]
+        file.write_bytes(damaged[file])
+
+    def is_saved_again(file: Path) -> bool:
+        return file.exists() and file.stat().st_size == num_bytes and file.read_bytes() != damaged[file]
+
+    first, second = pair
+    assert_answers(first, asked, reference)
+    until_pages(first, "get", "corrupt", num_blocks(asked))
+    until(lambda: all(map(is_saved_again, unread)), "the pages are saved again")
+    assert_answers(second, asked, reference)
+    until_pages(second, "get", "ok", num_blocks(prompts))
+    assert pages(second, "get", "corrupt") == 0
 
 
 def test_a_store_that_goes_away_costs_a_recompute(
