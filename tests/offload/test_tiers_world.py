@@ -112,7 +112,7 @@ def evicted(world: World, group: int, page_hashes: Sequence[bytes]) -> list[int]
 async def test_a_prompts_end_makes_room_before_its_beginning(seed: int) -> None:
     """In every group of layers, although it was saved, and backed up, from the beginning on."""
     world = World(random.Random(seed), device_pages=24, host_pages=30, window_tokens=None, windows=(16,))
-    job = world.submit(list(range(30)), 12)
+    job = world.submit(list(range(30)), 12, last_new=12)
     assert job is not None
     await asyncio.wait_for(world.drain(), 120)
     chain = world.looking[job.request_id].result().chain

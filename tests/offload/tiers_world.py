@@ -467,10 +467,11 @@ class World:
 
     # Moves; each is one that can be made now
 
-    def submit(self, prompt: list[int], max_new: int, salt: str = "") -> Job | None:
+    def submit(self, prompt: list[int], max_new: int, salt: str = "", *, last_new: int | None = None) -> Job | None:
         if self.leader.refusal(len(prompt) + max_new) is not None:
             return None
-        last_new = self.chance.randint(1, max_new) if self.max_steps > 1 else max_new
+        if last_new is None:
+            last_new = self.chance.randint(1, max_new) if self.max_steps > 1 else max_new
         job = Job(
             request_id=f"r{len(self.jobs)}", prompt=prompt, max_new=max_new, salt=salt, last_new=last_new, tokens=list(prompt)
         )
