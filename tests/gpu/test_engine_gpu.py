@@ -125,6 +125,8 @@ def test_a_step_waits_for_nothing(model: Directory, prompts: Prompts, name: str,
     unread = replace(item, token_id=0, position=18, is_unread=True)
     first = [PrefillItem(request_id="a", token_ids=prompts[17], first_token=0, page_tables=tables, is_last=True)]
     engine.prefill(first), engine.decode([item])  # whatever is loaded and compiled the first time
+    for read in [engine.begin_decode([one]) for one in (item, unread)]:
+        read()
     torch.cuda.synchronize()
     occupy(400_000_000)
     torch.cuda.set_sync_debug_mode("error")
