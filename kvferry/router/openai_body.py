@@ -129,7 +129,10 @@ def bad_value(name: str, value: object, bound: str) -> ApiError:
 
 def _integer(text: str) -> int | float:
     value = float(text)
-    return int(text) if -(2.0**63) <= value < 2.0**64 else value  # as orjson
+    if not -(2.0**63) <= value <= 2.0**64:
+        return value
+    number = int(text)
+    return number if -(1 << 63) <= number < 1 << 64 else value  # as orjson
 
 
 def _no_constant(name: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.router import sse
 from kvferry.router.api import CHAT, COMPLETIONS
 from kvferry.router.kv_source import KVSource, source_of
-from kvferry.router.openai_body import prompt_tokens, vllm_body, why_decode_alone
+from kvferry.router.openai_body import parse_body, prompt_tokens, vllm_body, why_decode_alone
 from tests.router.vllm_server import SHAPES, recorded, recorded_events
 
 
@@ -137,3 +137,10 @@ def test_no_body_is_too_strange(value: object) -> None:
         assert for_prefill["kept"] == value and for_prefill["max_tokens"] == for_prefill["n"] == 1
         assert for_prefill["kv_transfer_params"] == {"a": 1} and for_decode == {**body, "kv_transfer_params": {"b": 2}}
         assert json.loads(sent.decode(None)) == body
+
+
+@pytest.mark.parametrize("number", [-(2**63) - 1, -(2**63), 2**64 - 1, 2**64])
+def test_a_byte_order_mark_changes_no_number(number: int) -> None:
+    content = json.dumps({"prompt": "x", "seed": number}).encode()
+    bodies = [vllm_body(COMPLETIONS, parse_body(mark + content)) for mark in (b"", b"\xef\xbb\xbf")]
+    assert bodies[0] == bodies[1]
