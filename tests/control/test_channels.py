@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -212,6 +213,27 @@ def test_a_second_claim_of_a_live_session_takes_nothing_over(channels: Channels)
     assert client.send(b"still me")
     assert channels.heard_by(server, 1) == [Received(peer=7, payload=b"still me")]
     assert not channels.heard_by(thief)
+
+
+def test_a_payload_that_was_accepted_survives_the_end_of_a_full_peer(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        client = UnixControlClient(f"unix://{path}", session_id=7)
+        taken, _ = listener.accept()
+    while client.send(b"x" * 1000):
+        pass
+    taken.close()
+    assert client.send(b"last")
+    with open_ears() as ears:
+        server = UnixControlServer(f"unix://{path}")
+        server.allow(7)
+        heard = ears.hear(server)
+        ears.hear(client)
+        ears.until(lambda: Received(peer=7, payload=b"last") in heard, "the last payload")
+        for end in (client, server):
+            end.close()
 
 
 def test_use_after_close_is_refused(channels: Channels) -> None:

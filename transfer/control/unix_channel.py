@@ -67,12 +67,15 @@ class _Connection:
         self._received = bytearray()
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame, and send what the socket takes. Return False if the other end is gone, or takes nothing for long."""
+        """Queue a frame, and send what the socket takes. Return False if the other end is gone, or takes nothing for long.
+
+        In the second case, the frame is not queued.
+        """
         if self.unsent:
             self.flush()
         if not self.unsent:
             self._progress_s = time.monotonic()
-        elif is_full(self.unsent) or time.monotonic() - self._progress_s > STUCK_S:
+        elif not self.is_over and (is_full(self.unsent) or time.monotonic() - self._progress_s > STUCK_S):
             return False
         self.unsent.append(frame)
         self.flush()
