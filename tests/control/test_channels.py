@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import socket
 import time
@@ -25,7 +26,7 @@ from transfer.control.base import (
     Received,
     Waker,
 )
-from transfer.control.unix_channel import UnixControlClient, UnixControlServer
+from transfer.control.unix_channel import RECONNECT_S, UnixControlClient, UnixControlServer
 from transfer.control.zmq_authenticator import new_key_pair
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer, _events
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransportClosed
@@ -234,6 +235,30 @@ def test_a_payload_that_was_accepted_survives_the_end_of_a_full_peer(tmp_path: P
         ears.until(lambda: Received(peer=7, payload=b"last") in heard, "the last payload")
         for end in (client, server):
             end.close()
+
+
+def test_a_process_without_descriptors_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tried = 0
+    accept = socket.socket.accept
+
+    def fail(_: socket.socket) -> tuple[socket.socket, Any]:
+        nonlocal num_tried
+        num_tried += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for channels in channels_of("unix", tmp_path):
+        server, client = joined(channels)
+        server.allow(8)
+        began_s = time.monotonic()
+        monkeypatch.setattr(socket.socket, "accept", fail)
+        late = channels.open_client(server.address, 8)
+        late.send(b"late")
+        channels.until(lambda: num_tried > 0, "a connection that cannot be accepted")
+        for _ in range(100):
+            assert client.send(b"x") and channels.heard_by(server, 1)
+        assert num_tried <= 1 + (time.monotonic() - began_s) / RECONNECT_S
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        assert channels.heard_by(server, 1) == [Received(peer=8, payload=b"late")]
 
 
 def test_use_after_close_is_refused(channels: Channels) -> None:

@@ -274,6 +274,8 @@ class UnixControlServer(_End):
         self._allowed: set[int] = set()
         self._by_peer: dict[int, _Connection] = {}
         self._on_received: Callable[[Received], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pause: asyncio.TimerHandle | None = None  # without descriptors, connections wait for its end
         self._listener = self._socket()
         try:
             path = Path(self._path)
@@ -303,16 +305,28 @@ class UnixControlServer(_End):
         return connection is not None and self._send(connection, payload)
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
-        self._on_received = on_received
+        self._on_received, self._loop = on_received, loop
+        self._end_pause()
         self._start(loop)
 
     def _accept(self) -> None:
         try:
             end, _ = self._listener.accept()
-        except OSError:  # the client has gone, or no descriptors are left
+        except (BlockingIOError, ConnectionAbortedError):  # the client has gone
+            return
+        except OSError:  # no descriptors are left, and a connection that waits would wake the loop in each turn
+            assert self._loop is not None, "only a watched server looks"
+            self._epoll.unregister(self._listener)
+            self._pause = self._loop.call_later(RECONNECT_S, self._end_pause)
             return
         end.setblocking(False)
         self._add(end)
+
+    def _end_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+            self._epoll.register(self._listener, select.EPOLLIN)
 
     def _on_payload(self, connection: _Connection, payload: bytes) -> None:
         if not connection.peer:
@@ -339,6 +353,8 @@ class UnixControlServer(_End):
     def close(self) -> None:
         if self._is_closed:
             return
+        if self._pause is not None:
+            self._pause.cancel()
         super().close()
         self._listener.close()
         path = Path(self._path)
