@@ -261,7 +261,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             yield pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id=request_id, prompt_tokens=prompt_tokens))
             pace = Pace()
             while True:
-                await pace.wait(len(self._in_flight))
+                await pace.wait(life.generation.num_generating)
                 match await accepted.progress.get():
                     case pb.GeneratedTokens() as tokens:
                         self.metrics.counter("generated_tokens").inc(len(tokens.token_ids))

@@ -47,7 +47,11 @@ class Pace:
         self._gap_s = float("inf")  # between the last two messages; 0 if the last one had tokens of several steps
 
     async def wait(self, num_streams: int) -> None:
-        """Return when the next message may be sent."""
+        """Return when the next message may be sent.
+
+        Args:
+            num_streams: Streams that get tokens.
+        """
         pause_s = num_streams / MESSAGES_PER_S
         if self._gap_s < pause_s:
             await asyncio.sleep(self._sent_s + pause_s - self._loop.time())

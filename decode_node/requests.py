@@ -157,6 +157,11 @@ class DecodeRequests:
         self._num_steps = 0
         self._debt_s = 0.0  # time of the last step that read the store, less that of the steps since
 
+    @property
+    def num_generating(self) -> int:
+        """Requests that get tokens: those that wait, or whose prompt is on its way, are not counted."""
+        return len(self._running)
+
     async def close(self, error: TransferError) -> None:
         """End every request with `error`, without the ranks, which have ended or are about to."""
         for attempt in self._running.values():

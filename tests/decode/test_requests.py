@@ -102,6 +102,17 @@ async def test_an_end_token_ends_generation(world: World) -> None:
     await drained(world)
 
 
+async def test_only_requests_that_get_tokens_count_as_generating(world: World) -> None:
+    await world.received("a", new=2)
+    await world.first_token("a")
+    await world.submitted("b")
+    await world.receiving("c")
+    assert world.leader.num_generating == 1
+    world.finish_step()
+    assert world.leader.num_generating == 0
+    await drained(world)
+
+
 async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
     for name, new in (("a", 3), ("b", 4)):
         await world.received(name, new=new)
