@@ -120,7 +120,7 @@ def run_step(
         doing, device, advice: See `transfer.out_of_memory.allocating`.
         step, request_ids: The step and its requests.
         num_ranks: Ranks of the engine's group.
-        begun_s: When the step began, if `compute` only waits for it, on the monotonic clock.
+        begun_s: When the step began, on the monotonic clock, if `compute` only waits for its end; None means now.
     """
     if begun_s is None:
         begun_s = time.monotonic()

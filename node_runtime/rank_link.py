@@ -86,7 +86,7 @@ class RankAddress:
 
     Args:
         endpoint: ``unix://`` address of the leader's socket.
-        token: Identifies the rank on it; a secret of the two.
+        token: Session id of the rank on this socket; known to leader and rank only.
     """
 
     endpoint: str
@@ -94,7 +94,7 @@ class RankAddress:
 
     @property
     def path(self) -> Path:
-        """The file of the socket."""
+        """Path of the socket file."""
         return Path(self.endpoint.removeprefix(SCHEME))
 
 

@@ -193,7 +193,7 @@ class DecodeItem:
         draft_token_ids: Guesses of the tokens behind `token_id`, in order; their KV is written in this step, too. The KV of
             those that are not accepted is not valid, and later steps write it again. None if pages are in host memory or in the
             store.
-        is_unread: The newest token is the one that the step before chose for this request. The host has not read it. Only
+        is_unread: The newest token is the one that the previous step chose for this request, and the host has not read it. Only
             `begin_decode` of an engine gets such items, and they have no draft tokens.
     """
 

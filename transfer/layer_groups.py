@@ -28,7 +28,7 @@ without the rank having noticed.
 """
 
 DECODE_STEPS_IN_FLIGHT: Final = 2
-"""Most decode steps of a request that a rank has received and has not ended: the leader sends one while another one runs."""
+"""Maximum number of decode steps that a rank has received and not finished: the leader sends the next step while one runs."""
 
 
 class GroupKind(StrEnum):

@@ -293,9 +293,10 @@ class StagingAllocator:
     def watermark(self) -> Watermark:
         """Return the state to publish, under the next sequence number.
 
-        If a watermark has no room for all released ranges, half of it names the ranges that changed last, because a writer waits
-        for those. The others take turns: a range that a writer never receives holds its staging slot, and blocks the grants that
-        reuse its bytes, while anything older is unreleased.
+        If a watermark has no room for all released ranges, half of it names the ranges that changed last, because writers wait
+        for those. The other ranges take turns in the rest of the watermark, so that each writer receives each range. A range that
+        its writer does not receive keeps a staging slot in use, and blocks the grants that reuse its bytes, until all older
+        grants are released.
         """
         self._sequence += 1
         is_cut = len(self._end_of) > MAX_PUBLISHED_RANGES

@@ -237,9 +237,9 @@ class DecodeNodeConfig(NodeConfig):
 
     @property
     def window_slack_tokens(self) -> int:
-        """Tokens of a sliding window for which pages are set aside besides those of a step of one token.
+        """Tokens of a sliding window for which pages are reserved in addition to those for one step of one token.
 
-        A step has draft tokens, or the next one is sent while it runs.
+        They are for draft tokens, or for the next step, which is sent while this one runs.
         """
         return self.offload.window_slack_tokens(self.pool.page_size) + max(
             DECODE_STEPS_IN_FLIGHT - 1, self.speculative.most_draft_tokens
@@ -361,7 +361,7 @@ class ConnectorConfig(InstanceConfig):
 
 
 class StoreConnectorConfig(RootConfig):
-    """Settings of an engine's own offloading with kvferry's store below it."""
+    """Settings of a connector that adds kvferry's store below an engine's own offloading."""
 
     role: ClassVar[str] = "store connector"
 

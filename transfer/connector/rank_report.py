@@ -48,7 +48,7 @@ class RankReady:
         host_pages: Pages of its host pool, for each group of layers; empty if it has none.
         stored_block_pages: Pages of a block that a running request moves on to the store; 0 if it cannot.
         can_switch: Whether its engine can also serve the other role.
-        can_overlap: Whether it takes a decode step while the one before runs.
+        can_overlap: Whether it accepts a decode step while the previous one runs.
         chunk_tokens: Tokens of a chunk, chosen by the rank; 0 means those of the leader's settings.
         min_layer_groups: Least layer groups of a full chunk; above 1 if the engine reports the layers of a running step.
     """

@@ -6,8 +6,8 @@ Nothing here blocks, and delivery is not guaranteed. A payload can be lost (the 
 damaged. Payloads of one peer arrive in the order in which they were sent. The protocol above repeats important payloads until
 they are answered.
 
-Payloads are delivered on the asyncio loop that was given to `watch()`. Before that call they wait. It may also be this loop that
-sends what could not be sent at once.
+Payloads are delivered on the asyncio loop that was passed to `watch()`. Before that call they wait. Payloads that could not be
+sent at once may also be sent by this loop.
 """
 
 from __future__ import annotations

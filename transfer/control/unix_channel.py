@@ -1,9 +1,9 @@
 """The control plane over a Unix socket, between processes of one user on one machine.
 
 There are no keys, because only the user can enter the folder of the socket file. A frame is the length of the payload in 4 bytes,
-and the payload. The first frame of a connection is the client's session id in 8 bytes. A second connection with the id of an open
-one is closed. A client connects again `RECONNECT_S` after its connection ended, and then sends what was not completely sent.
-There are no heartbeats: the kernel reports the end of a process, and the queue to a frozen one fills up.
+followed by the payload. The first frame of a connection is the client's session id in 8 bytes. A second connection with the id of
+an open one is closed. A client connects again `RECONNECT_S` after its connection ended, and then sends the frames that were not
+completely sent. There are no heartbeats: the kernel reports the end of a process, and the queue to a frozen process fills up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, Tr
 SCHEME: Final = "unix://"
 RECONNECT_S: Final = 0.1
 STUCK_S: Final = 10.0
-"""Time without progress after which a peer counts as frozen. On a machine with more ranks than cores, a healthy rank can take
+"""Time without progress after which a peer counts as frozen. On a machine with more ranks than cores, a healthy rank may read
 nothing for a second."""
 
 _BACKLOG: Final = 1024
@@ -50,9 +50,9 @@ class _Connection:
 
     Attributes:
         peer: Session id of the other end; 0 until it is known.
-        is_over: Whether the other end has closed it, or has sent what is no frame.
+        is_over: Whether the other end has closed it, or has sent an invalid frame.
         unsent: Frames that were not completely sent.
-        is_ready: Whether it waits for its turn to be read.
+        is_ready: Whether it is queued for delivery of its payloads.
     """
 
     def __init__(self, end: socket.socket, max_payload_bytes: int) -> None:
@@ -67,9 +67,10 @@ class _Connection:
         self._received = bytearray()
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame, and send what the socket takes. Return False if the other end is gone, or takes nothing for long.
+        """Queue a frame, and send as much as the socket accepts.
 
-        In the second case, the frame is not queued.
+        Return False if the other end is gone, or if the frame was not queued because the queue is full or the other end counts as
+        frozen.
         """
         if self.unsent:
             self.flush()
@@ -82,7 +83,7 @@ class _Connection:
         return not self.is_over
 
     def flush(self) -> None:
-        """Send queued frames until the socket takes no more."""
+        """Send queued frames until the socket accepts no more."""
         while self.unsent and not self.is_over:
             frames = [memoryview(frame) for frame in itertools.islice(self.unsent, _FRAMES_PER_CALL)]
             frames[0] = frames[0][self._num_sent :]
@@ -128,7 +129,7 @@ class _Connection:
         return payload
 
     def reject(self) -> None:
-        """End the connection, and read nothing more of it."""
+        """End the connection, and discard the bytes that were read from it."""
         self.is_over = True
         self._received.clear()
 
@@ -143,7 +144,7 @@ class _Connection:
 
 
 class _End:
-    """The connections of one end. A descriptor of epoll stands for all of them on the loop."""
+    """The connections of one end. The loop watches one epoll descriptor, which contains all of them."""
 
     def __init__(self, address: str, max_payload_bytes: int) -> None:
         self.address = address
@@ -182,7 +183,7 @@ class _End:
         return is_sent
 
     def _follow(self, connection: _Connection) -> None:
-        """Wake the loop when the socket takes more, if something is left to send."""
+        """Wake the loop when the socket is writable, if frames are left to send."""
         if connection.socket.fileno() in self._connections:
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if connection.unsent else 0))
 
@@ -192,11 +193,11 @@ class _End:
         self._waker = Waker(loop, self._epoll.fileno(), take=self._take, has_pending=lambda: bool(self._ready))
 
     def _take(self) -> bool:
-        """Take one payload, or read what has arrived. Return False if nothing is there."""
+        """Deliver one payload, or read from sockets that have data. Return False if there was nothing to do."""
         return self._take_ready() or (not self._is_closed and self._look() and (self._take_ready() or True))
 
     def _take_ready(self) -> bool:
-        """Take one payload of those that were read, from each connection in its turn. Return False if there is none."""
+        """Deliver one payload that was read; the connections take turns. Return False if there is none."""
         while self._ready:
             connection = self._ready[0]
             payload = connection.next_payload()
@@ -258,7 +259,7 @@ class UnixControlServer(_End):
 
     Args:
         address: ``unix://PATH``. A socket file of an earlier server is replaced.
-        max_payload_bytes: Largest payload, either way; checked before a payload is read.
+        max_payload_bytes: Largest payload, in both directions; checked before a payload is read.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -337,7 +338,7 @@ class UnixControlServer(_End):
             self._on_received(Received(peer=connection.peer, payload=payload))
 
     def _name(self, connection: _Connection, payload: bytes) -> None:
-        """Give a connection the session id of its first frame. Close it if the id is invalid, or has an open connection."""
+        """Set the peer of a connection from its first frame. Close it if the id is invalid or has another open connection."""
         peer = int.from_bytes(payload, "little") if len(payload) == _ID_BYTES else 0
         before = self._by_peer.get(peer)
         if not peer or (before is not None and not before.is_closed_by_peer()):
@@ -406,7 +407,7 @@ class UnixControlClient(_End):
                 return True
             if not self._connection.is_over:
                 return False
-            self._part(self._connection)  # what it has not sent is kept, with this payload
+            self._part(self._connection)  # keeps its unsent frames, this payload included
             return True
         if is_full(self._unsent):
             return False
@@ -454,7 +455,7 @@ class UnixControlClient(_End):
             self._part(connection)
 
     def _part(self, connection: _Connection) -> None:
-        """Keep what an ended connection has not sent, and connect again later."""
+        """Keep the unsent frames of an ended connection, and connect again later."""
         self._connection = None
         self._unsent = connection.unsent
         if self._unsent and self._unsent[0] is self._hello:
@@ -478,4 +479,4 @@ def _frame(payload: bytes) -> bytes:
 
 
 def _no_socket(error: OSError) -> TransportError:
-    return TransportError(f"no socket can be had for a control channel: {error.strerror}")
+    return TransportError(f"no socket can be opened for a control channel: {error.strerror}")

@@ -1,6 +1,6 @@
 """The control plane over ZeroMQ: one ROUTER at a decode rank, one DEALER per session at a prefill rank.
 
-- Both ends have keys, and CURVE checks them and encrypts; see `zmq_authenticator`.
+- Both ends have keys. CURVE authenticates the ends and encrypts messages; see `zmq_authenticator`.
 - A client's routing id is its session id after one byte that is not 0 (ids that begin with 0 are ZeroMQ's own). Session ids are
   random and secret between the two ends. Each message carries the key of its connection, and is accepted only if that is the
   session's key.

@@ -452,8 +452,8 @@ class Receiver:
     def _publish(self) -> None:
         """Publish the watermark to the sessions that it concerns.
 
-        While it has no room for every released range, all sessions get one at each tick, and the first that has room again: a
-        session may wait for a range that was left out.
+        While a watermark has no room for every released range, all sessions get one at each tick, because a session may wait for
+        a range that was left out. For the same reason, all sessions get the first watermark that has room for all ranges again.
         """
         was_truncated, self._is_truncated = self._is_truncated, self.ring.num_ranges > MAX_PUBLISHED_RANGES
         is_for_all = (was_truncated and not self._is_truncated) or (self._is_truncated and self._is_tick)

@@ -58,7 +58,7 @@ def store_fingerprint(instance: Instance) -> str:
 
 
 def fields_fingerprint(named: Mapping[str, object]) -> str:
-    """Return 32 hex digits of named inputs of pages: values that JSON has, in any order of the names."""
+    """Return the fingerprint, 32 hex digits, of named JSON values. The order of the names does not matter."""
     return hashlib.sha256(_canonical(named).encode()).hexdigest()[:FINGERPRINT_CHARS]
 
 
