@@ -34,18 +34,19 @@ class DecodeEngine(PagedEngine, Protocol):
         """
         ...
 
-    # An engine may have three more methods. Without this one, each step waits for the tokens of the step before:
+    # An engine may have three more methods. Without `begin_decode`, each step waits for the tokens of the previous step:
     #
     #     def begin_decode(self, items: Sequence[DecodeItem]) -> Callable[[], dict[str, int]]
     #
-    # It queues a step like `decode` of at least one item, and does not wait for the device. The result is called once, on another
-    # thread and in the order of the steps: it waits for the step, and returns or raises what `decode` would. Until then, up to
-    # one more step is queued. If `is_unread` of an item is true, the engine takes the token that the step before chose for that
-    # request. If that step found no token for it, any token will do: the token of the item is not used. The method raises an
-    # EngineError if it queued nothing that still runs. The setting `speculative.method` and pages in host memory or in the store
-    # exclude this method: then the node calls `decode` or `verify`.
+    # It queues a step like `decode` of at least one item, and does not wait for the device. The node calls the returned function
+    # once, on another thread and in the order of the steps. This function waits for the step, and returns or raises what `decode`
+    # would. Before that call, at most one more step is queued. If `is_unread` of an item is true, the engine uses the token that
+    # the previous step chose for that request. If the previous step chose no token for it, the engine may use any token, because
+    # the result of the item is not used. If the method raises an EngineError, no work of this step runs on the device any more.
+    # With `speculative.method`, or with pages in host memory or in the store while a request runs, the node calls `decode` or
+    # `verify` instead.
     #
-    # Without this one, the setting `speculative.method` is refused:
+    # Without `verify`, the setting `speculative.method` is rejected:
     #
     #     def verify(self, items: Sequence[DecodeItem]) -> dict[str, Sequence[int]]
     #

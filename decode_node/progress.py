@@ -1,4 +1,4 @@
-"""Results of a request on their way to its caller."""
+"""Results of a request that are queued for its caller."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Progress = pb.GeneratedTokens | pb.GenerateDone | TransferError
 MAX_JOINED_TOKENS: Final = 256
 
 MESSAGES_PER_S: Final = 3_000
-"""Messages with tokens that all streams of a leader together may send. One takes about 100 us of the leader's CPU time, and the
-next step of all requests waits for those of the step before."""
+"""Maximum rate of messages with tokens over all streams of a leader. One message takes about 100 us of the leader's CPU time, and
+the leader sends the next step only after the messages of the previous one."""
 
 
 class ProgressQueue(asyncio.Queue[Progress]):
-    """A queue that joins tokens which nobody has taken."""
+    """A queue that joins consecutive tokens that wait in it."""
 
     def _put(self, item: Progress) -> None:
         waiting: deque[Progress] = self._queue  # type: ignore[attr-defined] # as asyncio.PriorityQueue uses it
@@ -36,9 +36,9 @@ class ProgressQueue(asyncio.Queue[Progress]):
 
 
 class Pace:
-    """Space the messages of one stream if all streams would send more than `MESSAGES_PER_S`.
+    """Delay the messages of one stream if all streams together would send more than `MESSAGES_PER_S`.
 
-    Meanwhile, tokens of several steps join.
+    During a delay, `ProgressQueue` joins the tokens of several steps.
     """
 
     def __init__(self) -> None:

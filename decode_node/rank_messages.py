@@ -50,7 +50,7 @@ class DecodeStepPart:
     """One request's newest token, at its position, and the draft tokens behind it.
 
     Args:
-        token_id: None means that the step before chooses the token and may still run. Then there are no draft tokens.
+        token_id: None means that the previous step chooses the token, and may still run. Then there are no draft tokens.
         num_draft_tokens: Draft tokens that the ranks' draft model finds; then there are no `draft_token_ids`.
     """
 
@@ -70,8 +70,8 @@ class DecodeStepPart:
 class RunDecodeStep:
     """Generate one token for each part, and one more for each draft token that is accepted.
 
-    Every rank gets the same steps in the same order. Rank 0 answers `StepDone`. While a step runs, the next one can follow if
-    all ranks have reported `RankReady.can_overlap`.
+    Every rank gets the same steps in the same order. Rank 0 answers `StepDone`. If all ranks have reported
+    `RankReady.can_overlap`, the leader may send the next step while one runs.
     """
 
     step: int

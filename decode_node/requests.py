@@ -102,9 +102,9 @@ GenerationAttempt = Attempt[GenerationRequest]
 class DecodeRequests:
     """Generate, and serve as the `IncomingScheduler` of a daemon. Owned by the leader's loop.
 
-    With `can_overlap`, two steps are in flight: the next step is sent before the tokens of the running one are read. Its parts of
-    the same requests have no token, because the ranks have it on the device. A request that ends with the running step is in the
-    next one, too. Its token from there is dropped, and the ranks release its pages after that step.
+    With `can_overlap`, two steps are in flight: the next step is sent before the tokens of the running one are read. For requests
+    of the running step, the next step contains no token, because the ranks have it on the device. A request that ends with the
+    running step may also be in the next step. Its token of that step is dropped, and the ranks release its pages after that step.
 
     Args:
         tiers: Decide where the pages of each request lie.
@@ -112,7 +112,7 @@ class DecodeRequests:
         broadcast: Sends a message to every rank.
         on_broken: Called with the reason when the engine hangs. The life cannot be used any more.
         name_attempt: Makes the id of an attempt from the client's.
-        can_overlap: Whether every rank takes a step while the one before runs.
+        can_overlap: Whether every rank accepts a step while the previous one runs.
     """
 
     reuses_pages: Final = False
@@ -432,15 +432,15 @@ class DecodeRequests:
         self.transfers.forget(request)
 
     def _send_steps(self) -> None:
-        """Send the next steps, until as many are in flight as may be."""
+        """Send next steps until the maximum number is in flight, or no request can be in another step."""
         while len(self._steps) < self._max_steps and (step := self._next_step()) is not None:
             self._steps.append(step)
             self._broadcast(step)
             self._watch.step_sent()
 
     def _next_step(self) -> RunDecodeStep | None:
-        """Return a step of all requests that can be in it; None if there are none."""
-        # A step in flight was the last one sent: every request in it has one unread token.
+        """Return a step of all requests that can be in it; None if there is no such request."""
+        # At most one step is in flight here, so every request in it has exactly one unread token.
         in_flight = {part.request_id for step in self._steps for part in step.parts}
         parts = tuple(
             part
@@ -460,9 +460,9 @@ class DecodeRequests:
         return part.request_id in self._running and self._tiers.reads_store(part.request_id)
 
     def _part(self, attempt: GenerationAttempt, *, is_unread: bool) -> DecodeStepPart | None:
-        """Return a request's part of the next step; None if it has no pages for it, or gets its last token before.
+        """Return a request's part of the next step; None if it has no pages for it, or gets its last token in the running step.
 
-        It has so few draft tokens that its pages and wanted tokens suffice for all.
+        The number of draft tokens is limited by the request's pages and by the tokens that it may still generate.
 
         Args:
             is_unread: Whether the step in flight chooses the newest token.

@@ -1,7 +1,7 @@
-"""Run the decode steps of a rank, each begun while the step before runs on the device.
+"""Run overlapping decode steps of a rank: each step is queued while the previous one runs on the device.
 
-A step is queued on the engine's thread, and its tokens are read on another one. So the engine's thread does not wait for the
-device, and outcomes are reported in the order of the steps.
+The engine's thread queues a step, and another thread reads its tokens. So the engine's thread does not wait for the device.
+Outcomes are reported in the order of the steps.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StepsAhead:
         self._engine_thread = engine_thread
         self._reader = reader
         self._advice = advice
-        self._has_failed = False  # the last step; of the engine's thread
-        self._last_over_s = 0.0  # of the reader
+        self._has_failed = False  # whether the last step could not be queued; used on the engine's thread only
+        self._last_over_s = 0.0  # end of the last step that was read; used on the reader's thread only
 
     def submit(
         self,
@@ -66,7 +66,7 @@ class StepsAhead:
     def _begin(self, items: Sequence[DecodeItem], doing: str) -> tuple[Read, float]:
         """Queue a step. Return the function that waits for it, and the time when it began."""
         begun_s = time.monotonic()
-        # If the step before failed, its requests have failed, too. They have no token from which this step could begin.
+        # If the previous step could not be queued, its requests have failed, and this step has no tokens for them.
         sound = [with_tuples(item) for item in items if not (self._has_failed and item.is_unread)]
         self._has_failed = False
         if not sound:
@@ -79,7 +79,7 @@ class StepsAhead:
             return _raising(error), begun_s
 
     async def close(self) -> None:
-        """Wait for the steps that were begun; the engine's thread has done all its work."""
+        """Wait for the steps that were queued. Call it after the engine's thread has done all its work."""
         await self._reader.call(lambda: None)
         self._reader.close(timeout_s=5.0)
 

@@ -3,8 +3,8 @@
 The rank's loop owns everything but the running step: it reserves and binds pages, runs the receiver, and serves its writers
 (`transfer.receive.attach`). The leader admits requests and chooses those that a step advances. All ranks run the same steps.
 
-The leader may send a step while the one before runs. A request's pages are released when its last step is over on this rank, also
-if the request ended before.
+The leader may send a step while the previous one runs. If a request ends while steps of it are in flight, its pages are released
+after the last of these steps has ended on this rank.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ class DecodeWorker:
 
     @property
     def _can_overlap(self) -> bool:
-        """Whether a step can begin before the host has the tokens of the step before.
+        """Whether a step can begin before the host has the tokens of the previous step.
 
-        Draft tokens follow from the newest token. With early release, the leader counts a request's pages up to the newest token.
+        Draft tokens depend on the newest token. With early release, the leader counts a request's pages up to the newest token.
         """
         config = self._config
         is_plain = not config.speculative.is_on and config.offload.device_window is None
