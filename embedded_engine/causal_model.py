@@ -70,11 +70,12 @@ class CausalModel:
         self.weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
 
     def compile_decode(self, sizes: Sequence[int], *, is_dynamic: bool) -> None:
-        """Compile the decoder layers for `compute` with these numbers of rows, in place of earlier ones.
+        """Compile the decoder layers for `compute` with these numbers of rows.
 
-        Nothing is written, and no other rank is met.
+        Compiling writes no KV and calls no collective.
 
         Args:
+            sizes: They replace those of earlier calls. If there are none, all steps run uncompiled.
             is_dynamic: See `CompiledLayers`.
         """
         if not sizes:
@@ -89,7 +90,7 @@ class CausalModel:
         self._compiled.compile(sizes, step)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: StepPlan | None) -> Tensor:
-        """Return [rows, dim] behind the last layer, from tokens [1, rows]. Without a plan, only compile."""
+        """Return [rows, dim] after the last layer, from tokens [1, rows]. A plan of None only compiles the layers."""
         output = self._model.model(input_ids=token_ids, position_ids=positions, use_cache=False, paged_plan=plan)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -114,7 +115,7 @@ class CausalModel:
 
 
 def compile_decode_steps(models: Sequence[CausalModel], sizes: Sequence[int], *, is_dynamic: bool) -> None:
-    """Compile the layers of models for decode steps of these numbers of rows; log how, or why that failed.
+    """Compile the layers of models for decode steps of these numbers of rows. Log success, or the reason of a failure.
 
     If torch.compile fails, for example because there is no C++ compiler, all steps run uncompiled.
 
@@ -122,7 +123,7 @@ def compile_decode_steps(models: Sequence[CausalModel], sizes: Sequence[int], *,
         is_dynamic: See `CompiledLayers`.
 
     Raises:
-        RuntimeError: There is too little memory.
+        RuntimeError: The device has too little memory.
     """
     begun_s = time.monotonic()
     try:
@@ -136,7 +137,7 @@ def compile_decode_steps(models: Sequence[CausalModel], sizes: Sequence[int], *,
         log.warning(
             "torch_compile_unusable",
             reason=f"{type(error).__name__}: {one_line(error)}",
-            advice="decode steps run uncompiled: fix the cause, or set torch_compile to false to accept it",
+            advice="decode steps run uncompiled: fix the cause, or set torch_compile to false",
         )
         return
     log.info("decode_steps_compiled", max_bs=max(sizes), seconds=round(time.monotonic() - begun_s, 1))

@@ -1,7 +1,7 @@
-"""Decode steps whose decoder layers torch.compile compiled at start.
+"""Decoder layers that torch.compile compiles at start, for decode steps.
 
 All decoder layers share one compiled function: layers of the same kind have the same code, and their weights are its arguments.
-So the time of compilation does not grow with the depth of the model. Recurrent layers, embeddings and the head are not compiled.
+So the compile time does not grow with the number of layers. Recurrent layers, embeddings and the head are not compiled.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from embedded_engine import opaque_calls
 from embedded_engine.step_plan import StepPlan
 
 MAX_LAYER_KINDS: Final = 32
-"""Most kinds of layers that are compiled for a size. Layers that share no code reach it, and compilation ends with an error."""
+"""Maximum number of kinds of layers for one size. If layers do not share code, they exceed it, and compilation fails."""
 
 _DYNAMIC_ROWS: Final = (1, 8)
-"""Rows of the steps that compile code for any number of rows: torch compiles a dimension of 1 separately."""
+"""Rows of the steps that produce code for any number of rows. torch compiles a dimension of size 1 separately."""
 
 
 class CompiledLayers:
-    """The decoder layers of a model, which run compiled within `running`.
+    """The decoder layers of a model. Within `running`, they run compiled.
 
     Args:
         layers: Decoder layers of a transformers model.
-        is_dynamic: Whether to compile code for any number of rows up to a maximum, not code for some numbers.
+        is_dynamic: Whether to compile code for any number of rows up to a maximum, instead of separate code for each size.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, is_dynamic: bool) -> None:
@@ -41,7 +41,7 @@ class CompiledLayers:
             layer.forward = partial(self._run, layer)
 
     def compile(self, sizes: Sequence[int], step: Callable[[int], object]) -> None:
-        """Compile the layers for steps of these numbers of rows, in place of earlier ones.
+        """Compile the layers for steps of these numbers of rows, which replace earlier ones.
 
         Args:
             step: Runs the model over a number of rows without a plan.
@@ -60,7 +60,7 @@ class CompiledLayers:
         if num_rows not in self._sizes:
             yield
             return
-        # No step compiles: if its tensors differ from those at start, its layers run uncompiled.
+        # No later step compiles: if its tensors differ from those at start, its layers run uncompiled.
         with torch.compiler.set_stance("eager_on_recompile"), opaque_calls.running(plan):
             yield
 

@@ -125,7 +125,7 @@ class DeviceDecoder:
 
         Args:
             items: One for each row, without draft tokens; those of a request are adjacent, in the order of their positions.
-            put_unread: Fills in the tokens of the items that are unread; None if there are none.
+            put_unread: Writes the tokens of the unread items into the inputs; None if there are no such items.
         """
         size = None if self._graphs is None else self._graphs.size_for(len(items))
         has_stored = any(item.stored_blocks for item in items)

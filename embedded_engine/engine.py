@@ -81,15 +81,15 @@ class _Place(TypedDict):
 class EmbeddedEngine:
     """One rank; implements `PrefillEngine` and `DecodeEngine`.
 
-    Driven by one thread; another one may read the tokens of `begin_decode`. A step that finds no memory fails alone. After an
-    error of the GPU the engine refuses further steps, because CUDA reports the error again at each later call.
+    Used by one thread; another thread may read the tokens of `begin_decode`. If there is no memory for a step, only this step
+    fails. After an error of the GPU the engine rejects further steps, because CUDA reports the error again at each later call.
 
     The ranks of a group must be given the same steps in the same order. Every rank finds a wrong item before the first
     collective. After any failed step of a group the engine refuses further steps: the ranks may have stopped at different places.
 
     Memory is allocated in this order: weights, pool (whose size may depend on the weights), page tables, CUDA graphs. Only a GPU
     has the last two: its decode steps attend by kernels, see `embedded_engine.device_decode`. Other devices, and engines without
-    `max_running_requests`, use torch's attention, as prefill steps do. Steps are compiled before the pool is allocated.
+    `max_running_requests`, use torch's attention, as prefill steps do. Layers are compiled before the pool is allocated.
 
     Args:
         directory: A local Hugging Face directory of a family in `ARCHITECTURES`, or its checked `ModelFiles`.
@@ -114,14 +114,15 @@ class EmbeddedEngine:
         num_speculative_tokens: Maximum number of draft tokens of a request in a decode step.
         draft: Checked directory of the draft model. `prefill`, `decode` and `verify` then also compute its KV, in further layers
             of the pool.
-        torch_compile_max_bs: Most rows of a decode step with layers that torch.compile compiled; 0 compiles none. On a GPU, steps
-            in `cuda_graph_batch_sizes` are compiled; elsewhere, all up to this size. See `embedded_engine.compiled_layers`.
+        torch_compile_max_bs: Maximum number of rows of a decode step that runs compiled; 0 disables compilation. On a GPU, the
+            sizes in `cuda_graph_batch_sizes` up to this one are compiled; on a CPU, all sizes up to this one. See
+            `embedded_engine.compiled_layers`.
 
     Attributes:
         memory_plan: The plan that sized the pool, if there is one.
         memory_warnings: Estimates of that plan that were wrong.
         weights_bytes: Bytes of this rank's weights.
-        inductor_bytes: Bytes of the device that compiled steps took when they were compiled.
+        inductor_bytes: Device memory that compilation took; 0 on a CPU.
 
     Raises:
         ConfigError: The directory, a parallel size or a batch size is wrong.
@@ -324,7 +325,7 @@ class EmbeddedEngine:
             self.capture_cuda_graphs(graph_batch_sizes)
 
     def _compile(self, graph_batch_sizes: Sequence[int], max_running_requests: int | None) -> None:
-        """Compile decode steps, if that is set."""
+        """Compile decode steps if `torch_compile_max_bs` is set."""
         self.inductor_bytes = 0
         models = [model for model in (self._model, self._draft) if model is not None]
         is_gpu, most = self._device.type == "cuda", self._torch_compile_max_bs
@@ -507,7 +508,7 @@ class EmbeddedEngine:
         """Queue one decode step of at least one item without waiting for the device; see `DecodeEngine`."""
         last, self._chosen = self._chosen, None
         if self._draft is not None:
-            raise EngineError("begin_decode was called, and there is a draft model, which reads tokens on the host; call verify")
+            raise EngineError("begin_decode was called, and there is a draft model, which needs tokens on the host; call verify")
         batch = self.decode_batch(items, last)
         output = self.forward_batch(batch)
         with self._step(*use_of(batch)):
@@ -580,10 +581,10 @@ class EmbeddedEngine:
         """Check and plan a decode step of at least one item.
 
         Args:
-            last: Tokens of the step before, for items that are unread.
+            last: Tokens of the previous step, for unread items.
 
         Raises:
-            EngineError: An item does not fit the model or the pool, or is unread and not in the step before.
+            EngineError: An item does not fit the model or the pool, or an unread item was not in the previous step.
         """
         items = self._checks.check_decode(items)
         unread = unread_rows(items, last)
@@ -698,7 +699,7 @@ class EmbeddedEngine:
             return output.tokens()
 
     def _shared(self, batch: ForwardBatch, output: ForwardOutput) -> ChosenTokens:
-        """Put the tokens of a step on every rank's device, where the next step begins from them."""
+        """Copy the tokens of a step to the devices of all ranks. The next step reads them there."""
         if self.shard.tp_rank:
             tokens = torch.empty(len(batch.wanted), dtype=torch.int64, device=self._device)
         else:

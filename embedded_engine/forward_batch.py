@@ -41,11 +41,11 @@ class WantedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTokens:
-    """The tokens of a step on the device, from which the next one can begin.
+    """The tokens of a step on the device, which the next step can read.
 
     Args:
-        rows: Request -> its place in `tokens`.
-        tokens: int64 [rows], all valid token ids: a request without a token has 0.
+        rows: Request -> its index in `tokens`.
+        tokens: int64 [rows], all of them valid token ids: 0 for a request without a token.
     """
 
     rows: Mapping[str, int]
@@ -54,10 +54,10 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadRows:
-    """Rows of a step whose token the step before has chosen.
+    """Rows of a step whose tokens the previous step chooses.
 
     Args:
-        places: int64 [2, n], each row and the place of its token.
+        places: int64 [2, n], the index of each row, and the index of its token in `tokens`.
         tokens: See `ChosenTokens`.
     """
 
@@ -65,7 +65,7 @@ class UnreadRows:
     tokens: Tensor
 
     def put(self, token_ids: Tensor) -> None:
-        """Queue the copy into the step's token ids, int64 [rows], behind the step before."""
+        """Queue the copy into the step's token ids, int64 [rows], after the previous step."""
         rows, sources = on_device(self.places, token_ids.device)
         token_ids.index_copy_(0, rows, self.tokens.index_select(0, sources))
 
@@ -81,7 +81,7 @@ class ForwardBatch:
             steps share.
         decode_rows: The rows of a decode step as items of one token each, their tables cut to the checked entries.
         drafts: Request -> its draft tokens. The rows of a request are adjacent.
-        unread: Rows whose token is on the device only; None if there are none.
+        unread: Rows whose tokens are on the device only; None if there are no such rows.
     """
 
     wanted: tuple[WantedRow, ...]
@@ -165,17 +165,17 @@ def use_of(batch: ForwardBatch) -> tuple[str, Phase]:
 
 
 def unread_rows(items: Sequence[DecodeItem], last: ChosenTokens | None) -> UnreadRows | None:
-    """Return the rows of a step without draft tokens whose token is on the device only.
+    """Return the rows of a step without draft tokens whose tokens are on the device only; None if there are no such rows.
 
     Raises:
-        EngineError: The step before has no token of such an item.
+        EngineError: The previous step has no token for such an item.
     """
     found = [(row, item.request_id) for row, item in enumerate(items) if item.is_unread]
     if not found:
         return None
     for _, request_id in found:
         if last is None or request_id not in last.rows:
-            raise EngineError(f"request {request_id!r} has no token_id, and the step before chose none for it; one of them must")
+            raise EngineError(f"request {request_id!r} is unread, and the previous step chose no token for it; set its token_id")
     assert last is not None
     places = [[row for row, _ in found], [last.rows[request_id] for _, request_id in found]]
     return UnreadRows(places=np.array(places, dtype=np.int64), tokens=last.tokens)

@@ -129,7 +129,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return the bytes that this process holds on a GPU, with the pools of CUDA graphs, after it released what it can."""
+    """Free unused memory, and return the bytes that this process has reserved on a GPU, with the pools of CUDA graphs."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)

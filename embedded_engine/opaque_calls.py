@@ -1,7 +1,7 @@
 """Calls that torch.compile must not trace: attention over the pool, and sums over the ranks of a group.
 
-A compiled layer gets tensors only. So all layers of a kind, and all steps of a size, share its code. It calls operators, whose
-bodies read the plan and the layer of the running step from their thread.
+The arguments of a compiled layer are tensors only. So all layers of a kind, and all steps of a size, share its code. It calls
+operators, and their bodies read the plan and the layer of the running step from a thread-local variable.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class CompiledStep:
     """A step that a thread runs with compiled layers.
 
     Args:
-        plan: Its plan; None for a step that only compiles. Such a step attends to nothing, writes nothing and meets no rank.
-        attention: transformers' attention layer that runs.
+        plan: Its plan; None for a step that only compiles. Such a step computes no attention, writes no KV and calls no
+            collective.
+        attention: The attention layer of transformers that runs.
     """
 
     plan: StepPlan | None
@@ -43,7 +44,7 @@ _thread = _Thread()
 
 @contextmanager
 def running(plan: StepPlan | None) -> Iterator[None]:
-    """Let the thread's layers run compiled, with this plan; see `CompiledStep`."""
+    """Run the layers of this thread compiled, with this plan; see `CompiledStep`."""
     _thread.step = CompiledStep(plan)
     try:
         yield
@@ -52,7 +53,7 @@ def running(plan: StepPlan | None) -> Iterator[None]:
 
 
 def running_step() -> CompiledStep | None:
-    """Return the compiled step of this thread; None if it runs none."""
+    """Return the compiled step that this thread runs; None if it runs no such step."""
     return _thread.step
 
 
@@ -96,7 +97,7 @@ def _empty_result(query: Tensor, value_dim: int) -> Tensor:
 
 
 def sum_over_ranks(tensor: Tensor) -> None:
-    """Replace `tensor` by its sum over the ranks of the process group, in place; not in a step that only compiles."""
+    """Replace `tensor` by its sum over the ranks of the process group, in place. A step that only compiles does nothing."""
     if torch.compiler.is_compiling():
         _sum_over_ranks(tensor)
     elif _thread.step is None or _thread.step.plan is not None:

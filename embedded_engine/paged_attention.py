@@ -56,7 +56,7 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' models with K and V; without a plan, that of a compiled layer."""
+    """Attention function of transformers' models with K and V. A plan of None means that a compiled layer calls it."""
     if paged_plan is None:
         return opaque_calls.attend(query, key, value, scaling, softcap, s_aux), None
     scores = Scores(scale=scaling, softcap=softcap, sinks=s_aux)
@@ -76,7 +76,7 @@ def paged_latent_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' MLA layers; `key` and `value` are the parts of the latents that the hook left.
 
-    Without a plan, it is that of a compiled layer.
+    A plan of None means that a compiled layer calls it.
     """
     latents = torch.cat((key, value), dim=-1)[0].transpose(0, 1)
     if paged_plan is None:

@@ -1,4 +1,4 @@
-"""The interface of a step's plan: the work of the layers that is not in the model itself."""
+"""The interface of a step's plan: KV writes, attention over the pool, and recurrent states."""
 
 from __future__ import annotations
 

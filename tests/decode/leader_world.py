@@ -288,7 +288,7 @@ class World:
         before = {part.request_id: part.position for one in self.steps for part in one.parts}
         for part in step.parts:
             if part.token_id is None:
-                assert part.position == before[part.request_id] + 1, "the step before chooses its token"
+                assert part.position == before[part.request_id] + 1, "the previous step chooses its token"
             else:
                 assert part.request_id not in before, "its newest token is not read"
 

@@ -1,4 +1,4 @@
-"""Tokens on their way to a caller: joined while they wait, and spaced when there are many streams."""
+"""Tokens that are queued for a caller: they are joined while they wait, and delayed if there are many streams."""
 
 from __future__ import annotations
 

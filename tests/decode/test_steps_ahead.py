@@ -1,4 +1,4 @@
-"""Two decode steps in flight: tokens are read one step late, and pages go back after the last step that uses them."""
+"""Two decode steps in flight: tokens are read one step late, and pages are released after the last step that uses them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_a_step_is_sent_before_the_tokens_of_the_running_one_are_read(worl
     await drained(world)
 
 
-async def test_a_request_joins_behind_the_steps_in_flight(world: World) -> None:
+async def test_a_request_joins_after_the_steps_in_flight(world: World) -> None:
     await running(world, "a", new=9)
     await running(world, "b", new=9)
     assert shown(world) == [[("a", FIRST_TOKEN, 3)], [("a", None, 4)]]
@@ -74,7 +74,7 @@ async def test_a_request_joins_behind_the_steps_in_flight(world: World) -> None:
     await drained(world)
 
 
-async def test_the_token_behind_an_end_token_is_dropped(world: World) -> None:
+async def test_the_token_after_an_end_token_is_dropped(world: World) -> None:
     request = await running(world, "a", new=9, end_ids=frozenset({8}))
     other = await running(world, "b", new=5)
     world.finish_step(token=8)
@@ -102,7 +102,7 @@ async def test_a_client_that_leaves_between_two_steps(world: World) -> None:
     assert tokens_told(request) == [FIRST_TOKEN, 8] and len(tokens_told(other)) == 5
 
 
-async def test_a_failed_step_ends_its_own_requests_and_not_those_that_joined_behind_it(world: World) -> None:
+async def test_a_failed_step_ends_its_own_requests_and_not_those_that_joined_after_it(world: World) -> None:
     request = await running(world, "a", new=9)
     other = await running(world, "b", new=5)
     world.finish_step(token=8)
@@ -136,9 +136,8 @@ async def test_ranks_that_die_with_two_steps_in_flight(world: World) -> None:
 
 
 class LateEngine:
-    """Queues steps. What a step reads is checked when it is queued and again when its tokens are read: a GPU reads in between.
-
-    Meanwhile, somebody writes into every page that is free.
+    """Queues steps. The KV that a step reads is checked when the step is queued, and again when its tokens are read: a GPU reads
+    between these times. In the meantime, all free pages are overwritten.
     """
 
     pool = SimpleNamespace(device="cpu")
@@ -175,7 +174,7 @@ class LateEngine:
 
 
 class RankAhead(Rank):
-    """A rank whose steps begin while the step before runs."""
+    """A rank whose steps are queued while the previous step runs."""
 
     needs = page_needs(GROUPS, PAGE_SIZE, slack_tokens=1)
 
@@ -188,7 +187,7 @@ class RankAhead(Rank):
         return self.engine
 
     def ahead(self, number: int, *positions: tuple[str, int]) -> None:
-        """A step of requests whose tokens the step before chooses."""
+        """A step of requests whose tokens the previous step chooses."""
         parts = tuple(DecodeStepPart(request_id=name, token_id=None, position=position) for name, position in positions)
         self.worker.on_message(RunDecodeStep(step=number, parts=parts))
 
@@ -216,7 +215,7 @@ def test_a_window_keeps_what_the_running_step_reads(num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "cancelled"])
-def test_pages_go_back_after_the_last_step_that_uses_them(how: str) -> None:
+def test_pages_are_released_after_the_last_step_that_uses_them(how: str) -> None:
     rank = RankAhead(1)
     rank.expect("a")
     rank.arrive("a", 1)
@@ -236,7 +235,7 @@ def test_pages_go_back_after_the_last_step_that_uses_them(how: str) -> None:
     rank.assert_nothing_is_left()
 
 
-def test_a_step_behind_a_failed_one_is_that_of_the_other_requests() -> None:
+def test_a_step_after_a_failed_one_runs_only_the_other_requests() -> None:
     rank = RankAhead(2)
     for seed, name in enumerate("ab"):
         rank.expect(name)

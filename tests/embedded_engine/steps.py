@@ -214,7 +214,7 @@ def decode_ahead(
     *,
     sampling: SamplingParams = GREEDY,
 ) -> dict[str, list[int]]:
-    """As `decode_all`, and each step begins before the tokens of the step before are read."""
+    """As `decode_all`, but each step is queued before the tokens of the previous step are read."""
     tokens = {request_id: [token] for request_id, token in first.items()}
     reads: list[Callable[[], dict[str, int]]] = []
     for step in range(num_tokens):

@@ -153,10 +153,10 @@ def test_a_request_whose_numbers_are_broken_costs_the_others_of_its_step_nothing
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next"])
-def test_a_step_begins_from_tokens_that_nobody_has_read(
+def test_a_step_uses_tokens_that_the_host_has_not_read(
     family_dir: Directory, generate: Generate, prompts: Prompts, family: str
 ) -> None:
-    """In another order of requests than the step before; pages that a window has passed hold no numbers."""
+    """Each step has another order of requests than the previous one. Pages that a window has passed contain NaN."""
     directory = family_dir(family)
     files = read_model_files(directory)
     engine = EmbeddedEngine(files, shard=Shard(page_size=4), num_pages=pages_for(layer_groups(files.layout()), 40))
@@ -166,7 +166,7 @@ def test_a_step_begins_from_tokens_that_nobody_has_read(
     assert decode_ahead(engine, first, {name: int(name) for name in answers}, book, 9) == answers
 
 
-def test_sampled_tokens_that_nobody_has_read(demo_dir: Path, prompts: Prompts) -> None:
+def test_sampled_tokens_that_the_host_has_not_read(demo_dir: Path, prompts: Prompts) -> None:
     engine, sampling, tables = make_engine(demo_dir), SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=3), {"a": [2, 3]}
     first = prefill_all(engine, {"a": prompts[17]}, tables, sampling=sampling)
     found = [decode(engine, first, {"a": 17}, tables, 9, sampling=sampling) for decode in (decode_all, decode_ahead)]
@@ -196,7 +196,7 @@ def test_a_token_that_no_step_has_chosen_is_refused(demo_dir: Path, prompts: Pro
     first = prefill_all(engine, {"a": prompts[17]}, {"a": [0, 1]})
     item = DecodeItem(request_id="a", token_id=first["a"], position=17, page_tables=([0, 1],))
     unread = replace(item, token_id=0, position=18, is_unread=True)
-    complaint = "request 'a' has no token_id, and the step before chose none for it"
+    complaint = "request 'a' is unread, and the previous step chose no token for it"
     for decode in (engine.begin_decode, engine.decode):
         with pytest.raises(EngineError, match=complaint):
             decode([unread])

@@ -143,10 +143,8 @@ def test_a_draft_model_has_graphs_of_its_own(graphs: list[Relaunched], family_di
     assert of_model.replayed == [2, 6, 6] and of_draft.replayed == [2] * (1 + 2 + 3)
 
 
-def test_a_step_begins_from_tokens_that_nobody_has_read(
-    graphs: list[Relaunched], family_dir: Directory, prompts: Prompts
-) -> None:
-    """Replayed steps, whose inputs lie in memory that all of them share."""
+def test_a_step_uses_tokens_that_the_host_has_not_read(graphs: list[Relaunched], family_dir: Directory, prompts: Prompts) -> None:
+    """Replayed steps share the memory of their inputs."""
     directory, own = family_dir("gemma2"), {name: prompts[int(name)] for name in ("5", "17")}
     lengths = {name: int(name) for name in own}
     found = []

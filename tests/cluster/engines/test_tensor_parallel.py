@@ -68,7 +68,7 @@ def test_seeded_sampling_does_not_depend_on_the_cut(
     assert found[0] == found[1]
 
 
-def test_every_rank_begins_a_step_from_tokens_that_nobody_has_read(
+def test_every_rank_uses_tokens_that_the_host_has_not_read(
     groups: dict[str, Ranks], demo_dir: Path, generate: Generate, prompts: dict[int, tuple[int, ...]]
 ) -> None:
     chosen = {str(length): prompts[length] for length in (5, 129)}

@@ -1,4 +1,4 @@
-"""Decode steps that torch.compile compiled, on the CPU: tokens, no compilation in a step, and a compiler that is missing."""
+"""Decode steps with compiled layers on a CPU: tokens, no compilation in a step, and a missing compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runtime.instances import decode_config
 from transfer.errors import ConfigError
 from transfer.layout import LayerKind, Shard
 
-pytestmark = pytest.mark.timeout(600)  # a compilation takes some ten seconds on a free core
+pytestmark = pytest.mark.timeout(600)  # a compilation takes about ten seconds on a free core
 
 NUM_TOKENS = 8
 LENGTHS = (5, 17, 33)
@@ -31,7 +31,7 @@ LENGTHS = (5, 17, 33)
 
 @pytest.fixture(scope="module")
 def compiled(demo_dir: Path) -> EmbeddedEngine:
-    """An engine that compiles steps of up to eight rows, and has steps of up to fifteen."""
+    """An engine that compiles steps of up to eight rows, and runs steps of up to fifteen."""
     settings = {"num_speculative_tokens": MOST_DRAFTS, "max_running_requests": len(LENGTHS), "torch_compile_max_bs": 8}
     return make_engine(demo_dir, Shard(page_size=4), **settings)
 
@@ -89,7 +89,7 @@ def test_tokens_of_other_layers_are_those_of_generate(
 def test_ranks_of_a_group_have_the_same_tokens(
     demo_dir: Path, rank_server: RankServer, generate: Generate, prompts: Prompts
 ) -> None:
-    """The ranks compile without each other, and meet in each step."""
+    """The ranks compile independently, and call collectives in each step."""
     described = GroupOfRanks(size=2, model=demo_dir, settings={"max_running_requests": 2, "torch_compile_max_bs": 2})
     ranks = rank_server.start({"compiled": described})["compiled"]
     own = {str(length): prompts[length] for length in LENGTHS[:2]}
