@@ -105,7 +105,7 @@ def plan(
     cuda_graph_max_bs: Annotated[int | None, typer.Option(help="Largest batch with a CUDA graph; 0: none.")] = None,
     cuda_graph_bs: Annotated[str | None, typer.Option(help="Batches with a CUDA graph, with commas between them.")] = None,
     enable_torch_compile: Annotated[
-        bool, typer.Option("--enable-torch-compile", help="Decode steps are compiled by torch.compile.")
+        bool, typer.Option("--enable-torch-compile", help="Compile decode steps with torch.compile.")
     ] = False,
     torch_compile_max_bs: Annotated[int, typer.Option(help="Largest batch that is compiled.")] = 32,
     speculative: Annotated[str | None, typer.Option(help="eagle, eagle3, nextn, dflash, standalone or ngram.")] = None,

@@ -87,12 +87,12 @@ class PlanInputs:
         dtype: Dtype that the model computes in; None takes the stored one.
         kv_dtype: Element type of the pool; None takes `dtype`.
         chunked_prefill_size: Tokens of a prefill step; None chooses by the size of the device.
-        tokens_in_flight: See `LayerGroup.peak_pages`. None counts the tokens of all steps that a rank can have been sent: one of
-            each on a decode rank, and `chunked_prefill_size` of each on a prefill rank.
+        tokens_in_flight: See `LayerGroup.peak_pages`. None counts the tokens of the maximum number of steps in flight: one token
+            for each step on a decode rank, and `chunked_prefill_size` tokens for each step on a prefill rank.
         max_seq_len: Tokens of the longest sequence; None takes the model's context.
         has_page_tables: Whether page tables lie on the device, as those of decode steps on a GPU do.
         cuda_graph_batch_sizes: Batch sizes with a CUDA graph; None chooses by the size of the device.
-        torch_compile_max_bs: Largest decode batch that torch.compile compiles; 0 compiles none.
+        torch_compile_max_bs: Largest decode batch that torch.compile compiles; 0 disables compilation.
         speculative: Speculative algorithm, a key of `SPECULATIVE_MB` in any case.
         static_fraction: Share of the device for weights and KV; None uses the heuristic.
         memory_ratio: Share of the free memory for weights and KV, with the policy page-count.
@@ -231,7 +231,7 @@ class PlanInputs:
 
     @property
     def largest_compiled_bs(self) -> int:
-        """Upper bound of the decode batches that are compiled: on a GPU, those with a CUDA graph are."""
+        """Upper bound of the decode batches that are compiled. On a GPU, only batches with a CUDA graph are compiled."""
         return min(self.torch_compile_max_bs, self.max_running_requests if self.is_cpu else self.cuda_graph_max_bs)
 
     @property

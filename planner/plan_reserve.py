@@ -1,9 +1,9 @@
 """The memory that a plan leaves free for activations, CUDA graphs and libraries, by one of two published policies.
 
 Sources: SGLang, ``server_args._handle_gpu_memory_settings`` and ``adjust_mem_fraction_for_vlm``; mini-sglang,
-``engine._determine_num_pages``. All of SGLang's figures are MB of 2**20 bytes. SGLang has no figure for compiled steps: it
-counts on the reserve for their workspace. Here they get an allowance in the reserve, as large as that for the CUDA graphs of the
-same batches.
+``engine._determine_num_pages``. All of SGLang's figures are MB of 2**20 bytes. SGLang has no separate estimate for compiled
+steps: its reserve includes their workspace. Here, the estimate is a part of the reserve, as large as the part for the CUDA graphs
+of the same batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Reserve:
         static_fraction: Share of the device that weights and KV may take.
         num_bytes: The rest of the device.
         cuda_graph_bytes: Part of it that CUDA graphs are expected to take.
-        inductor_bytes: Part of it that steps compiled by torch.compile (Inductor) are expected to take besides.
+        inductor_bytes: Further part of it that steps compiled by torch.compile (Inductor) are expected to take.
     """
 
     static_fraction: float
@@ -60,7 +60,7 @@ def make_reserve(inputs: PlanInputs) -> Reserve:
         cuda_graph_bytes=graph_bytes,
         cuda_graph_formula=f"{graph_formula} MB",
         inductor_bytes=min(num_bytes - graph_bytes, 2 * inputs.largest_compiled_bs * MB),
-        inductor_formula=f"2 x {inputs.largest_compiled_bs} MB, an allowance for steps of torch.compile",
+        inductor_formula=f"2 x {inputs.largest_compiled_bs} MB, an estimate for steps compiled by torch.compile",
     )
 
 

@@ -58,8 +58,8 @@ class MemoryPlan:
         cell_bytes: KV of one token on this rank, in the group that limits the number of tokens.
         max_total_tokens, num_pages: Tokens and pages of that group.
         groups: The pools, in the order of `transfer.layer_groups.layer_groups`.
-        free_bytes: Expected free memory of a running node: the reserve and the rest that the pools leave, less CUDA graphs and
-            compiled steps.
+        free_bytes: Expected free memory of a running node: the reserve and the memory left over by the pools, minus that of CUDA
+            graphs and compiled steps.
         lines: All lines; those that are not inside another one add up to the device.
         advice: Settings that could be better.
     """

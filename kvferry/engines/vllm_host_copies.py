@@ -1,6 +1,7 @@
 """Copy blocks of vLLM's KV cache in host memory to and from the chunks of vLLM's offloading.
 
-vLLM's own copies need a GPU. This file serves attention on a CPU, whose cache is in host memory. It imports nothing of vLLM.
+vLLM's own copies need a GPU. This file copies blocks if attention runs on a CPU and its cache is in host memory. It imports
+nothing of vLLM.
 
 Offsets and strides are vLLM's: a `run` of a layer has fragments at ``local_offset + i * local_stride`` of a block and at
 ``canonical_offset + i * canonical_stride`` of the layer's part of a chunk.
@@ -24,8 +25,8 @@ _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 class _Part:
     """Fragments of one run of a layer, in the largest words that fit.
 
-    `blocks` is [blocks, fragments, words], `chunks` is [chunks, blocks_per_chunk, fragments, words]. One of the workers that hold
-    the same heads writes a block of a chunk: worker `writer` if the number of the block modulo `num_writers` is `writer`.
+    `blocks` is [blocks, fragments, words], `chunks` is [chunks, blocks_per_chunk, fragments, words]. If several workers hold the
+    same heads, one of them writes each block of a chunk: the one whose `writer` equals the block's number modulo `num_writers`.
     """
 
     blocks: Tensor
@@ -35,12 +36,12 @@ class _Part:
 
 
 class HostCopies:
-    """Copy blocks of one worker. Calls copy before they return.
+    """Copy blocks of one worker. The copies are finished when a call returns.
 
     Args:
         tensors: vLLM's tensors, [blocks, block_bytes] int8.
-        groups: Layers of each group, as vLLM's references: ``tensor_idx``, ``page_size_bytes`` and ``mapping``, which is None for
-            chunks with the workers' bytes one after another.
+        groups: Layers of each group, as vLLM's references: ``tensor_idx``, ``page_size_bytes`` and ``mapping``. A mapping of None
+            means that chunks contain the bytes of the workers one after another.
         chunks: A view of host memory for each tensor, [chunks, blocks_per_chunk * part_bytes] int8.
         blocks_per_chunk: Blocks of each group in a chunk.
     """
@@ -64,12 +65,12 @@ class HostCopies:
         Args:
             blocks: vLLM's ``GPULoadStoreSpec``: ``block_ids`` of all groups one after another, ``group_sizes``, and
                 ``block_indices``, the position of each group's first block in the request.
-            chunks: ``block_ids`` of the chunks, for each group from the one with its first block on.
+            chunks: ``block_ids`` of the chunks; for each group, the first chunk contains the first block.
         """
         return self._copy(blocks, chunks, is_save=True)
 
     def load(self, chunks: Any, blocks: Any) -> int:
-        """Copy chunks into blocks, and return the number of bytes. Arguments as of `save`."""
+        """Copy chunks into blocks, and return the number of bytes. For the arguments, see `save`."""
         return self._copy(blocks, chunks, is_save=False)
 
     def _copy(self, blocks: Any, chunks: Any, *, is_save: bool) -> int:
@@ -87,7 +88,7 @@ class HostCopies:
         return num_bytes
 
     def _places(self, blocks: Any, chunks: Any) -> Iterator[tuple[list[_Part], Tensor, Tensor, Tensor]]:
-        """Yield for each group its parts, the ids of its blocks, and for each block its chunk and its place there."""
+        """Yield the parts of each group, the ids of its blocks, and for each block its chunk and its index in the chunk."""
         first_block, first_chunk = 0, 0
         block_ids, chunk_ids = (torch.as_tensor(ids.block_ids, dtype=torch.int64) for ids in (blocks, chunks))
         for parts, size, index in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):

@@ -235,10 +235,10 @@ def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) ->
 
 
 def check(facts: VllmFacts) -> None:
-    """Check that KV depends on nothing but model and tokens, and that all layers keep K and V, or a latent.
+    """Check that KV depends only on the model and the tokens, and that all layers store K and V, or a latent.
 
     Raises:
-        ConfigError, LayoutError: As of `describe`.
+        ConfigError, LayoutError: As `describe`.
     """
     for name, value in facts.features.items():
         raise ConfigError(f"{name} is on ({value}); KV of such an instance cannot be moved yet")

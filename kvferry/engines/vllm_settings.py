@@ -20,7 +20,7 @@ OLDEST_VLLM: Final = (0, 32)
 NEWEST_VLLM: Final = (0, 33)
 
 _STORE_VARIABLES: Final = ("KVFERRY_STORAGE__", "KVFERRY_OFFLOAD__")
-"""Variables of the store. The instance's other connector ignores them, as vLLM's MultiConnector can have both."""
+"""Variables of the store. The transfer connector ignores them, because vLLM's MultiConnector can contain both connectors."""
 
 _SIDES: Final = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": PREFILL | DECODE}
 
@@ -56,14 +56,15 @@ class VllmStoreConfig(StoreConnectorConfig):
 
     allow_untested_vllm: bool = Field(
         default=False,
-        description="Run also in a vLLM version that the connector was not tested with; its interfaces may have changed.",
+        description="Also run in a vLLM version that the connector was not tested with; its interfaces may have changed.",
     )
     page_blocks: Count = Field(
         default=1,
-        description="Blocks of vLLM in a stored page, the same in all instances that share pages. Only whole pages are stored.",
+        description="vLLM blocks of a stored page, the same in all instances that share pages. Only whole pages are stored.",
     )
     save_generated: bool = Field(
-        default=False, description="Save pages with generated tokens, too, as for conversations. false: pages of prompts only."
+        default=False,
+        description="Also save pages with generated tokens, for example for conversations. false: only pages of prompts.",
     )
 
 

@@ -1,10 +1,10 @@
-"""Pages of a vLLM instance in kvferry's store: their keys, look-ups, and jobs that save and load them.
+"""Pages of a vLLM instance in kvferry's store: their keys, lookups, and jobs that save and load them.
 
 This file imports nothing of vLLM. `kvferry.engines.vllm_store_connector` connects it with vLLM's offloading.
 
-A page is a chunk of vLLM's offloading: the KV of a run of whole blocks in all layers of a group, of all workers. vLLM names it by
-a hash of all tokens up to its end. Its bytes are those of vLLM's blocks, so the fingerprint names everything that determines them
-(`fingerprint`). Nodes have pages of their own.
+A page is a chunk of vLLM's offloading: the KV of consecutive whole blocks in all layers of a group, of all workers. Its name is
+vLLM's hash of all tokens up to its end. It contains the bytes of vLLM's blocks, so the fingerprint covers everything that
+determines them (`fingerprint`). Pages of kvferry's nodes have another format.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from transfer.storage.keys import chain_seed, fields_fingerprint
 from transfer.storage.open import check_store, open_store_client
 
 PAGE_FORMAT: Final = 1
-"""Version of the fields in a fingerprint. Increase it with any change of them or of their meaning."""
+"""Version of the fields of a fingerprint. Increase it if the fields or their meaning change."""
 
 BATCH_BYTES: Final = 32 << 20
-"""Bytes that are saved or loaded at once. The client needs the same amount in addition."""
+"""Bytes that are saved or loaded at once. The client allocates the same amount in addition."""
 
 LOOP_TIMEOUT_S: Final = 30.0
-"""Longest wait for kvferry's loop, which bounds its own waits, at start and end."""
+"""Longest wait for kvferry's loop at start and at end. The loop has deadlines of its own."""
 
 _GROUP_BYTES: Final = 4
-"""Last bytes of vLLM's name of a chunk, which are the index of its group."""
+"""Length of the group's index at the end of vLLM's name of a chunk."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPages:
-    """Pages of one worker, as the worker knows them.
+    """One worker's description of its pages.
 
     Args:
-        fields: Everything besides model and tokens that determines the bytes that the worker reads and writes.
+        fields: All values besides model and tokens that determine the bytes that the worker reads and writes.
         page_bytes: Bytes of a page of all workers.
-        is_portable: Whether the bytes of a page do not depend on the number of workers. Then `fields` do not, either.
+        is_portable: Whether the bytes of a page are independent of the number of workers. Then `fields` are, too.
     """
 
     fields: Mapping[str, object]
@@ -89,12 +89,12 @@ def rank_fields(facts: VllmFacts, caches: Mapping[str, Tensor], *, is_portable: 
 
 
 def fingerprint(ranks: Sequence[RankPages], *, model: Mapping[str, str], chunks: Mapping[str, object]) -> str:
-    """Return the fingerprint of an instance's pages, 32 hex digits. Instances with the same one can use each other's pages.
+    """Return the fingerprint of an instance's pages, 32 hex digits. Instances with the same fingerprint can share pages.
 
     Args:
         ranks: Pages of all workers, by rank.
         model: Fields of the model with the digest of its weights, see `kvferry.engines.vllm_facts.model_fields`.
-        chunks: Settings of vLLM that determine how prompts are cut and hashed.
+        chunks: Settings of vLLM that determine how prompts are divided into chunks and hashed.
 
     Raises:
         LayoutError: The workers do not agree on the size of a page.
@@ -122,13 +122,13 @@ class PageKeys:
         self._seed = chain_seed(fingerprint, salt, "")
 
     def key(self, name: bytes) -> str:
-        """Return the key of the page with that name of vLLM: hash of the tokens, and group."""
+        """Return the key of a page. `name` is vLLM's: the hash of the tokens, followed by the group."""
         return f"{self.fingerprint}/{hashlib.sha256(self._seed + name).hexdigest()}-vllm"
 
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """Whether a page is stored; None while the store is asked."""
+    """Whether a page is stored; None until the store has answered."""
 
     is_stored: bool | None = None
     request_ids: set[str] = field(default_factory=set)
@@ -160,12 +160,12 @@ class FinishedJob:
 
 
 class VllmStore:
-    """The store of a vLLM instance. Owned by the thread of vLLM's scheduler. Only `drain` and `close` wait.
+    """The store of a vLLM instance. Owned by the thread of vLLM's scheduler. After creation, only `drain` and `close` block.
 
-    Before `start` no page is stored, and nothing is saved.
+    Before `start`, lookups find nothing, and nothing is saved.
 
     Args:
-        config: The settings. A look-up or a load ends after `get_timeout_s`, a save after `put_timeout_s`.
+        config: The settings. A lookup or a load ends after `get_timeout_s`, a save after `put_timeout_s`.
         memory: vLLM's host memory, [chunks, bytes of a chunk].
         observer: Counts the store's calls, on kvferry's loop.
 
@@ -199,27 +199,27 @@ class VllmStore:
         """Begin to use the store.
 
         Args:
-            page_bytes: Bytes of a page, which are the first ones of a chunk of host memory.
+            page_bytes: Bytes of a page. A page is at the beginning of a chunk of host memory.
         """
         self._keys, self._page_bytes = keys, page_bytes
 
     def separate(self) -> None:
-        """Use other keys from now on, which no other instance has. No page that is stored so far is found any more."""
+        """From now on, use keys that no other instance has. Pages that were stored before are not found any more."""
         if self._keys is not None:
             self._keys = PageKeys(self._keys.fingerprint, secrets.token_hex(16))
             log.warning("store_separated", store=self._client.name, reason="vLLM's caches were reset; restart it to share pages")
 
-    # Look-ups
+    # Lookups
 
     def is_stored(self, name: bytes, request_id: str, *, position: int) -> bool | None:
-        """Return whether a page is stored; None means that the store is asked, from `ask` on.
+        """Return whether a page is stored; None means that the answer is not known yet. `ask` sends the question to the store.
 
-        The answer is kept until `forget` for all requests that wanted it.
+        The answer is kept until `forget` was called for all requests that looked up the page.
 
         Args:
             name: vLLM's name of the page.
-            position: Tokens up to its end. A request that looks up the pages of a group in ascending order needs all pages before
-                each page.
+            position: Tokens up to its end. If a request looks up pages of a group in ascending order, a page counts as stored
+                only if all pages before it are stored.
         """
         if self._keys is None:
             return False
@@ -240,7 +240,7 @@ class VllmStore:
             self._start(self._ask(of_request))
 
     def forget(self, request_id: str) -> None:
-        """Forget the answers that no other request wants."""
+        """Forget the answers for a request, except those that other requests also looked up."""
         for name in self._names_of.pop(request_id, ()):
             found = self._found[name]
             found.request_ids.discard(request_id)
@@ -263,7 +263,7 @@ class VllmStore:
         self._begin(job_id, names, chunks, is_load=True)
 
     def finished(self) -> list[FinishedJob]:
-        """Return jobs that have ended since the last call. Pages that were not loaded count as not stored for their requests."""
+        """Return jobs that have ended since the last call. From then on, pages that could not be loaded count as not stored."""
         jobs = []
         while not self._finished.empty():
             job = self._finished.get()
@@ -277,10 +277,10 @@ class VllmStore:
         return jobs
 
     def drain(self) -> None:
-        """Wait until all jobs have ended, which their deadlines bound.
+        """Wait until all jobs have ended. Their deadlines bound the wait.
 
         Raises:
-            LocalProtocolError: A job has not, so host memory may still be in use.
+            LocalProtocolError: A job has not ended, so host memory may still be in use.
         """
         # A save whose last batch begins at its deadline takes twice the time.
         longest_s = 2 * max(self._timeout_s(is_load=is_load) for is_load in (False, True)) + ANSWER_S
@@ -288,7 +288,7 @@ class VllmStore:
             raise LocalProtocolError(f"a job of the store has not ended after {longest_s:g} s; host memory may be in use")
 
     def close(self) -> None:
-        """Give up all jobs, and wait a bounded time for the store. Afterwards host memory is not used. Idempotent."""
+        """Abort all jobs, and wait a bounded time for the store. Afterwards, host memory is not used. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -352,7 +352,9 @@ class VllmStore:
     async def _run(
         self, job_id: int, names: tuple[bytes, ...], pages: Sequence[tuple[str, memoryview]], *, is_load: bool
     ) -> None:
-        """Run a job. Jobs of one kind take turns while their deadlines run, so that they do not exceed `queue_bytes` together."""
+        """Run a job. Jobs of one kind run one after another, so that together they do not exceed `queue_bytes`. Waiting counts
+        towards a job's deadline.
+        """
         begun_s = time.monotonic()
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s(is_load=is_load)
         done: list[bytes] = []
@@ -386,7 +388,7 @@ class VllmStore:
         *,
         is_load: bool,
     ) -> None:
-        """Move pages in batches, up to the first batch with a page that could not be moved, and add the moved ones to `done`."""
+        """Save or load pages in batches, and add the successful ones to `done`. Stop after a batch in which a page failed."""
         used_ns = time.time_ns()
         for first, batch in _batches(pages, min(BATCH_BYTES, self._config.queue_bytes)):
             left_s = deadline_s - asyncio.get_running_loop().time()
@@ -403,13 +405,13 @@ class VllmStore:
 
 
 def _batches(pages: Sequence[tuple[str, memoryview]], most_bytes: int) -> Iterator[tuple[int, Sequence[tuple[str, memoryview]]]]:
-    """Yield runs of at most `most_bytes`, or of one page, each with the index of its first page."""
+    """Yield batches of at most `most_bytes`, but at least one page, each with the index of its first page."""
     at_once = max(1, most_bytes // pages[0][1].nbytes) if pages else 1
     for first in range(0, len(pages), at_once):
         yield first, pages[first : first + at_once]
 
 
 def _log_failure(future: concurrent.futures.Future[None]) -> None:
-    """Log an unexpected error. Its pages count as not stored and not moved, so the engine computes them."""
+    """Log an unexpected error. The pages of the failed call count as not stored, saved or loaded, so the engine computes them."""
     if not future.cancelled() and (error := future.exception()) is not None:
         log.error("store_task_failed", error=repr(error), exc_info=error)

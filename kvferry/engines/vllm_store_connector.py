@@ -1,14 +1,15 @@
-"""vLLM's own KV offloading with kvferry's store below its host memory, loaded by vLLM itself:
+"""A connector that adds kvferry's store below the host memory of vLLM's own KV offloading. vLLM loads it:
 
     --kv-transfer-config '{"kv_connector": "KvferryStoreConnector",
                            "kv_connector_module_path": "kvferry.engines.vllm_store_connector", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"storage.directory": "/srv/kv", "offload.host_memory": "8GiB"}}'
 
-vLLM decides about blocks, and copies them to and from host memory. A secondary tier loads what host memory lacks, and saves what
-host memory gets: here `StoreTier`, which passes the calls on to `kvferry.engines.vllm_store`. So prefixes, windows, aborts and
-preemptions follow vLLM's rules. docs/engines.md describes how to run it, docs/adr/0059 why it is built so.
+vLLM decides which blocks are saved and loaded, and copies them to and from host memory. `StoreTier` is a secondary tier: it loads
+blocks that host memory does not have, and saves blocks that were copied to host memory. It passes these calls on to
+`kvferry.engines.vllm_store`. So prefixes, windows, aborts and preemptions follow vLLM's rules. docs/engines.md describes how to
+run the connector, docs/adr/0059 the reasons for this design.
 
-Based on interfaces of vLLM 0.32 that vLLM calls experimental: `OffloadingConnector`, `TieringOffloadingSpec` and
+It is based on interfaces of vLLM 0.32 that vLLM calls experimental: `OffloadingConnector`, `TieringOffloadingSpec` and
 `SecondaryTierManager`.
 """
 
@@ -60,14 +61,14 @@ from transfer.metrics import BREAKER_STATES, STORE_METRICS, StoreMetrics
 
 _NAME: Final = "KvferryStoreConnector"
 _HASHES: Final = ("sha256", "sha256_cbor")
-"""Hashes of vLLM that name blocks the same way in every process, and whose collisions cannot be found."""
+"""Hashes of vLLM that give a block the same name in every process, and that resist collisions."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass
 class StorePages(KVConnectorHandshakeMetadata):
-    """Worker's object -> scheduler's object, once."""
+    """Sent once from each worker to the scheduler."""
 
     pages: RankPages
 
@@ -76,9 +77,9 @@ class KvferryStoreConnector(OffloadingConnector):
     """See the module's docstring.
 
     Raises:
-        ConfigError: A setting is unknown, invalid or missing, the store cannot be opened, or vLLM has a setting or a version with
-            which pages cannot be shared.
-        LayoutError: The model has layers whose KV is not stored; they are named.
+        ConfigError: A setting is unknown, invalid or missing, the store cannot be opened, or a setting or the version of vLLM is
+            not supported.
+        LayoutError: The model has layers whose KV cannot be stored; the message names them.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -99,7 +100,7 @@ class KvferryStoreConnector(OffloadingConnector):
 
         Raises:
             ConfigError: Another connector of a MultiConnector described itself instead.
-            LayoutError: The workers do not agree.
+            LayoutError: The workers do not agree on the size of a page.
         """
         ranks = []
         for _, found in sorted(metadata.items()):
@@ -127,9 +128,9 @@ class KvferryStoreConnector(OffloadingConnector):
         )
 
     def reset_cache(self) -> bool | None:
-        """Forget host memory and all stored pages.
+        """Forget all blocks in host memory, and do not use stored pages any more.
 
-        vLLM calls it when its weights may change. From then on, this instance uses only pages that it saves itself.
+        vLLM calls this method when its weights may change. From then on, this instance uses only pages that it saves itself.
         """
         is_reset: bool | None = super().reset_cache()
         self._tier.separate()
@@ -177,13 +178,13 @@ def _check_settings(vllm_config: Any) -> None:
         )
     role, hash_name = vllm_config.kv_transfer_config.kv_role, vllm_config.cache_config.prefix_caching_hash_algo
     if role != "kv_both":
-        raise ConfigError(f"kv_role is {role}; with {_NAME}, which loads and saves, it must be kv_both")
+        raise ConfigError(f"kv_role is {role}; it must be kv_both, because {_NAME} loads and saves")
     if hash_name not in _HASHES:
         raise ConfigError(f"--prefix-caching-hash-algo is {hash_name}; stored pages need one of {', '.join(_HASHES)}")
 
 
 def _unregister_metrics() -> None:
-    """Unregister the metrics of an earlier engine of this process, as vLLM does with those whose names contain vllm."""
+    """Unregister the metrics of an earlier engine of this process. vLLM does so only for metrics with vllm in their name."""
     names = {spec.name for spec in STORE_METRICS}
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "") in names:
@@ -191,7 +192,7 @@ def _unregister_metrics() -> None:
 
 
 def _length_of_long_rope(model_config: Any) -> int | None:
-    """Return the maximum length if position embeddings depend on it: vLLM then chooses the factors of LongRoPE by it."""
+    """Return the maximum length if position embeddings depend on it, else None: with LongRoPE, it determines vLLM's factors."""
     return model_config.max_model_len if "longrope" in str(model_config.hf_config.to_dict()) else None
 
 
@@ -205,7 +206,7 @@ def _host_bytes(config: VllmStoreConfig, vllm_config: Any, kv_cache_config: Any)
 
 
 def _with_offloading(vllm_config: Any, config: VllmStoreConfig, *, host_bytes: int) -> Any:
-    """Return vLLM's configuration with the settings of its own offloading in place of kvferry's."""
+    """Return vLLM's configuration, with kvferry's settings translated to those of vLLM's own offloading."""
     changed = copy.copy(vllm_config)
     changed.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
     changed.kv_transfer_config.kv_connector_extra_config = {
@@ -214,7 +215,7 @@ def _with_offloading(vllm_config: Any, config: VllmStoreConfig, *, host_bytes: i
         "cpu_bytes_to_use": host_bytes,
         "blocks_per_chunk": config.page_blocks,
         "offload_prompt_only": not config.save_generated,
-        # Without pipeline stages, vLLM can lay out pages in a way that does not depend on the number of ranks.
+        # Without pipeline stages, vLLM has a page layout that does not depend on the number of ranks.
         "canonical_layout": vllm_config.parallel_config.pipeline_parallel_size == 1,
         "secondary_tiers": [{"type": StoreTier.__name__, "module_path": __name__, "config": config}],
     }
@@ -222,7 +223,7 @@ def _with_offloading(vllm_config: Any, config: VllmStoreConfig, *, host_bytes: i
 
 
 class StoreOffloadingSpec(TieringOffloadingSpec):
-    """vLLM's offloading in tiers, also for attention on a CPU. On a worker, it knows the pages from `get_worker` on.
+    """vLLM's offloading in tiers, also for attention on a CPU. On a worker, `get_worker` sets the attributes of pages.
 
     Raises:
         ConfigError: Host memory has no room for a page.
@@ -239,7 +240,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
         if not self.num_chunks:
             raise ConfigError(
                 f"offload.host_memory or offload.host_ratio is {self.extra_config['cpu_bytes_to_use']} bytes for all workers; "
-                f"it must be room for the pages of some prompts, of {self.kv_bytes_per_chunk} bytes each"
+                f"it must have room for the pages of some prompts, of {self.kv_bytes_per_chunk} bytes each"
             )
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
@@ -283,7 +284,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
 
 
 class HostWorker(OffloadingWorker):
-    """Copies of a worker whose KV cache is in host memory. They are done when they are submitted."""
+    """The copies of a worker whose KV cache is in host memory. A copy is finished when its submit call returns."""
 
     def __init__(self, region: SharedOffloadRegion, copies: HostCopies) -> None:
         self.region = region
@@ -318,9 +319,9 @@ class HostWorker(OffloadingWorker):
 
 
 def _forget_name(region: SharedOffloadRegion | None) -> None:
-    """Unlink the file of host memory, which scheduler and workers have mapped by now.
+    """Unlink the file of host memory. The scheduler and all workers have mapped it before.
 
-    vLLM unlinks it at an orderly end only, so a killed server would leave its memory in use.
+    vLLM unlinks the file only at an orderly end, so a killed server would leave this memory allocated.
     """
     if region is not None and region._creator:
         for path in glob(f"{region.mmap_path}*"):

@@ -44,7 +44,7 @@ def load_body(content: bytes) -> dict[str, Any]:
     """Return the JSON object of a request, for `check_body`. Integers of more than 64 bits become floats.
 
     Raises:
-        ApiError: The body is no JSON object, has a number that no 64-bit float holds, or has half of a surrogate pair.
+        ApiError: The body is no JSON object, has a number that does not fit a 64-bit float, or has half of a surrogate pair.
     """
     try:
         body = orjson.loads(content)
@@ -56,10 +56,10 @@ def load_body(content: bytes) -> dict[str, Any]:
 
 
 def _load_strange(content: bytes) -> Any:
-    """Return the JSON of a body that orjson rejects. It can be valid, if it begins with a byte order mark, or nested too deeply.
+    """Return the JSON value of a body that orjson rejects. It can be valid JSON with a byte order mark, or nested very deeply.
 
     Raises:
-        ApiError: The body is no JSON that a server accepts, with the name of the wrong member if there is one.
+        ApiError: No server accepts the body. `param` is the name of the invalid member, if there is one.
     """
     try:
         body = json.loads(content.decode("utf-8-sig"), parse_constant=_no_constant, parse_int=_integer)

@@ -15,9 +15,8 @@ MAX_EVENT_BYTES: Final = 64 << 20
 
 DONE: Final = b"[DONE]"
 
-_END: Final = re.compile(
-    rb"\n\r?\n"
-)  # without the return before the first line feed: a search for a fixed byte is 30 times faster
+# The pattern begins with a fixed byte, which makes the search 30 times faster. So it omits the optional return before it.
+_END: Final = re.compile(rb"\n\r?\n")
 
 
 class EventBuffer:
