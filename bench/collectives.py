@@ -1,15 +1,15 @@
-"""All-reduces between two GPUs as the embedded engine's tensor parallelism makes them: through torch, and NCCL called directly.
+"""All-reduces between two GPUs, as in the embedded engine's tensor parallelism: through torch, and with direct calls of NCCL.
 
     python -m bench.collectives [--json FILE] [--quick]
 
 - torch: ``torch.distributed.all_reduce``, which the engine uses.
-- direct: ``ncclAllReduce`` of the same library on torch's current stream, through ctypes, with a communicator of its own. That is
-  what "PyNCCL" means in vLLM and SGLang.
+- direct: ``ncclAllReduce`` of the same library on torch's current stream, through ctypes, with a second communicator. vLLM and
+  SGLang call this "PyNCCL".
 
-Sizes are those of a decode step: rows of 8,192 elements in bfloat16. "host" is the time that a call keeps the host, without a
-graph. "step" is 160 all-reduces with a small kernel between them, as in a model with 80 layers, without a graph and as a replay
-of a CUDA graph. The facts compare a gloo group for numbers on the host with the same over NCCL, and the device memory that each
-communicator takes.
+Sizes are those of a decode step: rows of 8,192 elements in bfloat16. "host" is the host time of a call without a graph. "step" is
+160 all-reduces with a small kernel between them, as in a model with 80 layers, without a graph. "graph" is the same step as a
+replayed CUDA graph. The facts compare a gloo group with NCCL for numbers on the host, and show the device memory of each
+communicator.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class DirectNccl:
-    """A communicator of the NCCL that torch has loaded, of all ranks of the default group."""
+    """A communicator over all ranks of the default group. It uses the NCCL library that torch has loaded."""
 
     def __init__(self, rank: int) -> None:
         self._nccl = ctypes.CDLL(_loaded_nccl())
@@ -72,7 +72,7 @@ class DirectNccl:
 
 
 def _loaded_nccl() -> str:
-    """Return the path of the library that this process has mapped."""
+    """Return the path of the NCCL library that this process has mapped."""
     with open("/proc/self/maps") as maps:
         return next(line.split()[-1] for line in maps if "libnccl.so" in line)
 
@@ -161,7 +161,7 @@ def _gather_number(rank: int, device: torch.device, group: dist.ProcessGroup | N
 
 
 def _host_time(add: Callable[[Tensor], object], tensor: Tensor) -> float:
-    """Return the seconds that one call keeps the host, as the mean of calls that fit the queue of the device."""
+    """Return the host time of one call in seconds: the mean over as many calls as fit the queue of the device."""
     begun_s = time.perf_counter()
     for _ in range(50):
         add(tensor)
@@ -171,7 +171,7 @@ def _host_time(add: Callable[[Tensor], object], tensor: Tensor) -> float:
 
 
 def _whole(act: Callable[[], object]) -> float:
-    """Return the seconds from the call until the device has done the work."""
+    """Return the seconds from the call until the device has finished the work."""
     begun_s = time.perf_counter()
     act()
     torch.cuda.synchronize()

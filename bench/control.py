@@ -6,10 +6,10 @@
 chunks are those of 8 requests of 32 chunks at a time; each has its grant, its ready and its ack. A round trip is one chunk by
 itself, from its GrantRequest to the ack that shows its grant released.
 
-How that grows: with the number of peers that write to one rank, with the number of grants that are live all the while, and with
-the number of gaps in the ring, of which a watermark names 64. Held grants are live and never computed. Waiting grants are
-computed, and wait for a ring that has room for ten. "CPU" counts both ends, all threads, and is the steadier number on a busy
-machine. The ring's rows are its allocator alone: assign + release.
+The rows show how the times grow with three numbers: peers that write to one rank, grants that are live during the whole run, and
+gaps in the ring, of which a watermark names 64. Held grants are live and never computed. Waiting grants are computed, and wait
+for a ring that has room for ten. "CPU" counts both ends, all threads, and varies less on a busy machine. The rows of the ring
+measure only its allocator: assign + release.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _load(*, is_quick: bool) -> Load:
 
 
 def measure_growth(report: Report, *, is_quick: bool) -> None:
-    """Rows of two processes by number of peers, of held grants, and of gaps in the ring."""
+    """Rows of two processes, by the number of peers, of held grants and of gaps in the ring."""
     load = _load(is_quick=is_quick)
     by_peers = {
         f"two processes, {number} peer{'s' * (number > 1)}": asyncio.run(between_two_processes(replace(load, num_peers=number)))

@@ -63,8 +63,8 @@ class Load:
 
     Args:
         num_peers: Sessions, which take turns.
-        num_held: Grants that are live all the while: granted, and never computed. They follow each other.
-        num_gaps: Further ones, each before a grant that was released, so that the ring has as many released ranges.
+        num_held: Grants that are live during the whole run: granted, and never computed. They are adjacent in the ring.
+        num_gaps: Further such grants, each followed by a released grant, so that the ring has this number of released ranges.
         num_in_flight: Requests at a time.
         request_chunks: Chunks of a request.
         round_requests: Requests of each round.

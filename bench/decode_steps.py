@@ -1,17 +1,17 @@
-"""Decode steps of a node: each begun while the step before runs, against one step at a time.
+"""Overlapping decode steps of a node, compared with one step at a time.
 
     python -m bench.decode_steps [--json FILE] [--quick] [--device cpu|cuda] [--layers N] [--requests N ...] [--rounds N]
     python -m bench.decode_steps --device cpu --step-ms 5
 
-A cluster of one prefill node and one decode node generates as many tokens for several requests at once. The same nodes with an
-engine without `begin_decode` run one step at a time. Both ways take turns, each time with new processes. A sample is the mean
-time of the steps of a round in which all requests take part. The tokens of both ways are compared. Rounding differs between
-batches, so in half precision some may differ.
+A cluster of one prefill node and one decode node generates the same number of tokens for each of several concurrent requests. For
+comparison, the same nodes use an engine without `begin_decode`, which runs one step at a time. The two engines take turns, each
+time with new processes. A sample is the mean time of those steps of a round that contain all requests. The tokens of both engines
+are compared. In half precision some tokens may differ, because rounding differs between batches.
 
-With `--step-ms`, a step computes nothing and takes so many milliseconds of a device that runs beside the host, one step after the
-other. So a machine without a GPU shows what the host adds to each step.
+With `--step-ms`, a step computes nothing. It takes this number of milliseconds on a simulated device, which runs one step after
+the other in parallel with the host. So a machine without a GPU shows how much time the host adds to each step.
 
-The model is a Llama of the 8B's shape with made-up weights; on a CPU it is the demo model. On a GPU, all ranks share it.
+The model on a GPU has the shape of Llama 3 8B and dummy weights. On a CPU, it is the demo model. All ranks share one GPU.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ ENGINES: Final = {
     "begun ahead": "bench.decode_steps:load_with_begin",
 }
 STEP_MS: Final = "BENCH_STEP_MS"
-"""Variable with the value of `--step-ms`, for the ranks."""
+"""Environment variable that passes the value of `--step-ms` to the ranks."""
 PROMPT_TOKENS: Final = 32
 VOCAB_SIZE: Final = 700
 
 
 class WithoutBegin:
-    """An engine whose decode steps cannot be begun ahead."""
+    """An engine without `begin_decode`, so that its decode steps do not overlap."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -64,12 +64,12 @@ class WithoutBegin:
 
 
 class Paced:
-    """An embedded engine whose decode steps compute nothing and take `step_s` seconds of an imaginary device."""
+    """An embedded engine whose decode steps compute nothing and take `step_s` seconds on a simulated device."""
 
     def __init__(self, engine: Any, step_s: float) -> None:
         self._engine = engine
         self._step_s = step_s
-        self._free_s = 0.0  # when the device has done all steps
+        self._free_s = 0.0  # when the device has finished all steps
         self._chosen: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -101,7 +101,7 @@ def load_without_begin(config: NodeConfig, *, rank: int, rendezvous: Path) -> Wi
 
 
 async def ask(client: NodeClient, salt: int, num_tokens: int) -> tuple[list[int], list[float]]:
-    """Return the tokens of one request, and the time of each."""
+    """Return the tokens of one request, and the time of each token."""
     ids = [3 + (salt * 7919 + index * 31) % VOCAB_SIZE for index in range(PROMPT_TOKENS)]
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), max_new_tokens=num_tokens, ignore_eos=True)
     tokens, times_s = list[int](), list[float]()
@@ -114,7 +114,7 @@ async def ask(client: NodeClient, salt: int, num_tokens: int) -> tuple[list[int]
 
 
 async def burst(client: NodeClient, num_requests: int, num_tokens: int) -> tuple[list[list[int]], float]:
-    """Return the tokens of all requests, and the mean seconds of a step in which all of them take part."""
+    """Return the tokens of all requests, and the mean seconds of the steps that contain all requests."""
     answers = await asyncio.gather(*(ask(client, salt, num_tokens) for salt in range(num_requests)))
     begin_s, end_s = max(times[0] for _, times in answers), min(times[-1] for _, times in answers)
     between = [sum(begin_s <= time_s <= end_s for time_s in times) - 1 for _, times in answers]
@@ -171,11 +171,11 @@ async def measure(
 def parser() -> argparse.ArgumentParser:
     made = argument_parser("decode steps of a node")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--layers", type=int, default=16, help="of the model on a GPU")
-    made.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="requests at once")
+    made.add_argument("--layers", type=int, default=16, help="layers of the model on a GPU")
+    made.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="numbers of concurrent requests")
     made.add_argument("--tokens", type=int, default=256, help="new tokens of each request")
-    made.add_argument("--step-ms", type=float, help="milliseconds of a step that computes nothing")
-    made.add_argument("--rounds", type=int, default=3, help="starts of the nodes, for each way")
+    made.add_argument("--step-ms", type=float, help="duration of each step, which then computes nothing")
+    made.add_argument("--rounds", type=int, default=3, help="starts of the nodes for each engine")
     return made
 
 

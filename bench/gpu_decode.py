@@ -7,8 +7,8 @@ the host, "device" what the device spends of it (the host runs ahead while the d
 were gathered before, contiguous and of equal length: what paging costs is in the ratio. Both read every byte of K and V once, so
 their throughput is held against a device copy, which reads and writes.
 
-With `--torch-compile`, only replayed steps are measured: with layers that torch.compile compiled, against layers as they are. The
-facts contain the memory that both take besides weights and pool.
+With `--torch-compile`, only replayed steps are measured, with compiled and with uncompiled layers. The facts contain the memory
+that both need in addition to weights and pool.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measure(*, num_layers: int, contexts: Sequence[int], repetitions: int) -> Re
 
 
 def measure_compiled(*, num_layers: int, contexts: Sequence[int], repetitions: int) -> Report:
-    """Measure replayed steps with and without torch.compile, and the memory that both take besides weights and pool."""
+    """Measure replayed steps with and without torch.compile, and the memory that both need in addition to weights and pool."""
     report = Report(title=f"torch.compile on {torch.cuda.get_device_name()}: a Llama of the 8B's shape with {num_layers} layers")
     plain: dict[tuple[int, int], tuple[Row, Row]] = {}
     for name, max_bs in (("as they are", 0), ("compiled", max(BATCHES))):
@@ -213,7 +213,7 @@ def _measure_pool(report: Report) -> None:
 
 def main() -> None:
     parser = argument_parser("decode steps on a GPU")
-    parser.add_argument("--torch-compile", action="store_true", help="steps with layers that torch.compile compiled, and without")
+    parser.add_argument("--torch-compile", action="store_true", help="compare compiled layers with uncompiled ones")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_decode: this torch sees no CUDA device")
